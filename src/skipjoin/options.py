@@ -1,4 +1,4 @@
-"""A setting is spelled once: a dataclass field annotated with a `Knob` has its name, type, default, help and bounds.
+"""Settings declared as dataclass fields annotated with a `Knob` (an option's help and bounds).
 
     @dataclass(frozen=True)
     class Pool:
@@ -7,7 +7,7 @@
         def __post_init__(self) -> None:
             check(self)
 
-The check, the text of its error, the options of the command line and the list of a recipe's parameters follow from it.
+The check, its error, the command-line option and the list of a recipe's parameters are derived from the field.
 """
 
 from __future__ import annotations
@@ -20,44 +20,51 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-# What one setting may be, where settings come by name.
+# Type of a setting given by name.
 Value = bool | int | float | str
-# What a value of a type is called in errors, and what Python takes for one.
+# By type: its name in errors, and the Python types that are accepted.
 _KINDS: Mapping[type, tuple[str, type]] = {
     int: ("an integer", Integral),
     float: ("a number", Real),
     bool: ("true or false", bool),
 }
 _BOOLS = {"true": True, "false": False}
-_FOUND: dict[type, Mapping[str, Setting]] = {}  # by class, what `settings_of` found
+_FOUND: dict[type, Mapping[str, Setting]] = {}  # cache of `settings_of`
 
 
 class ConfigError(ValueError):
-    """A setting outside its bounds. The text names the setting and the bound."""
+    """Invalid setting. The text names the setting and its bound."""
 
 
 def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
-    """What to raise for a name that is not one of `known`: it tells the nearest of them, or all, in their order."""
+    """Return the error for a name that is not in `known`, with the nearest names or, failing that, all of them."""
     names = list(known)
     hint = nearest(got, names) or f"; choose from {', '.join(names)}"
     return ConfigError(f"{field}: there is no {got!r}{hint}")
 
 
 def nearest(got: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that is not one of `known`: the names that it resembles; empty: none."""
+    """Return the end of an error that suggests the known names resembling `got`, or an empty string."""
     near = difflib.get_close_matches(got.strip().lower(), list(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What there is to know about a setting besides its name, type and default.
+    """Metadata of a setting besides its name, type and default.
 
-    help: a sentence for users. low, above: the least value, and what every value is above; high: the largest. choices:
-    all values that there are; the help lists them. flags: options of the command line; empty: the name with hyphens.
-    metavar: what the help calls the value, its unit for one. group: the help's group. envvar: an environment variable
-    that gives the value, too. positional: an argument of the command line, not an option. option: whether it is on the
-    command line at all.
+    Attributes:
+        help: Sentence for users.
+        low: Minimum.
+        above: Exclusive lower bound.
+        high: Maximum.
+        choices: All allowed values, which the help lists.
+        flags: Command-line flags; empty derives one from the name.
+        metavar: Name of the value in the help, for example its unit.
+        group: Group in the help.
+        envvar: Environment variable that also sets the value.
+        positional: Whether it is a positional argument instead of a flag.
+        option: Whether it is on the command line at all.
     """
 
     help: str
@@ -77,10 +84,13 @@ class Knob:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field with a knob.
+    """Dataclass field with a `Knob`.
 
-    kind: its type, without the None that `optional` stands for and the `words`, strings that it may be instead: those
-    of a Literal beside the type, as in `int | Literal["all"]`. default: MISSING if it has none.
+    Attributes:
+        kind: Type without None and literals.
+        words: Literal strings allowed besides `kind`, as in `int | Literal["all"]`.
+        optional: Whether None is allowed.
+        default: MISSING if there is none.
     """
 
     name: str
@@ -92,7 +102,7 @@ class Setting:
 
     @property
     def help(self) -> str:
-        """The knob's help and its choices."""
+        """Help text with the choices."""
         if not self.knob.choices:
             return self.knob.help
         *most, last = self.knob.choices
@@ -100,7 +110,7 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """Which values there may be, such as "in [1, 1024]", "above 0" or "at least 1 or all"; empty: any."""
+        """Allowed values, such as "in [1, 1024]", "above 0" or "at least 1 or all"; empty if unrestricted."""
         return self._or_words(self._bounds)
 
     @property
@@ -116,7 +126,7 @@ class Setting:
         return "" if low is None else f"at least {_text(low)}"
 
     def check(self, value: Any) -> None:
-        """Raise `ConfigError` for a value of another type or outside the bounds."""
+        """Raise `ConfigError` for a value of another type or out of bounds."""
         if (value is None and self.optional) or (isinstance(value, str) and value in self.words):
             return
         if self.kind in _KINDS:
@@ -128,7 +138,11 @@ class Setting:
             raise ConfigError(f"{self.name} must be {self.bounds}, got {shown}")
 
     def read(self, text: str) -> Value:
-        """The value that a text spells. Raises `ConfigError` for one of another type."""
+        """Parse a value from text.
+
+        Raises:
+            ConfigError: The text is not of the setting's type.
+        """
         if text in self.words:
             return text
         try:
@@ -144,7 +158,7 @@ class Setting:
         knob = self.knob
         if knob.choices:
             return value in knob.choices
-        # Written so that a number that is none is refused.
+        # Written so that NaN is rejected.
         return (
             (knob.low is None or value >= knob.low)
             and (knob.above is None or value > knob.above)
@@ -153,7 +167,7 @@ class Setting:
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """The fields of a dataclass that have a knob, by name, in their order."""
+    """Return the fields of a dataclass that have a knob, by name in their order."""
     if cls not in _FOUND:
         _FOUND[cls] = _find_settings(cls)
     return _FOUND[cls]
@@ -172,13 +186,13 @@ def _find_settings(cls: type) -> dict[str, Setting]:
 
 
 def check(instance: Any) -> None:
-    """Raise `ConfigError` for the first field whose value is of another type than it says or outside its bounds."""
+    """Raise `ConfigError` for the first field whose value has another type or is out of bounds."""
     for name, setting in settings_of(type(instance)).items():
         setting.check(getattr(instance, name))
 
 
 def _parts(kind: Any) -> tuple[Any, tuple[str, ...], bool]:
-    """A field's type, the words that it may be instead, and whether it may be None."""
+    """Return a field's type, the literals allowed besides it, and whether None is allowed."""
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
     types = [part for part in parts if part is not NoneType and get_origin(part) is not Literal]

@@ -1,4 +1,4 @@
-"""What a user may set, as frozen values. Read by cli, server, llm and engine; core and policies never see it."""
+"""User configuration as frozen dataclasses, read by cli, server, llm and engine but not by core and policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests a server answers, as settings: the part of `ServerConfig` that is about access."""
+"""Access settings of a server, a part of `ServerConfig`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skipjoin.config.key_files import AS_ALL, KeyRights, check_key, owner_of_key
 from skipjoin.options import ConfigError, Knob
 
 ACCESS = "Access"
-# Of hosts and origins: all that there are.
+# Matches all hosts or origins.
 ANY = "*"
 _HOST_NAME = re.compile(r"[\w.-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
@@ -20,10 +20,14 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """api_keys: any of them opens every route but health; empty: no key is asked for. metrics_keys: any of them opens
-    /metrics, as those do; empty: only those. allowed_hosts: names that the Host header may have besides localhost and
-    IP addresses; empty: any, but for a server without keys on a loopback address. key_rights: by `owner_of_key`, of
-    keys of the file.
+    """Access settings of a server.
+
+    Attributes:
+        api_keys: Each grants access to all routes except health, which is open; empty requires no key.
+        metrics_keys: Each grants access to /metrics besides `api_keys`.
+        allowed_hosts: Host header values besides localhost and IP addresses. Empty allows all, except on a server
+            without keys on a loopback address.
+        key_rights: Rights of the keys from the file, by `owner_of_key`.
     """
 
     api_keys: Annotated[
@@ -104,7 +108,7 @@ class AccessConfig:
     key_rights: Mapping[str, KeyRights] = field(default_factory=dict, hash=False)
 
     def check_access(self) -> None:
-        """Raise `ConfigError` for settings that have no meaning."""
+        """Raise `ConfigError` for invalid access settings."""
         for name, keys in (("api_key", self.api_keys), ("metrics_key", self.metrics_keys)):
             for key in keys:
                 check_key(name, key)
@@ -130,8 +134,11 @@ ConfigT = TypeVar("ConfigT", bound=AccessConfig)
 
 
 def with_keys_of_files(config: ConfigT) -> ConfigT:
-    """The configuration with the keys of its files among its keys. Raises `ConfigError` for a file without any, and for
-    settings of keys that have no meaning."""
+    """Return the configuration with the keys from its files added.
+
+    Raises:
+        ConfigError: A file has no keys, or keys have conflicting or invalid settings.
+    """
     found = read_keys("api_key_file", config.api_key_file)
     for_metrics = read_keys("metrics_key_file", config.metrics_key_file)
     if set(for_metrics.values()) - {AS_ALL}:
@@ -157,5 +164,5 @@ def _is_network(text: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address can be reached from its own machine only."""
+    """Return whether an IP address is reachable from its own machine only."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

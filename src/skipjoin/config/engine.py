@@ -1,4 +1,4 @@
-"""What a user may set of an engine: model, memory, scheduling."""
+"""Engine configuration: model, memory and scheduling."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, absolut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine: model, memory, scheduling. Raises `ConfigError` on a value outside its bounds.
+    """Engine configuration: model, memory and scheduling.
 
-    Each field says what it is: `Knob`. None where a default is given in brackets stands for that.
+    Each field is described by its `Knob`. None selects the default that the help gives in brackets.
+
+    Raises:
+        ConfigError: A value is out of bounds.
     """
 
     model: Annotated[
@@ -235,7 +238,7 @@ class EngineConfig:
     timeline: Annotated[
         str | None, Knob("Write a trace for Perfetto and chrome://tracing.", metavar="FILE", group=MEASUREMENT)
     ] = None
-    # Parameters of recipes as they were given before there was `recipe_params`; to be removed.
+    # Deprecated aliases of `recipe_params`; to be removed.
     starvation_s: Annotated[
         float | None, Knob("As --set starvation_s=SECONDS.", metavar="SECONDS", group=DEPRECATED)
     ] = None
@@ -254,7 +257,7 @@ class EngineConfig:
         check(self)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        object.__setattr__(self, "recipe", absolute(self.recipe))  # engines may have another working folder
+        object.__setattr__(self, "recipe", absolute(self.recipe))  # engines may run in another working folder
         check_recipe(
             self.recipe,
             self.params,
@@ -266,7 +269,7 @@ class EngineConfig:
 
     @property
     def params(self) -> dict[str, Value]:
-        """The recipe's parameters that are given, under their new names or as deprecated aliases."""
+        """The recipe's given parameters, including those under deprecated names."""
         return with_aliases(
             self.recipe_params,
             starvation_s=self.starvation_s,
@@ -277,16 +280,16 @@ class EngineConfig:
 
     @property
     def ranks(self) -> int:
-        """Processes, or threads of one, that have a part of the model each."""
+        """Number of ranks that each hold a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the model runs on ranks of their own, outside of the engine's process."""
+        """True if the model runs on ranks outside the engine's process."""
         return self.ranks > 1 or self.distributed_executor_backend == "ray"
 
     def plans_in_flight(self, device: str) -> int:
-        """At most: one per stage, or what `pipeline_depth` says of a single one. device: cpu or cuda."""
+        """Return the maximum number of plans in flight on a `device` of kind cpu or cuda."""
         if self.pipeline_parallel_size > 1:
             return self.pipeline_parallel_size
         return self.pipeline_depth or (2 if device == "cuda" else 1)

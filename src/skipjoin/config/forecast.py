@@ -1,4 +1,4 @@
-"""What a user may set of forecasts."""
+"""Forecast configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ FORECASTERS = ("learnt", "alise", "prior", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastConfig:
-    """How output lengths are forecast. Raises `ConfigError` on a value outside its bounds."""
+    """Configuration of output length forecasts.
+
+    Raises:
+        ConfigError: A value is out of bounds.
+    """
 
     forecaster: Annotated[
         str | None,

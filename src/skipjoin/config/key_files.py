@@ -1,4 +1,4 @@
-"""Files of API keys: one key per line, and what the keys below a line like `[priority-range=0:5]` may ask for."""
+"""API key files: one key per line, with sections like `[priority-range=0:5]` that set rights of the keys below."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ _SECTION = (
 
 
 class KeyRights(NamedTuple):
-    """What requests with a key may ask for. None: what the server allows to all. priorities: the lowest and the highest
-    priority, besides 0. tier: whether there is `service_tier` priority. is_operator: whether the key sees the requests
-    of all keys."""
+    """Rights of requests with a key. None means the server's default.
+
+    Attributes:
+        priorities: Lowest and highest priority, besides 0.
+        tier: Whether `service_tier` priority is allowed.
+        is_operator: Whether the key sees the requests of all keys.
+    """
 
     priorities: tuple[int, int] | None = None
     tier: bool | None = None
     is_operator: bool = False
 
 
-# Of a key about which its file says nothing.
+# Rights of a key outside of any section.
 AS_ALL = KeyRights()
 
 
 class _Line(NamedTuple):
-    """A line of a file that is neither empty nor a comment. where: it, as errors name it."""
+    """Line of a key file that is neither empty nor a comment; `where` names it in errors."""
 
     where: str
     text: str
@@ -44,14 +48,17 @@ class _Line(NamedTuple):
 
 
 def owner_of_key(key: bytes) -> str:
-    """A hash of a key: it stands for the key wherever its requests and files are told from those of others."""
+    """Return a hash of the key, which identifies the owner of requests and files."""
     return hashlib.sha256(key).hexdigest()
 
 
 def read_keys(field: str, file: str | None) -> dict[str, KeyRights]:
-    """The keys in a file, none for no file. field: the setting that names it. Raises `ConfigError`, which shows no key,
-    for a file without keys, a key that no header can carry or that is there twice with different rights, and a section
-    that has no meaning or no keys."""
+    """Return the keys in a file with their rights; none for None. Errors name `field` and show no key.
+
+    Raises:
+        ConfigError: The file has no keys, an invalid key or section, a section without keys, or a key with different
+            rights.
+    """
     found: dict[str, KeyRights] = {}
     rights, section = AS_ALL, None
     for line in () if file is None else _lines(field, file):
@@ -70,7 +77,7 @@ def read_keys(field: str, file: str | None) -> dict[str, KeyRights]:
 
 
 def check_key(field: str, key: str) -> None:
-    """Raise `ConfigError` for a key that no header can carry. The error does not show the key."""
+    """Raise `ConfigError`, without showing the key, if it cannot be sent in a header."""
     if not key:
         raise ConfigError(f"{field} must not be empty")
     if not (key.isascii() and key.isprintable() and key == key.strip()):
@@ -78,7 +85,11 @@ def check_key(field: str, key: str) -> None:
 
 
 def priority_bounds(field: str, text: str) -> tuple[int, int]:
-    """The lowest and the highest priority of a range LOW:HIGH. Raises `ConfigError`, which names the field."""
+    """Return the bounds of a priority range LOW:HIGH.
+
+    Raises:
+        ConfigError: The range is invalid; the error names `field`.
+    """
     try:
         low, high = map(int, text.split(":"))
     except ValueError:
@@ -101,7 +112,7 @@ def _lines(field: str, file: str) -> Iterator[_Line]:
 
 
 def _rights(line: _Line) -> KeyRights:
-    """What a section gives its keys. A line that is none may be a key: the error does not show it."""
+    """Return the rights that a section gives. Its errors do not show the line, which may be a key."""
     given = _given(line)
     priorities, tier, operator = map(given.get, ("priority-range", "priority-tier", "operator"))
     for name, value, choices in (("priority-tier", tier, PRIORITY_TIERS), ("operator", operator, OPERATOR)):
@@ -115,7 +126,7 @@ def _rights(line: _Line) -> KeyRights:
 
 
 def _given(line: _Line) -> Mapping[str, str]:
-    """The settings of a section, by name."""
+    """Return the settings of a section by name."""
     pairs = [part.partition("=")[::2] for part in line.text[1:-1].split()]
     given = dict(pairs)
     if not line.text.endswith("]") or len(given) < len(pairs) or not given.keys() <= _SETTINGS:
@@ -124,6 +135,5 @@ def _given(line: _Line) -> Mapping[str, str]:
 
 
 def _check_has_keys(section: _Line | None) -> None:
-    """section: one without a key so far."""
     if section is not None:
         raise ConfigError(f"{section.where}: no key follows, of which this could be said")

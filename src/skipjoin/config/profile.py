@@ -1,4 +1,4 @@
-"""Profiles: the costs of steps and transfers on one machine, as a JSON file. Reading one needs no torch."""
+"""Profiles: measured costs of steps and transfers on a machine, stored as JSON. Reading one needs no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skipjoin.system.folders import cache_folder, is_trusted
 
 # Incremented when older files can no longer be read.
 FORMAT = 5
-# Environment variable with the folder of cached profiles.
+# Environment variable that names the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 
 T = TypeVar("T")
@@ -32,13 +32,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """The identity of a profile.
+    """Identity of a profile.
 
-    model: a name for messages, not part of the identity. shape: a hash of the model's configuration, so that a renamed
-    folder or other weights of the same shape find their profile. device_kind: cpu or cuda. device: model name of the
-    CPU or GPU. threads: CPU threads of the model. swap_dtype: of KV on the host, auto or int8. attention: the attention
-    back end. operators: what the other operations run on, such as amx, avx512-bf16, torch or triton. tp, pp: tensor and
-    pipeline parallelism. version: of Skipjoin.
+    Attributes:
+        model: Model name for messages, not part of the identity.
+        shape: Hash of the model's configuration, so that a renamed folder or other weights of the same shape share a
+            profile.
+        device_kind: cpu or cuda.
+        device: Model name of the CPU or GPU.
+        threads: CPU threads of the model.
+        swap_dtype: Type of KV on the CPU tier, auto or int8.
+        attention: Attention backend.
+        operators: Backend of the other operations, such as amx, avx512-bf16, torch or triton.
+        tp, pp: Tensor and pipeline parallelism.
+        version: Skipjoin version.
     """
 
     model: str
@@ -56,14 +63,14 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """A file name for all fields except the name of the model."""
+        """Hash of all fields except the model name, used as a file name."""
         identity = dataclasses.asdict(self) | {"model": ""}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Seconds of moving n KV blocks in one direction: floor + block * n."""
+    """Cost of moving n KV blocks in one direction: floor + block * n seconds."""
 
     floor: float
     block: float
@@ -71,10 +78,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class FitErrors:
-    """Absolute relative errors of the cost model on measured steps.
+    """Absolute relative errors of the cost model.
 
-    median, p95: on the `held_out` shapes, which the fit did not use; if there are none, on the fitted ones.
-    fitted, held_out: numbers of shapes.
+    Attributes:
+        median, p95: Errors on the `held_out` shapes or, if there are none, on the fitted ones.
+        fitted, held_out: Numbers of shapes.
     """
 
     median: float
@@ -85,7 +93,7 @@ class FitErrors:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured step: its shape (see `StepShape`), its seconds (the lower quartile), its number of runs."""
+    """Measured step: its shape (see `StepShape`), the lower quartile of its seconds, and its number of runs."""
 
     prefill: int
     attention: int
@@ -98,14 +106,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A measured cost model and its circumstances.
+    """Measured cost model and its circumstances.
 
-    cost: includes transfers per block of `block_size` tokens, in the slower direction; transfer_out, transfer_in: both.
-    unrest: mean time of a step over its undisturbed time, to which the fit is made; `cost` includes it.
-    host_s: host time between two steps.
-    stage_shares: of each pipeline stage in a step; a single 1 without stages.
-    kv_bytes_per_block, host_bytes_per_block, weight_bytes: over all devices; the second is of a KV block on the host.
-    vocab_size, max_positions: of the model. machine: a description for readers. date: ISO 8601, UTC.
+    Attributes:
+        cost: Step costs, and transfer costs per block of `block_size` tokens in the slower direction.
+        transfer_out, transfer_in: Transfer costs in each direction.
+        unrest: Mean over undisturbed time of a step. The fit uses undisturbed times, and `cost` includes this factor.
+        host_s: CPU time between two steps.
+        stage_shares: Share of each pipeline stage in a step; a single 1 without stages.
+        kv_bytes_per_block, weight_bytes: Totals over all devices.
+        host_bytes_per_block: Size of a KV block on the CPU tier.
+        machine: Description for readers.
+        date: ISO 8601 in UTC.
     """
 
     key: ProfileKey
@@ -127,21 +139,23 @@ class Profile:
     date: str
 
     def cost_for(self, block_size: int) -> LinearCost:
-        """The cost model for KV blocks of `block_size` tokens."""
+        """Return the cost model for KV blocks of `block_size` tokens."""
         return dataclasses.replace(self.cost, block=self.cost.block * block_size / self.block_size)
 
 
 def cache_path(key: ProfileKey) -> Path:
-    """The path of the cached profile of this key: in $SKIPJOIN_PROFILE_CACHE, or else skipjoin/profiles in the user's
-    cache folder."""
+    """Return the path of the cached profile, in $SKIPJOIN_PROFILE_CACHE or the user's cache folder."""
     folder = os.environ.get(CACHE_VARIABLE)
     return (cache_folder() / "profiles" if folder is None else Path(folder)) / f"{key.digest}.json"
 
 
 @contextmanager
 def one_at_a_time(key: ProfileKey) -> Iterator[None]:
-    """Hold a lock per key among the processes of this machine, so that engines that start together measure once and
-    undisturbed: the others read the first one's result. Where files cannot be locked, does not wait."""
+    """Hold a lock per key among the processes of this machine.
+
+    Engines that start together then measure once and undisturbed, and the others read the result. Does not wait if
+    files cannot be locked.
+    """
     if not _is_cache_trusted(key):
         yield
         return
@@ -152,8 +166,10 @@ def one_at_a_time(key: ProfileKey) -> Iterator[None]:
 
 
 def cached_profile(key: ProfileKey) -> Profile | None:
-    """The cached profile of this key; None if there is none. A damaged file, and one that another user can change, is
-    ignored with a warning."""
+    """Return the cached profile of this key, or None.
+
+    A file that is damaged or writable by another user is ignored with a warning.
+    """
     path = cache_path(key)
     if not (_is_cache_trusted(key) and path.is_file()):
         return None
@@ -166,8 +182,11 @@ def cached_profile(key: ProfileKey) -> Profile | None:
 
 
 def cache_profile(profile: Profile) -> None:
-    """Write the cached profile of its key, unless another user can change it. Raises `ConfigError` if it cannot be
-    written."""
+    """Write the cached profile, unless another user can change it.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     if _is_cache_trusted(profile.key):
         write_profile(profile, cache_path(profile.key))
 
@@ -177,7 +196,11 @@ def _is_cache_trusted(key: ProfileKey) -> bool:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write the file atomically. Raises `ConfigError` if it cannot be written."""
+    """Write the file atomically.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     try:
         make_private(path.parent)
         content = json.dumps({"format": FORMAT} | dataclasses.asdict(profile), indent=1) + "\n"
@@ -187,7 +210,11 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile. Raises `ConfigError`, naming file and field, if the file is missing or invalid."""
+    """Read a profile.
+
+    Raises:
+        ConfigError: The file is missing or invalid; the error names file and field.
+    """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -214,11 +241,18 @@ def _check(profile: Profile) -> None:
         raise ValueError(f"stage_shares must be {profile.key.pp} numbers above 0, got {list(profile.stage_shares)}")
 
 
-# -- from JSON to dataclasses: every field must be there, of its type; no number is negative or not finite ---------
+# -- from JSON to dataclasses: every field must be present and of its type, and numbers finite and nonnegative ---------
 
 
 def _decode(kind: type[T], raw: object, where: str) -> T:
-    """A value of `kind` from parsed JSON. where: its dotted name. Raises ValueError naming the field."""
+    """Return a value of `kind` from parsed JSON.
+
+    Args:
+        where: Dotted name for errors.
+
+    Raises:
+        ValueError: The value is invalid; the error names the field.
+    """
     if dataclasses.is_dataclass(kind):
         return typing.cast("T", _decode_fields(kind, raw, where))
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -254,7 +288,7 @@ def _decode_fields(kind: type[Any], raw: object, where: str) -> object:
 
 
 def _number(value: float, where: str) -> float:
-    if not 0 <= value <= sys.float_info.max:  # an integer in a file may exceed the largest float
+    if not 0 <= value <= sys.float_info.max:  # a JSON integer may exceed the largest float
         raise ValueError(f"{where} must be finite and at least 0, got {value}")
     return value
 

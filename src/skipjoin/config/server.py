@@ -1,4 +1,4 @@
-"""What a user may set of the HTTP server around an engine."""
+"""Configuration of the HTTP server around an engine."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ from skipjoin.options import ConfigError, Knob, check, settings_of
 from skipjoin.recipes import OUTPUT_WEIGHT
 
 METRICS_COMPAT = ("none", "vllm")
-# A week: a longer deadline, or objective, is none.
+# One week, the maximum of deadlines and objectives.
 MAX_DEADLINE_MS = 7 * 86_400_000
-# Requests of service_tier priority have half of the default objectives: they wait for each other only, and a default
-# objective allows for waiting, too.
+# Share of the default objectives for requests of service_tier priority, which wait only for each other, while default
+# objectives allow for waiting.
 PRIORITY_SHARE = 0.5
-# The `batch_dir` of a server without batches.
+# Value of `batch_dir` that disables batches.
 NOWHERE = "none"
 LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 
 
 class HangLimits(NamedTuple):
-    """When an engine process hangs, in seconds. step_s: a step takes longer. hang_s: it gives no sign of life for so
-    long, and is killed."""
+    """Limits in seconds after which an engine process counts as hung.
+
+    Attributes:
+        step_s: Maximum time of a step.
+        hang_s: Maximum time without a sign of life, after which the process is killed.
+    """
 
     step_s: float = 600.0
     hang_s: float = 30.0
@@ -46,15 +50,16 @@ HANG_LIMITS = HangLimits()
 
 
 def _objective(what: str, default: str = "none", group: str = OBJECTIVES) -> Knob:
-    """A soft objective, or a bound of one. default: what stands for none, for the help."""
+    """Return the knob of a soft objective or its bound; `default` is how the help describes None."""
     return Knob(f"{what} (default: {default}).", above=0, high=MAX_DEADLINE_MS, metavar="MILLISECONDS", group=group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(AccessConfig):
-    """The HTTP server around an engine. Raises `ConfigError` on a value outside its bounds.
+    """Configuration of the HTTP server around an engine.
 
-    max_queued_requests, max_queued_tokens: beyond either a request is refused with 429.
+    Raises:
+        ConfigError: A value is out of bounds.
     """
 
     host: Annotated[str, Knob("Address to listen on.", group=SERVER)] = "127.0.0.1"
@@ -369,22 +374,25 @@ class ServerConfig(AccessConfig):
 
     @property
     def _may_have_priority_tier(self) -> bool:
-        """Whether requests of service_tier priority are for some, or may be, by a file that is not read yet."""
+        """True if some requests may use service_tier priority, also if a key file that is not read yet may allow it."""
         some = self.priority_tier == "all" or any(rights.tier for rights in self.key_rights.values())
         return some or self.api_key_file is not None
 
     @property
     def hang_limits(self) -> HangLimits:
-        """When an engine of this server hangs."""
         return HangLimits(self.step_timeout_s, self.hang_timeout_s)
 
     @property
     def priorities(self) -> tuple[int, int]:
-        """The lowest and the highest priority that clients may set, besides 0. Raises `ConfigError`."""
+        """Lowest and highest priority that clients may set, besides 0.
+
+        Raises:
+            ConfigError: `priority_range` is invalid.
+        """
         return (0, 0) if self.priority_range is None else priority_bounds("priority_range", self.priority_range)
 
     def rights_of(self, owner: str) -> KeyRights:
-        """What requests of an owner may ask for, by its key or else as all. owner: a hash of its key."""
+        """Return the rights of an owner, which is a hash of its key, with defaults filled in."""
         own = self.key_rights.get(owner, AS_ALL)
         return KeyRights(
             self.priorities if own.priorities is None else own.priorities,
@@ -393,8 +401,12 @@ class ServerConfig(AccessConfig):
         )
 
     def default_ms(self, name: str, *, is_urgent: bool) -> float | None:
-        """The objective of requests that bring none, in milliseconds; None: they have none. name: ttft, tpot or jct.
-        is_urgent: with service_tier priority."""
+        """Return the default objective in milliseconds, or None.
+
+        Args:
+            name: ttft, tpot or jct.
+            is_urgent: Whether it is for service_tier priority.
+        """
         default: float | None = getattr(self, f"slo_{name}_ms")
         if not is_urgent or name == "jct":
             return default
@@ -402,7 +414,7 @@ class ServerConfig(AccessConfig):
         return own if own is not None or default is None else default * PRIORITY_SHARE
 
     def asked_bounds_ms(self, name: str) -> tuple[float | None, float]:
-        """The least objective that a request may ask for, None for any above 0, and the largest. name: as above."""
+        """Return the bounds of a requested objective (see `default_ms`); a minimum of None allows any above 0."""
         if name == "jct":
             return None, MAX_DEADLINE_MS
         return getattr(self, f"min_slo_{name}_ms"), getattr(self, f"max_slo_{name}_ms") or MAX_DEADLINE_MS
@@ -419,7 +431,7 @@ class ServerConfig(AccessConfig):
 
     @property
     def has_batches(self) -> bool:
-        """Whether there is a place for files and batches."""
+        """True if there is a folder for files and batches."""
         return self.batch_dir != NOWHERE
 
     def _check_batches(self) -> None:
@@ -428,7 +440,7 @@ class ServerConfig(AccessConfig):
         if self.batch_db is None:
             return
         if not self.batch_db.startswith(("postgresql://", "postgres://")):
-            # Only its beginning is shown: the rest may have a password.
+            # Only the scheme is shown, as the rest may contain a password.
             scheme, separator, _ = self.batch_db.partition("://")
             got = repr(scheme + separator) if separator else "a text without ://"
             raise ConfigError(f"batch_db must be like postgresql://user@host/name, got {got}")

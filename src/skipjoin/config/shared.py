@@ -1,5 +1,4 @@
-"""What the settings of several parts share: groups of the help, and fields that a server, an engine or a simulated
-system have alike."""
+"""Settings shared by servers, engines and simulated systems, and groups of the help."""
 
 from __future__ import annotations
 
@@ -8,14 +7,14 @@ from urllib.parse import urlsplit
 
 from skipjoin.options import ConfigError, Knob, Value
 
-# Groups of the help, in its order.
+# Groups in the order of the help.
 MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"
 MEASUREMENT, DEPRECATED = "Measurement", "Deprecated aliases"
 SERVER, LIMITS, FORECASTS, BATCHES = "HTTP server", "Limits", "Forecasts", "Files and batches"
 OBJECTIVES = "Objectives of requests without their own"
 ASKED = "Objectives that requests may ask for"
 
-# Fields of an engine that a simulated system has, too, and the default of one.
+# Fields shared with simulated systems, and a default.
 MAX_NUM_SEQS = 256
 MaxNumSeqs = Annotated[int, Knob("Most requests in a step.", low=1, high=65536, group=SCHEDULING)]
 MaxBatchedTokens = Annotated[int, Knob("Most tokens in a step.", low=1, high=1 << 20, group=SCHEDULING)]
@@ -41,7 +40,7 @@ BestEffortWait = Annotated[
         group=SCHEDULING,
     ),
 ]
-# How clients share the service: see `docs/scheduling.md`.
+# See `docs/scheduling.md`.
 FairBy = Annotated[
     str,
     Knob("Between which clients the service is shared out evenly", choices=("none", "key"), group=SCHEDULING),
@@ -67,8 +66,11 @@ SwapType = Annotated[
 
 
 def base_url(field: str, given: str) -> str:
-    """The URL of an OpenAI-compatible server, which may be given with /v1, without it. Raises `ConfigError` for a text
-    that is none. field: the setting that it is for."""
+    """Return the URL of an OpenAI-compatible server without a trailing /v1.
+
+    Raises:
+        ConfigError: The URL is invalid; the error names `field`.
+    """
     try:
         parts = urlsplit(given)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -80,22 +82,22 @@ def base_url(field: str, given: str) -> str:
 
 
 def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
-    """Raise `ConfigError` for KV that is rounded on the host where there is no host pool. field: the setting of the
-    pool's size, and `size` its value; None: a default."""
+    """Raise `ConfigError` for int8 swapping without a CPU tier, whose size `size` is set by `field` (None: default)."""
     if swap_dtype == "int8" and size == 0:
         raise ConfigError(f"swap_dtype int8 is for KV on the host: {field} must be above 0, got {size:g}")
 
 
 def check_not_one_card(device: str) -> None:
-    """Raise `ConfigError` for one card by its number, for processes that Ray gives their cards."""
+    """Raise `ConfigError` for a GPU index where Ray assigns the GPUs."""
     if ":" in device:
         raise ConfigError(f"device must be auto, cpu or cuda where Ray places ranks or replicas on cards, got {device}")
 
 
 def with_aliases(given: dict[str, Value], **aliases: Value | None) -> dict[str, Value]:
-    """Parameters of a recipe and those that were given by their old names; None: not given.
+    """Return a recipe's parameters merged with those given by deprecated names (None: not given).
 
-    Raises `ConfigError` for one that is given both ways.
+    Raises:
+        ConfigError: A parameter is given both ways.
     """
     old = {name: value for name, value in aliases.items() if value is not None}
     if twice := next((name for name in old if name in given), None):

@@ -1,4 +1,4 @@
-"""Forecasts of output lengths from prompts, learnt online (ALISE section 3.1)."""
+"""Output length forecasts from prompts, learned online (ALISE section 3.1)."""
 
 import skipjoin.forecast.blas  # noqa: F401 - before any other module of this package loads numpy
 from skipjoin.config import ForecastConfig

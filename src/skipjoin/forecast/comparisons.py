@@ -1,4 +1,4 @@
-"""What the forecasters are compared with: a proxy classifier over classes of lengths, the head and the prior alone."""
+"""Baselines for evaluation: a proxy classifier over length classes, and the linear head alone."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from skipjoin.forecast.mass import BINS, EDGES, Array
 from skipjoin.forecast.models import Guess, Prompt
 from skipjoin.forecast.prior import Prior
 
-# Classes of the classifier: five, as SSJF's proxy has.
+# Number of classes, as in SSJF's proxy.
 CLASSES = 5
 _RATE, _FIRST_SQUARES = 0.1, 1e-2
 
 
 class ProxyClassifier:
-    """A multinomial logistic regression from hashed features to classes of lengths, each with as many requests as
-    another; the papers fine-tune a BERT for it. Within a class, lengths are spread as those that were learnt.
+    """Multinomial logistic regression from hashed features to equally frequent length classes.
 
-    lengths: output tokens to take the borders of the classes from.
+    The papers fine-tune a BERT instead. Within a class, lengths are distributed as in the training data.
+
+    Args:
+        lengths: Output tokens that determine the class boundaries.
     """
 
     name = "proxy"
@@ -33,7 +35,7 @@ class ProxyClassifier:
         self._spread = self._seen(lengths)
 
     def _seen(self, lengths: Array) -> Array:
-        """By class, how its lengths are spread over the bins."""
+        """Return the distribution over the bins for each class."""
         counts = np.zeros((len(self._borders) + 1, BINS))
         np.add.at(counts, (self._class(lengths), np.searchsorted(EDGES, lengths, side="right") - 1), 1.0)
         return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0))
@@ -47,11 +49,9 @@ class ProxyClassifier:
         return np.asarray(exponentials / exponentials.sum())
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
-        """See `Model`."""
         return Guess(self._probabilities(prompt) @ self._spread, self.name)
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """See `Model`. Learns from exact lengths only."""
         if not exact:
             return
         error = self._probabilities(prompt)
@@ -61,16 +61,14 @@ class ProxyClassifier:
         self._weights[ids] -= _RATE * slope / np.sqrt(self._squares[ids])
 
     def state(self) -> dict[str, Array]:
-        """See `Model`."""
         return {"weights": self._weights.copy(), "squares": self._squares.copy()}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """See `Model`."""
         self._weights, self._squares = state["weights"].copy(), state["squares"].copy()
 
 
 class HeadOnly:
-    """The linear head of `Learnt`, without the others."""
+    """The linear head of `Learnt` alone."""
 
     name = "head"
 
@@ -78,17 +76,13 @@ class HeadOnly:
         self._head = Head(FEATURES)
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
-        """See `Model`."""
         return Guess(self._head.mass(prompt.features.ids, prompt.features.weights), self.name)
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """See `Model`."""
         self._head.learn(Example(prompt.features.ids, prompt.features.weights, end, exact))
 
     def state(self) -> dict[str, Array]:
-        """See `Model`."""
         return self._head.state()
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """See `Model`."""
         self._head.restore(state)

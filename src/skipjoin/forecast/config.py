@@ -1,4 +1,4 @@
-"""How to make the forecaster that a configuration names."""
+"""Construction of forecasters from their configuration."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ def make_forecaster(
     folder: Path | None = None,
     text_of: TextOf | None = None,
 ) -> Forecaster:
-    """The forecaster of these settings, which has learnt nothing; without a name it is the learnt one.
+    """Return an untrained forecaster; `learnt` if the configuration names none.
 
-    served: the name of the model whose requests it is for. clock: seconds, for the age of what was learnt. folder: of
-    that model, for its embeddings. text_of: the text of a prompt's tokens, for an encoder with a tokenizer of its own.
+    Args:
+        served: Name of the model whose requests are forecast.
+        clock: Seconds, for the age of past requests.
+        folder: Folder of that model, for its embeddings.
+        text_of: Returns the text of a prompt's tokens, for an encoder with its own tokenizer.
 
-    Raises `ConfigError` for an encoder that cannot be read, and for entries that need usearch where it is missing.
+    Raises:
+        ConfigError: The encoder cannot be read, or the entries need usearch and it is missing.
     """
     encoder = _encoder(config.forecast_encoder, folder, text_of)
     return Forecaster(encoder, _model(config, encoder, clock), served)
@@ -44,12 +48,12 @@ def make_forecaster(
 def make_owner_forecasters(
     config: ForecastConfig, served: str, encoder: Encoder, owners: int, kept_in: Path | None
 ) -> OwnerForecasters:
-    """Return a forecaster for each of about `owners` owners, among which the bounds on what is kept are divided.
+    """Return a forecaster per owner, whose limits on kept requests are divided by the number of owners.
 
     Args:
-        served: see `make_forecaster`.
-        owners: their number, at least 1.
-        kept_in: folder of the states; None: they are not kept.
+        served: See `make_forecaster`.
+        owners: Expected number of owners, at least 1.
+        kept_in: Folder of the states; None does not save them.
     """
     parts = min(owners, MAX_OWNERS)
 
@@ -60,7 +64,7 @@ def make_owner_forecasters(
 
 
 def _model(config: ForecastConfig, encoder: Encoder, clock: Callable[[], float], parts: int = 1) -> Model:
-    """parts: among how many models the bounds on entries are divided."""
+    """Return the configured model with 1 / `parts` of the entries."""
     if config.forecaster == PriorOnly.name:
         return PriorOnly()
     entries = max(1, config.forecast_entries // parts)

@@ -1,4 +1,4 @@
-"""Encoders that need files: the input embeddings of the served model, or an encoder of its own."""
+"""Encoders that need files: the served model's input embeddings, or a separate encoder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from skipjoin.forecast.encode import SEEN, Hashed, unit
 from skipjoin.forecast.mass import Array
 from skipjoin.options import ConfigError
 
-# Embeddings wider than this are projected onto as many random directions, which keeps angles nearly as they are.
+# Wider embeddings are projected onto this many random directions, which nearly preserves angles.
 _MOST_WIDTH = 256
-# Rows of the matrix that are read at a time: float32 copies of a large one would not fit beside the model.
+# Rows read at a time, since a float32 copy of a large matrix would not fit next to the model.
 _ROWS = 8192
-# Names of the matrix in the families of models, as saved with a head or without.
+# Names of the matrix in different model families, with and without a head.
 _NAMES = (
     "model.embed_tokens.weight",
     "embed_tokens.weight",
@@ -30,15 +30,19 @@ _NAMES = (
     "wte.weight",
 )
 _OWN_CODE = "it needs code of the encoder's own (auto_map), which Skipjoin never runs"
-# The text of a prompt's tokens.
+# Returns the text of a prompt's tokens.
 TextOf = Callable[[Sequence[int]], str]
 _FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
 
 
 class MeanEmbeddings:
-    """The mean of the input embeddings of a prompt's tokens, without the mean of all tokens.
+    """Encoder that averages the input embeddings of a prompt's tokens, centered over the vocabulary.
 
-    folder: of the served model. Raises `ConfigError` for one without an embedding matrix in safetensors.
+    Args:
+        folder: Folder of the served model.
+
+    Raises:
+        ConfigError: The folder has no embedding matrix in safetensors.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -49,7 +53,6 @@ class MeanEmbeddings:
         self.name = f"embeddings-{self.width}"
 
     def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
-        """See `Encoder`. Token ids outside the vocabulary are left out."""
         tokens = np.asarray([*prompt[: SEEN // 2], *prompt[max(SEEN // 2, len(prompt) - SEEN // 2) :]], dtype=np.int64)
         known = tokens[(tokens >= 0) & (tokens < len(self._matrix))]
         if not len(known):
@@ -58,7 +61,7 @@ class MeanEmbeddings:
 
 
 def _find(folder: Path) -> tuple[Path, str]:
-    """The file with the matrix, and its name there."""
+    """Return the file with the embedding matrix and the matrix's name."""
     if not folder.is_dir():
         raise ConfigError(f"forecast_encoder: embeddings of {folder}: there is no such folder")
     try:
@@ -73,7 +76,7 @@ def _find(folder: Path) -> tuple[Path, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those with an embedding matrix first, if the folder has an index."""
+    """Return the files to search; those with an embedding matrix if the folder has an index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         where = json.loads(index.read_text()).get("weight_map", {})
@@ -82,7 +85,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(file: Path, name: str) -> Array:
-    """A matrix (vocabulary, width) as float32, projected if it is wide. Reads some rows at a time."""
+    """Return a (vocabulary, width) matrix as float32, read in parts and projected if wide."""
     with file.open("rb") as source:
         size = int.from_bytes(source.read(8), "little")
         described = json.loads(source.read(size))[name]
@@ -97,8 +100,7 @@ def _read(file: Path, name: str) -> Array:
 
 
 def _projection(width: int) -> Array:
-    """(width, at most `_MOST_WIDTH`): random directions, the same for every model of this width; the identity for a
-    narrow one."""
+    """Return random directions, equal for equal widths, or the identity if narrow: (width, at most `_MOST_WIDTH`)."""
     if width <= _MOST_WIDTH:
         return np.eye(width, dtype=np.float32)
     drawn = np.random.default_rng(width).standard_normal((width, _MOST_WIDTH), dtype=np.float32)
@@ -106,7 +108,7 @@ def _projection(width: int) -> Array:
 
 
 def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array:
-    """The next rows as float32. numpy has no bfloat16: it is the upper half of a float32."""
+    """Read rows as float32. numpy has no bfloat16, which is the upper half of a float32."""
     if kind == "BF16":
         halves = np.frombuffer(source.read(rows * width * 2), "<u2").astype(np.uint32)
         return (halves << np.uint32(16)).view(np.float32).reshape(rows, width)
@@ -118,16 +120,21 @@ def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array
 
 
 class HuggingFaceEncoder:
-    """The mean of the last hidden states of an encoder, such as BERT, on the CPU.
+    """Encoder that averages the last hidden states of a model such as BERT on the CPU.
 
-    folder: with its configuration, weights in safetensors and tokenizer. The served model's tokens mean nothing to it:
-    `text_of` turns a prompt back into text. Raises `ConfigError` for a folder that cannot be read.
+    The served model's tokens mean nothing to it, so `text_of` turns a prompt back into text.
+
+    Args:
+        folder: Folder with configuration, safetensors weights and tokenizer.
+
+    Raises:
+        ConfigError: The folder cannot be read.
     """
 
     def __init__(self, folder: str | Path, text_of: TextOf) -> None:
         if not Path(folder).is_dir():
             raise ConfigError(f"forecast_encoder: {folder} is neither hashed, embeddings nor a folder")
-        # Heavy, and needed by this encoder only.
+        # Imported here because they are slow to load and only this encoder needs them.
         import torch  # noqa: PLC0415
         from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415
 
@@ -146,7 +153,6 @@ class HuggingFaceEncoder:
         self.name = f"{Path(folder).name}-{self.width}"
 
     def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
-        """See `Encoder`."""
         inputs = self._tokenizer(self._text_of(prompt), return_tensors="pt", truncation=True, max_length=self._most)
         if not inputs["input_ids"].numel():
             return np.zeros(self.width, np.float32)

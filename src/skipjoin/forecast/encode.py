@@ -1,4 +1,4 @@
-"""From the tokens of a prompt to vectors: what forecasts are made from. No text and no token is kept, hashes only."""
+"""Encoding of prompts as features and vectors. Only hashes are kept, neither text nor tokens."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ import numpy as np
 
 from skipjoin.forecast.mass import Array
 
-# Tokens of a prompt that are looked at: half from its start, half from its end, where instructions stand.
+# Tokens of a prompt that are encoded: half from its start and half from its end, where instructions are.
 SEEN = 1024
-# Hashed features are numbered below 2 ** HASH_BITS; the lengths of prompts follow, and a constant.
+# Feature ids: hashes below 2 ** HASH_BITS, then prompt lengths, then a constant.
 HASH_BITS = 15
 _LENGTHS = 32
 FEATURES = (1 << HASH_BITS) + _LENGTHS + 1
-# Width of the hashed vector that similar prompts are found by.
+# Width of the hashed vector for similarity search.
 WIDTH = 256
 _WORD = re.compile(r"\w+|[^\w\s]")
-# Odd constants of splitmix64, a hash that mixes every bit; the same in every process, unlike Python's.
+# Odd constants of splitmix64, which mixes every bit and, unlike Python's hash, is equal in every process.
 _MIX_1, _MIX_2, _GOLDEN = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
 
 
 def words(text: str) -> list[int]:
-    """Stable hashes of a text's lower-cased words and punctuation marks: tokens where there is no tokenizer."""
+    """Return stable hashes of the lowercased words and punctuation marks, as tokens where there is no tokenizer."""
     return [crc32(word.encode()) for word in _WORD.findall(text.lower())]
 
 
 class Hashed(NamedTuple):
-    """A prompt as sparse features: `ids` (int32) below `FEATURES`, `weights` (float32). hashes: the number of those
-    that stand for tokens, at the start."""
+    """Sparse features of a prompt.
+
+    Attributes:
+        ids: int32, below `FEATURES`.
+        weights: float32.
+        hashes: Number of leading features that stand for tokens.
+    """
 
     ids: Array
     weights: Array
@@ -39,9 +44,9 @@ class Hashed(NamedTuple):
 
 
 def hashed(prompt: Sequence[int]) -> Hashed:
-    """The hashed tokens and pairs of a prompt, those at its start and at its end apart, and its length.
+    """Return features of a prompt's tokens, token pairs, first tokens and length.
 
-    Weights grow with the logarithm of the count; those of the hashes have length 1 together.
+    Weights grow with the log of the count. The hashed features together have norm 1.
     """
     ids, counts = np.unique(_hashes(_seen(prompt)) >> np.uint64(64 - HASH_BITS), return_counts=True)
     weights = 1.0 + np.log(counts)
@@ -74,7 +79,7 @@ def _mixed(values: Array) -> Array:
 
 
 def _length_features(tokens: int) -> tuple[Array, Array]:
-    """The length of a prompt as a place between two of `_LENGTHS` points, half an octave apart; and a constant."""
+    """Return the length as an interpolation between two of `_LENGTHS` half-octave points, and a constant."""
     at = min(2 * np.log2(1 + tokens), _LENGTHS - 1.001)
     low = int(at)
     start = 1 << HASH_BITS
@@ -82,25 +87,32 @@ def _length_features(tokens: int) -> tuple[Array, Array]:
 
 
 class Encoder(Protocol):
-    """Makes the vectors that similar prompts are found by. name: what the vectors come from; states of forecasters
-    that were made with another one are refused. width: of the vectors."""
+    """Encoder of prompts as vectors for similarity search.
+
+    Attributes:
+        name: Identifies the vectors; a forecaster state with another encoder is rejected.
+        width: Width of the vectors.
+    """
 
     name: str
     width: int
 
     def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
-        """A vector of length 1, or of zeros: (width,), float32. features: the prompt's, hashed."""
+        """Return a (width,) float32 vector of norm 1 or 0.
+
+        Args:
+            features: Hashed features of the prompt.
+        """
         ...
 
 
 class HashedTokens:
-    """The hashed features, folded into `width` places with signs."""
+    """Encoder that folds the hashed features into `width` dimensions with random signs."""
 
     def __init__(self, width: int = WIDTH) -> None:
         self.name, self.width = f"hashed-{width}", width
 
     def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
-        """See `Encoder`."""
         ids = _mixed(features.ids[: features.hashes].astype(np.uint64))
         signs = np.where(ids & np.uint64(1), 1.0, -1.0)
         places = ((ids >> np.uint64(1)) % np.uint64(self.width)).astype(np.intp)
@@ -108,5 +120,5 @@ class HashedTokens:
 
 
 def unit(vector: Array) -> Array:
-    """The vector at length 1, in float32; zeros stay zeros."""
+    """Return the vector normalized to length 1 in float32; zeros stay zeros."""
     return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""How good forecasters are on recorded texts: ALISE's table 2 with more columns."""
+"""Evaluation of forecasters on recorded texts: ALISE's table 2 with more columns."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from skipjoin.forecast.mass import Array
 from skipjoin.forecast.models import Learnt, Model, PriorOnly
 
 ORACLE, PERMUTED = "oracle", "permuted"
-# Pairs of requests that the order is taken from.
+# Sampled pairs for pairwise accuracy.
 _PAIRS = 200_000
-# Runs of the control, and the rows of each in training and test: one run alone correlates by chance with the length of
-# prompts, which says something of that of outputs.
+# Runs of the control and their rows. A single run correlates by chance with prompt lengths, which are informative about
+# output lengths.
 _CONTROLS, _CONTROL_ROWS = 6, 4000
 _QUARTILES = np.array([0.25, 0.5, 0.75])
 
@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 
 
 class Sample(NamedTuple):
-    """A prompt's tokens, the length of its output, and that of a second output to the same prompt; 0: there is none."""
+    """Prompt tokens, output length, and length of a second output to the same prompt (0 if none)."""
 
     prompt: Sequence[int]
     tokens: int
@@ -40,13 +40,20 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Forecasts against lengths.
+    """Accuracy of forecasts.
 
-    r, r_log: Pearson's correlation of tokens and of their logarithms; 0 if all forecasts are equal. mae: mean absolute
-    error in tokens. within_25: share of the forecasts at most 25 % off. accuracy: share in the right one of `CLASSES`
-    classes with equally many training rows each (ALISE section 4.3; how many it has is not said). pairwise: share of
-    pairs of rows that are ordered right; ties count half. coverage: share inside the 80 % interval, and the same by
-    quartile of prompt length, shortest first. milliseconds: median of one forecast. None: does not apply.
+    Fields are None where they do not apply.
+
+    Attributes:
+        r, r_log: Pearson correlation of lengths and of log lengths; 0 if all forecasts are equal.
+        mae: Mean absolute error in tokens.
+        within_25: Share of forecasts within 25 % of the length.
+        accuracy: Share of forecasts in the right one of `CLASSES` equally frequent classes (ALISE section 4.3, which
+            does not give their number).
+        pairwise: Share of correctly ordered pairs; ties count half.
+        coverage: Share of lengths inside the 80 % interval.
+        coverage_by_prompt: Coverage by quartile of prompt length, shortest first.
+        milliseconds: Median time of a forecast.
     """
 
     name: str
@@ -63,8 +70,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Trains each forecaster on `train`, in order, each row predicted before it is learnt, then measures it on `test`
-    without learning. most: the `max_tokens` of every request; longer outputs are cut off there, in training, too."""
+    """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`.
+
+    Attributes:
+        most: max_tokens of every request. Longer outputs are cut off, also in training.
+    """
 
     train: Sequence[Sample]
     test: Sequence[Sample]
@@ -73,8 +83,11 @@ class Evaluation:
     most: int
 
     def run(self, progress: Progress) -> list[Figures]:
-        """The figures of every forecaster, in the order of the table. progress: told the name of the forecaster at
-        work and how far it is, from 0 to 1."""
+        """Return the figures of every forecaster, in table order.
+
+        Args:
+            progress: Called with the forecaster's name and its progress from 0 to 1.
+        """
         lengths = self._lengths(self.train)
         models: list[Model] = [
             ProxyClassifier(lengths),
@@ -98,7 +111,7 @@ class Evaluation:
     def _predict(
         self, model: Model, train: Sequence[Sample], name: str, progress: Progress
     ) -> tuple[list[Predicted], list[float]]:
-        """Forecasts of the test rows after training, and the seconds that each took."""
+        """Return the forecasts of the test rows after training, and their durations in seconds."""
         forecaster = Forecaster(self.encoder, model)
         rows = len(train) + len(self.test)
         for place, sample in enumerate(train):
@@ -114,12 +127,12 @@ class Evaluation:
         return found, seconds
 
     def _oracle(self) -> Figures:
-        """What a second output to the same prompt says of the first; without one, the length itself."""
+        """Return the figures of predicting the second output's length or, without one, the true length."""
         known = [min(sample.second or sample.tokens, self.most) for sample in self.test]
         return self._figures(ORACLE, [Forecast(float(tokens), ORACLE) for tokens in known])
 
     def _control(self, progress: Progress) -> Figures:
-        """Lengths permuted among the training rows: nothing can be learnt from these. The mean of several runs."""
+        """Return the mean figures of training on permuted lengths, from which nothing can be learned."""
         drawn = np.random.default_rng(0)
         return _mean_of([self._permuted(drawn, run, progress) for run in range(_CONTROLS)])
 
@@ -184,7 +197,7 @@ def _pairwise(expected: Array, true: Array) -> float:
 
 
 def _mean_of(runs: Sequence[Figures]) -> Figures:
-    """The mean of each figure, without coverage by prompt, which is noise in a control."""
+    """Return the mean of each figure except coverage by prompt, which is noise in a control."""
     fields = dataclasses.fields(Figures)[1:8]
     return Figures(
         runs[0].name, **{one.name: np.mean([getattr(run, one.name) for run in runs]).item() for one in fields}

@@ -1,4 +1,4 @@
-"""Forecasts of output lengths, learnt from the requests that ended."""
+"""Forecaster of output lengths, learned from finished requests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from skipjoin.forecast.prior import Prior
 from skipjoin.forecast.stats import Stats
 from skipjoin.forecast.store import Identity, load_state, save_state
 
-# The interval that is told with a forecast, as levels of the distribution: 80 % of it.
+# Quantiles that bound the 80 % interval of a forecast.
 LOW, HIGH = 0.1, 0.9
 
 
 class Predicted(NamedTuple):
-    """A forecast, and what `Forecaster.learn` needs of it later: some kilobytes of hashes and probabilities, no text.
+    """Forecast with the data that `Forecaster.learn` needs later: some kilobytes of hashes and probabilities.
 
-    interval: the lengths in tokens, cut at the request's `max_tokens`, that 80 % of outputs are expected in. most: that
-    `max_tokens`.
+    Attributes:
+        interval: Bounds in tokens of the 80 % interval, capped at `most`.
+        most: max_tokens of the request.
     """
 
     forecast: Forecast
@@ -37,11 +38,14 @@ class Predicted(NamedTuple):
 
 
 class Forecaster:
-    """A model of lengths with its encoder, prior and calibration (ALISE section 3.1 has one such model).
+    """Length model with its encoder, prior and calibration (ALISE section 3.1 has one such model).
 
-    Its methods may be called from several threads. A request is predicted before it is learnt, so no forecast knows its
-    own length. served: the name of the model that is served, whose requests these are: states of others are refused.
-    owner: a hash of the key whose requests these are; empty: those of all. first: see `Prior`.
+    It is thread-safe. A request is predicted before it is learned, so no forecast knows its own length.
+
+    Args:
+        served: Name of the served model; states of other models are rejected.
+        owner: Hash of the API key whose requests are learned; empty for all requests.
+        first: Initial hazards; see `Prior`.
     """
 
     def __init__(
@@ -52,15 +56,15 @@ class Forecaster:
         self._served, self._owner = served, owner
         self._prior, self._calibrator = Prior(first), Calibrator()
         self._lock = threading.Lock()
-        self._brief_lock = threading.Lock()  # of the prior and the counts: `prior` does not wait for a search
+        self._brief_lock = threading.Lock()  # guards prior and counts, so that `prior` does not wait for a search
 
     @property
     def identity(self) -> Identity:
-        """What a stored state must agree with."""
+        """Identity that a stored state must match."""
         return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width, self._owner)
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
-        """The forecast for a prompt of these tokens, whose output ends at `max_tokens`, at least 1, at the latest."""
+        """Return the forecast for a prompt whose output has at most `max_tokens` (at least 1) tokens."""
         features = hashed(prompt)
         vector = self.encoder.encode(prompt, features).astype(np.float16)
         seen = Prompt(features, vector, len(prompt))
@@ -73,21 +77,26 @@ class Forecaster:
         return Predicted(forecast, _interval(mass, max_tokens), max_tokens, seen, guess)
 
     def prior(self, max_tokens: int) -> Forecast:
-        """The forecast for a request of which nothing else is known. Takes some microseconds, also while another thread
-        forecasts, learns or saves."""
+        """Return the forecast without knowledge of the prompt.
+
+        This takes some microseconds, even while another thread forecasts, learns or saves.
+        """
         with self._brief_lock:
             mass = self._prior.mass()
             self.stats.made("prior")
         return capped(mass, max_tokens, "prior")
 
     def lengths(self) -> tuple[Array, float]:
-        """Return the distribution of all lengths, and the number of requests that it is learned from."""
+        """Return the distribution of all lengths and the number of requests that it was learned from."""
         with self._brief_lock:
             return self._prior.mass(), self._prior.requests
 
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
-        """A request ended after `tokens` output tokens, at least 1. exact: by itself; otherwise it was cut off, by its
-        `max_tokens`, an abort or a deadline, and is known to be at least as long."""
+        """Learn from a request that finished after `tokens` (at least 1) output tokens.
+
+        Args:
+            exact: False if it was cut off by max_tokens, an abort or a deadline, so that `tokens` is a lower bound.
+        """
         end = length_bin(tokens)
         with self._lock:
             self.stats.learnt(predicted.forecast.tokens, predicted.interval, tokens, exact or tokens >= predicted.most)
@@ -97,19 +106,23 @@ class Forecaster:
                 self._prior.learn(end, exact)
 
     def __len__(self) -> int:
-        """Past requests that the model searches; 0 for one that keeps none."""
+        """Return the number of indexed requests, 0 if the model keeps none."""
         return len(self.model) if isinstance(self.model, Sized) else 0
 
     def save(self, folder: str | Path, *, quiet: bool = False) -> bool:
-        """Write what was learnt below a folder, atomically. False, and one warning in the log unless quiet, if that
-        fails; what was there before stays."""
+        """Save the state below a folder atomically, and return whether that succeeded.
+
+        A failure keeps the previous state and logs a warning unless `quiet`.
+        """
         with self._lock:
             arrays = self._state()
         return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests}, quiet=quiet)
 
     def load(self, folder: str | Path) -> bool:
-        """Take what `save` wrote there for the same models and encoder. False if there is nothing. What is damaged or
-        of another kind is set aside with one warning, and the forecaster begins anew."""
+        """Load the state saved for the same models and encoder, and return whether there was one.
+
+        An invalid state is moved aside with a warning, and the forecaster stays untrained.
+        """
         with self._lock:
             return load_state(Path(folder), self.identity, self._restore)
 
@@ -136,8 +149,7 @@ class Forecaster:
 
 
 def _check_alike(state: dict[str, Array], own: dict[str, Array]) -> None:
-    """Raise ValueError for arrays of other shapes or types, those of an index aside, whose size is free, and for
-    numbers that are none."""
+    """Raise ValueError for non-finite numbers and other shapes or types; an index may have any size."""
     for name, array in state.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{name} has numbers that are none")

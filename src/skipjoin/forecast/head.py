@@ -1,4 +1,4 @@
-"""A linear model of the hazards over the bins: how each feature of a prompt makes an output end earlier or later."""
+"""Linear model of the hazards over length bins."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from skipjoin.forecast.mass import BINS, Array, hazards_of, mass_of
 from skipjoin.forecast.prior import first_guess
 
-# Every feature bends the curve of hazards by this many cosines: smooth curves are learnt from few requests.
+# Cosines by which a feature shapes the hazard curve; smooth curves are learned from few requests.
 _CURVES = 4
-# The bins that the cosines stretch over: 2 to the power of 13 tokens.
+# Bins that the cosines span: up to 2 ** 13 tokens.
 _STRETCH = 26
 _RATE = 0.1
 _FIRST_SQUARES, _FIRST_BIAS_SQUARES = 1e-2, 1e-1
-# Requests kept to be learnt from again, and how many of them are with each new one.
+# Size of the replay buffer, and replays per new request.
 REPLAYED, _REPLAYS = 2000, 2
 
 
 class Example(NamedTuple):
-    """Sparse features (`ids`, `weights`, (n,) each), and how the output ended."""
+    """Sparse features (`ids` and `weights`, (n,) each) and the end of the output."""
 
     ids: Array
     weights: Array
@@ -31,8 +31,10 @@ class Example(NamedTuple):
 
 
 class Head:
-    """logit hazard(bin | x) = bias(bin) + curves(bin) . W x, learnt with AdaGrad from the likelihood of each end, in
-    which a request that was cut off counts with the bins that it got through."""
+    """Hazard model logit hazard(bin | x) = bias(bin) + curves(bin) . W x, trained with AdaGrad.
+
+    The loss is the negative log likelihood of each end. A request that was cut off counts with the bins that it passed.
+    """
 
     def __init__(self, features: int, replayed: int = REPLAYED) -> None:
         at = np.minimum((np.arange(BINS) + 0.5) / _STRETCH, 1.0)
@@ -45,10 +47,10 @@ class Head:
         self._past: list[Example] = []
         self._replayed = replayed
         self._learnt = 0
-        self._drawn = Random(0)  # the same sequence of requests gives the same forecasts
+        self._drawn = Random(0)  # deterministic
 
     def mass(self, ids: Array, weights: Array) -> Array:
-        """The distribution of lengths of a prompt with these features."""
+        """Return the length distribution for these features."""
         return mass_of(self._hazards(ids, weights))
 
     def _hazards(self, ids: Array, weights: Array) -> Array:
@@ -56,7 +58,7 @@ class Head:
         return np.asarray(1.0 / (1.0 + np.exp(-np.clip(logits, -20.0, 20.0))))
 
     def learn(self, example: Example) -> None:
-        """Learn how a request ended, and again how some before it did."""
+        """Learn from a request and replay some past ones."""
         self._step(example)
         self._keep(example)
         for _ in range(_REPLAYS):
@@ -81,12 +83,16 @@ class Head:
         self._weights[example.ids] -= _RATE * slope / np.sqrt(self._squares[example.ids])
 
     def state(self) -> dict[str, Array]:
-        """The arrays to keep; what is learnt from again is not."""
+        """Return the arrays to save, without the replay buffer."""
         names = ("weights", "squares", "bias", "bias_squares")
         return {name: getattr(self, f"_{name}").copy() for name in names}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take the arrays of `state`. Raises ValueError or KeyError if they are not of this size."""
+        """Restore the arrays of `state`.
+
+        Raises:
+            ValueError, KeyError: The arrays do not fit.
+        """
         if state["weights"].shape != self._weights.shape:
             raise ValueError(f"weights of {state['weights'].shape}, not {self._weights.shape}")
         self._weights, self._squares = state["weights"].copy(), state["squares"].copy()

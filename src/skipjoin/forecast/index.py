@@ -1,4 +1,4 @@
-"""The vectors of past prompts with the lengths of their outputs, bounded in number and age."""
+"""Index of past prompts and their output lengths, bounded in number and age."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skipjoin.forecast.vectors import vectors_of
 
 
 class Found(NamedTuple):
-    """Similar prompts: cosine similarity, output tokens and whether the output ended by itself; (n,) each."""
+    """Similar prompts: cosine similarity, output tokens and whether the length is exact, (n,) each."""
 
     similarity: Array
     tokens: Array
@@ -20,15 +20,16 @@ class Found(NamedTuple):
 
 
 class VectorIndex:
-    """A ring of at most `entries` vectors; the oldest leave, and those older than `max_age_s` seconds of `clock`.
+    """Ring buffer of at most `entries` vectors, without those older than `max_age_s` seconds of `clock`.
 
-    Raises `ConfigError` for more entries than can be searched; see `vectors_of`.
+    Raises:
+        ConfigError: There are too many entries to search; see `vectors_of`.
     """
 
     def __init__(self, width: int, entries: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self._entries, self._max_age_s, self._clock = entries, max_age_s, clock
         self._vectors = vectors_of(entries, width)
-        self._tokens: Array = np.zeros(entries, np.int32)  # 0: the place is free
+        self._tokens: Array = np.zeros(entries, np.int32)  # 0 in free places
         self._exact: Array = np.zeros(entries, np.bool_)
         self._times: Array = np.zeros(entries)
         self._oldest = self._size = 0
@@ -37,7 +38,7 @@ class VectorIndex:
         return self._size
 
     def add(self, vector: Array, tokens: int, exact: bool) -> None:
-        """Remember how long an output got; not exact: it was cut off there."""
+        """Add a prompt and its output length; not `exact` if the output was cut off there."""
         now = self._clock()
         self._forget(now - self._max_age_s)
         place = (self._oldest + self._size) % self._entries
@@ -49,7 +50,7 @@ class VectorIndex:
         self._tokens[place], self._exact[place], self._times[place] = tokens, exact, now
 
     def search(self, vector: Array, count: int) -> Found:
-        """The up to `count` entries most similar to a vector of length 1, in any order."""
+        """Return up to `count` entries most similar to a vector of length 1, in any order."""
         places, similarity = self._vectors.search(vector, count)
         taken = self._tokens[places] > 0
         places = places[taken]
@@ -63,14 +64,17 @@ class VectorIndex:
             self._size -= 1
 
     def state(self) -> dict[str, Array]:
-        """The arrays to keep, oldest entry first."""
+        """Return the arrays to save, oldest entry first."""
         places = (self._oldest + np.arange(self._size)) % self._entries
         ring = {"tokens": self._tokens[places], "exact": self._exact[places].astype(np.uint8)}
         return ring | {"times": self._times[places], "room": np.array([self._entries])} | self._vectors.state(places)
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take the arrays of `state`, of an index of any size: the latest entries that there is room for. Raises
-        ValueError or KeyError if they are no such state."""
+        """Restore the latest entries that fit from the `state` of an index of any size.
+
+        Raises:
+            ValueError, KeyError: The arrays do not fit.
+        """
         tokens, exact, times = state["tokens"], state["exact"], state["times"]
         if not len(tokens) == len(exact) == len(times) or (len(tokens) and tokens.min() < 1):
             raise ValueError("an index whose entries do not fit together")

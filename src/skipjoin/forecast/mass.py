@@ -1,4 +1,4 @@
-"""Distributions of output lengths: arrays of probabilities over the bins of `LENGTH_EDGES`, in float64."""
+"""Distributions of output lengths: float64 arrays of probabilities over the bins of `LENGTH_EDGES`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ Array = NDArray[Any]
 
 BINS = len(LENGTH_EDGES)
 EDGES: Array = np.array(LENGTH_EDGES, dtype=np.float64)
-# The last bin has no end; it is drawn as half an octave, as the others are.
+# The last bin is unbounded; it is treated as half an octave like the others.
 _ENDS: Array = np.append(EDGES[1:], EDGES[-1] * math.sqrt(2))
 _LOG_EDGES, _LOG_ENDS = np.log(EDGES), np.log(_ENDS)
-# The middle of a bin whose lengths are spread evenly on a log scale; bins of one length have that length.
+# Geometric middle of each bin; bins of one length have that length.
 LOG_MIDDLES: Array = np.where(_ENDS - EDGES <= 1, _LOG_EDGES, (_LOG_EDGES + _LOG_ENDS) / 2)
 MIDDLES: Array = np.exp(LOG_MIDDLES)
 _LEAST = 1e-9
 
 
 def mass_of(hazards: Array) -> Array:
-    """The distribution whose hazard in bin b, the probability to end in it if it is reached, is `hazards[b]`. What is
-    left ends in the last bin."""
+    """Return the distribution with these hazards, the probabilities to end in a bin once it is reached.
+
+    The remaining mass is in the last bin.
+    """
     reached = np.concatenate(([1.0], np.cumprod(1.0 - hazards[:-1])))
     found = reached * hazards
     found[-1] = reached[-1]
@@ -33,18 +35,18 @@ def mass_of(hazards: Array) -> Array:
 
 
 def hazards_of(mass: Array) -> Array:
-    """The hazard of each bin, in [1e-9, 1 - 1e-9]."""
+    """Return the hazard of each bin, in [1e-9, 1 - 1e-9]."""
     reached = np.cumsum(mass[::-1])[::-1]
     return np.asarray(np.clip(mass / np.maximum(reached, 1e-300), _LEAST, 1 - _LEAST))
 
 
 def likelihood(mass: Array, end: int, exact: bool) -> float:
-    """The probability of ending in bin `end`; not exact: of getting at least as far as that bin."""
+    """Return the probability of ending in bin `end` or, if not `exact`, of reaching it."""
     return max(float(mass[end] if exact else mass[end:].sum()), _LEAST)
 
 
 def place(mass: Array, tokens: int) -> float:
-    """The probability of a length below `tokens` and half of that of `tokens` itself."""
+    """Return the probability of a length below `tokens` plus half of that of `tokens` itself."""
     end = length_bin(tokens)
     width = _ENDS[end] - EDGES[end]
     share = 0.5 if width <= 1 else math.log(tokens + 0.5 - (tokens == EDGES[end]) * 0.5) - _LOG_EDGES[end]
@@ -54,10 +56,10 @@ def place(mass: Array, tokens: int) -> float:
 
 
 def capped(mass: Array, most: int, source: str, tokens: float | None = None) -> Forecast:
-    """The forecast of a request that may generate `most` tokens at most: longer outputs end there.
+    """Return the forecast of a request that may generate at most `most` tokens.
 
-    tokens: what is expected; None: the mean. The mean orders pairs of requests as well as the median
-    does, and correlates better.
+    Args:
+        tokens: Expected length. None uses the mean, which orders pairs as well as the median and correlates better.
     """
     last = length_bin(most)
     kept = mass[: last + 1].copy()
@@ -68,6 +70,6 @@ def capped(mass: Array, most: int, source: str, tokens: float | None = None) -> 
 
 
 def mean(mass: Array, most: int) -> float:
-    """The mean length in tokens, of lengths cut at `most`."""
-    # Rounding leaves sums of probabilities a little off 1.
+    """Return the mean of lengths capped at `most`."""
+    # Probabilities may not sum exactly to 1.
     return min(max(float(mass @ np.minimum(MIDDLES, most)), 1.0), float(most))

@@ -1,4 +1,4 @@
-"""A small perceptron that regresses a length on a prompt: ALISE's "all-MLP decoder" (section 3.1)."""
+"""Small perceptron that regresses lengths on prompts: ALISE's "all-MLP decoder" (section 3.1)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 from skipjoin.forecast.mass import Array
 
 _HIDDEN = 64
-# Adam's usual settings, with a rate for learning from one request at a time.
+# Adam's usual settings, with a rate for single examples.
 _RATE, _BETA_1, _BETA_2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
-# The output's first value: log of 128 tokens; and the first spread of logs around it.
+# Initial output (log of 128 tokens) and initial deviation of logs.
 _FIRST_LOG, _FIRST_SPREAD = float(np.log(128.0)), float(np.log(3.0))
-_KEPT = 0.995  # of the squared error, per request
+_KEPT = 0.995  # decay of the squared error per request
 _NAMES = ("w1", "b1", "w2", "b2")
 
 
 class Estimate(NamedTuple):
-    """log_tokens: the expected natural logarithm of the length; spread: the deviation of late around it."""
+    """Expected natural log of the length, and the recent standard deviation around it."""
 
     log_tokens: float
     spread: float
 
 
 class Mlp:
-    """log length = w2 . relu(w1 x + b1) + b2, learnt online with Adam from squared errors.
+    """Model log length = w2 . relu(w1 x + b1) + b2, trained online with Adam on squared errors.
 
-    A request that was cut off counts only where it got longer than expected: it is at least as long.
+    A request that was cut off counts only if it got longer than predicted.
     """
 
     def __init__(self, width: int) -> None:
@@ -45,7 +45,7 @@ class Mlp:
         self._variance = _FIRST_SPREAD**2
 
     def estimate(self, x: Array) -> Estimate:
-        """The expectation for a vector, (width,)."""
+        """Return the estimate for a (width,) vector."""
         return Estimate(self._forward(x)[1], float(np.sqrt(self._variance)))
 
     def _forward(self, x: Array) -> tuple[Array, float]:
@@ -54,7 +54,7 @@ class Mlp:
         return hidden, float(own["w2"] @ hidden + own["b2"][0])
 
     def learn(self, x: Array, tokens: int, exact: bool) -> None:
-        """The output for this vector got `tokens` long."""
+        """Learn that the output for this vector has `tokens` tokens, or at least as many if not `exact`."""
         hidden, expected = self._forward(x)
         error = expected - float(np.log(tokens))
         if not exact and error > 0:
@@ -64,7 +64,7 @@ class Mlp:
         self._descend({"w1": np.outer(back, x), "b1": back, "w2": error * hidden, "b2": np.array([error])})
 
     def _descend(self, slopes: dict[str, Array]) -> None:
-        """One step of Adam."""
+        """Take one Adam step."""
         self._steps += 1
         scale = _RATE * np.sqrt(1 - _BETA_2**self._steps) / (1 - _BETA_1**self._steps)
         for name, slope in slopes.items():
@@ -74,13 +74,17 @@ class Mlp:
             self._parameters[name] -= scale * mean / (np.sqrt(square) + _EPSILON)
 
     def state(self) -> dict[str, Array]:
-        """The arrays to keep."""
+        """Return the arrays to save."""
         parts = {"parameters": self._parameters, "means": self._means, "squares": self._squares}
         arrays = {f"{part}.{name}": values[name].copy() for part, values in parts.items() for name in _NAMES}
         return arrays | {"progress": np.array([self._steps, self._variance])}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take the arrays of `state`. Raises ValueError or KeyError if they are not of this width."""
+        """Restore the arrays of `state`.
+
+        Raises:
+            ValueError, KeyError: The arrays do not fit.
+        """
         for part, values in (("parameters", self._parameters), ("means", self._means), ("squares", self._squares)):
             for name in _NAMES:
                 values[name][...] = state[f"{part}.{name}"]

@@ -1,4 +1,4 @@
-"""Models of output lengths, and what a `Forecaster` asks of one."""
+"""Length models of a `Forecaster`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skipjoin.forecast.prior import Prior
 
 
 class Prompt(NamedTuple):
-    """What models see of a prompt: hashed features, the encoder's vector, and the number of tokens."""
+    """Prompt as models see it: hashed features, the encoder's vector and the number of tokens."""
 
     features: Hashed
     vector: Array
@@ -24,9 +24,13 @@ class Prompt(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What a model says: a distribution over the bins, what it is made from, and what the model needs to learn.
+    """Prediction of a model.
 
-    tokens: the length that it expects, if that is not the mean of the calibrated distribution.
+    Attributes:
+        mass: Distribution over the bins.
+        source: Name of what it was made from.
+        parts: Data that the model needs for learning.
+        tokens: Expected length, if it is not the mean of the calibrated distribution.
     """
 
     mass: Array
@@ -36,39 +40,49 @@ class Guess(NamedTuple):
 
 
 class Model(Protocol):
-    """Foresees output lengths from prompts and learns from those that ended."""
+    """Predicts output lengths from prompts and learns from finished requests."""
 
     name: str
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
-        """The distribution of the output's length."""
+        """Return the distribution of the output length."""
         ...
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """The output that was guessed ended after `tokens` tokens, in bin `end`; not exact: it was cut off there."""
+        """Learn that the predicted output ended after `tokens` tokens, in bin `end`.
+
+        Args:
+            exact: False if the output was cut off there.
+        """
         ...
 
     def state(self) -> dict[str, Array]:
-        """The arrays to keep."""
+        """Return the arrays to save."""
         ...
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take the arrays of `state`. Raises ValueError or KeyError if they are none of this model."""
+        """Restore the arrays of `state`.
+
+        Raises:
+            ValueError, KeyError: The arrays are not of this model.
+        """
         ...
 
 
-# Share of a part's weight in the mixture that one more request decides, and the least that each part keeps.
+# Minimum learning rate of the mixture, and minimum share of each component.
 _MIXING, _LEAST_SHARE = 0.01, 0.01
 
 
 class Learnt:
-    """Prior, similar prompts and linear head, mixed by how likely each of them found the lengths of late."""
+    """Mixture of prior, similar prompts and linear head, weighted by their recent likelihoods."""
 
     name = "learnt"
 
     def __init__(self, index: VectorIndex, replayed: int = REPLAYED) -> None:
-        """Args:
-        replayed: how many past requests the head keeps to learn from them again.
+        """Create the model.
+
+        Args:
+            replayed: Size of the head's replay buffer, in requests.
         """
         self._index = index
         self._head = Head(FEATURES, replayed)
@@ -76,20 +90,18 @@ class Learnt:
         self._learnt = 0
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
-        """See `Model`."""
         near = neighbours_mass(self._index.search(prompt.vector, NEIGHBOURS), prior.hazards())
         head = self._head.mass(prompt.features.ids, prompt.features.weights)
         parts = np.stack([prior.mass(), near, head])
         return Guess(self._shares @ parts, self.name, tuple(parts))
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """See `Model`."""
         self._mix(np.array([likelihood(part, end, exact) for part in guess.parts]))
         self._head.learn(Example(prompt.features.ids, prompt.features.weights, end, exact))
         self._index.add(prompt.vector, tokens, exact)
 
     def _mix(self, found: Array) -> None:
-        """A step of expectation maximization on the shares, from the likelihood that each part gave to an end."""
+        """Update the shares by a step of online expectation maximization, given the components' likelihoods."""
         self._learnt += 1
         step = max(_MIXING, 1.0 / (self._learnt + 2))
         shares = self._shares * (1 - step + step * found / (self._shares @ found))
@@ -97,11 +109,10 @@ class Learnt:
         self._shares = shares / shares.sum()
 
     def __len__(self) -> int:
-        """Past requests that it searches."""
+        """Return the number of indexed requests."""
         return len(self._index)
 
     def state(self) -> dict[str, Array]:
-        """See `Model`."""
         return (
             {"shares": self._shares, "learnt": np.array([self._learnt])}
             | prefixed("head", self._head.state())
@@ -109,37 +120,33 @@ class Learnt:
         )
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """See `Model`."""
         self._shares, self._learnt = state["shares"], int(state["learnt"][0])
         self._head.restore(part_of(state, "head"))
         self._index.restore(part_of(state, "index"))
 
 
 def prefixed(name: str, state: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays under names that begin with `name` and a dot."""
+    """Return the arrays with keys prefixed by `name` and a dot."""
     return {f"{name}.{key}": value for key, value in state.items()}
 
 
 def part_of(state: Mapping[str, Array], name: str) -> dict[str, Array]:
-    """What `prefixed` put under this name."""
+    """Return the arrays that `prefixed` put under `name`."""
     return {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
 
 
 class PriorOnly:
-    """The lengths of the requests that ended of late, whatever the prompt."""
+    """Distribution of recent lengths, whatever the prompt."""
 
     name = "prior"
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
-        """See `Model`."""
         return Guess(prior.mass(), self.name)
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """See `Model`: the forecaster's prior learns."""
+        """Do nothing, since the forecaster's prior learns."""
 
     def state(self) -> dict[str, Array]:
-        """See `Model`."""
         return {}
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """See `Model`."""
+    def restore(self, state: Mapping[str, Array]) -> None: ...

@@ -1,4 +1,4 @@
-"""From similar prompts to a distribution of lengths."""
+"""Length distribution from similar prompts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import numpy as np
 from skipjoin.forecast.index import Found
 from skipjoin.forecast.mass import BINS, EDGES, Array, mass_of
 
-# Similar prompts that are asked for.
+# Number of similar prompts to search.
 NEIGHBOURS = 24
-# How much a similarity counts: exp((similarity - 1) / _WARMTH). Of the prior, as much as of so many equal prompts.
+# A neighbor weighs exp((similarity - 1) / _WARMTH); the prior weighs like this many identical prompts.
 _WARMTH, _PRIOR_WEIGHT = 0.15, 0.3
 
 
 def neighbours_mass(found: Found, prior: Array) -> Array:
-    """A Kaplan-Meier estimate over the bins, in which similar prompts count most and the prior's hazards fill what they
-    leave open. prior: hazards."""
+    """Return a Kaplan-Meier estimate from the weighted neighbors and the hazards of `prior`."""
     weights = np.exp((found.similarity - 1.0) / _WARMTH)
     ends = np.searchsorted(EDGES, found.tokens, side="right") - 1
     left = np.bincount(ends, weights, BINS)

@@ -1,4 +1,4 @@
-"""Forecasters for clients that must not learn from each other: one for each, and a bounded part that they share."""
+"""Separate forecasters for clients that must not learn from each other, with a bounded shared prior."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from skipjoin.forecast.forecaster import Forecaster, Predicted
 from skipjoin.forecast.mass import Array, capped, hazards_of
 from skipjoin.forecast.prior import first_guess
 
-# Owners whose forecasters are in memory; each takes 1 to 2 MB besides its entries. The least recently used one leaves.
+# Forecasters in memory, 1 to 2 MB each besides their entries; the least recently used is evicted.
 MAX_OWNERS = 64
-# Requests after which an owner counts half as much in the shared distribution as it does in the end.
+# Requests after which an owner has half of its maximum weight in the shared distribution.
 _HALF_WEIGHT = 40
 
 
 class OwnerForecasters:
-    """A forecaster for each owner, which learns from this owner's requests only.
+    """One forecaster per owner, learned only from that owner's requests.
 
-    What a new owner's forecaster expects at first, before it has learned, is the shared distribution: the mean of the
-    first guess, with a weight of 1, and of the distributions of the owners in memory, each with a weight below 1. So
-    one owner moves it by at most 1/2 in total variation, and beside `m` owners that have learned much by 1/(m + 2).
-    An owner's forecaster that exists is not moved by others at all.
+    A new forecaster starts from the shared distribution. This is the mean of the first guess, with weight 1, and of the
+    distributions of owners in memory, with weights below 1. So one owner changes it by at most 1/2 in total variation,
+    and by at most 1/(m + 2) besides `m` owners with many requests. Existing forecasters are not affected by other
+    owners.
 
-    make: makes the forecaster of an owner; its second argument has the hazards of the shared distribution. folder:
-    where states are kept, one for each owner; None: they are not.
+    Args:
+        make: Returns the forecaster of an owner, given the hazards of the shared distribution.
+        folder: Folder of the states, one per owner; None does not save them.
     """
 
     def __init__(self, make: Callable[[str, Array], Forecaster], folder: Path | None = None) -> None:
         self._make, self._folder = make, folder
         self._owners: OrderedDict[str, Forecaster] = OrderedDict()
         self._changed: set[str] = set()
-        self._lock = threading.Lock()  # of the two above: `prior` does not wait for a search or a file
+        self._lock = threading.Lock()  # guards the two above, so that `prior` does not wait for a search or a file
 
     def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted:
         """See `Forecaster.forecast`."""
@@ -53,7 +54,7 @@ class OwnerForecasters:
         return capped(self.shared(), max_tokens, "prior") if found is None else found.prior(max_tokens)
 
     def shared(self) -> Array:
-        """Return the shared distribution, as probabilities of the bins."""
+        """Return the shared distribution over the bins."""
         with self._lock:
             found = list(self._owners.values())
         total, weight = first_guess(), 1.0
@@ -64,12 +65,12 @@ class OwnerForecasters:
         return total / weight
 
     def __len__(self) -> int:
-        """Past requests that are searched, over all owners in memory."""
+        """Return the number of indexed requests of all owners in memory."""
         with self._lock:
             return sum(map(len, self._owners.values()))
 
     def save(self, *, quiet: bool = False) -> bool:
-        """Save what has changed since the last call, see `Forecaster.save`."""
+        """Save all forecasters changed since the last call; see `Forecaster.save`."""
         with self._lock:
             changed = {owner: self._owners[owner] for owner in self._changed if owner in self._owners}
             self._changed.clear()

@@ -1,4 +1,4 @@
-"""What is expected of a request of which nothing is known: the survival curve of those that ended of late."""
+"""Prior length distribution: the survival curve of recent requests."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ import numpy as np
 
 from skipjoin.forecast.mass import BINS, LOG_MIDDLES, Array, hazards_of, mass_of
 
-# Weight that what was counted keeps when another request is: the last few thousand count.
+# Decay of the counts per request: the last few thousand count.
 _KEPT = 0.9995
-# Before anything was learnt: half of the outputs are shorter than 128 tokens, two thirds within a factor of 3.
+# First guess: half of the outputs are shorter than 128 tokens, and two thirds are within a factor of 3.
 _FIRST_GUESS, _FIRST_SPREAD = 128.0, 3.0
-# How many requests the first guess weighs as much as, in each bin.
+# Weight of the first guess in each bin, in requests.
 _FIRST_WEIGHT = 2.0
 
 
 def first_guess() -> Array:
-    """A lognormal distribution over the bins."""
+    """Return a lognormal distribution over the bins."""
     away = (LOG_MIDDLES - np.log(_FIRST_GUESS)) / np.log(_FIRST_SPREAD)
     mass: Array = np.exp(-0.5 * away**2)
     return np.asarray(mass / mass.sum())
 
 
 class Prior:
-    """An online Kaplan-Meier estimate over the bins, with decay: in each bin, how many requests ended, of how many that
-    got past its start and did not leave it in another way."""
+    """Online Kaplan-Meier estimate over the bins with exponential decay.
+
+    For each bin it counts the requests that ended there, and those that reached it and were not cut off in it.
+    """
 
     def __init__(self, first: Array | None = None) -> None:
-        """Args:
-        first: the hazards that are expected before anything is learned; None: those of `first_guess`.
+        """Create the estimate.
+
+        Args:
+            first: Initial hazards; None uses those of `first_guess`.
         """
         self._first = _FIRST_HAZARDS if first is None else first
         self._reached: Array = np.full(BINS, _FIRST_WEIGHT)
@@ -37,19 +41,19 @@ class Prior:
 
     @property
     def requests(self) -> float:
-        """Requests that were learned from, of which older ones count less."""
+        """Number of learned requests after decay."""
         return float(self._reached[0]) - _FIRST_WEIGHT
 
     def hazards(self) -> Array:
-        """The probability to end in each bin once it is reached."""
+        """Return the probability to end in each bin once it is reached."""
         return np.asarray(self._ended / self._reached)
 
     def mass(self) -> Array:
-        """The distribution of lengths."""
+        """Return the length distribution."""
         return mass_of(self.hazards())
 
     def learn(self, end: int, exact: bool) -> None:
-        """A request ended in bin `end`; not exact: it was cut off there, and would have gone on."""
+        """Learn a request that ended in bin `end`, or was cut off there if not `exact`."""
         self._reached *= _KEPT
         self._ended *= _KEPT
         self._reached[: end + exact] += 1.0
@@ -57,17 +61,17 @@ class Prior:
         self._regress()
 
     def _regress(self) -> None:
-        """Keep the weight of the first guess: bins that are never reached keep its hazards."""
+        """Restore the weight of the first guess, so that bins never reached keep its hazards."""
         lost = (1 - _KEPT) * _FIRST_WEIGHT
         self._reached += lost
         self._ended += lost * self._first
 
     def state(self) -> dict[str, Array]:
-        """The arrays to keep."""
+        """Return the arrays to save."""
         return {"reached": self._reached.copy(), "ended": self._ended.copy()}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take the arrays of `state`."""
+        """Restore the arrays of `state`."""
         self._reached, self._ended = state["reached"].copy(), state["ended"].copy()
 
 

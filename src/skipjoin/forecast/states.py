@@ -1,4 +1,4 @@
-"""The states of a folder of forecasts: to look at and to remove."""
+"""Inspection and removal of stored forecaster states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipjoin.forecast.store import STATE, StateError, read_arrays, read_descrip
 
 
 def states(parent: Path) -> list[Path]:
-    """The folders of states below `parent`, those set aside included, in the order of their names."""
+    """Return the state folders below `parent` sorted by name, including those moved aside."""
     if not parent.is_dir():
         return []
     return sorted(folder for folder in parent.iterdir() if folder.is_dir() and _is_state(folder))
@@ -25,8 +25,13 @@ def _is_state(folder: Path) -> bool:
 
 
 def exported(folder: Path) -> Iterator[dict[str, Any]]:
-    """What a state has learnt, as objects for JSON: first its identity and its distribution of lengths, then each past
-    request. No text is in a state. Raises `StateError` for a damaged one."""
+    """Yield the contents of a state as JSON objects: identity and length distribution, then each past request.
+
+    A state contains no text.
+
+    Raises:
+        StateError: The state is damaged.
+    """
     described = read_description(folder)
     arrays = read_arrays(folder, described)
     yield {"state": folder.name, "description": described} | _summary(arrays)
@@ -45,15 +50,18 @@ def _summary(arrays: dict[str, Array]) -> dict[str, Any]:
 
 
 def _entries(name: str, arrays: dict[str, Array]) -> Iterator[dict[str, Any]]:
-    """The past requests of an index, oldest first."""
+    """Yield the past requests of an index, oldest first."""
     tokens, exact, times = (arrays[f"model.index.{key}"] for key in ("tokens", "exact", "times"))
     for length, ended, at in zip(tokens.tolist(), exact.tolist(), times.tolist(), strict=True):
         yield {"state": name, "output_tokens": length, "exact": bool(ended), "time_s": at}
 
 
 def remove_states(parent: Path, served: str | None = None) -> list[Path]:
-    """Remove the states below `parent`; served: those of this model only. Returns the folders that were removed. Raises
-    OSError."""
+    """Remove the states below `parent`, or those of model `served`, and return their folders.
+
+    Raises:
+        OSError: A folder cannot be removed.
+    """
     gone = [folder for folder in states(parent) if served is None or _served(folder) == served]
     for folder in gone:
         shutil.rmtree(folder)

@@ -1,21 +1,24 @@
-"""How good forecasts were, for metrics."""
+"""Accuracy statistics of forecasts for metrics."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-# Weight that older requests keep: the last few hundred count.
+# Decay per request: the last few hundred count.
 _KEPT = 0.995
 
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the start, and figures of late.
+    """Total counts and recent averages.
 
-    forecasts: made, by source. requests: that ended; known: of them, those whose length is known (they ended by
-    themselves or at their `max_tokens`). error_tokens: sum of absolute errors of the known ones. covered: known ones
-    inside their 80 % interval.
+    Attributes:
+        forecasts: Number of forecasts by source.
+        requests: Finished requests.
+        known: Finished requests whose length is known, as they ended by themselves or at max_tokens.
+        covered: Known requests inside their 80 % interval.
+        error_tokens: Sum of absolute errors of known requests.
     """
 
     forecasts: Counter[str] = field(default_factory=Counter)
@@ -29,11 +32,11 @@ class Stats:
     _covered: float = 0.0
 
     def made(self, source: str) -> None:
-        """A forecast was made."""
+        """Count a forecast."""
         self.forecasts[source] += 1
 
     def learnt(self, expected: float, interval: tuple[float, float], tokens: int, known: bool) -> None:
-        """A request ended after `tokens` tokens."""
+        """Count a request that finished after `tokens` tokens."""
         self.requests += 1
         if not known:
             return
@@ -48,15 +51,15 @@ class Stats:
 
     @property
     def error(self) -> float:
-        """Mean absolute error of late, in tokens; 0 before any request."""
+        """Recent mean absolute error in tokens, 0 before any request."""
         return self._error / max(self._weight, 1.0)
 
     @property
     def relative_error(self) -> float:
-        """Mean of the absolute error over the length, of late; 0 before any request."""
+        """Recent mean of error over length, 0 before any request."""
         return self._relative / max(self._weight, 1.0)
 
     @property
     def coverage(self) -> float:
-        """Share of late of requests inside their 80 % interval; 0 before any request."""
+        """Recent share of requests inside their 80 % interval, 0 before any request."""
         return self._covered / max(self._weight, 1.0)

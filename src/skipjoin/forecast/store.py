@@ -1,9 +1,9 @@
-"""What was learnt, on disk: a folder per served model, forecaster and encoder, with a JSON file and a safetensors file.
+"""Storage of forecaster states, one folder per served model, forecaster, encoder and owner.
 
-    state.json                  format, identity, counts, name and hash of the arrays' file
-    arrays-<hash>.safetensors   the arrays
+state.json                  format, identity, counts, name and hash of the arrays' file
+arrays-<hash>.safetensors   the arrays
 
-The JSON file is replaced last, so a state is either the old one or the new one. Nothing in it is a text or a token.
+The JSON file is replaced last, so updates are atomic. A state contains neither text nor tokens.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from skipjoin.system.folders import cache_folder, is_trusted
 # Incremented when older states can no longer be read.
 FORMAT = 1
 STATE = "state.json"
-# Environment variable with the folder of all states.
+# Environment variable that names the folder of all states.
 FOLDER_VARIABLE = "SKIPJOIN_FORECAST_DIR"
-# Damaged states that are kept beside the folder, to look at.
+# Damaged states that are kept for inspection.
 _KEPT_BAD = 3
-# Largest file of arrays that is read: a million entries take less.
+# Maximum size of an arrays file; a million entries take less.
 _MOST_BYTES = 4 << 30
 _ORPHAN_S = 3600.0
 
@@ -43,14 +43,19 @@ _log = logging.getLogger(__name__)
 
 
 class StateError(Exception):
-    """A state that cannot be used; the text says why."""
+    """Unusable state, with the reason as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a state is of. served: the model whose requests were learnt from. forecaster: the name of the forecaster's
-    model. encoder, width: what its vectors come from, and their width. owner: a hash of the key whose requests they
-    were; empty: of all requests, on a server without keys."""
+    """Identity of a state.
+
+    Attributes:
+        served: Model whose requests were learned.
+        forecaster: Name of the length model.
+        encoder, width: Name and width of the vectors.
+        owner: Hash of the API key whose requests were learned; empty for all requests, on a server without keys.
+    """
 
     served: str
     forecaster: str
@@ -59,18 +64,18 @@ class Identity:
     owner: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        """Return what describes it in a state. States of all requests name no owner, as those of before."""
+        """Return the fields in the description. An empty owner is omitted, as in older states."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "owner" or value}
 
     def folder(self, parent: Path) -> Path:
-        """The folder of this state below the folder of all."""
+        """Return the folder of this state below `parent`."""
         digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"[^\w.-]+", "-", self.served)[-40:].strip("-.") or "model"
         return parent / f"{name}-{self.forecaster}-{digest}"
 
 
 def default_folder() -> Path:
-    """Where states are kept unless told otherwise: in $SKIPJOIN_FORECAST_DIR, or else in the user's cache folder."""
+    """Return the default folder of states: $SKIPJOIN_FORECAST_DIR, or the user's cache folder."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
     return cache_folder() / "forecasts"
@@ -79,8 +84,10 @@ def default_folder() -> Path:
 def save_state(
     parent: Path, identity: Identity, arrays: dict[str, Array], counts: dict[str, int], *, quiet: bool = False
 ) -> bool:
-    """Replace the state of this identity below `parent`. False, after one warning unless quiet, if that fails: the old
-    one stays."""
+    """Replace the state of this identity below `parent`, and return whether that succeeded.
+
+    A failure keeps the old state and logs a warning unless `quiet`.
+    """
     folder = identity.folder(parent)
     if not _is_trusted(folder):
         return False
@@ -97,7 +104,7 @@ def save_state(
 
 
 def _is_trusted(folder: Path) -> bool:
-    """Whether no other user can change a state: its description has the checksum of its arrays."""
+    """Return whether no other user can change the state, whose checksum is in the same folder."""
     return is_trusted(folder, "the folder of forecasts") and is_trusted(folder / STATE, "the state of forecasts")
 
 
@@ -121,13 +128,15 @@ def _named_arrays(folder: Path) -> str | None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Whether a writer that died left a file: another one may be at work on one that is young."""
+    """Return whether a dead writer left the file; a recent one may belong to an active writer."""
     return file.name != STATE and time.time() - file.stat().st_mtime > _ORPHAN_S
 
 
 def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Array]], None]) -> bool:
-    """Give the arrays of this identity to `restore`. False if there are none. A state that cannot be used, also because
-    `restore` raises ValueError or KeyError, is set aside with one warning."""
+    """Pass the arrays of this identity to `restore`, and return whether that succeeded.
+
+    An unusable state, for example one for which `restore` raises ValueError or KeyError, is moved aside with a warning.
+    """
     folder = identity.folder(parent)
     if not _is_trusted(folder):
         return False
@@ -143,7 +152,12 @@ def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Ar
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The JSON file of a state. Raises `StateError` and OSError."""
+    """Return the JSON file of a state.
+
+    Raises:
+        StateError: The file is invalid.
+        OSError: The file cannot be read.
+    """
     try:
         found = json.loads((folder / STATE).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -163,7 +177,12 @@ def _read(folder: Path, identity: Identity) -> dict[str, Array]:
 
 
 def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:
-    """The arrays of a state with this description. Raises `StateError` for a damaged file, and OSError."""
+    """Return the arrays of a state.
+
+    Raises:
+        StateError: The file is missing, damaged or too large.
+        OSError: The file cannot be read.
+    """
     name = str(described.get("arrays"))
     if Path(name).name != name or not (folder / name).is_file():
         raise StateError(f"{name} is missing")
@@ -179,7 +198,7 @@ def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:
 
 
 def _set_aside(folder: Path) -> str:
-    """Rename a folder, drop the oldest of those renamed before; returns the end of the warning."""
+    """Rename a folder, delete the oldest renamed ones, and return the end of the warning."""
     aside = folder.with_name(f"{folder.name}.bad-{time.time_ns()}")
     try:
         folder.rename(aside)

@@ -1,4 +1,4 @@
-"""Places with vectors, and the search for those most similar to another: exactly, or in a graph."""
+"""Vector stores with exact or approximate similarity search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skipjoin.forecast.mass import Array
 from skipjoin.options import ConfigError
 from skipjoin.version import install_command
 
-# What a product with all vectors does in well under a millisecond.
+# Limit of exact search, which takes well under a millisecond.
 EXACT_ENTRIES = 10_000
 
 
@@ -19,30 +19,42 @@ class Vectors(Protocol):
     """Vectors of length 1 in numbered places."""
 
     def put(self, place: int, vector: Array) -> None:
-        """Fill a place, which may be taken."""
+        """Store a vector, replacing one that is there."""
         ...
 
     def drop(self, place: int) -> None:
-        """Empty a place, which is taken."""
+        """Clear an occupied place."""
         ...
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
-        """The places of the up to `count` most similar vectors, in any order, and the cosines; (n,) each. A place that
-        is empty may be among them, with a cosine of 0."""
+        """Return the places of up to `count` most similar vectors in any order, and their cosines, (n,) each.
+
+        Empty places may be included with a cosine of 0.
+        """
         ...
 
     def state(self, places: Array) -> dict[str, Array]:
-        """The arrays to keep, of the vectors in these places."""
+        """Return the arrays to save for the vectors in these places."""
         ...
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
-        """Take the last `kept` vectors of a `state`; same: it was made with as much room. Returns their places. Raises
-        ValueError or KeyError if it is no such state."""
+        """Restore the last `kept` vectors of a `state` and return their places.
+
+        Args:
+            same: Whether the state has the same capacity.
+
+        Raises:
+            ValueError, KeyError: The arrays do not fit.
+        """
         ...
 
 
 def vectors_of(entries: int, width: int) -> Vectors:
-    """Room for so many vectors. Raises `ConfigError` for more than an exact search can do without usearch."""
+    """Return a store for `entries` vectors.
+
+    Raises:
+        ConfigError: There are too many for exact search and usearch is missing.
+    """
     if entries <= EXACT_ENTRIES:
         return ExactVectors(entries, width)
     return GraphVectors(width)
@@ -60,7 +72,7 @@ def _graph(width: int) -> Any:
 
 
 def _stored(state: Mapping[str, Array], width: int) -> Array:
-    """The vectors of a state, in their order, whichever kind of search it was made with."""
+    """Return the vectors of a state of either kind, in order."""
     if "vectors" in state:
         found = state["vectors"]
     else:
@@ -73,33 +85,28 @@ def _stored(state: Mapping[str, Array], width: int) -> Array:
 
 
 class ExactVectors:
-    """A matrix; one product scores all places."""
+    """Matrix store that scores all places with one product."""
 
     def __init__(self, entries: int, width: int) -> None:
         self._matrix: Array = np.zeros((entries, width), np.float32)
-        self._used = 0  # places from here on were never filled
+        self._used = 0  # end of the places ever filled
 
     def put(self, place: int, vector: Array) -> None:
-        """See `Vectors`."""
         self._matrix[place] = vector
         self._used = max(self._used, place + 1)
 
     def drop(self, place: int) -> None:
-        """See `Vectors`."""
         self._matrix[place] = 0.0
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
-        """See `Vectors`."""
         scores = self._matrix[: self._used] @ vector
         best = np.argpartition(scores, self._used - count)[-count:] if self._used > count else np.arange(self._used)
         return best, scores[best]
 
     def state(self, places: Array) -> dict[str, Array]:
-        """See `Vectors`."""
         return {"vectors": self._matrix[places].astype(np.float16)}
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
-        """See `Vectors`."""
         found = _stored(state, self._matrix.shape[1])
         self._matrix[:kept] = found[len(found) - kept :]
         self._matrix[kept:] = 0.0
@@ -108,35 +115,30 @@ class ExactVectors:
 
 
 class GraphVectors:
-    """A graph of neighbours (HNSW), kept by usearch: a search looks at few hundred vectors of any number."""
+    """Approximate nearest-neighbor graph (HNSW) of usearch, whose search visits a few hundred vectors of any number."""
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._graph = _graph(width)
 
     def put(self, place: int, vector: Array) -> None:
-        """See `Vectors`."""
         if place in self._graph:
             self._graph.remove(place)
         self._graph.add(place, vector, threads=1)
 
     def drop(self, place: int) -> None:
-        """See `Vectors`."""
         self._graph.remove(place)
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
-        """See `Vectors`."""
         if not len(self._graph):
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
         found = self._graph.search(vector, count, threads=1)
         return found.keys.astype(np.int64), 1.0 - found.distances
 
     def state(self, places: Array) -> dict[str, Array]:
-        """See `Vectors`."""
         return {"graph": np.frombuffer(bytes(self._graph.save()), np.uint8), "places": places}
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
-        """See `Vectors`."""
         graph = _graph(self._width)
         if same and "graph" in state:
             graph.load(state["graph"].tobytes())

@@ -1,1 +1,1 @@
-"""The choices behind the core's seams, one file per seam."""
+"""Scheduling policies, one module per policy kind."""

@@ -1,4 +1,4 @@
-"""Admission policies: how much KV a request may have."""
+"""Admission policies: how much KV a request may reserve."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from skipjoin.core.request import Request
 
 
 class OnDemand:
-    """Space for the tokens that are known; the rest block by block as the request grows.
+    """Reserves blocks for the known tokens; further blocks are allocated as the request grows.
 
-    watermark: the share of the device's blocks that an admission must leave available, so that running
-    requests can grow for a while before one of them is evicted. It applies to admission only.
+    Args:
+        watermark: Share in [0, 1) of the device's blocks that an admission must leave available. Running requests can
+            then grow for a while before one is evicted. It does not limit growth.
     """
 
     rests = True
@@ -23,13 +24,14 @@ class OnDemand:
 
     def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant:
         known = kv.blocks_for(request.known)
-        # Never more than the pool has: a request nearly as large as it gets in on an empty device, or by evicting all.
+        # Capped by the pool, so that a request nearly as large as the pool is admitted once it is empty or all others
+        # are evicted.
         spare = max(0, min(int(self.watermark * kv.device_total), kv.device_total - known))
         return Grant(now=known, blocks=known, spare=spare)
 
 
 class WholeMaximum:
-    """Space for the prompt and max_tokens, once and for all (Orca): an admitted request never runs short."""
+    """Reserves blocks for the prompt and max_tokens at admission (Orca), so a running request never runs out."""
 
     rests = True
 

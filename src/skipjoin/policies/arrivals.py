@@ -1,4 +1,4 @@
-"""How fast, and how evenly, requests have been arriving."""
+"""Estimator of the tokens that will arrive soon."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 
 from skipjoin.core.request import Request
 
-# Weight of the latest arrival in the means: they follow the last 50 or so.
+# Weight of the latest arrival in the moving means: about the last 50 arrivals count.
 _RATE = 0.04
-# Standard deviations above the mean: a burst as large comes about once in 40 windows.
+# Standard deviations above the mean: about one window in 40 exceeds the estimate.
 _DEVIATIONS = 2.0
 
 
 class ArrivalHistory:
-    """How many tokens of prompts may arrive within a while, judged by the arrivals so far (FastServe section 4.2 sizes
-    its reserved slots by "historical job arrival patterns" and leaves the estimator open).
+    """Estimator of the prompt tokens that may arrive within a time window.
 
-    Exponentially weighted means and mean squares of the gaps between arrivals and of the prompts' lengths, taken as a
-    renewal process: in a window of w seconds w / mean gap requests arrive, with that times the squared coefficient of
-    variation of the gaps as variance. The estimate is the mean plus two standard deviations. So it grows with the
-    rate, with burstiness and with uneven lengths, costs a few operations per arrival, and forgets.
+    FastServe section 4.2 sizes its reserved slots by "historical job arrival patterns" and leaves the estimator open.
+    This one models arrivals as a renewal process with exponentially weighted moments of gaps and prompt lengths. The
+    number of arrivals in w seconds has the mean w / mean gap. Its variance is the mean times the squared coefficient of
+    variation of the gaps. The estimate is the mean plus two standard deviations, so it grows with rate, burstiness and
+    uneven lengths.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class ArrivalHistory:
         self._tokens = self._tokens_square = 0.0
 
     def note(self, request: Request, now: float) -> None:
-        """A request arrived."""
+        """Record the arrival of a request."""
         tokens = len(request.prompt)
         if self._last is None:
             self._tokens, self._tokens_square = tokens, tokens**2
@@ -43,10 +43,10 @@ class ArrivalHistory:
         self._last = now
 
     def tokens_within(self, seconds: float, now: float) -> float:
-        """Prompt tokens that may arrive in the next `seconds`; 0 before the second arrival."""
+        """Return the prompt tokens that may arrive in the next `seconds`, 0 before the second arrival."""
         if self._last is None or self._gap == math.inf:
             return 0.0
-        # A silence longer than usual is news, too.
+        # A pause longer than the mean gap also lowers the rate.
         gap = max(self._gap, now - self._last, 1e-9)
         requests = seconds / gap
         variation = max(0.0, self._gap_square - self._gap**2) / max(self._gap, 1e-9) ** 2

@@ -1,4 +1,4 @@
-"""Batchers: which of the ordered requests run together."""
+"""Batchers: which of the ranked requests run in a step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ def _check_budgets(max_seqs: int, max_tokens: int) -> None:
 
 
 class Greedy:
-    """In rank order, until the step has `max_seqs` requests or `max_tokens` tokens.
+    """Adds requests in rank order until the step has `max_seqs` requests or `max_tokens` tokens.
 
-    chunked: cut a prompt to the tokens that are left in the step (Sarathi; FastServe for prompts longer than a step).
-    Otherwise a prompt is computed whole, and `max_tokens` is for prompts alone: if decodes took from it, a long prompt,
-    and all behind it, would wait until hardly any request ran. One that does not fit waits, and no newcomer overtakes
-    it; one longer than `max_tokens` is the only prompt of its step.
+    Without chunking, `max_tokens` limits prompt tokens only: if decodes counted, a long prompt would block the queue
+    until hardly any request ran. A prompt that does not fit waits, and no new request overtakes it. A prompt longer
+    than `max_tokens` is the only one of its step.
+
+    Args:
+        chunked: Whether prompts are cut to the remaining tokens of the step (Sarathi; FastServe for prompts longer than
+            a step).
     """
 
     rests = True
@@ -47,7 +50,7 @@ class Greedy:
 
 
 class ChunkedBuilder:
-    """One step's batch under `Greedy`, prompts cut to fit."""
+    """Batch of one `Greedy` step with chunked prompts."""
 
     __slots__ = ("_seqs", "_tokens")
 
@@ -67,7 +70,7 @@ class ChunkedBuilder:
 
 
 class WholeBuilder:
-    """One step's batch under `Greedy`, prompts computed whole."""
+    """Batch of one `Greedy` step with whole prompts."""
 
     __slots__ = ("_prompts", "_seqs", "_tokens")
 
@@ -90,10 +93,14 @@ class WholeBuilder:
 
 
 class TargetForward:
-    """Every generation that is offered, and prompts up to the forward size that saturates the device (generations fill
-    the KV, prompts fill the compute: EconoServe section 3.3.1), until the step has `max_seqs` requests.
+    """Adds every decode that is offered, and prompts up to the forward size that saturates the device.
 
-    cost: tells that size, at most `max_tokens`; target: it is this instead.
+    Decodes fill the KV cache and prompts fill the compute (EconoServe section 3.3.1). A step has at most `max_seqs`
+    requests.
+
+    Args:
+        cost: Determines the forward size, which is at most `max_tokens`.
+        target: Forward size in tokens; None derives it from `cost`.
     """
 
     rests = True
@@ -121,7 +128,7 @@ class TargetForward:
 
 
 class TargetBuilder(ChunkedBuilder):
-    """One step's batch under `TargetForward`: generations join whatever tokens it has."""
+    """Batch of one `TargetForward` step: decodes join regardless of its tokens."""
 
     __slots__ = ()
 
@@ -134,23 +141,22 @@ class TargetBuilder(ChunkedBuilder):
 
 
 class RunToCompletion:
-    """Static batches, one after the other: job-level scheduling (FastServe sections 2.2 and 6.1), as in
-    FasterTransformer. Waiting requests form a batch of up to `max_seqs`, and the next batch begins when the last
-    member has ended. Of all batchers it shows the head-of-line blocking worst.
+    """Static batching, i.e. job-level scheduling as in FasterTransformer (FastServe sections 2.2 and 6.1).
 
-    The batch recruits while its steps take newcomers: their prompts are computed whole, up to `max_tokens` prompt
-    tokens in a step or one longer prompt alone, while members whose prompt is computed decode. Recruiting ends at the
-    last seat, or with a step that runs members and takes no newcomer though it had prompt tokens left: no request
-    waited, or there was no memory. Asking for a step when no request can run changes nothing. From then on no request
-    joins; a member that loses its memory stays one. So the ordering decides which requests are recruited, and which
-    members are evicted; a more important request, too, waits for the batch to end.
+    Waiting requests form a batch of up to `max_seqs`; the next batch starts when the last member has finished. This
+    shows head-of-line blocking at its worst.
 
-    With several plans in flight there is still one batch: without overlap its members spread over the plans, as
-    micro-batches in a pipeline of stages.
+    A batch accepts members over several steps: each computes whole prompts, up to `max_tokens` prompt tokens or one
+    longer prompt alone, while earlier members decode. It closes when it is full, or after a step that ran members and
+    added none although prompt tokens remained. A step in which no request can run does not close it. After that no
+    request joins, whatever its rank. A member that loses its KV remains a member. The ordering thus decides which
+    requests join and which members are evicted.
 
-    Not modelled: FasterTransformer also holds finished answers back until the whole batch has ended, and pads the
-    batch to its longest member. Here an answer leaves when it is complete, and neither padding nor an empty seat
-    costs anything, so this baseline is faster than the system it stands for.
+    With several plans in flight there is still one batch. Its members spread over the plans like micro-batches in a
+    pipeline.
+
+    FasterTransformer also delays finished answers until the whole batch has finished and pads it to its longest member.
+    This class does neither, so the baseline is faster than the original.
     """
 
     def __init__(self, max_seqs: int, max_tokens: int) -> None:
@@ -167,10 +173,11 @@ class RunToCompletion:
 
 
 class MemberBuilder:
-    """One step's batch under `RunToCompletion`.
+    """Batch of one `RunToCompletion` step.
 
-    members: the requests of the static batch that have not ended, at most `seqs`; requests that join are added.
-    recruits: whether newcomers may join.
+    Args:
+        members: Unfinished requests of the static batch, at most `seqs`. Requests that join are added to the set.
+        recruits: Whether new requests may join.
     """
 
     __slots__ = ("_absent", "_cramped", "_joined", "_ran", "_recruits", "_seqs", "_whole", "members")
@@ -180,18 +187,18 @@ class MemberBuilder:
         self._recruits = recruits
         self._seqs = seqs
         self._whole = WholeBuilder(seqs, tokens)
-        # Members whose KV was dropped (all others have tokens planned) and that did not return in this step.
+        # Members whose KV was dropped (all others have planned tokens) and that have not rejoined in this step.
         self._absent = {request for request in members if not request.planned}
         self._ran = self._joined = self._cramped = False
 
     @property
     def keeps_recruiting(self) -> bool:
-        """Whether the step after this one may take newcomers, if a member is left."""
+        """True if the next step may add members, provided that a member remains."""
         return self._recruits and (self._joined or self._cramped or not self._ran)
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if request not in self.members and not self._recruits:
-            # Closing the step keeps a long queue from being read, but it would shut out members without KV, too.
+            # Refusing all new requests spares a scan of a long queue, but would also shut out members without KV.
             return HELD if self._absent else NEWCOMERS_HELD
         verdict = self._whole.offer(request, pending)
         self._cramped = self._cramped or not isinstance(verdict, int)

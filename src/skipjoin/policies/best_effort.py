@@ -1,4 +1,4 @@
-"""How much best-effort requests may lengthen the steps that real-time requests run in, or wait for."""
+"""Limit on how much best-effort requests lengthen the steps of real-time requests."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.step_load import LEAST_CHUNK, StepLoad, fitting_tokens
 
-# Steps are limited until real-time requests have stayed away for so many seconds.
+# Steps stay limited until no real-time request has been present for this time.
 QUIET_S = 60.0
-# What a step may take that a real-time request may have to wait for, as a share of its TTFT objective. Without one, of
-# its prefill alone, but always somewhat more than the shortest step.
+# Maximum time of a step that a real-time request may have to wait for: a share of its TTFT objective or, without one,
+# of its prefill time, but at least this many minimal steps.
 _TTFT_SHARE, _PREFILL_SHARE, _LEAST_STEPS = 0.25, 0.2, 1.25
-# How much longer best-effort requests may make a step of real-time requests in any case.
+# Factor by which best-effort requests may always lengthen a step of real-time requests.
 _BESIDE = 1.1
-# How fast the limit follows the requests.
+# Weight of the latest request in the moving limit.
 _LIMIT_RATE = 0.2
 
 
 class LimitedBestEffort(Callbacks):
-    """Around any batcher: while there are real-time requests, or were lately, best-effort requests join a step only if
-    that keeps within a time that real-time requests can wait, by the modelled time: within a quarter of their TTFT
-    objectives, and their TPOT objectives. Without objectives, it is a fifth of what their prompts take alone. A step
-    of real-time requests may always become a tenth longer. Best-effort prompts are cut to fit.
+    """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
 
-    Otherwise best-effort requests fill steps as any others do.
+    The bound applies while real-time requests are present or were within the last `QUIET_S`. A best-effort request then
+    joins a step only if the modeled time stays below a limit. The limit follows what real-time requests can wait: a
+    quarter of their TTFT objective and at most their TPOT objective, or a fifth of their prefill time without
+    objectives. A step of real-time requests may always become 10 % longer. Best-effort prompts are cut to fit.
 
-    is_best_effort: whether a request is served as one now.
+    Args:
+        is_best_effort: Returns whether a request is currently served as best-effort.
     """
 
     def __init__(self, batcher: Batcher, cost: CostModel, is_best_effort: Callable[[Request], bool]) -> None:
         self.batcher = batcher
         self.cost = cost
         self.is_best_effort = is_best_effort
-        self.limit_s = 0.0  # of a step that real-time requests may have to wait for
-        self._best_effort = 0  # such requests that are here
+        self.limit_s = 0.0  # maximum time of a step that real-time requests may wait for
+        self._best_effort = 0  # unfinished best-effort requests
         self._real_time = 0
-        self._last = -inf  # when the last real-time request arrived or ended
+        self._last = -inf  # time of the last arrival or finish of a real-time request
 
     @property
     def cap(self) -> int:
@@ -58,7 +59,7 @@ class LimitedBestEffort(Callbacks):
 
     @property
     def rests(self) -> bool:
-        """See `skipjoin.core.policy.rests`."""
+        """True if decode-only steps do not change this policy's decisions; see `skipjoin.core.policy.rests`."""
         return not self._best_effort and rests(self.batcher)
 
     def arrived(self, request: Request, now: float) -> None:
@@ -83,7 +84,7 @@ class LimitedBestEffort(Callbacks):
         return inner if not self._best_effort or is_quiet else LimitedBuilder(self, inner, context)
 
     def _patience(self, request: Request) -> float:
-        """Seconds that the request can wait for a step to end."""
+        """Return how many seconds the request can wait for a step to finish."""
         ttft_s, tpot_s, _ = request.options.target
         if min(ttft_s, tpot_s) < inf:
             return min(_TTFT_SHARE * ttft_s, tpot_s)
@@ -92,14 +93,14 @@ class LimitedBestEffort(Callbacks):
 
 
 class LimitedBuilder:
-    """One step's batch under `LimitedBestEffort`."""
+    """Batch of one `LimitedBestEffort` step."""
 
     def __init__(self, rules: LimitedBestEffort, inner: BatchBuilder, context: StepContext) -> None:
         self._rules = rules
         self._inner = inner
         self._context = context
         self._load = StepLoad()
-        self._limit: float | None = None  # known once the first best-effort request is offered
+        self._limit: float | None = None  # set when the first best-effort request joins
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         verdict = self._inner.offer(request, pending)
@@ -110,7 +111,7 @@ class LimitedBuilder:
         tokens = fitting_tokens(self._load, request.planned, verdict, away=away, cost=self._rules.cost, limit=limit)
         if tokens:
             return tokens
-        if self._load == StepLoad():  # nothing runs: time is to be had in small pieces
+        if self._load == StepLoad():  # an empty step always makes some progress
             return min(verdict, LEAST_CHUNK)
         if pending == 1:
             return ALL_HELD
@@ -123,6 +124,6 @@ class LimitedBuilder:
         self._inner.take(request, tokens)
 
     def _limit_beside(self, real_time: StepLoad) -> float:
-        """Of a step with these real-time requests."""
+        """Return the time limit of a step with this real-time load."""
         own = _BESIDE * real_time.seconds(self._rules.cost) if real_time != StepLoad() else 0.0
         return max(own, self._rules.limit_s)

@@ -1,4 +1,4 @@
-"""Cost models: seconds for the shape of a step, seconds for a transfer."""
+"""Cost models: the duration of steps and transfers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ from dataclasses import dataclass, replace
 
 from skipjoin.core.step import StepShape
 
-# The coefficients of a step, in the order of a shape's features (one, prefill, attention, decodes, context), and last
-# what the work of few tokens hides behind.
+# Coefficients of a step in the order of a shape's features (one, prefill, attention, decodes, context), then the
+# weight-loading time that hides the work of few tokens.
 STEP_TERMS = ("floor", "prefill_token", "attention_pair", "decode", "context_token", "weights")
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Step time linear in its shape, above a floor (BROS section 4.2, ALISE section 3.2):
+    """Cost model that is linear in a step's shape, above a floor (BROS section 4.2, ALISE section 3.2).
 
-        floor + max(weights, prefill_token x tokens + decode x requests)
-        + attention_pair x pairs + context_token x KV tokens
+    floor + max(weights, prefill_token x tokens + decode x requests)
+    + attention_pair x pairs + context_token x KV tokens
 
-    floor: seconds that every step takes. weights: seconds in which the weights are read; the arithmetic of few tokens
-    goes on meanwhile. prefill_token: seconds per token of a slice longer than one. attention_pair: per query-key pair
-    of those. decode: per decoding request. context_token: per KV token that decodes read. block: per KV block moved;
-    transfer_floor: per transfer.
+    All attributes are in seconds.
+
+    Attributes:
+        floor: Fixed time of every step.
+        weights: Time to read the weights, which overlaps with the arithmetic of few tokens.
+        prefill_token: Time per token of a slice longer than one token.
+        attention_pair: Time per query-key pair of such slices.
+        decode: Time per decoding request.
+        context_token: Time per KV token that decodes read.
+        block: Time per KV block moved.
+        transfer_floor: Fixed time of every transfer.
     """
 
     floor: float
@@ -44,11 +51,9 @@ class LinearCost:
 
     @property
     def revision(self) -> int:
-        """Always 0: the answers never change."""
         return 0
 
     def step(self, shape: StepShape) -> float:
-        """Seconds of a step of this shape."""
         work = self.prefill_token * shape.prefill + self.decode * shape.decodes
         return (
             self.floor
@@ -58,12 +63,11 @@ class LinearCost:
         )
 
     def transfer(self, blocks: float) -> float:
-        """Seconds to move `blocks` KV blocks one way."""
         return self.transfer_floor + self.block * blocks
 
 
 def scaled(cost: LinearCost, factor: float) -> LinearCost:
-    """The cost on a machine whose steps take `factor` times as long; transfers stay as they are."""
+    """Return the cost model of a machine whose steps take `factor` times as long. Transfers do not change."""
     return replace(cost, **{name: getattr(cost, name) * factor for name in STEP_TERMS})
 
 
@@ -74,29 +78,29 @@ _OWN_RATE, _COMMON_RATE = 0.3, 0.015
 _MOST_ERROR = 0.3
 # No coefficient moves by more than this share of itself in one step.
 MOST_MOVE = _MOST_ERROR * (_OWN_RATE + _COMMON_RATE)
-# Answers follow the coefficients when one of them has moved by this factor.
+# The published coefficients are updated when one of them has changed by this factor.
 REVISION_FACTOR = 1.05
-# A coefficient that starts at 0 gets this share of what a small step takes, spread over a step of the size beside it
-# (prefill tokens, query-key pairs, decodes, context tokens): it can then grow. What hides behind the weights learns
-# nothing, so the work of tokens gets all of their time. Weights that take no time never will.
+# A coefficient that starts at 0 gets this share of a small step's time, divided by a typical count of its feature
+# (prefill tokens, query-key pairs, decodes, context tokens), so that it can grow. Work hidden behind the weights is
+# never observed, so the token terms get all of the weights' time. Weights that take no time stay at 0.
 _START_SHARE = 0.1
 _COMMON_SIZE = (1, 128, 128 * 512, 16, 16 * 512, math.inf)
-# No coefficient falls below this share of its start: from next to nothing it would take forever to return.
+# Lower bound of a coefficient as a share of its start; from near 0 it would take very long to recover.
 _LEAST_SHARE = 0.05
 
 
 class LearningCost:
-    """A linear cost that follows the steps that it is told of.
+    """Linear cost model that adapts to measured steps.
 
-    Each measured step moves every coefficient by a small factor, in the direction of the step's relative error and
-    the further, the larger the coefficient's share of the step (the normalised gradient of the squared relative
-    error in the coefficients' logarithms). Factors keep coefficients positive and need no units. Transfers stay as
-    they were measured.
+    Each measured step scales every coefficient in the direction of the step's relative error, in proportion to the
+    coefficient's share of the step's time. This is the normalized gradient of the squared relative error in log
+    coefficients. It keeps coefficients positive and needs no units. Transfer costs are not learned.
 
-    Between two revisions the answers stay what they are, within `REVISION_FACTOR` of what was learnt: an
-    answer that was kept equals a new one.
+    Published costs change only between revisions, and stay within `REVISION_FACTOR` of the learned ones, so cached
+    results remain exact within a revision.
 
-    start: the profile, or a guess.
+    Args:
+        start: Initial coefficients, from a profile or a guess.
     """
 
     def __init__(self, start: LinearCost) -> None:
@@ -113,19 +117,17 @@ class LearningCost:
 
     @property
     def current(self) -> LinearCost:
-        """The coefficients that answers are made of, as of this revision."""
+        """Published coefficients of this revision."""
         return self._answer
 
     def step(self, shape: StepShape) -> float:
-        """Seconds of a step of this shape."""
         return self._answer.step(shape)
 
     def transfer(self, blocks: float) -> float:
-        """Seconds to move `blocks` KV blocks one way."""
         return self._answer.transfer(blocks)
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took that long. What is not a positive finite number teaches nothing."""
+        """Update the coefficients with a measured step. Times that are not positive and finite are ignored."""
         if not 0 < seconds < math.inf:
             return
         learnt, bounds = self._learnt, self._bounds
@@ -146,13 +148,12 @@ class LearningCost:
             least, low, high = bounds[index]
             learnt[index] = term = max(term, least)
             is_revised |= not low <= term <= high
-        # Every answer is a sum of terms with weights of at least 0: while no term has moved far, no answer has.
+        # Costs are nonnegative sums of terms: while no term has changed much, no cost has.
         if is_revised:
             self._revise()
 
     def _revise(self) -> None:
-        """Answer with what was learnt until now. Bounds: each term's least value, and how far it may move until the
-        next revision."""
+        """Publish the learned coefficients and set the bounds of their next revision."""
         self.revision += 1
         self._answer = replace(self._answer, **dict(zip(STEP_TERMS, self._learnt, strict=True)))
         self._bounds = [

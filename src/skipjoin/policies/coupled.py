@@ -1,5 +1,8 @@
-"""Prompt and generation scheduled as one (EconoServe section 2): a request claims all the KV that it will need before
-it starts, and is chosen by both resources, compute and KV, or with others of its length."""
+"""Coupled scheduling of prompts and decodes (EconoServe section 2).
+
+A request reserves all the KV that it will need before it starts. Requests are chosen by both resources, compute and KV,
+or together with others of their length.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,24 @@ from skipjoin.policies.ranking import Ranking
 
 
 class Demand(NamedTuple):
-    """What a request without KV needs. prompt: tokens to compute before it samples. kv: tokens of KV until its end."""
+    """Resources needed by a request without KV.
+
+    Attributes:
+        prompt: Tokens to compute before the request samples.
+        kv: KV tokens until it finishes.
+    """
 
     prompt: int
     kv: int
 
 
 class Room:
-    """What a step has left for requests without KV: seats, tokens and KV blocks.
+    """Remaining capacity of a step for requests without KV: slots, tokens and KV blocks.
 
-    `begin` and `open` tell once per step, in this order. steps: how many were opened.
+    Call `begin` and then `open` once per step.
+
+    Attributes:
+        steps: Number of opened steps.
     """
 
     def __init__(self) -> None:
@@ -39,11 +50,11 @@ class Room:
         self._blocks = 0
 
     def begin(self, kv: KVAccounts) -> None:
-        """The KV of the step that is about to be decided."""
+        """Set the KV accounts of the step being planned."""
         self._kv = kv
 
     def open(self, context: StepContext, seats: int, target: int) -> None:
-        """The step has that many seats and tokens, of which requests that hold KV come first to what they need."""
+        """Start a step with these slots and tokens, less what current KV holders need."""
         assert self._kv is not None, "begin comes first"
         needs = [eligible_tokens(one, context) for one in self._kv.holders() if one.finish_reason is None]
         self.steps += 1
@@ -54,12 +65,14 @@ class Room:
 
     @property
     def is_full(self) -> bool:
-        """Whether no demand fits."""
+        """True if no demand fits."""
         return min(self._seats, self._tokens, self._blocks) <= 0
 
     def distance(self, demand: Demand) -> float:
-        """The Euclidean distance between what the demand takes of tokens and blocks and what is left of them, as shares
-        of the step's tokens and the pool's blocks; inf: the demand does not fit."""
+        """Return the Euclidean distance between a demand and the remaining capacity, or inf if the demand does not fit.
+
+        Tokens are scaled by the step's tokens and blocks by the pool's blocks.
+        """
         if self._kv is None:
             return math.inf
         tokens, blocks = self._tokens_of(demand), self._kv.blocks_for(demand.kv)
@@ -68,23 +81,27 @@ class Room:
         return math.hypot((self._tokens - tokens) / self._target, (self._blocks - blocks) / self._kv.device_total)
 
     def take(self, demand: Demand) -> None:
-        """Leave less by what the demand takes."""
+        """Deduct a demand from the capacity."""
         assert self._kv is not None, "begin comes first"
         self._seats -= 1
         self._tokens -= self._tokens_of(demand)
         self._blocks -= self._kv.blocks_for(demand.kv)
 
     def _tokens_of(self, demand: Demand) -> int:
-        """A prompt longer than a whole step is cut to what is left."""
+        """Return the demand's tokens in this step; a prompt longer than a whole step is cut to the rest."""
         return demand.prompt if demand.prompt <= self._target else self._tokens
 
 
 class WholeClaims(Callbacks):
-    """A request claims the KV for its prompt and its expected output before its first token (exact-allocation,
-    EconoServe section 2.1). One that outgrows its claim claims what it is then expected to need or, failing that, a
-    block at a time, for which requests that came later make way.
+    """Reserves KV for prompt and expected output before the first token (exact allocation, EconoServe section 2.1).
 
-    lengths: of outputs. room: what is told the ledger. group: of a request that claims its first block.
+    A request that outgrows its reservation reserves its newly expected need. Failing that, it grows block by block and
+    may preempt requests that came later.
+
+    Args:
+        lengths: Predicts output lengths.
+        room: Receives the KV accounts of each step.
+        group: Returns the group of a request that reserves its first block.
     """
 
     def __init__(
@@ -119,10 +136,13 @@ class WholeClaims(Callbacks):
 
 
 class WholePrompts(TargetForward):
-    """As `TargetForward`, but a prompt is computed whole: one that is longer than what is left waits, and no newcomer
-    overtakes it. One that is longer than a whole step is cut, and once begun goes on with what a step has left.
+    """`TargetForward` with whole prompts.
 
-    room: what is told what a step has.
+    A prompt longer than the remaining tokens waits, and no new request overtakes it. A prompt longer than a whole step
+    is cut, and continues with the remaining tokens of later steps.
+
+    Args:
+        room: Receives the capacity of each step.
     """
 
     def __init__(
@@ -139,7 +159,7 @@ class WholePrompts(TargetForward):
 
 
 class WholePromptsBuilder(TargetBuilder):
-    """One step's batch under `WholePrompts`."""
+    """Batch of one `WholePrompts` step."""
 
     __slots__ = ("_target",)
 
@@ -154,18 +174,18 @@ class WholePromptsBuilder(TargetBuilder):
 
 
 class _Class(IntEnum):
-    """What requests are ranked by first."""
+    """Primary rank of a request."""
 
-    HOLDER = 0  # it has claimed KV and has not lost it
-    CHOSEN = 1  # the step has room for it
+    HOLDER = 0  # has reserved KV and not lost it
+    CHOSEN = 1  # chosen for this step
     WAITING = 2
 
 
 class HoldersFirst(Callbacks):
-    """Requests that hold KV, in the order in which they claimed it, then those that wait; none makes way for a
-    newcomer.
+    """Ordering that ranks KV holders by the time of their reservation, then waiting requests; none preempts another.
 
-    order: of those that wait, as that of generations in `TwoQueues`.
+    Args:
+        order: Orders waiting requests like the decode queue of `TwoQueues`.
     """
 
     def __init__(self, order: QueueOrder) -> None:
@@ -209,25 +229,25 @@ class HoldersFirst(Callbacks):
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
     def _wait(self, request: Request, now: float) -> None:
-        """Rank the request, which holds no KV, among those that wait."""
+        """Rank a request without KV among the waiting ones."""
         key = self._order.key(request, request.known, Phase.WAITING, now)
         self._ranking.rest(request, (_Class.WAITING, *key, request.arrival, request.id))
 
     def _forget(self, request: Request) -> None:
-        """The request waits no more."""
+        """Remove a request from the waiting ones."""
         self._ranking.discard(request)
         self._order.left(request)
 
 
 class Closest(HoldersFirst):
-    """Of the requests that wait, those first of which the demands for compute and KV are closest to what the step has
-    left of both (MultiRes, EconoServe section 2.1). Once per step the closest is chosen again and again until none
-    fits; the others follow by `order`.
+    """Ordering that first ranks the requests whose demand is closest to a step's capacity (MultiRes, section 2.1).
 
-    For each request that it chooses it looks at all that wait: deciding takes a time that grows with the square of the
-    queue, as the paper finds. It is for simulations.
+    Each step repeatedly chooses the closest waiting request until none fits; the others follow by `order`. Planning
+    time is quadratic in the queue length, as the paper reports, so use it in simulations only.
 
-    room: of the step, which orderings of other priorities share. lengths: tell the demand for KV.
+    Args:
+        room: Capacity of the step, shared by the orderings of all priorities.
+        lengths: Predicts the demand for KV.
     """
 
     def __init__(self, order: QueueOrder, room: Room, lengths: PaddedLengths) -> None:
@@ -245,7 +265,7 @@ class Closest(HoldersFirst):
         return super().ranked(now)
 
     def _choose(self, now: float) -> None:
-        """Choose for a new step."""
+        """Choose the requests of a new step."""
         for request in self._chosen:
             if request in self._waiting:
                 self._wait(request, now)

@@ -1,5 +1,4 @@
-"""Orderings of the two service classes: real-time requests by when their next token is due, best-effort ones by what
-they have done and when their time is up."""
+"""Orderings of the two service classes of BROS: real-time by deadline, best-effort by progress and deadline."""
 
 from __future__ import annotations
 
@@ -16,10 +15,12 @@ from skipjoin.policies.ranking import Ranking
 
 
 class NextTokens:
-    """When the next token of each real-time request is due: its TTFT after the arrival, then its TPOT after the last
-    token (BROS section 4.1).
+    """Deadlines of the next token of each real-time request.
 
-    default: the objectives of requests that have none.
+    The first token is due a TTFT after the arrival, each further one a TPOT after the last token (BROS section 4.1).
+
+    Args:
+        default: Objectives of requests without their own.
     """
 
     def __init__(self, default: Target) -> None:
@@ -27,15 +28,15 @@ class NextTokens:
         self._due: dict[Request, float] = {}
 
     def __contains__(self, request: Request) -> bool:
-        """Whether the request is served as a real-time one."""
+        """Return whether the request is served as real-time."""
         return request in self._due
 
     def due(self, request: Request) -> float:
-        """When its next token is due, in seconds on the driver's clock."""
+        """Return when the request's next token is due, in seconds on the driver's clock."""
         return self._due[request]
 
     def begin(self, request: Request, now: float) -> None:
-        """The request arrived, or is served as a real-time one from now on."""
+        """Track a request that arrived or that is served as real-time from now on."""
         if request.output:
             self.sampled(request, now)
             return
@@ -44,23 +45,23 @@ class NextTokens:
         self._due[request] = since + (own if own != inf else self.default.ttft_s)
 
     def sampled(self, request: Request, now: float) -> None:
-        """A token of the request was sampled."""
+        """Advance the deadline after a token of the request was sampled."""
         own = request.options.target.tpot_s
         self._due[request] = now + (own if own != inf else self.default.tpot_s)
 
     def end(self, request: Request) -> None:
-        """Forget the request."""
+        """Stop tracking the request."""
         self._due.pop(request, None)
 
 
 class ByDeadline(Callbacks):
-    """Least time left until the next token is due first (BROS section 4.2). That time falls alike for all requests: the
-    order stays as it is until a token comes or a deadline passes.
+    """Earliest deadline of the next token first (BROS section 4.2).
 
-    A request whose deadline has passed ranks behind those that can still keep theirs, and makes way for them, the
-    fewest tokens to compute first: it missed its objective, and should cost no other its own. After `overdue_s` more it
-    ranks before all others, the earliest deadline first, so that none waits for ever. It gets KV as others end, and
-    evicts late requests, but none that can still keep its deadline.
+    Time passes equally for all requests, so the order changes only when a token is sampled or a deadline passes.
+
+    A request that missed its deadline ranks behind those that can still meet theirs, fewest remaining tokens first, and
+    can be preempted by them. After another `overdue_s` it ranks first, by deadline, so no request starves. It can then
+    preempt late requests, but not those that can still meet their deadlines.
     """
 
     def __init__(self, next_tokens: NextTokens, overdue_s: float) -> None:
@@ -68,8 +69,8 @@ class ByDeadline(Callbacks):
         self._overdue_s = overdue_s
         self._tiers = self._overdue, self._winnable, self._late = Ranking(), Ranking(), Ranking()
         self._tier: dict[Request, int] = {}
-        # Late requests, as they became late, which is by their deadlines: (deadline, request). Those that have a token
-        # since have another deadline.
+        # (deadline, request) in the order in which requests became late, which is by deadline. Entries of requests that
+        # have sampled since are stale.
         self._missed: deque[tuple[float, Request]] = deque()
         self._now = -inf
 
@@ -108,16 +109,16 @@ class ByDeadline(Callbacks):
         return (tier, *self._tiers[tier].key(request))
 
     def outranks(self, one: Request, other: Request) -> bool:
-        # Only late requests make way. The one that waits is always due before those that run: by deadlines, two
-        # requests would evict each other with every token. Overdue requests would do so to those that are in time in an
-        # overload, and these would miss their deadlines.
+        # Only late requests can be preempted. A waiting request always has an earlier deadline than a running one, so
+        # with preemption by deadline two requests would preempt each other at every token. In an overload, overdue
+        # requests would make those in time miss their deadlines, too.
         return self._tier[one] < self._tier[other] == _LATE
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self._tier[request], request) for request in sorted(requests, key=self.rank)]
 
     def _follow_time(self, now: float) -> None:
-        """Move the requests whose deadlines have passed."""
+        """Move requests whose deadlines have passed to the next tier."""
         due = self._next.due
         passed = []
         for request in self._winnable:
@@ -150,9 +151,11 @@ _OVERDUE, _WINNABLE, _LATE = range(3)
 
 
 class StartedFirst(Callbacks):
-    """For best-effort requests: those that have begun first, so that the KV they hold comes free, and of those the ones
-    that lost none of it (BROS section 4.2: the least swapping first); then by when their time is up, then by arrival.
-    None evicts another."""
+    """Ordering of best-effort requests without preemption.
+
+    Started requests come first, so that their KV is freed. Among those, requests that lost no KV precede the others, to
+    swap least (BROS section 4.2). Ties are broken by deadline, then by arrival.
+    """
 
     rests = True
 

@@ -1,4 +1,4 @@
-"""Dispatch rules: which replica takes a request. The simulator and the server share them."""
+"""Dispatch policies, which choose the replica of a request, for the simulator and the server."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from skipjoin.core.step import StepShape
 from skipjoin.policies.held_prefixes import HeldPrefixes
 from skipjoin.policies.predictors import LearntLength
 
-# Work is compared between busy replicas: a token is priced as its share of a step of this many decodes, a prompt as
-# what it adds to that step.
+# Work is priced within a step of this many decodes: a token as its share of that step, a prompt as what it adds.
 _TYPICAL_BATCH = 32
-# A heap of replicas is made anew when it has so many entries for each, most of them outdated.
+# The heap of replicas is rebuilt when it has this many entries per replica, most of them stale.
 _MOST_ENTRIES = 4
-# What a second of computing that a prefix saves counts for, against a second of work, where hardly any other request
-# uses it: what waits on a replica passes, and the next turn of a conversation finds the prefix there again.
+# Seconds of work that one second of saved prefill is worth while hardly any other request uses the prefix. Queued work
+# passes, whereas the next turn of a conversation finds its prefix there again.
 OWN_WEIGHT = 8.0
-# Most keys of a prompt that are looked up, so that a choice takes a few milliseconds at most.
+# Bounds the time of a choice to a few milliseconds.
 MOST_KEYS = 2048
-# Requests that ended so have generated all that they were to generate.
+# Finish reasons of requests that were not cut short.
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Dispatch(Protocol):
-    """Chooses a replica for each request as it arrives. ignores_tokens: whether it need not be told of tokens."""
+    """Policy that assigns each arriving request to a replica.
+
+    Attributes:
+        ignores_tokens: Whether `observe` needs no token events.
+    """
 
     ignores_tokens: bool
 
     def choose(self, request: Request) -> int:
-        """The number of the replica that takes the request."""
+        """Return the number of the replica for the request."""
         ...
 
     def observe(self, replica: int, events: Sequence[Event]) -> None:
-        """What happened on a replica."""
+        """Process the events of a replica."""
 
 
 class RoundRobin:
-    """One replica after the other, from 0."""
+    """Assigns requests to the replicas in rotation."""
 
     ignores_tokens = True
 
@@ -60,7 +63,7 @@ class RoundRobin:
 
 
 class _Prices:
-    """What work costs on one replica, in seconds. cost: as its engine told it."""
+    """Cost of work on one replica, in seconds."""
 
     __slots__ = ("_batch_s", "_cost", "token_s")
 
@@ -70,15 +73,20 @@ class _Prices:
         self.token_s = self._batch_s / _TYPICAL_BATCH
 
     def prefill_s(self, tokens: int, context: int = 0) -> float:
-        """Of so many tokens of a prompt, behind `context` tokens that have KV."""
+        """Return the time of a prompt of `tokens` behind `context` cached tokens."""
         pairs = tokens * context + tokens * (tokens + 1) // 2
         return self._cost.step(StepShape(tokens, pairs, _TYPICAL_BATCH, _TYPICAL_BATCH)) - self._batch_s
 
 
 class _Left:
-    """What a request still has to do. prefill_s: seconds of its prompt, 0 once computed. tokens: that it is expected to
-    generate, each of token_s seconds. has_token: whether it got one here. keys: how many it had when it
-    came."""
+    """Remaining work of a request.
+
+    Attributes:
+        prefill_s: Seconds of its prefill, 0 once computed.
+        tokens: Expected number of further output tokens, of `token_s` seconds each.
+        has_token: Whether this replica has generated a token for it.
+        keys: Number of its prefix keys at arrival.
+    """
 
     __slots__ = ("has_token", "keys", "prefill_s", "replica", "token_s", "tokens")
 
@@ -92,12 +100,14 @@ class _Left:
 
 
 class LeastWork:
-    """The replica with the least estimated work left, in seconds: prompts to compute and tokens to generate; among
-    equals the first. Replicas may come and go. A choice costs what has changed since the one before, not the number of
+    """Chooses the replica with the least estimated remaining work in seconds, and the first among equals.
+
+    Replicas may join and leave. The cost of a choice depends on the changes since the last one, not on the number of
     replicas.
 
-    lengths: how many tokens a request will have generated when it ends; asked again when a request has passed that.
-    learn: told of every request that came to its own end.
+    Args:
+        lengths: Predicts the total output tokens of a request. Called again when the request exceeds the prediction.
+        learn: Called with every request that finished by itself.
     """
 
     ignores_tokens = False
@@ -110,24 +120,24 @@ class LeastWork:
         self._prices: dict[int, _Prices] = {}
         self._work: dict[int, float] = {}
         self._left: dict[Request, _Left] = {}
-        # A heap of (work, replica) with outdated entries, and the replicas whose present work may not be in it.
+        # Heap of (work, replica) with stale entries, and the replicas whose current work may not be in it.
         self._least: list[tuple[float, int]] = []
         self._changed: set[int] = set()
 
     def join(self, replica: int, cost: CostModel) -> None:
-        """A replica takes requests from now on; it has none yet. cost: prices its work."""
+        """Add an idle replica whose work is priced by `cost`."""
         self._prices[replica] = _Prices(cost)
         self._work[replica] = 0.0
         self._changed.add(replica)
 
     def leave(self, replica: int) -> None:
-        """A replica takes no more requests, and has none any more."""
+        """Remove a replica and forget its requests."""
         del self._prices[replica], self._work[replica]
         self._changed.discard(replica)
         self._left = {request: left for request, left in self._left.items() if left.replica != replica}
 
     def work(self, replica: int) -> float:
-        """Seconds of estimated work that a replica has left."""
+        """Return the estimated remaining seconds of work of a replica."""
         return self._work[replica]
 
     def choose(self, request: Request) -> int:
@@ -136,32 +146,34 @@ class LeastWork:
         return chosen
 
     def _assign(self, request: Request, chosen: int, prefill_s: float) -> _Left:
-        """Give a replica the work of a request. prefill_s: of its prompt."""
+        """Add the work of a request to a replica."""
         tokens = max(1, self._lengths(request) - len(request.output))
         left = self._left[request] = _Left(chosen, prefill_s, self._prices[chosen].token_s, tokens)
         self._change(chosen, prefill_s + tokens * left.token_s)
         return left
 
     def _prefill_s(self, request: Request, replica: int, cached: int = 0) -> float:
-        """Seconds of the prompt that a replica has to compute, of which it holds the KV of the first `cached` tokens.
-        Tokens that the request brings along are computed with its prompt, unless it brings their KV, too."""
+        """Return the prefill seconds of a request on a replica that has the KV of its first `cached` tokens.
+
+        Output tokens that the request already has are prefilled as well, unless their KV comes with it.
+        """
         reached = max(cached, request.reached)
         return self._prices[replica].prefill_s(len(request.prompt) + len(request.output) - reached, reached)
 
     def generated(self, request: Request) -> None:
-        """The request got a token; its `output` has it."""
+        """Account for a generated token, which `request.output` includes."""
         left = self._left[request]
         change = left.prefill_s + left.token_s
         left.prefill_s = 0.0
         left.has_token = True
         left.tokens -= 1
-        if left.tokens == 0:  # longer than predicted, unless it ends now
+        if left.tokens == 0:  # outgrew its prediction, unless it finishes now
             left.tokens = max(1, self._lengths(request) - len(request.output))
             change -= left.tokens * left.token_s
         self._change(left.replica, -change)
 
     def ended(self, request: Request, reason: FinishReason) -> None:
-        """The request is over."""
+        """Account for a finished request."""
         left = self._left.pop(request)
         self._change(left.replica, -(left.prefill_s + left.tokens * left.token_s))
         if reason in _OWN_ENDS:
@@ -179,7 +191,7 @@ class LeastWork:
         self._changed.add(replica)
 
     def _idlest(self) -> int:
-        """The replica with the least work, among equals the first. There must be one."""
+        """Return the replica with the least work, the first among equals. There must be one."""
         least, work = self._least, self._work
         for replica in self._changed:
             heapq.heappush(least, (work[replica], replica))
@@ -193,13 +205,14 @@ class LeastWork:
 
 
 class PrefixAware(LeastWork):
-    """The replica with the least estimated work left, less what the prefixes that it holds save of the request's own;
-    among equals the one that holds most, then the first. Without a prefix it is the one with the least work.
+    """Chooses the replica with the least work, minus the prefill time that its cached prefixes save the request.
 
-    What is saved counts once where several requests that are not over use the prefix: another replica that computes
-    it has it for all that come there. A prefix of its own counts `OWN_WEIGHT` times. So the work of the chosen replica
-    is above the least by at most `OWN_WEIGHT` times the seconds that the request's prompt takes, and where prefixes are
-    shared, as a system prompt is, above it by no more than those seconds.
+    Among equals the longest cached prefix wins, then the first replica. Without a cached prefix this is `LeastWork`.
+
+    Saved time counts once where several unfinished requests share the prefix, since a replica that computes it serves
+    all later ones. A prefix of the request alone counts `OWN_WEIGHT` times. So the chosen replica's work exceeds the
+    least by at most `OWN_WEIGHT` times the prompt's time. For shared prefixes such as system prompts the bound is that
+    time itself.
     """
 
     def __init__(
@@ -210,8 +223,7 @@ class PrefixAware(LeastWork):
         self._block_size = 1
 
     def join(self, replica: int, cost: CostModel, blocks: int = 0, block_size: int = 1) -> None:
-        """As in `LeastWork`. blocks: of KV that the replica has, which hold block_size tokens each, as those of all
-        replicas do."""
+        """Add an idle replica with `blocks` KV blocks of `block_size` tokens, a size that all replicas share."""
         super().join(replica, cost)
         self._held.join(replica, blocks)
         self._block_size = block_size
@@ -224,7 +236,7 @@ class PrefixAware(LeastWork):
         if not (keys := self._keys(request, 1)):
             return super().choose(request)
         found = self._held.find(keys)
-        # First the one without a prefix: it would be chosen among equals.
+        # The idlest comes first, so that it wins among equals.
         worth = [(self._worth(request, replica, keys, found.get(replica, 0))) for replica in (self._idlest(), *found)]
         _, fewest, chosen = min(worth)
         left = self._assign(request, chosen, self._prefill_s(request, chosen, -fewest * self._block_size))
@@ -233,9 +245,12 @@ class PrefixAware(LeastWork):
         return chosen
 
     def _worth(self, request: Request, replica: int, keys: Sequence[Key], held: int) -> tuple[float, int, int]:
-        """What a replica is ranked by, the least first: its work less what it saves, in seconds. held: how many of the
-        keys it holds."""
-        # As many uses ago as there are requests that are not over, about the oldest of those came.
+        """Return the rank of a replica, smallest first: its work minus the saved seconds, then the prefix length.
+
+        Args:
+            held: Number of the request's keys that the replica holds.
+        """
+        # The number of unfinished requests approximates how many uses ago the oldest of them arrived.
         shared = self._held.count_shared(replica, keys, held, self._held.uses - len(self._left))
         nothing, others, all_s = (
             self._prefill_s(request, replica, blocks * self._block_size) for blocks in (0, shared, held)
@@ -243,7 +258,7 @@ class PrefixAware(LeastWork):
         return self._work[replica] - (nothing - others) - OWN_WEIGHT * (others - all_s), -held, replica
 
     def found(self, request: Request, cached: int) -> None:
-        """The request begins on its replica, which has the KV of so many of its tokens."""
+        """Correct the request's prefill time when it starts with `cached` tokens in its replica's prefix cache."""
         left = self._left[request]
         if not left.has_token:
             prefill_s = self._prefill_s(request, left.replica, cached)
@@ -263,7 +278,7 @@ class PrefixAware(LeastWork):
         super().observe(replica, events)
 
     def _keys(self, request: Request, last: int) -> Sequence[Key]:
-        """The keys of the request's tokens, but for the `last` ones, as far as they are looked up."""
+        """Return up to `MOST_KEYS` keys of the request's tokens except the `last` ones."""
         if request.prefix is None:
             return ()
         size = self._block_size
@@ -283,9 +298,17 @@ def make_dispatch(
     blocks: int = 0,
     block_size: int = 1,
 ) -> Dispatch:
-    """The rule called `name`, one of `DISPATCH_RULES`: `least-work` and `prefix-aware` learn lengths from requests that
-    ended, as the server does, and expect none above its max_tokens; `least-work-oracle` has them from the oracle.
-    blocks, block_size: see `PrefixAware.join`. Raises ValueError for another name."""
+    """Return the dispatch policy `name`, one of `DISPATCH_RULES`.
+
+    `least-work` and `prefix-aware` learn lengths from finished requests, as in the server. `least-work-oracle` takes
+    them from `oracle`.
+
+    Args:
+        blocks: KV blocks of each replica, of `block_size` tokens.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if name == "round-robin":
         return RoundRobin(replicas)
     if name not in DISPATCH_RULES:
@@ -302,12 +325,12 @@ def make_dispatch(
 
 
 def least_work() -> LeastWork:
-    """Least work by lengths that are learnt from the requests that ended."""
+    """Return a least-work policy that learns lengths from finished requests."""
     lengths = LearntLength()
     return LeastWork(lengths.predict, learn=lengths.learn)
 
 
 def prefix_aware() -> PrefixAware:
-    """As `least_work`, with prefixes."""
+    """Return a prefix-aware policy that learns lengths from finished requests."""
     lengths = LearntLength()
     return PrefixAware(lengths.predict, learn=lengths.learn)

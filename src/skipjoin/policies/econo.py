@@ -1,4 +1,4 @@
-"""Two queues (EconoServe sections 3.3 and 3.4): prompts that wait for compute, generations that wait for KV."""
+"""Decoupled queues of EconoServe (sections 3.3 and 3.4): prompts wait for compute, decodes wait for KV."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.predictors import forecast_tokens
 from skipjoin.policies.valued import Valued
 
-# A request that outgrew its forecast is expected to generate a quarter of what it has generated, and so many at least.
+# A request that outgrew its forecast is expected to generate a quarter of its output so far, but at least 32 tokens.
 _OVERRUN_SHARE, _OVERRUN_TOKENS = 4, 32
 
 
 class Phase(IntEnum):
-    """What a request needs next, in the order in which a step serves it."""
+    """Next need of a request, in the order in which a step serves it."""
 
-    RUNNING = 0  # it generates, and has claimed the KV that it needs
-    WAITING = 1  # it generates, and waits for KV to claim
-    PROMPT = 2  # tokens have to be computed before the next one can be sampled
+    RUNNING = 0  # decodes within its KV reservation
+    WAITING = 1  # decodes, and waits for a KV reservation
+    PROMPT = 2  # has tokens to compute before it can sample
 
 
 def phase_of(request: Request, known: int) -> Phase:
-    """The phase of a request with `known` tokens, one that was just sampled and is not appended yet included."""
+    """Return the phase of a request with `known` tokens, including one that was just sampled."""
     if known - request.computed > 1 or known == len(request.prompt):
         return Phase.PROMPT
     return Phase.RUNNING if known <= request.claimed else Phase.WAITING
 
 
 class PaddedLengths:
-    """How long outputs get, with a margin (EconoServe section 2.3).
+    """Predicted output lengths with padding (EconoServe section 2.3).
 
-    padding: share of the forecast that is added to it or, below 0, not claimed at first: a request that outgrows its
-    claim mostly gets a further one at once, and until then others use the KV. A guest claims its forecast at least,
-    since its host needs the KV back. lengths: expected output tokens of a request in all.
+    Args:
+        padding: Share of the forecast that is added to it. A negative share is not reserved at first: until a request
+            outgrows its reservation and extends it, others use the KV. Nested reservations are never below the
+            forecast, since the hosting request needs its KV back.
+        lengths: Predicts the total output tokens of a request.
     """
 
     def __init__(self, padding: float, lengths: Callable[[Request], float] = forecast_tokens) -> None:
@@ -49,14 +51,16 @@ class PaddedLengths:
         self._lengths = lengths
 
     def kv_tokens(self, request: Request, generated: int, *, guest: bool = False) -> int:
-        """The tokens of KV that the request needs until its end, if it goes on after `generated` output tokens. The
-        last token's own KV is never computed."""
+        """Return the total KV tokens of a request that continues after `generated` output tokens.
+
+        The KV of the last token is never computed. `guest` requests the length for a nested reservation.
+        """
         padded = math.ceil(self._lengths(request) * (1 + (self._guest_padding if guest else self._padding)))
         total = padded if padded > generated else generated + _overrun(generated)
         return len(request.prompt) + min(total, request.max_tokens) - 1
 
     def remaining(self, request: Request, generated: int) -> int:
-        """Output tokens that are still expected, without the margin, at least 1."""
+        """Return the expected number of further output tokens without padding, at least 1."""
         left = math.ceil(self._lengths(request)) - generated
         return left if left > 0 else _overrun(generated)
 
@@ -66,28 +70,31 @@ def _overrun(generated: int) -> int:
 
 
 class QueueOrder(Protocol):
-    """How the requests that wait are ordered, in either queue."""
+    """Order of the waiting requests in both queues."""
 
     @property
     def revision(self) -> int:
-        """As that of a `Value`."""
+        """Revision of the keys, as in `Value`."""
         ...
 
     def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
-        """The place in the queue of the phase, smallest first; equal keys by arrival. Of generations, those with equal
-        keys are a group: they claim KV together, as far as there is enough (EconoServe section 3.3.2)."""
+        """Return the key of a request in its phase's queue, smallest first, with ties by arrival.
+
+        Waiting decodes with equal keys form a group and reserve KV together as far as it suffices (EconoServe section
+        3.3.2).
+        """
         ...
 
     def until(self, request: Request, known: int, now: float) -> float:
-        """When time alone changes the key, later than `now`; inf: never."""
+        """Return when, after `now`, time alone changes the key, or inf."""
         ...
 
     def left(self, request: Request) -> None:
-        """The request does not wait any more."""
+        """Forget a request that no longer waits."""
 
 
 class ByArrival:
-    """First come, first served in either queue, without groups."""
+    """First come, first served in both queues, without groups."""
 
     revision = 0
 
@@ -102,10 +109,11 @@ class ByArrival:
 
 
 class ByGroup(ByArrival):
-    """First come, first served, but generations of one remaining length wait as one group, in the place of the member
-    that came first.
+    """First come, first served, with decodes of similar remaining length grouped at the position of the first member.
 
-    lengths: tells what remains. length_range: tokens by which lengths that count as one may differ.
+    Args:
+        lengths: Predicts the remaining lengths.
+        length_range: Width of a length range in tokens; lengths within one range are equal.
     """
 
     def __init__(self, lengths: PaddedLengths, length_range: int) -> None:
@@ -135,18 +143,22 @@ class ByGroup(ByArrival):
 
 
 class ByObjective:
-    """By what is left of the time to the request's objective, then by the KV that it holds, the most first, as it gives
-    back the most, then by length (EconoServe section 3.4). Each is a range, so that requests that differ little are
-    equal, and generations of equal ranges form groups.
+    """Order by slack to the request's objective, then most KV held, then length (EconoServe section 3.4).
 
-    The time that is left is what the target for the completion (`Target.jct_s`) leaves beside the work still to do. A
-    request without a target counts among those with the most time left. One that cannot keep its target any more comes
-    after all that can.
+    Each is compared by range, so similar requests are equal, and decodes of equal ranges form groups. Most KV goes
+    first because it frees the most.
 
-    time: prices the work. lengths: expected output lengths. time_ranges_s: borders of the ranges of time left, rising.
-    kv_range, length_range: width of the other ranges, in tokens. longest_first: within a range of held KV (the paper's
-    order); otherwise shortest first. overdue_s: a request that has been here for so many seconds comes before all that
-    have not, so that none waits without end.
+    Slack is the time until the completion target (`Target.jct_s`) minus the remaining work. A request without a target
+    is in the range of most slack. One that can no longer meet its target follows all that can.
+
+    Args:
+        time: Prices the remaining work.
+        lengths: Predicts output lengths.
+        time_ranges_s: Ascending boundaries between ranges of slack.
+        kv_range: Width of ranges of held KV, in tokens.
+        length_range: Width of length ranges, in tokens.
+        longest_first: Whether the longest length comes first, as in the paper, or the shortest.
+        overdue_s: Age in seconds from which requests precede all others, so that none starves.
     """
 
     def __init__(
@@ -194,8 +206,7 @@ class ByObjective:
         pass
 
     def _urgency(self, request: Request, known: int, now: float) -> int:
-        """The range of the time left: -1 for a request that is overdue, then from the least time left to the most, and
-        last where the target is lost."""
+        """Return the range of slack: -1 for overdue requests, then from least to most slack, then missed targets."""
         if now >= request.arrival + self._overdue_s:
             return -1
         ranges = len(self._borders)
@@ -203,7 +214,7 @@ class ByObjective:
         return ranges if passed == ranges else ranges - 1 - passed
 
     def _crossings(self, request: Request, known: int) -> list[float]:
-        """When the time left falls to each border, rising."""
+        """Return the ascending times at which the slack falls to each boundary."""
         target_s = request.options.target.jct_s
         if target_s == math.inf:
             return [math.inf] * len(self._borders)
@@ -221,10 +232,12 @@ def _range(tokens: int, width: int) -> int:
 
 
 class Tasks:
-    """The two queues as a value: generations that run, in the order in which they claimed KV, then those that wait for
-    it, then prompts. So what is lent KV comes after its lender.
+    """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts.
 
-    order: of those that wait.
+    A nested reservation therefore ranks behind its hosting request.
+
+    Args:
+        order: Orders the waiting requests.
     """
 
     def __init__(self, order: QueueOrder) -> None:
@@ -250,22 +263,22 @@ class Tasks:
         return request.claimed + 1 if known <= request.claimed < UNLIMITED else known + 1
 
     def group(self, request: Request, now: float) -> Hashable:
-        """Equal for generations that wait as one group."""
+        """Return a key that is equal for waiting decodes of one group."""
         return self._order.key(request, request.known, Phase.WAITING, now)
 
     def claimed(self, request: Request) -> None:
-        """The request was granted a claim."""
+        """Record that the request reserved KV."""
         self._claimed[request] = next(self._claims)
         self._order.left(request)
 
     def finished(self, request: Request) -> None:
-        """The request ended."""
+        """Forget a finished request."""
         self._claimed.pop(request, None)
         self._order.left(request)
 
 
 class TwoQueues(Valued):
-    """The ordering by `Tasks`."""
+    """Ordering by `Tasks`."""
 
     rests = True
 

@@ -1,4 +1,4 @@
-"""Eviction policies: what leaves the device when space is short, and what moves ahead of need."""
+"""Eviction policies: what to swap out or drop when blocks run short, and what to swap ahead of need."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, StepShape
 from skipjoin.policies.arrivals import ArrivalHistory
 
-# Share of the time that computing again what newcomers made others lose may take.
+# Maximum share of the time spent on recomputing KV that was dropped for new requests.
 DROP_SHARE = 0.05
 
 
 def _until_enough(short: int, candidates: Sequence[Request], kv: KVAccounts) -> Iterator[tuple[Request, int]]:
-    """The first candidates that free enough, each with how many blocks are short without it."""
+    """Yield victims until enough blocks are freed, each with the number still missing without it."""
     for victim in candidates:
         if short <= 0:
             return
@@ -27,8 +27,7 @@ def _until_enough(short: int, candidates: Sequence[Request], kv: KVAccounts) -> 
 
 
 class Recompute:
-    """The least important make way, their KV is dropped, and they compute it again when they return (FastServe
-    section 4.2, strawman 2)."""
+    """Drops the KV of the lowest-ranked requests, which recompute it later (FastServe section 4.2, strawman 2)."""
 
     rests = True
     lends = False
@@ -51,8 +50,7 @@ class Recompute:
 
 
 class Defer(Recompute):
-    """Requests that hold KV keep it, and newcomers wait, whatever their rank; only growth evicts the least important
-    (FastServe section 4.2, strawman 1)."""
+    """Never evicts for new requests, whatever their rank; only growth evicts (FastServe section 4.2, strawman 1)."""
 
     rests = True
 
@@ -63,8 +61,7 @@ class Defer(Recompute):
 
 
 class KeepKv(Recompute):
-    """The KV of the least important goes to the host with blocking moves, and returns with a blocking move of the step
-    that runs them. It is dropped only where the host is full."""
+    """Swaps the lowest-ranked requests with blocking transfers, and drops KV only when the CPU tier is full."""
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
@@ -73,16 +70,16 @@ class KeepKv(Recompute):
 
 
 class Swap(Recompute):
-    """The KV of the least important goes to the host with blocking moves, and returns with a blocking move of the step
-    that runs them: reactive swapping (FastServe section 4.2).
+    """Reactive swapping (FastServe section 4.2): swaps the lowest-ranked requests out and in with blocking transfers.
 
-    An unfinished prefill is dropped, not swapped; so is what the host has no room for, and what is computed again in
-    less time than it takes to move it out and back. Dropping for newcomers is paced: with a full host pool above
-    capacity every newcomer would cost another request its work, and computing that again takes the time to finish
-    anything.
+    KV is dropped if its prefill is unfinished, the CPU tier is full, or recomputation is faster than swapping it out
+    and in. Dropping for new requests is rate-limited. Otherwise, above capacity with a full CPU tier, every new request
+    would drop the KV of another, and recomputation would take all the time.
 
-    cost: of steps and transfers. drop_share: share of the time that it may take to compute again what newcomers made
-    others lose; a newcomer of an earlier band than its victim does not wait for that. Infinite: nothing is paced.
+    Args:
+        cost: Prices steps and transfers.
+        drop_share: Maximum share of time for such recomputation; inf disables the limit. New requests of a better band
+            than their victim are exempt.
     """
 
     rests = True
@@ -92,7 +89,7 @@ class Swap(Recompute):
             raise ValueError(f"drop_share must be above 0, got {drop_share}")
         self._cost = cost
         self._drop_share = drop_share
-        self._next_drop = -math.inf  # none before, for a newcomer
+        self._next_drop = -math.inf  # earliest time of the next drop for a new request
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
@@ -112,7 +109,7 @@ class Swap(Recompute):
         return found
 
     def part(self, victim: Request, missing: int, kv: KVAccounts) -> int | None:
-        """How many blocks the victim gives up where so many are short; None: all."""
+        """Return how many blocks the victim frees when `missing` are short, or None for all."""
         return None
 
     def dropped(self, tokens: int, now: float) -> None:
@@ -120,22 +117,23 @@ class Swap(Recompute):
         self._next_drop = max(now, self._next_drop) + seconds / self._drop_share
 
     def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
-        """Whether the request has its prompt behind it, and its KV behind the first `keep` blocks goes and returns
-        faster than it is recomputed."""
+        """Return whether the prompt is complete and swapping all but the first `keep` blocks beats recomputing them."""
         return request.known - request.computed <= 1 and self._moves_faster(request, kv, keep)
 
     def _moves_faster(self, request: Request, kv: KVAccounts, keep: int) -> bool:
         kept = kv.tokens_in(request, keep)
         tokens = request.computed - kept
         again = StepShape(prefill=tokens, attention=tokens * kept + tokens * (tokens + 1) // 2)
-        # The recomputation shares its step with others: what a step costs anyway is not its price.
+        # Recomputation shares its step with other requests, so the fixed time of a step is not part of its price.
         price = self._cost.step(again) - self._cost.step(StepShape())
         return 2 * self._cost.transfer(kv.filled(request) - keep) <= price
 
 
 class Vacate(Swap):
-    """No KV leaves the device but where its host needs the blocks that it was lent (EconoServe section 3.2), or where
-    nothing runs. Then guests make way before others."""
+    """Evicts only when a hosting request needs its reserved blocks (EconoServe section 3.2) or when nothing can run.
+
+    Requests with nested reservations are evicted first.
+    """
 
     rests = True
 
@@ -148,13 +146,13 @@ class Vacate(Swap):
 
 
 class Spill(Swap):
-    """Only as many blocks as are short leave the device, the last ones of best-effort requests, with blocking moves
-    (BROS section 5.2, whose unit is the slot). Their request waits until it can have all on the device again.
+    """Swaps out only the missing number of blocks, the last ones of best-effort requests, with blocking transfers.
 
-    Best-effort requests come first, and among them those that have KV on the host already: they wait as it is, so fewer
-    requests do. Real-time requests make way last, and whole. What the host has no room for is dropped, at the pace of
-    `Swap`, and so is what is computed again in less time than it takes to move it out and back; an unfinished prefill
-    is no exception.
+    This is BROS section 5.2, whose unit is the slot. A victim waits until all of its KV can be on the device again.
+
+    Best-effort requests come first, preferably those with KV on the CPU tier: they wait already, so fewer requests are
+    delayed. Real-time requests are evicted last, and as a whole. As in `Swap`, KV is dropped if it does not fit the CPU
+    tier or is recomputed faster; here that includes unfinished prefills.
     """
 
     rests = True
@@ -175,9 +173,11 @@ class Spill(Swap):
 
 
 class Lend(Spill):
-    """As `Spill`, but the blocks that are short are lent: a real-time request fills blocks of best-effort ones from the
-    other end, the emptiest first, and only the slots that it overwrites leave the device, before it does (BROS section
-    5). What makes way for another best-effort request, or for one whose own KV is on the host, leaves as with `Spill`.
+    """`Spill` with bidirectional block sharing (BROS section 5).
+
+    A real-time request fills blocks of best-effort requests from the other end, emptiest blocks first. A slot is saved
+    to the CPU tier only before it is overwritten. Victims of other best-effort requests, or of a request that is itself
+    swapped out, are handled by `Spill`.
     """
 
     rests = True
@@ -186,43 +186,44 @@ class Lend(Spill):
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
-        # Real-time requests lend nothing, and stay in their order: the least urgent one first.
+        # Real-time requests share no blocks and keep their order, least urgent first.
         emptiest = sorted(candidates, key=lambda victim: -kv.empty_slots(victim) if victim.is_best_effort else 0)
         found = super().victims(short, emptiest, kv, now, newcomer)
         return [one._replace(lent=one.request.reverse and one.how is not Preemption.DROP) for one in found]
 
     def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
-        # What is lent costs nothing until it is overwritten, and no more than that.
+        # Sharing costs nothing until a slot is overwritten.
         return request.reverse or super().is_worth_moving(request, kv, keep)
 
 
-# Share of the device that stays free for the growth of running requests, and most that may stay free in all.
+# Share of the device kept free for the growth of running requests, and maximum share kept free for arrivals.
 _GROWTH_SHARE, _MOST_SPARE = 0.01, 0.1
-# How far ahead moves are begun, in steps: what is decided now is on the device by the step after next.
+# Steps by which transfers are started ahead: a transfer decided now completes by the step after next.
 _LEAD_STEPS = 2
-# A copy is cheap if moving what a request holds takes this share of a step or less.
+# Transfers are cheap if moving a request's KV takes at most this share of a step.
 _CHEAP_SHARE = 0.05
-# How fast the estimate of a step's time follows the steps.
+# Weight of the latest step in the mean step time.
 _STEP_RATE = 0.1
 
 
 class ProactiveSwap(Swap):
-    """Swapping ahead of need (FastServe section 4.2): KV moves overlapped with steps, in the order in which its
-    requests are expected to run next. While blocks are short, the request that runs last leaves first; the one that
-    runs soonest returns first, into free blocks or in place of requests that run later.
+    """Proactive swapping (FastServe section 4.2), overlapped with steps and ordered by next scheduled time.
 
-    Blocks stay free for requests that are still to arrive, as many as the history of arrivals suggests, and for the
-    growth of running requests. Only where that does not suffice is a request evicted with a blocking move.
+    While blocks are short, the request scheduled last is swapped out first. The request scheduled soonest is swapped in
+    first, into free blocks or in place of requests scheduled later.
 
-    All this spends blocks, those that stay free and those in transit, to save time. Where a copy takes next to no time
-    compared with a step, there is none to save, and KV moves with blocking moves of the step that needs it.
+    Blocks are kept free for expected arrivals and for the growth of running requests. Blocking swaps happen only where
+    that does not suffice.
+
+    Overlap spends blocks, free or in transit, to save time. Where transfers take next to no time compared with a step,
+    they are blocking.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
         super().__init__(cost, drop_share=drop_share)
-        self._is_cheap = False  # to move KV
+        self._is_cheap = False  # whether transfers are cheap
         self._arrivals = ArrivalHistory()
-        self._new: list[Request] = []  # arrived since the last step
+        self._new: list[Request] = []  # arrivals since the last step
         self._last: float | None = None
         self._step_s = 0.0
 
@@ -248,9 +249,9 @@ class ProactiveSwap(Swap):
         return exchange.choose(ordering.next_turns(still, now)) if exchange.is_possible else ((), ())
 
     def _finds_moves_cheap(self, holders: int, kv: KVAccounts) -> bool:
-        """Whether moving what a request holds takes next to no time beside a decode of all that is on the device.
+        """Return whether moving an average request's KV is negligible next to a decode step of all KV on the device.
 
-        By the profile, not by the time of late steps: moves before steps make those longer, and look cheap for it.
+        Both times come from the profile. Measured steps include transfers, which would make transfers look cheap.
         """
         used = kv.device_total - kv.device_free
         step = StepShape(decodes=max(1, holders), context=used * kv.block_size)
@@ -258,8 +259,11 @@ class ProactiveSwap(Swap):
         return self._cost.transfer(held // max(1, kv.holder_count)) <= _CHEAP_SHARE * self._cost.step(step)
 
     def link_room(self, direction: Direction, kv: KVAccounts) -> int:
-        """Blocks that may still begin to move that way: no more than the link moves in the time ahead, so that moves
-        do not queue and decisions stay fresh; but always one request."""
+        """Return how many blocks may still start to move in `direction`.
+
+        This is at most what the link moves within the lead time, so transfers do not queue and decisions stay fresh,
+        but always one request.
+        """
         seconds = self._cost.transfer(1)
         within = int(_LEAD_STEPS * self._step_s / seconds) if seconds > 0 else kv.device_total
         return max(1, within) - kv.blocks_in_transit[direction]
@@ -268,11 +272,11 @@ class ProactiveSwap(Swap):
         if self._last is not None:
             seconds = now - self._last
             self._step_s += (_STEP_RATE if self._step_s else 1) * (seconds - self._step_s)
-        # Time that passes while no request holds KV is no step.
+        # Idle time without KV holders is not a step.
         self._last = None if is_idle else now
 
     def _spare(self, kv: KVAccounts, now: float) -> int:
-        """Device blocks to keep free."""
+        """Return the number of device blocks to keep free."""
         tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
         new, self._new = self._new, []
         arrived = sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
@@ -282,23 +286,23 @@ class ProactiveSwap(Swap):
 
 
 class _Exchange:
-    """One choice of the requests that leave and that return."""
+    """One choice of requests to swap out and in."""
 
     def __init__(self, eviction: ProactiveSwap, kv: KVAccounts, spare: int) -> None:
         self._eviction = eviction
         self._kv = kv
-        self._free = kv.available - spare  # blocks to come back into
-        self._soon = self._free + kv.blocks_in_transit[Direction.OUT]  # when those on their way out have left
+        self._free = kv.available - spare  # free for swapping in
+        self._soon = self._free + kv.blocks_in_transit[Direction.OUT]  # including blocks in transit out
         self._room = {direction: eviction.link_room(direction, kv) for direction in LINK}
         self._out: list[Request] = []
 
     @property
     def is_possible(self) -> bool:
-        """Whether the link can take anything more, either way."""
+        """True if the link can start a transfer in either direction."""
         return max(self._room.values()) > 0
 
     def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
-        """turns: as `Ordering.next_turns` tells them."""
+        """Return the requests to swap out and in, given the result of `Ordering.next_turns`."""
         kv = self._kv
         on_host: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
@@ -323,12 +327,12 @@ class _Exchange:
         return self._out, back
 
     def _make_room(self, blocks: int, turn: Any) -> bool:
-        """Let those leave whose turn is last, and later than `turn`, until `blocks` blocks will be free."""
+        """Swap out the requests scheduled last, later than `turn`, until `blocks` blocks will be free."""
         leaving, kv = self._leaving, self._kv
         while self._soon < blocks and self._room[Direction.OUT] > 0 and self._at < len(leaving):
             theirs, victim = leaving[self._at]
-            # Room that no request waits for yet is not worth evicting the one that runs next: alone, it would come and
-            # go.
+            # Do not evict the request scheduled next for blocks that no request waits for: alone, it would be swapped
+            # in and out repeatedly.
             if self._at == len(leaving) - 1 if turn is None else not turn < theirs:
                 break
             self._at += 1

@@ -1,5 +1,4 @@
-"""Exact claims on KV, and claims that are lent what others have claimed and do not use yet (EconoServe sections 3.2 and
-3.3)."""
+"""Exact KV reservations, and nested reservations in unused parts of others (EconoServe sections 3.2 and 3.3)."""
 
 from __future__ import annotations
 
@@ -16,21 +15,21 @@ from skipjoin.core.policy import Callbacks, Grant, Wait
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 
-# What prompts claim their KV from while generations have the rest of the pool.
+# Account of the KV that is set aside for prompts.
 PROMPTS = Account("prompts")
-# Hosts that are looked at for one guest: others that were hosted in the same step may have taken the first.
+# Hosting candidates examined per request; others that were hosted in this step may have taken the first.
 _MOST_HOSTS = 8
 
 
 class Hosts:
-    """Finds requests whose claimed KV lies idle for long enough to hold another request from its first block to its
-    last (KVC pipelining, EconoServe section 3.2).
+    """Finds hosting requests: those whose unused reserved KV can hold another request until it finishes.
 
-    A host with `unused` blocks takes a guest that needs `blocks` of them for `steps` steps if what the host itself
-    grows by in that time still fits. Guests may be hosts in turn. Of all hosts that do, the one with the least unused
-    blocks is taken.
+    This is KVC pipelining (EconoServe section 3.2). A nested request needs `blocks` blocks for `steps` steps, and the
+    growth of the hosting request in that time must fit as well. Nested requests may host others in turn. The best fit,
+    with the fewest unused blocks, is chosen.
 
-    buffer: share of a guest's steps by which it may be late.
+    Args:
+        buffer: Share of the nested request's steps by which it may be late.
     """
 
     def __init__(self, buffer: float) -> None:
@@ -40,15 +39,15 @@ class Hosts:
         self._unused: list[tuple[int, int, Request]] | None = None
 
     def begin(self) -> None:
-        """A step begins: what hosts have unused is looked at again, when the first guest asks."""
+        """Start a step: unused blocks are determined again on the first query."""
         self._unused = None
 
     def need(self, blocks: int, steps: int, kv: KVAccounts) -> int:
-        """The unused blocks that a host must have."""
+        """Return the number of unused blocks that a hosting request must have."""
         return blocks + kv.blocks_for(math.ceil(steps * (1 + self._buffer)))
 
     def seek(self, guest: Request, need: int, kv: KVAccounts) -> Request | None:
-        """A host for the guest, if there is one."""
+        """Return a hosting request for `guest`, or None."""
         if self._unused is None:
             self._unused = self._sorted(kv)
         found = self._unused
@@ -61,13 +60,13 @@ class Hosts:
         return None
 
     def has_room(self, kv: KVAccounts) -> bool:
-        """Whether any host has a block for a guest, and one to grow into beside it."""
+        """Return whether a hosting request has a block to share besides one for its own growth."""
         if self._unused is None:
             self._unused = self._sorted(kv)
         return bool(self._unused)
 
     def _sorted(self, kv: KVAccounts) -> list[tuple[int, int, Request]]:
-        """The hosts by their unused blocks, least first."""
+        """Return possible hosting requests by unused blocks, ascending."""
         found = []
         for request in kv.holders():
             if request.claimed != UNLIMITED and phase_of(request, request.known) is Phase.RUNNING:
@@ -79,7 +78,7 @@ class Hosts:
 
     @staticmethod
     def _lends_to(guest: Request, host: Request, kv: KVAccounts) -> bool:
-        """Whether the guest itself lends the host its claim."""
+        """Return whether `host` is nested, directly or indirectly, in the reservation of `guest`."""
         lender: Lender = host
         while isinstance(lender, Request):
             if lender is guest:
@@ -89,18 +88,24 @@ class Hosts:
 
 
 class ExactClaims(Callbacks):
-    """A generation claims the KV that `lengths` has it need until its end, and no more. A prompt claims what it needs
-    itself, out of a reserve, and becomes a generation that waits for its claim (EconoServe section 3.3).
+    """Reserves exactly the KV that a decode is predicted to need until it finishes.
 
-    Prompts go beyond the reserve only while no generation waits. Where a host has room, a request is lent all that it
-    needs, prompt and output, and waits no more. A request that outgrows its claim gets more out of its lender's unused
-    blocks, what is available or the reserve, in this order; if none has enough it pauses where it is and waits for
-    another claim (offload-free preemption). Others lose KV for a claim only where nothing runs, or where they have a
-    worse priority.
+    A prompt reserves only its own KV, from a share of the pool. It then becomes a decode that waits for its reservation
+    (EconoServe section 3.3).
 
-    lengths: of outputs. group: of a generation that waits. reserve: the share of the pool that prompts have. hosts:
-    None: no KV is lent. overdue_s: while a request that has been here for so many seconds gets no KV for its prompt, no
-    other gets any for its own: a prompt that is larger than the reserve would wait for ever behind generations.
+    Prompts exceed that share only while no decode waits. If a hosting request has room, a request nests its whole
+    reservation, prompt and output, and waits no more. A request that outgrows its reservation extends it from its
+    parent's unused blocks, available blocks, and the prompts' share, in this order. If none suffices it pauses with its
+    KV in place and waits for a new reservation (offload-free preemption). Other requests are evicted for a reservation
+    only if nothing runs or if they have a worse priority.
+
+    Args:
+        lengths: Predicts output lengths.
+        group: Returns the group of a waiting decode.
+        reserve: Share of the pool for prompts.
+        hosts: None disables nested reservations.
+        overdue_s: Age in seconds from which a request without KV for its prompt blocks KV for other prompts. Otherwise
+            a prompt larger than the reserve would starve behind decodes.
     """
 
     rests = True
@@ -123,7 +128,7 @@ class ExactClaims(Callbacks):
         self._overdue_s = overdue_s
         self._now = 0.0
         self._bands: Counter[Band] = Counter()  # of all requests
-        # By request: its forecast and its known tokens, and what follows from them; see `_whole`.
+        # Cache of `_whole`: forecast and known tokens of the request, and the result.
         self._wholes: dict[Request, tuple[Forecast | None, int, tuple[int, int, int]]] = {}
 
     def begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
@@ -164,7 +169,7 @@ class ExactClaims(Callbacks):
         return Wait.PASS
 
     def _first_claim(self, request: Request, kv: KVAccounts) -> Grant | Wait:
-        """A claim for a request without KV, for its prompt or, with a host, for all of it."""
+        """Decide on the reservation of a request without KV: whole if nested, else for its prompt."""
         known = request.known
         if self._hosts is not None:
             tokens, blocks, need = self._whole(request, kv)
@@ -182,12 +187,11 @@ class ExactClaims(Callbacks):
         return Wait.PASS if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Wait.WAIT
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
-        """Whether the request has used up an exact claim, and not one for its prompt."""
+        """Return whether the request used up an exact reservation that is not its prompt's."""
         return kv.lender_of(request) is not PROMPTS and len(request.prompt) < request.claimed < UNLIMITED
 
     def _more(self, request: Request, target: int, kv: KVAccounts) -> Grant | None:
-        """What is added to the claim of a request that outgrew it: as much as it is expected to need or, failing that,
-        a block."""
+        """Return the extension of an outgrown reservation to the expected need or, failing that, by a block."""
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
         lender = kv.lender_of(request)
         for blocks in (kv.blocks_for(tokens), kv.blocks_for(target)):
@@ -197,21 +201,21 @@ class ExactClaims(Callbacks):
         return None
 
     def _whole(self, request: Request, kv: KVAccounts) -> tuple[int, int, int]:
-        """For a request without KV: tokens and blocks for all of it, and what a host must have unused."""
-        # Asked for at every step, for many that wait.
+        """Return tokens and blocks of the whole request, and the unused blocks that a hosting request must have."""
+        # Cached, because every step queries it for many waiting requests.
         known, forecast = request.known, request.forecast
         kept = self._wholes.get(request)
         if kept is None or kept[0] is not forecast or kept[1] != known:
             assert self._hosts is not None
             tokens = self._lengths.kv_tokens(request, known - len(request.prompt), guest=True)
             blocks = kv.blocks_for(tokens)
-            # The step that computes the prompt is one more.
+            # One step more, for the prompt.
             need = self._hosts.need(blocks, tokens - known + 1, kv)
             kept = self._wholes[request] = forecast, known, (tokens, blocks, need)
         return kept[2]
 
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
-        """Whether a request of a later band holds KV, which may then have to make way."""
+        """Return whether a request of a worse band holds KV that may be evicted."""
         band = request.band
         if len(self._bands) <= 1 or max(self._bands) <= band:
             return False
@@ -219,7 +223,7 @@ class ExactClaims(Callbacks):
 
     @staticmethod
     def _generation_waits(kv: KVAccounts) -> bool:
-        # Those that came last wait most likely.
+        # Latest holders first, as they are the likeliest to wait.
         return any(
             phase_of(request, request.known) is Phase.WAITING and request.finish_reason is None
             for request in kv.latest_holders()
@@ -227,7 +231,7 @@ class ExactClaims(Callbacks):
 
     @staticmethod
     def _is_stuck(request: Request, kv: KVAccounts) -> bool:
-        """Whether no other request will give KV back."""
+        """Return whether no other request will free KV."""
         return not any(
             one.in_flight or phase_of(one, one.known) is Phase.RUNNING for one in kv.holders() if one is not request
         )

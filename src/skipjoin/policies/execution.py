@@ -1,4 +1,4 @@
-"""Execution time by a linear model: what a request takes, from the lengths of its prompt and of its output."""
+"""Linear model of a request's execution time by the lengths of its prompt and output."""
 
 from __future__ import annotations
 
@@ -8,35 +8,39 @@ from statistics import fmean, linear_regression
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape
 
-# Lengths in tokens that the model is fitted at: 32 to 2,048, evenly on a log scale.
+# Lengths in tokens at which the model is fitted: 32 to 2,048, evenly spaced on a log scale.
 _SAMPLES = tuple(round(32 * 2 ** (octave / 2)) for octave in range(13))
 
 
 def prefill_alone(cost: CostModel, tokens: int) -> float:
-    """Seconds of the prefill of so many tokens, without other requests."""
+    """Return the seconds to prefill `tokens` tokens without other requests."""
     return cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
 
 
 def decode_alone(cost: CostModel, context: int) -> float:
-    """Seconds of a decode step at a context of so many tokens, without other requests."""
+    """Return the seconds of a decode step at `context` tokens without other requests."""
     return cost.step(StepShape(decodes=1, context=context))
 
 
 def scaled_jct(cost: CostModel, scale: float, prompt: int) -> Callable[[float], float]:
-    """The JCT objective, in seconds, by the output tokens L: scale x (t_p + t_g x L), with the prefill of so many
-    prompt tokens and a decode step at that context, both alone (EconoServe section 4). No output's length is in it but
-    L."""
+    """Return the JCT objective in seconds as a function of the output tokens L: scale x (t_p + t_g x L).
+
+    t_p is the prefill of `prompt` tokens and t_g a decode step at that context, both without other requests (EconoServe
+    section 4). L is the only output length in it.
+    """
     prefill_s, decode_s = prefill_alone(cost, prompt), decode_alone(cost, prompt)
     return lambda tokens: scale * (prefill_s + decode_s * tokens)
 
 
 class ExecutionTime:
-    """T(s, n) = T0 s + n (alpha s + beta) seconds for a prompt of s tokens and an output of n, fitted to what a cost
-    model says of prefills and of single decodes (ALISE section 3.1, equations 3 to 5). Fitted again when the cost model
-    revises itself.
+    """Execution time T(s, n) = T0 s + n (alpha s + beta) of s prompt tokens and n output tokens.
 
-    t0, alpha, beta: the coefficients, in seconds. quality: share of the variance of prefill times and of decode times
-    that the model explains (R squared).
+    The model is fitted to a cost model's prefills and single decodes (ALISE section 3.1, equations 3 to 5). It is
+    refitted when the cost model is revised.
+
+    Attributes:
+        t0, alpha, beta: Coefficients in seconds.
+        quality: R squared of prefill times and of decode times.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -45,17 +49,17 @@ class ExecutionTime:
 
     @property
     def revision(self) -> int:
-        """Changes when answers given before no longer hold."""
+        """Revision of the cost model; checking it refits the model if needed."""
         if self._cost.revision != self._revision:
             self._fit()
         return self._revision
 
     def prefill(self, tokens: int) -> float:
-        """Seconds of a prefill, as of the revision that was asked for last."""
+        """Return the seconds of a prefill, as of the revision last read."""
         return self.t0 * tokens
 
     def decode(self, context: int) -> float:
-        """Seconds of a decode of a request with so many tokens, as of the revision that was asked for last."""
+        """Return the seconds of a decode step at `context` tokens, as of the revision last read."""
         return self.alpha * context + self.beta
 
     def _fit(self) -> None:
@@ -68,7 +72,7 @@ class ExecutionTime:
 
 
 def _explained(seconds: list[float], model: Callable[[int], float]) -> float:
-    """R squared of a model at `_SAMPLES`; 1 where all times are equal."""
+    """Return R squared of a model at `_SAMPLES`, 1 if all times are equal."""
     mean = fmean(seconds)
     total = sum((one - mean) ** 2 for one in seconds)
     left = sum((one - model(tokens)) ** 2 for tokens, one in zip(_SAMPLES, seconds, strict=True))

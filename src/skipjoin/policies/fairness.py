@@ -1,5 +1,7 @@
-"""Fairness between clients: equal service while they compete (the Virtual Token Counter of "Fairness in Serving Large
-Language Models", Sheng et al., OSDI 2024), in steps that no client makes long for the others."""
+"""Fair sharing between clients by service received, with a limit on the step time that clients cause each other.
+
+See the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,21 @@ from skipjoin.core.step import Slice
 from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.step_load import StepLoad, fitting_tokens
 
-# What a generated token counts, where one of a prompt counts 1: as in the paper's experiments.
+# Weight of a generated token relative to a prompt token, as in the paper's experiments.
 OUTPUT_WEIGHT = 2.0
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A client with requests.
+    """Client with unfinished requests.
 
-    number: falls with each arrival, so that of equal counts the latest client comes first: it has run nothing yet.
-    served: the service that it has had. live: its requests,
-    each with the tokens of its prompt that were counted. distance: by how many whole leads it is ahead of the client
-    with the least service. is_apart: whether it is the only one at that distance.
+    Attributes:
+        number: Decreases with each arriving client. Among equal counters the latest client is first, since it has run
+            nothing yet.
+        served: Virtual counter of the service received.
+        live: Unfinished requests, each with the number of its prompt tokens already counted.
+        distance: Number of whole leads ahead of the client with the least service.
+        is_apart: Whether no other client has this distance.
     """
 
     number: int
@@ -51,7 +56,7 @@ class _Client:
 
     @property
     def key(self) -> tuple[float, int]:
-        """The smaller, the sooner it is served."""
+        """Sort key, smallest served first."""
         return self.served, self.number
 
 
@@ -59,19 +64,21 @@ _BY_KEY = attrgetter("key")
 
 
 class Fair(Callbacks):
-    """The client that has had the least service first; the requests of each in an ordering of its own.
+    """Ordering of clients by least service received, with an own ordering of each client's requests.
 
-    Service counts the tokens of prompts and, by `output_weight`, of outputs, when they are computed; what is computed
-    again counts once. A client that comes back is lifted to the least count of those that have requests: time without
-    requests saves up nothing. While two clients have more requests than can run, their counts stay within what the KV
-    pool holds: each gets a half. What a client leaves, others get: a client alone gets all.
+    Service counts computed prompt tokens, and output tokens times `output_weight`; recomputation does not count. A
+    returning client is lifted to the smallest counter of the active clients, so idle time earns no credit. While two
+    clients are backlogged, their counters differ by at most the capacity of the KV pool. A client alone gets
+    everything.
 
-    Counts decide at every step which requests run, and which get the next KV that comes free. Requests make way only to
-    those of a client that is behind by a `lead` or more, so two clients do not evict each other in turn. Among clients
-    within one lead no newcomer evicts, requests of its own client neither.
+    Counters decide in every step which requests run and which get freed KV. Requests are preempted only for clients
+    that are behind by a `lead` or more, so two clients do not preempt each other in turn. Among clients within one lead
+    new requests do not preempt, not even requests of their own client.
 
-    make: builds the ordering of one client. lead: in tokens by weight; the tokens of the KV pool, which is the most
-    that is evicted and computed again for it. output_weight: of a generated token, where one of a prompt counts 1.
+    Args:
+        make: Builds the ordering of one client.
+        lead: In weighted tokens: the capacity of the KV pool, which bounds what is evicted and recomputed for it.
+        output_weight: Weight of a generated token relative to a prompt token.
     """
 
     def __init__(self, make: Callable[[], Ordering], *, lead: float, output_weight: float) -> None:
@@ -81,13 +88,13 @@ class Fair(Callbacks):
         self._make = make
         self._lead, self._output_weight = lead, output_weight
         self._clients: dict[str, _Client] = {}
-        self._left: dict[str, float] = {}  # of clients without requests: those that are ahead of one that has some
+        self._left: dict[str, float] = {}  # counters of inactive clients that exceed the smallest active one
         self._numbers = count(0, -1)
-        self._sorted: list[_Client] = []  # by key, once `_standings` has been called
+        self._sorted: list[_Client] = []  # by key, valid while `_is_sorted`
         self._is_sorted = True
 
     def served(self, client: str) -> float:
-        """The service that the client has had, or is taken to have had. Only differences mean anything."""
+        """Return the client's virtual counter; only differences between counters matter."""
         if (found := self._clients.get(client)) is not None:
             return found.served
         return max(self._left.get(client, 0.0), self._least())
@@ -129,7 +136,7 @@ class Fair(Callbacks):
             self._forget(request.options.client)
 
     def ranked(self, now: float) -> Iterator[Request]:
-        # All orderings are asked at once: what time changes in them changes now, not while the result is read.
+        # Eager, so that all time-dependent changes happen now and not while the iterator is consumed.
         return chain.from_iterable([client.ordering.ranked(now) for client in self._standings()])
 
     def rank(self, request: Request) -> Any:
@@ -144,7 +151,7 @@ class Fair(Callbacks):
         return mine.distance < theirs.distance
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        """By distance first: KV does not move for less than a lead."""
+        """Compare by distance first, so that KV does not move for less than a lead."""
         self._standings()
         by_client: dict[_Client, list[Request]] = {}
         for request in requests:
@@ -163,7 +170,7 @@ class Fair(Callbacks):
         return min((client.served for client in self._clients.values()), default=0.0)
 
     def _standings(self) -> list[_Client]:
-        """The clients, the one with the least service first."""
+        """Return the clients by service received, ascending."""
         if not self._is_sorted:
             self._is_sorted = True
             self._sorted = sorted(self._clients.values(), key=_BY_KEY)
@@ -177,7 +184,7 @@ class Fair(Callbacks):
         return self._sorted
 
     def _service(self, client: _Client, piece: Slice) -> float:
-        """What a slice counts."""
+        """Return the service of a slice and count its prompt tokens."""
         request = piece.request
         counted = client.live[request]
         end = min(piece.start + piece.tokens, len(request.prompt))
@@ -185,7 +192,7 @@ class Fair(Callbacks):
         return max(0, end - counted) + (self._output_weight if piece.samples else 0.0)
 
     def _forget(self, name: str) -> None:
-        """The client has no requests. What it is ahead of others is kept until they have caught up."""
+        """Remove an inactive client, keeping its counter until the others have caught up."""
         self._left[name] = self._clients.pop(name).served
         least = self._least() if self._clients else inf
         self._left = {one: served for one, served in self._left.items() if served > least}
@@ -195,10 +202,9 @@ class Fair(Callbacks):
 class FairSteps(Callbacks):
     """Batcher around `LimitedBestEffort` that bounds how long clients make each other's steps.
 
-    While `n` clients have real-time requests, a step takes at most `n` times as long, by the cost model, as the
-    requests of its first client alone: that client gets at least 1/n of the time. Other clients join a step as far as
-    that allows, with prompts cut to fit. A client alone is not limited, and best-effort requests are limited by
-    `LimitedBestEffort` only.
+    While `n` clients have real-time requests, a step takes at most `n` times the modeled time of its first client's
+    requests alone. That client thus gets at least 1/n of the time. Other clients join within that limit, with prompts
+    cut to fit. A single client is not limited, and best-effort requests are limited by `LimitedBestEffort` only.
     """
 
     def __init__(self, batcher: LimitedBestEffort) -> None:
@@ -234,7 +240,7 @@ class FairSteps(Callbacks):
 
 
 class FairBuilder:
-    """One step's batch under `FairSteps`."""
+    """Batch of one `FairSteps` step."""
 
     __slots__ = ("_clients", "_context", "_cost", "_first", "_inner", "_limit_s", "_load")
 
@@ -243,7 +249,7 @@ class FairBuilder:
         self._cost, self._clients = cost, clients
         self._load = StepLoad()
         self._first: str | None = None
-        self._limit_s = inf  # known once a second client joins
+        self._limit_s = inf  # set when a second client joins
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         verdict = self._inner.offer(request, pending)

@@ -1,4 +1,4 @@
-"""The forward size that saturates the machine: tokens in one step beyond which more hardly raise the rate."""
+"""Forward size that saturates the device."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from bisect import bisect_left
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape
 
-# Sizes that are tried first: each is at least this much larger than the one before it.
+# Ratio between neighboring sizes of the grid.
 _STRIDE = 1.2
 
 
 def saturating_tokens(cost: CostModel, most: int, *, share: float = 0.9) -> int:
-    """The target forward size (EconoServe section 2.1): the smallest number of prompt tokens in one step, from 1 to
-    `most`, at which tokens per second reach `share` of the best rate of any size up to `most`.
+    """Return the target forward size (EconoServe section 2.1).
 
-    Only `cost.step` of prompt tokens counts: no attention, no decodes. The best rate is that of a geometric grid; the
-    answer is found by bisection between two of its sizes. So it is exact where the rate does not fall as the size
-    grows; where it does, the answer has such a rate, but a size off the grid may have a better one, or reach it with
-    fewer tokens. Raises ValueError for `most` below 1 or a share that is not in (0, 1].
+    This is the smallest number of prompt tokens in a step, from 1 to `most`, whose tokens per second reach `share` of
+    the best rate.
+
+    Only `cost.step` of prompt tokens counts, without attention and decodes. The best rate is taken over a geometric
+    grid, and the result is found by bisection between two grid sizes. It is exact if the rate never falls with the
+    size. Otherwise the result reaches the rate, but another size off the grid may be better or smaller.
+
+    Raises:
+        ValueError: `most` is below 1, or the share is not in (0, 1].
     """
     if most < 1:
         raise ValueError(f"most must be at least 1 token, got {most}")
@@ -37,7 +41,7 @@ def saturating_tokens(cost: CostModel, most: int, *, share: float = 0.9) -> int:
 
 
 def _sizes(most: int) -> list[int]:
-    """From 1 to `most`, geometrically."""
+    """Return a geometric grid from 1 to `most`."""
     sizes = [1]
     while sizes[-1] < most:
         sizes.append(min(most, max(sizes[-1] + 1, round(_STRIDE * sizes[-1]))))

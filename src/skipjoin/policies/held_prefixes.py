@@ -1,4 +1,4 @@
-"""Which replicas probably hold the KV of which prompts, by the requests that they got."""
+"""Estimate of the prefixes that each replica has cached, from the requests dispatched to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skipjoin.core.kv.block_pool import Key
 
 
 class _Uses(NamedTuple):
-    """The numbers of a key's latest two uses on a replica; -1: there was none."""
+    """Numbers of a key's two latest uses on a replica; -1 means none."""
 
     latest: int
     before: int
@@ -21,33 +21,35 @@ _NEVER = _Uses(-1, -1)
 
 
 class HeldPrefixes:
-    """The keys of KV that each replica probably holds: those of the requests that it got, but for the ones that it used
-    longest ago, as many as it has no blocks for. No replica is asked.
+    """Prefix-cache keys that each replica probably holds, as an LRU model bounded by its blocks.
 
-    uses: how many requests went to replicas so far; each is a use of its keys.
+    The model follows the dispatched requests and does not query the replicas.
+
+    Attributes:
+        uses: Number of requests dispatched so far; each is a use of its keys.
     """
 
     def __init__(self) -> None:
         self.uses = 0
         self._blocks: dict[int, int] = {}
-        # Of each replica, those that it used longest ago first.
+        # By replica, least recently used first.
         self._held: dict[int, OrderedDict[Key, _Uses]] = {}
-        # The replicas that hold a key, as bits.
+        # Bit set of the replicas that hold a key.
         self._holders: dict[Key, int] = {}
 
     def join(self, replica: int, blocks: int) -> None:
-        """A replica begins. It holds nothing yet, and `blocks` blocks at most."""
+        """Add an empty replica with room for `blocks` blocks."""
         self._blocks[replica] = blocks
         self._held[replica] = OrderedDict()
 
     def leave(self, replica: int) -> None:
-        """A replica has ended, and its KV with it."""
+        """Remove a replica and its keys."""
         for key in self._held.pop(replica):
             self._drop(key, 1 << replica)
         del self._blocks[replica]
 
     def find(self, keys: Sequence[Key]) -> dict[int, int]:
-        """How many of these keys, from the first one on, each replica holds; without replicas that hold none."""
+        """Return the number of leading keys that each replica holds, without replicas that hold none."""
         found: dict[int, int] = {}
         holders, left = self._holders, -1
         for count, key in enumerate(keys):
@@ -61,17 +63,20 @@ class HeldPrefixes:
         return found | dict.fromkeys(_bits(left), len(keys)) if keys else found
 
     def count_shared(self, replica: int, keys: Sequence[Key], held: int, use: int) -> int:
-        """How many of these keys, from the first one on, a replica used twice at least after the use of this number.
-        held: how many it holds; it used each of them whenever it used a later one."""
+        """Return how many leading keys a replica used at least twice after the use number `use`.
+
+        Args:
+            held: Number of leading keys that it holds; each was used whenever a later one was.
+        """
         uses = self._held[replica]
         return bisect_left(keys, True, hi=held, key=lambda key: uses[key].before <= use)
 
     def use(self, replica: int, keys: Sequence[Key]) -> None:
-        """A replica gets a request with these keys."""
+        """Record that a replica gets a request with these keys."""
         self.uses += 1
         known, now = _NEVER, _Uses(self.uses, -1)
         held, holders, bit = self._held[replica], self._holders, 1 << replica
-        for key in reversed(keys):  # the first ones are kept for longest
+        for key in reversed(keys):  # so that the first keys are evicted last
             uses = held.get(key, _NEVER)
             if uses is _NEVER:
                 holders[key] = holders.get(key, 0) | bit
@@ -83,8 +88,12 @@ class HeldPrefixes:
         self._shrink(replica)
 
     def extend(self, replica: int, keys: Sequence[Key], begin: int) -> None:
-        """A request of a replica has ended. keys: its own. begin: how many it had when it came, at least 1; if the
-        replica does not hold the last of those any more, the others are of no use."""
+        """Add the keys of a finished request.
+
+        Args:
+            begin: Number of keys at its arrival, at least 1. If the replica no longer holds the last of these, the
+                others are useless and not added.
+        """
         held, holders, bit = self._held[replica], self._holders, 1 << replica
         if len(keys) == begin or keys[begin - 1] not in held:
             return
@@ -111,5 +120,5 @@ class HeldPrefixes:
 
 
 def _bits(number: int) -> list[int]:
-    """The numbers of the bits that are set."""
+    """Return the positions of the set bits."""
     return [bit for bit in range(number.bit_length()) if number >> bit & 1]

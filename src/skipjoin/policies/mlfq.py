@@ -1,4 +1,4 @@
-"""Skip-join multi-level feedback queue: the ordering of FastServe."""
+"""Skip-join multi-level feedback queue, the ordering of FastServe."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from skipjoin.core.step import Slice, StepShape
 
 @dataclass(slots=True)
 class _Job:
-    """What skip-join MLFQ knows about a request.
+    """MLFQ state of a request.
 
-    level: its queue, 0 first. place: its position in that queue's FIFO order. used: seconds of its quantum spent.
-    last: when it last ran, or arrived. home: the level and the seconds used there that it returns to after a
-    promotion, or None.
+    Attributes:
+        level: Its queue, from 0.
+        place: FIFO position in its queue.
+        used: Used seconds of its quantum.
+        last: Time of its last slice or its arrival.
+        home: Level and used seconds to restore after a promotion, or None.
     """
 
     level: int
@@ -31,29 +34,31 @@ class _Job:
     home: tuple[int, float] | None = None
 
 
-# Share of the time that promoted requests may take.
+# Maximum share of time for promoted requests.
 PROMOTION_SHARE = 0.05
-# How fast the estimate of the batch size follows the steps.
+# Weight of the latest step in the mean batch size.
 _BATCH_RATE = 0.05
 
 
 class SkipJoinMlfq(Callbacks):
     """Skip-join multi-level feedback queue (FastServe section 4.1).
 
-    Queue i has a quantum of `2^i` times the shortest iteration. A request joins the first queue whose quantum
-    covers its prefill, is demoted when it has used its quantum up, and is promoted to the first queue after it has
-    not run for `starvation_s` seconds: for one quantum of that queue, after what it takes to compute again what it
-    lost, then it returns to where it was (promotion for good turns the queues into round robin at overload).
-    Promotions are paced, so that they take no more than `promotion_share` of the time. A request is charged the
-    profiled time of its own slices, not the time of the batch that they shared. Within a queue the order is FIFO: a
-    request that runs keeps its place, one that is demoted or promoted joins the tail.
+    Queue i has a quantum of `2^i` times the shortest iteration. A request joins the first queue whose quantum covers
+    its prefill, and is demoted when its quantum is used up. After `starvation_s` seconds without running it is promoted
+    to the first queue for one quantum, plus the time to recompute lost KV. It then returns to its former queue, because
+    permanent promotion turns the queues into round robin at overload. Promotions are rate-limited to `promotion_share`
+    of the time. A request is charged the profiled time of its own slices, not the time of the shared batch. Within a
+    queue the order is FIFO: running requests keep their position, demoted and promoted ones join the tail.
 
-    cost: the profile. levels: number of queues. quantum_s: the first quantum; None: the shortest iteration, also
-    after the profile revises itself: every request then keeps its queue and the share of its quantum that is used.
-    hysteresis_s: turns that are less than this apart count as equal, so that KV does not move for them.
-    promotion_share: share of the time that promoted requests may take; infinite: every request that starves is promoted
-    at once, which bounds waiting but at overload leaves time for little else.
-    skip_join: False joins every request to the first queue (plain MLFQ).
+    Args:
+        cost: Cost model that prices slices.
+        levels: Number of queues.
+        quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model. Requests
+            then keep their queue and the used share of their quantum.
+        hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
+        promotion_share: Maximum share of time for promoted requests. Infinity promotes every starving request at once,
+            which bounds waiting but leaves time for little else at overload.
+        skip_join: Whether requests skip queues; False is plain MLFQ.
     """
 
     def __init__(
@@ -84,18 +89,18 @@ class SkipJoinMlfq(Callbacks):
         self._starvation_s = starvation_s
         self._skip_join = skip_join
         self._quanta = [quantum_s * 2**level for level in range(levels)]
-        # A plain dict that is emptied from its front is read slowly: it steps over what is gone.
+        # OrderedDict, because iterating a plain dict whose front was deleted scans the deleted entries.
         self._queues: list[OrderedDict[Request, _Job]] = [OrderedDict() for _ in range(levels)]
         self._jobs: dict[Request, _Job] = {}
         self._places = count()
-        # (when to look whether the request starves, its id, the request); one entry per request, and some of those
-        # that left.
+        # (time of the next starvation check, request id, request): one entry per request, and stale ones of finished
+        # requests.
         self._watch: list[tuple[float, int, Request]] = []
         self._decode_seconds: dict[int, float] = {}
         self._grain_s = hysteresis_s
         self._promotion_share = promotion_share
-        self._next_promotion = -math.inf  # none before
-        self._batch = 1.0  # requests in a step, of late
+        self._next_promotion = -math.inf  # earliest time of the next promotion
+        self._batch = 1.0  # mean number of requests in a step
 
     def arrived(self, request: Request, now: float) -> None:
         if self._cost.revision != self._revision:
@@ -115,14 +120,14 @@ class SkipJoinMlfq(Callbacks):
             job = jobs[piece.request]
             job.last = now
             if piece.tokens == 1:
-                # Profiled decode time, looked up by context in steps of 64 tokens: it changes slowly.
+                # Cached by buckets of 64 context tokens, as decode time changes slowly.
                 bucket = piece.start >> 6
                 seconds = decode_seconds.get(bucket) or self._fill_decode_seconds(bucket)
             else:
                 seconds = self._cost.step(StepShape.of((piece,)))
             if job.home is not None and (piece.tokens > 1 or not piece.samples):
-                # A promotion is for a quantum beyond what must be computed again, however that is cut. Cut, it takes
-                # longer than the pace of promotions was told.
+                # A promoted request gets a quantum besides its recomputation. If that is chunked, it takes longer than
+                # `_promote` estimated, so later chunks delay the next promotion.
                 if not piece.samples:
                     self._next_promotion += seconds / self._promotion_share
                 continue
@@ -133,7 +138,7 @@ class SkipJoinMlfq(Callbacks):
     def finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         del self._queues[job.level][request]
-        # Entries of requests that left go when they come up; where that may take long, they are swept out.
+        # Stale entries are dropped when due; sweep them when they outnumber the live ones.
         if len(self._watch) > 2 * len(self._jobs) + 256:
             self._watch = [entry for entry in self._watch if entry[2] in self._jobs]
             heapq.heapify(self._watch)
@@ -150,8 +155,11 @@ class SkipJoinMlfq(Callbacks):
         return self._jobs[one].level < self._jobs[other].level
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        """By estimated next scheduled time (section 4.2), in units of the hysteresis: the time to promotion, or the
-        time in which those in the queues above use up their quanta down to this queue, whichever comes first."""
+        """Order by estimated next scheduled time (section 4.2), in units of the hysteresis.
+
+        This is the earlier of the time to promotion and the time in which requests in higher queues descend to this
+        queue.
+        """
         jobs, grain, after = self._jobs, self._grain_s, self._starvation_s - now
         execute = self._seconds_above()
         keys = [int(seconds / grain) for seconds in execute]
@@ -166,7 +174,7 @@ class SkipJoinMlfq(Callbacks):
             else:
                 turns.append((keys[level], level, job.place, request))
         starving.sort()
-        # Promotions follow each other at their pace, and no sooner than the next one may be.
+        # Promotions are rate-limited, so starving requests follow each other at that pace.
         at, pace = max(0.0, self._next_promotion - now), self._quanta[0] / self._promotion_share
         for due, place, request in starving:
             at = max(at, due)
@@ -177,12 +185,14 @@ class SkipJoinMlfq(Callbacks):
         return [(turn[0], turn[3]) for turn in turns]
 
     def level(self, request: Request) -> int:
-        """The queue that the request is in, 0 first."""
+        """Return the request's queue, from 0."""
         return self._jobs[request].level
 
     def _seconds_above(self) -> list[float]:
-        """Of each queue, how long the requests in the queues above it run until they have come down to it, `_batch`
-        of them at a time, if none finishes."""
+        """Return, for each queue, the time until all requests in higher queues have descended to it if none finishes.
+
+        `_batch` requests run at a time.
+        """
         seconds, total, above = [], 0.0, 0
         for quantum, queue in zip(self._quanta, self._queues, strict=True):
             seconds.append(total / self._batch)
@@ -193,8 +203,7 @@ class SkipJoinMlfq(Callbacks):
     # -- moving between queues ----------------------------------------------------------------------------
 
     def _step_down(self, request: Request, job: _Job) -> None:
-        """The quantum is used up: return from a promotion, or demote to the first queue below whose quantum covers
-        the next iteration (for a decode that is the next queue)."""
+        """End the request's promotion, or demote it to the first lower queue that covers its next iteration."""
         if job.home is not None:
             level, used = job.home
             job.home = None
@@ -228,7 +237,7 @@ class SkipJoinMlfq(Callbacks):
             heapq.heapreplace(watch, (again, request.id, request))
 
     def _promote(self, request: Request, job: _Job, now: float) -> None:
-        """Up to the first queue, for one quantum beyond what was lost and must be computed again."""
+        """Promote to the first queue for one quantum besides the recomputation of lost KV."""
         again = self._prefill_seconds(request.pending)
         job.home = (job.level, job.used)
         self._join(request, job, 0, 0.0)
@@ -237,14 +246,14 @@ class SkipJoinMlfq(Callbacks):
     # -- the profile --------------------------------------------------------------------------------------
 
     def _revise(self) -> None:
-        """Work by what the cost model answers now."""
+        """Recompute the quanta from the revised cost model."""
         self._revision = self._cost.revision
         self._decode_seconds.clear()
         if not self._follows_cost:
             return
         shortest = self._cost.step(StepShape(decodes=1, context=1))
         scale = shortest / self._quanta[0]
-        # Not scaled: rounding could leave the first a hair longer than the iteration that is to use it up.
+        # Computed instead of scaled: rounding could make the first quantum slightly longer than an iteration.
         self._quanta = [shortest * 2**level for level in range(len(self._quanta))]
         for job in self._jobs.values():
             job.used *= scale
@@ -252,14 +261,14 @@ class SkipJoinMlfq(Callbacks):
                 job.home = (job.home[0], job.home[1] * scale)
 
     def _covering(self, seconds: float) -> int:
-        """The first queue whose quantum is at least `seconds`; the last one if none is."""
+        """Return the first queue whose quantum is at least `seconds`, or the last one."""
         for level, quantum in enumerate(self._quanta):
             if quantum >= seconds:
                 return level
         return len(self._quanta) - 1
 
     def _prefill_seconds(self, tokens: int) -> float:
-        if tokens == 1:  # a slice of one token is computed, and charged, as a decode
+        if tokens == 1:  # a one-token slice is computed and charged as a decode
             return self._cost.step(StepShape(decodes=1, context=1))
         return self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
 

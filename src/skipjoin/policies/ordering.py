@@ -1,4 +1,4 @@
-"""Orderings: which requests matter most now."""
+"""Basic orderings: fixed keys and strict bands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
 
-# A best-effort request that has been here for so many seconds is served as a real-time one.
+# Age in seconds from which a best-effort request is served as real-time.
 BEST_EFFORT_WAIT_S = 60.0
 
 
 class FixedKey(Callbacks):
-    """By a key that never changes, smallest first; equal keys by arrival.
+    """Ordering by a constant key, smallest first, with ties by arrival.
 
-    key: a comparable value per request.
+    Args:
+        key: Returns a comparable value.
     """
 
     rests = True
@@ -57,15 +58,18 @@ class Fcfs(FixedKey):
 
 
 class Prioritized(Callbacks):
-    """Strict bands around any ordering: real-time requests come before best-effort ones, in either class urgent ones
-    before the others, and among those that are alike in both a lower `priority` number first. Each band has an ordering
-    of its own. While all requests are in the same band, this is that ordering.
+    """Strict bands, each with its own ordering.
 
-    Once the oldest best-effort request has been here for `best_effort_wait_s` seconds, it is served as a real-time one
-    of its priority until it ends. It is one at a time: it costs real-time requests one seat, and each best-effort
-    request waits for no more than this, and one after the other for those that came before it.
+    Real-time precedes best-effort, within each class urgent precedes other requests, and then lower `priority` numbers
+    come first.
 
-    make: builds the ordering of one band. best_effort: that of a best-effort band, where it is another one.
+    Once the oldest best-effort request is `best_effort_wait_s` seconds old, it is served as real-time in its priority
+    until it finishes. Only one request at a time is lifted: it costs real-time requests one slot, and best-effort
+    requests are lifted in order of arrival.
+
+    Args:
+        make: Builds the ordering of one band.
+        best_effort: Builds the ordering of a best-effort band; None uses `make`.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Prioritized(Callbacks):
         self._sorted: list[Ordering] = []
         self._sizes: dict[Band, int] = {}
         self._best_effort: dict[Request, None] = {}  # by arrival
-        self._lifted: Request | None = None  # the best-effort request that is served as a real-time one
+        self._lifted: Request | None = None  # served as real-time despite its class
 
     @property
     def rests(self) -> bool:
@@ -90,11 +94,11 @@ class Prioritized(Callbacks):
         return all(map(rests, self._sorted))
 
     def band(self, request: Request) -> Band:
-        """The band that the request is served in."""
+        """Return the band in which the request is served."""
         return (False, *request.band[1:]) if request is self._lifted else request.band
 
     def is_best_effort(self, request: Request) -> bool:
-        """Whether the request is served as a best-effort one."""
+        """Return whether the request is served as best-effort."""
         return request.is_best_effort and request is not self._lifted
 
     def arrived(self, request: Request, now: float) -> None:
@@ -130,7 +134,7 @@ class Prioritized(Callbacks):
     def ranked(self, now: float) -> Iterator[Request]:
         if self._best_effort and self._lifted is None:
             self._lift_oldest(now)
-        # All bands are asked at once: what time changes in their orders changes now, not while the result is read.
+        # Eager, so that all time-dependent changes happen now and not while the iterator is consumed.
         return chain.from_iterable([band.ranked(now) for band in self._sorted])
 
     def rank(self, request: Request) -> tuple[Band, Any]:
@@ -154,7 +158,7 @@ class Prioritized(Callbacks):
         ]
 
     def _lift_oldest(self, now: float) -> None:
-        """Serve the oldest best-effort request as a real-time one if it has been here for long, beside others."""
+        """Serve the oldest best-effort request as real-time if it has waited long enough alongside real-time ones."""
         oldest = next(iter(self._best_effort))
         if now - oldest.arrival >= self._wait_s and not min(self._bands)[0]:
             self._leave(oldest, now)
@@ -174,7 +178,7 @@ class Prioritized(Callbacks):
         band = self.band(request)
         self._bands[band].finished(request, now)
         self._sizes[band] -= 1
-        # Priorities are any integers a user sends: an empty band is not kept.
+        # Empty bands are removed, since users may send any integer as a priority.
         if not self._sizes[band]:
             del self._bands[band], self._sizes[band]
             self._sort()

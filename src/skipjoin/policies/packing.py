@@ -1,4 +1,4 @@
-"""Packing of real-time and best-effort requests into steps that end before the next token is due (BROS section 4.2)."""
+"""Packing of real-time and best-effort requests into steps that meet token deadlines (BROS section 4.2)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from skipjoin.core.step import StepShape
 from skipjoin.policies.deadlines import NextTokens
 from skipjoin.policies.step_load import StepLoad, fitting_tokens
 
-# How fast the mean time of a step follows the steps.
+# Weight of the latest step in the mean step time.
 _MEAN_RATE = 0.1
 
 
 class Packing:
-    """Steps that end before the next token of the most urgent real-time request is due, by their modelled time.
+    """Builds steps whose modeled time ends before the next token of the most urgent real-time request is due.
 
-    First comes the most urgent real-time request, whatever time it takes, then others by urgency while the step keeps
-    that limit. Then best-effort requests, while there are seats and time; where there are not, each may take the place
-    of the least urgent real-time request, if that can wait for another step. Prompts are cut to the time that is left.
+    The most urgent real-time request joins unconditionally, others by urgency within the limit. Best-effort requests
+    follow while slots and time remain; otherwise each may replace the least urgent real-time request if that can wait
+    for another step. Prompts are cut to the remaining time.
 
-    Best-effort requests join until a step has `cap` requests: twice as many with each step that sees no real-time
-    request, up to `max_seqs`, and `base` again when real-time requests do not fit the time. Real-time requests have all
-    `max_seqs` seats: the paper bounds both classes, and then real-time requests wait though the step has time.
+    Best-effort requests join until a step has `cap` requests. The cap doubles with each step without real-time
+    requests, up to `max_seqs`, and resets to `base` when real-time requests exceed the time. Real-time requests may use
+    all `max_seqs` slots. The paper caps both classes, but then real-time requests wait although the step has time.
 
-    cost: of steps, and of the KV that has to come back before one. next_tokens: when tokens are due; the requests that
-    it knows are the real-time ones.
+    Args:
+        cost: Prices steps and the swap-ins before them.
+        next_tokens: Token deadlines; it contains exactly the real-time requests.
     """
 
     def __init__(self, max_seqs: int, max_tokens: int, cost: CostModel, next_tokens: NextTokens, *, base: int) -> None:
@@ -41,7 +42,7 @@ class Packing:
         self.cost = cost
         self.next_tokens = next_tokens
         self.base = self.cap = min(base, max_seqs)
-        self.mean_s = cost.step(StepShape())  # of late steps, by the model
+        self.mean_s = cost.step(StepShape())  # modeled time of recent steps
 
     def open(self, context: StepContext) -> BatchBuilder:
         candidates = iter(context.candidates)
@@ -67,15 +68,15 @@ class Packing:
         return pack
 
     def _limit(self, urgent: Sequence[tuple[Request, int]], context: StepContext) -> float:
-        """Seconds that the step may take: what is left to the most urgent request that can have its token in time.
+        """Return the time limit of the step: the slack of the most urgent request that can still meet its deadline.
 
-        One that cannot, even alone, does not limit the step: it would be none the better, and all others the worse.
-        Where that is so with all of them, steps keep within the TPOT of requests that have no own.
+        A request that would be late even alone does not limit the step, as that would only slow down the others. If all
+        would be late, the limit is the default TPOT.
         """
         if not urgent:
             return inf
         due, cost = self.next_tokens.due, self.cost
-        now = context.now + len(context.in_flight) * self.mean_s  # when the step begins
+        now = context.now + len(context.in_flight) * self.mean_s  # start of the step
         for request, pending in sorted(urgent, key=lambda one: due(one[0])):
             left = due(request) - now
             if left > 0 and StepLoad.of(request.planned, pending).seconds(cost) <= left:
@@ -84,9 +85,13 @@ class Packing:
 
 
 class Pack:
-    """One step's batch under `Packing`.
+    """Batch of one `Packing` step.
 
-    limit: seconds that it may take. chosen: the requests that are to join and have not yet, with their tokens.
+    Args:
+        limit: Time limit of the step in seconds.
+
+    Attributes:
+        chosen: Requests chosen but not yet taken, with their tokens.
     """
 
     def __init__(self, rules: Packing, context: StepContext, limit: float) -> None:
@@ -94,25 +99,24 @@ class Pack:
         self._rules = rules
         self._context = context
         self._limit = limit
-        self._seats = 0  # requests that are to join or have joined
-        self._tokens = rules.max_tokens  # that are left
+        self._seats = 0  # chosen and taken requests
+        self._tokens = rules.max_tokens  # remaining tokens
         self._load = StepLoad()
-        self._urgent: set[Request] = set()  # real-time requests that could run
-        self._last: list[Request] = []  # real-time requests that are to join, the least urgent last
+        self._urgent: set[Request] = set()  # real-time candidates
+        self._last: list[Request] = []  # chosen real-time requests, least urgent last
 
     @property
     def seconds(self) -> float:
-        """Of the step, by the model."""
+        """Modeled time of the step."""
         return self._load.seconds(self._rules.cost)
 
     @property
     def seats_left(self) -> int:
-        """How many best-effort requests more the step may have, beside its real-time ones."""
+        """Number of further best-effort requests that the step may have."""
         return self._rules.cap - self._seats
 
     def add_all(self, candidates: Sequence[tuple[Request, int]], *, real_time: bool) -> bool:
-        """Choose all of these, which are of one class, with all of their tokens, where nothing is short; otherwise
-        none."""
+        """Choose all candidates of one class with all of their tokens if they fit, and return whether they do."""
         if len(candidates) > (self._rules.max_seqs if real_time else self.seats_left):
             return False
         prefill = attention = decodes = context = away = 0
@@ -139,7 +143,7 @@ class Pack:
         return True
 
     def add_real_time(self, urgent: Sequence[tuple[Request, int]]) -> bool:
-        """Choose from the requests, the most urgent first; False: not all of them fit the time."""
+        """Choose real-time requests, most urgent first. Return False if some do not fit the time limit."""
         self._urgent.update(request for request, _ in urgent)
         for request, pending in urgent:
             if self._seats >= self._rules.max_seqs or self._tokens <= 0:
@@ -154,7 +158,7 @@ class Pack:
         return True
 
     def add_best_effort(self, request: Request, pending: int) -> bool:
-        """Choose the request, if need be in place of a real-time one; False: neither."""
+        """Choose the request, if necessary in place of a real-time one. Return whether it was chosen."""
         if self.seats_left > 0 and (tokens := self._room_for(request, pending)):
             self._choose(request, tokens)
             return True
@@ -172,11 +176,11 @@ class Pack:
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if (tokens := self.chosen.get(request)) is not None:
             return tokens
-        if not self._seats:  # there is no candidate: each request has to take its memory from others
+        if not self._seats:  # no candidates: every request needs memory of others
             return min(pending, self._tokens)
         if not self.chosen:
             return ALL_HELD
-        if request in self._rules.next_tokens and request not in self._urgent:  # so has this one
+        if request in self._rules.next_tokens and request not in self._urgent:  # it, too, needs memory of others
             return self._room_for(request, pending) or HELD
         return HELD
 
@@ -185,17 +189,17 @@ class Pack:
             self._join(request, tokens)
 
     def _room_for(self, request: Request, pending: int) -> int:
-        """How many of the request's pending tokens there are seats and time for."""
+        """Return how many of the pending tokens fit the slots and the time."""
         most = min(pending, self._tokens)
         return self._fit(request, most) if most > 0 and self._seats < self._rules.max_seqs else 0
 
     def _fit(self, request: Request, most: int) -> int:
-        """How many tokens the step can compute in time, at most these; 0: too few to be worth a slice."""
+        """Return how many tokens fit the time limit, at most `most`; 0 if too few for a slice."""
         away = self._context.blocks_away(request)
         return fitting_tokens(self._load, request.planned, most, away=away, cost=self._rules.cost, limit=self._limit)
 
     def _can_wait(self, request: Request) -> bool:
-        """Whether its next token is still in time if another step computes it (BROS equation 6)."""
+        """Return whether the next token still meets its deadline if computed a step later (BROS equation 6)."""
         left = self._rules.next_tokens.due(request) - self._context.now
         return left >= self.seconds + self._rules.mean_s
 

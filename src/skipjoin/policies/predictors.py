@@ -1,4 +1,4 @@
-"""Expected output lengths: where policies get them from."""
+"""Predicted output lengths, as policies read them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ import math
 from skipjoin.core.forecast import Forecast, length_quantile
 from skipjoin.core.request import Request
 
-# Expected of a request that has no forecast. A small number: with doubling, requests are then told apart as by feedback
-# queues, and short ones lose little.
+# Prediction without a forecast. It is small, so that with doubling, requests are separated as by feedback queues, and
+# short ones lose little.
 NO_FORECAST_TOKENS = 16
 
 
 def forecast_tokens(request: Request) -> float:
-    """The length that the request's forecast expects, `NO_FORECAST_TOKENS` without one; at least 1, and at most
-    `max_tokens`."""
+    """Return the forecast output length within [1, max_tokens], or `NO_FORECAST_TOKENS` without a forecast."""
     expected = NO_FORECAST_TOKENS if request.forecast is None else request.forecast.tokens
     return min(max(expected, 1), request.max_tokens)
 
 
-# Points of distributions that are kept, by request.
+# Cached quantiles.
 _MOST_POINTS = 8192
 
 
 class ForecastQuantile:
-    """As `forecast_tokens`, but where the forecast has a distribution, the length below which the share `level` of it
-    lies.
+    """Quantile `level` of the forecast's length distribution; without a distribution, `forecast_tokens`.
 
-    A request that was taken for a short one outgrows its length at small cost, one that was taken for a long one waits
-    for nothing. So a point below the mean serves best, the more so the less is known.
+    Underestimates cost little, since a request outgrows them, while an overestimated request waits for nothing. So a
+    point below the mean serves best, the more so the less is known.
     """
 
     def __init__(self, level: float) -> None:
@@ -41,7 +39,7 @@ class ForecastQuantile:
         forecast = request.forecast
         if forecast is None or not forecast.mass:
             return forecast_tokens(request)
-        # Asked for with every token: kept while the forecast is the same object.
+        # Cached per forecast object, as it is read with every token.
         kept = self._points.get(request.id)
         if kept is None or kept[0] is not forecast:
             if len(self._points) >= _MOST_POINTS:
@@ -51,32 +49,32 @@ class ForecastQuantile:
 
 
 def most_tokens(request: Request) -> int:
-    """The length that the request asks for at most. Where outputs run to max_tokens, as in experiments that force
-    output lengths, this is the true length: an oracle."""
+    """Return max_tokens, the true length in experiments that force output lengths (an oracle)."""
     return request.max_tokens
 
 
-# Buckets of lengths, half an octave wide, up to 2 ** 20 tokens.
+# Half-octave buckets of lengths up to 2 ** 20 tokens.
 _BUCKETS = 41
-# Weight that older lengths keep when another one is learnt: the last 500 or so count.
+# Decay of older lengths per learned length: about the last 500 count.
 _KEPT = 0.998
-# What is expected before anything was learnt, with the weight of one request: answers of chats are about as long.
+# Initial prediction with the weight of one request: a typical chat answer.
 _FIRST_GUESS = 128
 
 
 class LearntLength:
-    """The mean length of the requests that ended of late, among those that were longer than this one is by now, each
-    cut at what this one may generate at most. So the expectation grows with a request that goes on, as it must where
-    lengths are skewed: a request that has generated much is likely to generate much more.
+    """Mean length of recently finished requests that were longer than the current output, each capped at max_tokens.
+
+    The prediction grows while a request runs, as it must for skewed lengths: a request that has generated much is
+    likely to generate much more.
     """
 
     def __init__(self) -> None:
         self._weights = [0.0] * _BUCKETS
-        self._tokens = [0.0] * _BUCKETS  # the weighted sum of lengths
+        self._tokens = [0.0] * _BUCKETS  # weighted sums of lengths
         self._add(_FIRST_GUESS)
 
     def learn(self, request: Request) -> None:
-        """A request came to its own end: it has generated all that it was to generate."""
+        """Learn the length of a request that finished by itself."""
         for bucket in range(_BUCKETS):
             self._weights[bucket] *= _KEPT
             self._tokens[bucket] *= _KEPT
@@ -89,7 +87,7 @@ class LearntLength:
             if (share := self._weights[bucket]) > 0 and (mean := self._tokens[bucket] / share) > generated:
                 weight += share
                 total += share * min(mean, most)
-        # Longer than anything seen of late: as much again.
+        # Longer than all recent requests: predict twice the output.
         expected = round(total / weight) if weight else 2 * generated
         return min(most, max(expected, generated + 1))
 

@@ -1,4 +1,4 @@
-"""A sorted collection for orderings: many requests whose keys rest, few whose keys change at every step."""
+"""Sorted collection of requests for orderings, most of whose keys rarely change."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from skipjoin.core.request import Request
 
 
 class Ranking:
-    """Requests by key, smallest first. Keys must be distinct (end them with the request's id) and comparable.
+    """Requests by key, smallest first. Keys must be comparable and distinct, so end them with the request's id.
 
-    Resting requests lie in a sorted list: adding or removing one costs a search and a memory move, however many
-    there are. Restless ones are sorted whenever the ranking is read, which is next to nothing while they are few
-    and nearly in order.
+    Stable keys are in a sorted list, where an update costs a binary search and a memory move. Volatile keys are sorted
+    on every read, which is cheap while they are few and nearly sorted.
     """
 
     def __init__(self) -> None:
@@ -27,23 +26,23 @@ class Ranking:
         return len(self._keys)
 
     def key(self, request: Request) -> Any:
-        """The request's current key."""
+        """Return the request's current key."""
         return self._keys[request]
 
     def rest(self, request: Request, key: Any) -> None:
-        """Add the request, or give it a new key, one that is not expected to change soon."""
+        """Add or update a request whose key is not expected to change soon."""
         self.discard(request)
         self._keys[request] = key
         insort(self._resting, (key, request), key=itemgetter(0))
 
     def change(self, request: Request, key: Any) -> None:
-        """Give the request a new key, one that is expected to change again at the next step."""
+        """Add or update a request whose key is expected to change in the next step."""
         if request not in self._restless:
             self.discard(request)
         self._keys[request] = self._restless[request] = key
 
     def discard(self, request: Request) -> None:
-        """Forget the request, if it is here."""
+        """Remove the request if present."""
         if request in self._restless:
             del self._restless[request], self._keys[request]
         elif (key := self._keys.pop(request, None)) is not None:

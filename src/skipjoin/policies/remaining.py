@@ -1,4 +1,4 @@
-"""Remaining time as a value: what shortest remaining time first and ALISE order requests by."""
+"""Remaining time as a value function, for SRPT and ALISE."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from skipjoin.policies.execution import ExecutionTime
 
 
 class RemainingTime:
-    """Least remaining work first, in seconds: tokens that have no KV yet, then the tokens that are expected still to
-    come (ALISE section 3.1, equations 3 to 5). With true lengths this is SRPT, the bound that the other orderings are
-    held against.
+    """Value function of the least remaining work in seconds: uncached tokens plus predicted output (ALISE section 3.1).
 
-    A request that outgrows its expected length is expected to get twice as long, and twice again, so that it falls
-    behind rather than stay the one that is about to end.
+    With true lengths this is SRPT, the reference bound of the other orderings.
 
-    With `aging_s` seconds of age, counted from its arrival, a request is as good as one that has e times less to do. As
-    all age alike, the key is the logarithm of the remaining time plus the arrival over `aging_s`, and rests while the
-    request waits. So nothing that arrives `aging_s` times the logarithm of the two remaining times' ratio later
-    overtakes it any more: requests that differ a little swap places for a short while only, however fast the machine.
+    A request that outgrows its predicted length is predicted to get twice as long, repeatedly, so it falls behind
+    instead of staying next to finish.
 
-    time: prices the work. lengths: expected output tokens of a request in all. aging_s: inf: age does not count.
+    Aging: every `aging_s` seconds since its arrival count like e times less remaining work. As all requests age alike,
+    the key is log(remaining time) + arrival / `aging_s` and does not change while the request waits. A request that
+    arrives later than `aging_s` times the log ratio of the remaining times cannot overtake. So similar requests swap
+    ranks only briefly, whatever the machine's speed.
+
+    Args:
+        time: Prices the work.
+        lengths: Predicts the total output tokens of a request.
+        aging_s: inf disables aging.
     """
 
     def __init__(
@@ -52,18 +55,17 @@ class RemainingTime:
         return 0
 
     def promoted(self, key: float) -> float:
-        """When its age puts a request with this key before everything that is still to arrive (ALISE equation 7), on
-        the driver's clock; inf: never."""
+        """Return when aging ranks this key before all future arrivals (ALISE equation 7), or inf."""
         return self._aging_s * (key - math.log(self._time.decode(1)))
 
     def seconds(self, request: Request, known: int) -> float:
-        """Remaining work of the request. known: its tokens, one just sampled included."""
+        """Return the remaining work of a request with `known` tokens, including one just sampled."""
         generated = known - len(request.prompt)
         length = self._lengths(request)
         while length < generated:
             length *= 2
         seconds = (length - generated if length > generated else 1) * self._time.decode(known)
-        # Just sampled, a token waits for its own step, which is counted above; more than that is prefill.
+        # The step of a just-sampled token is counted above; more uncached tokens are prefill.
         uncached = known - request.reached
         if uncached > 1:
             seconds += self._time.prefill(uncached)

@@ -1,4 +1,4 @@
-"""Batches for a pipeline: each plan takes its share of the work, so that all stages are busy all the time."""
+"""Even batches for pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 
-# What a further token, pair or request costs is read off beside a prefill of so many tokens: there no work hides behind
-# the reading of the weights, so that a batch of decodes counts for what it adds to the plan that it joins.
+# Marginal costs are measured next to a prefill of this many tokens, where no work hides behind weight loading. A batch
+# of decodes then counts what it adds to a plan.
 _BESIDE = StepShape(prefill=1 << 16)
 _MANY = 1 << 10
-# Every slice counts for so many seconds besides, so that where slices cost nothing their number is shared.
+# Cost of every slice, so that the number of slices is balanced where they cost nothing.
 _SLICE_S = 1e-9
 
 
 class _Loads:
-    """What slices add to a step, in seconds: linear in their work, so that loads of plans add up."""
+    """Additive loads of slices: the seconds that they add to a step, linear in their work."""
 
     def __init__(self, cost: CostModel) -> None:
         self.revision = cost.revision
@@ -34,37 +34,41 @@ class _Loads:
 
         self._token, self._pair = further(prefill=_MANY), further(attention=_MANY**2)
         self._decode, self._context = further(decodes=_MANY), further(context=_MANY**2)
-        # With fewer tokens than this a step is shorter than its fixed part: cutting prompts finer costs more than it
-        # brings.
+        # A step with fewer tokens is shorter than its fixed time, so finer chunks cost more than they gain.
         fixed = cost.step(StepShape())
         self.least_chunk = max(1, math.ceil(fixed / self._token)) if self._token > 0 else 1
 
     def of(self, start: int, tokens: int) -> float:
-        """Of a slice."""
+        """Return the load of a slice."""
         if tokens == 1:
             return _SLICE_S + self._decode + self._context * (start + 1)
         return _SLICE_S + self._token * tokens + self._pair * (tokens * start + tokens * (tokens + 1) / 2)
 
     def reaching(self, start: int, load: float) -> int:
-        """The fewest tokens from `start` on that are at least the load."""
+        """Return the minimum number of tokens from `start` that reaches `load`."""
         linear = self._token + self._pair * (start + 0.5)
         root = math.sqrt(linear * linear + 2 * self._pair * max(0.0, load))
-        # The positive root of pair / 2 x n^2 + linear x n = load, in a form that holds for a pair of 0 too.
+        # Positive root of pair / 2 x n^2 + linear x n = load, in a form that also holds for pair = 0.
         return math.ceil(2 * load / (linear + root)) if linear > 0 else _BESIDE.prefill
 
 
 class EvenStages:
-    """Around any batcher, for pipeline stages: the plans in flight get even shares of the work (the even chunks of
-    Sarathi, between plans), so that no stage waits long for a plan to pass, and none finds no request to run.
+    """Batcher wrapper that gives the plans in flight equal shares of the work, so that no pipeline stage idles.
 
-    A plan takes the best requests until it has its share: what all requests that run or could run add to steps, over
-    the number of stages, and no more than leaves something for the stages that have no plan yet. So a plan has at least
-    the mean load, or takes every idle request, and has never more than the mean and one slice. A request that is left
-    over goes into the next plan, one stage's time later, and is left over no more than `stages` - 1 times in a row.
+    This extends Sarathi's even chunks to plans.
 
-    batcher: what limits a plan. most_seqs, most_tokens: requests and prompt tokens that fit all stages together. cuts:
-    whether prompts may be cut to fit the share. A lone one is cut so that its chunks follow each other through the
-    stages, but no finer than pays. holds_back: whether newcomers, too, are left for the next plan.
+    A plan takes the best requests until its load reaches the mean: the load of all running and runnable requests
+    divided by the number of stages. It leaves work for stages that have no plan yet. So a plan has at least the mean
+    load or all idle requests, and at most the mean plus one slice. A skipped request joins the next plan, one stage's
+    time later, and is skipped at most `stages` - 1 times in a row.
+
+    Args:
+        batcher: Limits a plan.
+        most_seqs: Requests that fit all stages together.
+        most_tokens: Prompt tokens that fit all stages together.
+        cuts: Whether prompts may be cut to the share. A lone prompt is cut so that its chunks pipeline through the
+            stages, but no finer than useful.
+        holds_back: Whether new requests may be skipped, too.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class EvenStages:
         self.holds_back = holds_back
         self._cost = cost
         self._loads = _Loads(cost)
-        self._flying: dict[int, float] = {}  # loads of the plans in flight
+        self._flying: dict[int, float] = {}  # loads by plan id
         self._last: EvenBuilder | None = None
 
     @property
@@ -100,7 +104,7 @@ class EvenStages:
         if self._loads.revision != self._cost.revision:
             self._loads = _Loads(self._cost)
         known, last = self._flying, self._last
-        # A plan that is not known is the one that came of the last batch.
+        # A plan without a known load is the one built from the last batch.
         self._flying = {
             plan.id: known.get(plan.id, last.load if last is not None else 0.0) for plan in context.in_flight
         }
@@ -113,10 +117,15 @@ class EvenStages:
 
 
 class EvenBuilder:
-    """One step's batch under `EvenStages`.
+    """Batch of one `EvenStages` step.
 
-    inner: the batch of the batcher that limits it. flying: loads of the plans in flight. passed: how often in a row
-    requests were left over. load: of the batch so far.
+    Args:
+        inner: Batch of the wrapped batcher.
+        flying: Loads of the plans in flight.
+        passed: How often in a row each request was skipped.
+
+    Attributes:
+        load: Load of the batch so far.
     """
 
     def __init__(
@@ -126,18 +135,18 @@ class EvenBuilder:
         self._inner = inner
         self._loads = loads
         self._flying = sum(flying)
-        self._more = max(0, rules.stages - len(flying) - 1)  # plans that could follow at once
+        self._more = max(0, rules.stages - len(flying) - 1)  # further plans that could start
         self._passed = passed
-        # Requests that could run and are not in the batch: tokens, their load, and the slices that they are worth.
+        # Runnable requests not in the batch: tokens, load, and number of useful slices.
         self._idle: dict[Request, tuple[int, float, int]] = {}
-        self._slices = 0  # of them together
-        self._sought = 0.0  # load of all that could run, those in the batch too
+        self._slices = 0  # useful slices of all idle requests
+        self._sought = 0.0  # load of all runnable requests, including the batch
         self._share = self.load = 0.0
         self._overdue: set[Request] = set()
         self._is_full = False
 
     def look_at(self, context: StepContext) -> None:
-        """Learn what there is to share."""
+        """Determine the work to share."""
         rules, loads, offer, load_of = self._rules, self._loads, self._inner.offer, self._loads.of
         seats, tokens = rules.most_seqs, rules.most_tokens
         for plan in context.in_flight:
@@ -166,7 +175,7 @@ class EvenBuilder:
         self._share = self._share_of(self._sought)
 
     def passed_over(self) -> dict[Request, int]:
-        """How often in a row requests were left over, this step included."""
+        """Return how often in a row requests were skipped, including this step."""
         return {request: self._passed.get(request, 0) + 1 for request in self._idle} if self._is_full else {}
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
@@ -198,15 +207,17 @@ class EvenBuilder:
         return min((self._flying + sought) / self._rules.stages, sought / (self._more + 1))
 
     def _is_urgent(self, request: Request) -> bool:
-        """Whether the request must not be left over. Nor may one that was not looked at, as others are evicted for it;
-        while a request that matters more was left over, that one can wait."""
+        """Return whether the request must not be skipped.
+
+        A request that was not looked at needs evictions and must not be skipped either, unless a better one was.
+        """
         is_unseen = request not in self._idle and not self._is_full
         return is_unseen or request in self._overdue or not (self._rules.holds_back or request.planned)
 
     def _fit(self, request: Request, pending: int, most: int) -> int:
-        """How many of the prompt's tokens make the share full; `most` if that leaves too little to be worth a slice."""
+        """Return how many prompt tokens fill the share, or `most` if the rest would be too small for a slice."""
         loads, share = self._loads, self._share
-        if request not in self._idle:  # it takes its memory from others
+        if request not in self._idle:  # it needs memory of others
             share = self._share_of(self._sought + loads.of(request.planned, pending))
         tokens = max(loads.least_chunk, loads.reaching(request.planned, share - self.load))
         return most if tokens >= most or pending - tokens < loads.least_chunk else tokens

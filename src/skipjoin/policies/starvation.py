@@ -1,4 +1,4 @@
-"""How long a request may be passed over: from the one number that says what users accept, or within a bound."""
+"""Starvation thresholds: derived from the objective, or from a bound on waiting."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ from dataclasses import dataclass, replace
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import PAUSE_S, StepShape
 
-# FastServe tunes its threshold from the objective and sets it to the objective itself, which turns the queues into
-# round robin at overload. Simulated on ShareGPT's lengths above capacity, the mean and the P95 of normalized latency
-# fall until 100 objectives or so, and stay.
+# FastServe sets its threshold to the objective, which turns the queues into round robin at overload. In simulations of
+# ShareGPT lengths above capacity, mean and P95 of normalized latency fall until about 100 objectives and then stay.
 _OBJECTIVES = 100
-# Blocking moves take at most this much of the time that the steps compute; see `least_bound`.
+# Maximum ratio of transfer time to computing time; see `least_bound`.
 _MOVING_SHARE = 1.5
 
 
 def starvation_after(slo_s: float) -> float:
-    """Seconds without running after which a request is promoted (FastServe section 4.1).
+    """Return the seconds without running after which a request is promoted (FastServe section 4.1).
 
-    slo_s: seconds per output token that users accept.
+    Args:
+        slo_s: Acceptable seconds per output token.
     """
     return _OBJECTIVES * slo_s
 
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """The most of everything that can come together.
+    """Worst-case load of an engine.
 
-    cost: what steps and moves take. requests: live at once. max_len: tokens of a request, at most what the device
-    holds. max_seqs, max_tokens: of a step. device_blocks, host_blocks: KV blocks of block_size tokens; no
-    host_blocks where KV never moves. depth: plans in flight. moves_overlapped: whether moves overlap with steps, too.
-    stages: between which steps are shared out (`EvenStages`); then as many plans are in flight.
+    Attributes:
+        cost: Prices steps and transfers.
+        requests: Maximum number of unfinished requests.
+        max_len: Maximum tokens of a request, at most the device's capacity.
+        max_seqs, max_tokens: Limits of a step.
+        device_blocks, host_blocks: KV blocks of `block_size` tokens on the device and CPU tiers; `host_blocks` is 0
+            where KV is never swapped.
+        depth: Plans in flight.
+        moves_overlapped: Whether transfers may overlap with steps.
+        stages: Pipeline stages that share each step (`EvenStages`), with as many plans in flight.
     """
 
     cost: CostModel
@@ -47,12 +53,12 @@ class WorstCase:
 
     @property
     def blocks(self) -> int:
-        """Of the longest request."""
+        """Blocks of the longest request."""
         return -(-self.max_len // self.block_size)
 
     @property
     def step_s(self) -> float:
-        """The longest step, its moves aside: all tokens are prefill at the end of the context, beside most decodes."""
+        """Longest step without transfers: all tokens are prefill at the end of the context, with the most decodes."""
         on_device = self.device_blocks * self.block_size
         seqs = min(self.max_seqs, self.max_tokens, self.requests)
         shape = StepShape(self.max_tokens, self.max_tokens * self.max_len, seqs, min(on_device, seqs * self.max_len))
@@ -60,7 +66,7 @@ class WorstCase:
 
     @property
     def turn_steps(self) -> int:
-        """Steps until the first queue's first request has left it, since it became the first; see `least_bound`."""
+        """Number of steps from becoming the head of the first queue until leaving it; see `least_bound`."""
         chunks = -(-self.max_len // self.max_tokens)
         step_blocks = -(-self.max_tokens // self.block_size) + self.max_seqs
         spared = 1
@@ -72,7 +78,7 @@ class WorstCase:
 
     @property
     def stay_s(self) -> float:
-        """The longest stay in the first queue, from promotion to the plan that runs the request."""
+        """Longest time in the first queue, from promotion to the plan that runs the request."""
         if not self.moves_overlapped:
             return self.requests * self.turn_steps * (self.step_s + self._all_moves_s)
         step_s = (1 + _MOVING_SHARE) * self.step_s
@@ -81,62 +87,62 @@ class WorstCase:
 
     @property
     def around_s(self) -> float:
-        """What a wait takes besides the threshold and the stay: whole steps before, between and after the two."""
+        """Waiting time besides threshold and stay: whole steps before, between and after them."""
         return (2 + self.depth) * (self.step_s + self._all_moves_s)
 
     @property
     def _all_moves_s(self) -> float:
-        """All KV on the device leaves, and as much comes in."""
+        """Time to swap out all KV on the device and swap in as much."""
         return 2 * self.cost.transfer(self.device_blocks) if self.host_blocks else 0.0
 
 
 def least_bound(most: WorstCase) -> float:
-    """The shortest time in seconds that can be promised as a bound on waiting, from a request's arrival, or the end of
-    a step that ran it, to the end of the next step that runs it: `around_s + 2 x stay_s`.
+    """Return the smallest bound on waiting in seconds that can be guaranteed: `around_s + 2 x stay_s`.
 
-    Promised by skip-join MLFQ (FastServe section 4.1) whose promotions nothing paces and whose threshold alpha is what
-    remains of the bound: bound - around_s - stay_s, at least stay_s. That steps and moves take what the profile says,
-    that copies do not fail, and that no request is in an earlier band is assumed.
+    A wait lasts from a request's arrival, or the end of a step that ran it, to the end of the next step that runs it.
 
-    Proof. An arrival is seen at the end of a step; alpha later it starves; at the next decision, at most a step later,
-    it is promoted to the tail of the first queue; and when it is chosen, `depth` steps end until its own has. These
-    are `around_s`. In between it stays in the first queue. A request that comes later queues behind it, so at
-    most requests - 1 are ahead. Call the first of them the head. While a request waits for space, none behind gets in:
-    the others run only if they hold KV. A request that was served leaves the queue and, as alpha is at least the
-    stay, is not promoted again within it: each has one turn, and a turn is no longer than `turn_steps`:
+    The bound holds for skip-join MLFQ (FastServe section 4.1) without rate-limited promotions and with the threshold
+    alpha = bound - around_s - stay_s, which is at least stay_s. It assumes that steps and transfers take the profiled
+    time, that copies do not fail, and that no request is in a better band.
 
-    - Each step runs the head, or else the best of the queue that holds KV on the device, and gives it all the tokens
-      of the step that it can use; no request evicts it. It leaves after the chunks of max_len, for which its promotion
-      gives it the time, and a decode, which takes a whole quantum. The best holder may lose its chunks once, to a
-      head that got in since: 2 x chunks + 1 steps.
-    - The head may find no request to serve ahead of it and no space, as requests that run and have not sampled since
-      they came are spared. In a step with tokens to spare all of those sample. In another one all but the last of them
-      do, and the last one leaves room for the head on a device of three longest requests and what the plans in flight
-      hold: a step of each kind. On a smaller one they compute at least max_tokens - max_seqs + 1 of its tokens per
-      step.
-    - With plans in flight each of these is seen `depth` - 1 steps late, and victims first pause for as long.
-    - While its KV moves others may be let into the queue and run at once: two steps.
+    Proof. An arrival is noticed at the end of a step; alpha later the request starves; at most a step later it is
+    promoted to the tail of the first queue; once chosen, its step is complete after `depth` steps. These are
+    `around_s`. In between it stays in the first queue, with at most requests - 1 ahead, as later ones queue behind it.
+    Call the first of them the head. While a request waits for space, requests behind it run only if they hold KV. A
+    served request leaves the queue. As alpha is at least the stay, it is not promoted again within it. So each request
+    is served once, in at most `turn_steps` steps:
 
-    Blocking moves: at most the whole device leaves and comes in. Where moves overlap with steps, only the head comes in
-    with a blocking one, and all that leaves was computed before, which took longer than to move it out and in (`Swap`),
-    or came in overlapped with steps, in no more time than they take: so the moves take half and all of the steps' time,
-    beyond what was on the device at first and the moves of the longest request, in and out and in again. The head may
-    be in transit: the link holds two steps' time and one request more, and a landing is seen at a step's end. Once it
-    is the head it does not leave.
+    - Each step runs the head, or else the best KV holder of the queue, with all the tokens of the step that it can use;
+      no request evicts it. It leaves after the chunks of max_len, whose time its promotion grants, and a decode, which
+      uses a whole quantum. The best holder may lose its chunks once, to a head that was admitted later:
+      2 x chunks + 1 steps.
+    - The head may find no space, as running requests that have not sampled since their admission are spared. In a step
+      with spare tokens all of those sample. In another one all but the last do, and the last leaves space for the head
+      if the device holds three longest requests and the blocks of the plans in flight: a step of each kind. On a
+      smaller one they compute at least max_tokens - max_seqs + 1 of its tokens per step.
+    - With plans in flight each of these is noticed `depth` - 1 steps late, and victims first pause for as long.
+    - While the head's KV moves, others may be admitted and run: two steps.
 
-    Where steps are shared out between stages, what a step does for the head or for spared requests takes up to
-    `stages` plans: a prompt's tokens of one step are cut into as many chunks, and a request that could run is in one of
-    as many plans that follow each other.
+    Blocking transfers: at most the whole device is swapped out and in. Where transfers overlap with steps, only the
+    head is swapped in with a blocking one. All KV that is swapped out was either computed before, which took longer
+    than swapping it out and in (`Swap`), or swapped in within the time of steps. So transfers take one and a half times
+    the steps' time, besides the KV initially on the device and the longest request's transfers: in, out and in again.
+    The head may be in transit: the link holds two steps' time and one request more, and a completed transfer is noticed
+    at a step's end. Once it is the head it is not swapped out.
 
-    Where newcomers wait for memory until a request ends (`Defer`), there is no bound: none makes way for the head.
+    With pipeline stages, the work of one step for the head or for spared requests takes up to `stages` plans: a prompt
+    is cut into as many chunks, and a runnable request joins one of as many consecutive plans.
+
+    There is no bound where new requests wait for memory until another finishes (`Defer`).
     """
     return most.around_s + 2 * most.stay_s
 
 
 def starvation_within(bound_s: float, most: WorstCase) -> float:
-    """The threshold in seconds with which no wait exceeds `bound_s`, which is at least `least_bound(most)`.
+    """Return the starvation threshold in seconds that keeps every wait within `bound_s`.
 
-    Raises ValueError if it is less.
+    Raises:
+        ValueError: `bound_s` is below `least_bound(most)`.
     """
     if not bound_s >= (least := least_bound(most)):
         raise ValueError(f"bound_s must be at least {least}, got {bound_s}")
@@ -144,7 +150,7 @@ def starvation_within(bound_s: float, most: WorstCase) -> float:
 
 
 def most_requests(bound_s: float, most: WorstCase) -> int:
-    """How many requests may be live so that the bound can be promised, at most as many as are; 0: not even one."""
+    """Return the maximum number of unfinished requests for which the bound holds, up to `most.requests`; 0 if none."""
     low, high = 0, most.requests
     while low < high:
         middle = (low + high + 1) // 2

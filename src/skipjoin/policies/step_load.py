@@ -1,4 +1,4 @@
-"""What slices add to a step, and how much fits into a time."""
+"""Load of a step, and the tokens that fit a time limit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape
 
-# A prompt is not cut to fewer tokens than this to fit a time: each chunk costs a slice.
+# Minimum chunk when a prompt is cut to a time limit, as each chunk costs a slice.
 LEAST_CHUNK = 16
 
 
 class StepLoad(NamedTuple):
-    """A shape's figures, and the KV blocks that have to come back before the step."""
+    """Shape of a step, and the KV blocks to swap in before it."""
 
     prefill: int = 0
     attention: int = 0
@@ -22,13 +22,13 @@ class StepLoad(NamedTuple):
 
     @classmethod
     def of(cls, start: int, tokens: int, away: int = 0) -> StepLoad:
-        """Of a slice of so many tokens from position `start` on."""
+        """Return the load of a slice of `tokens` tokens from position `start`."""
         if tokens == 1:
             return cls(0, 0, 1, start + 1, away)
         return cls(tokens, tokens * start + tokens * (tokens + 1) // 2, 0, 0, away)
 
     def plus(self, other: StepLoad, sign: int = 1) -> StepLoad:
-        """Both together, or without the other one."""
+        """Return the sum of two loads, or their difference for `sign` -1."""
         prefill, attention, decodes, context, away = other
         return StepLoad(
             self.prefill + sign * prefill,
@@ -39,15 +39,14 @@ class StepLoad(NamedTuple):
         )
 
     def seconds(self, cost: CostModel) -> float:
-        """Of the step."""
+        """Return the modeled time of the step."""
         prefill, attention, decodes, context, away = self
         step = cost.step(StepShape(prefill, attention, decodes, context))
         return step + cost.transfer(away) if away else step
 
 
 def fitting_tokens(load: StepLoad, start: int, most: int, *, away: int, cost: CostModel, limit: float) -> int:
-    """How many tokens of a request, at most `most` from `start` on, a step with this load can compute within `limit`
-    seconds; 0: too few to be worth a slice."""
+    """Return how many tokens, at most `most`, fit this step within `limit` seconds; 0 if too few for a slice."""
     if load.plus(StepLoad.of(start, most, away)).seconds(cost) <= limit:
         return most
     low = 0

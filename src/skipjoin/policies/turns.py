@@ -1,4 +1,4 @@
-"""Round robin of the two service classes, step by step (BROS section 2.2)."""
+"""Round robin between the two service classes, step by step (BROS section 2.2)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from skipjoin.core.step import Slice
 
 
 class Turn:
-    """Whose turn it is. best_effort: the best-effort requests'."""
+    """Service class that runs next, shared by the ordering and the batcher."""
 
     def __init__(self) -> None:
         self.best_effort = False
 
 
 class ByTurn(Callbacks):
-    """The class whose turn it is before the other. None evicts another to get in: the next turn would be the other's.
+    """Ordering that ranks the current class first, without preemption, which would reverse in the next step.
 
-    make: builds the ordering of a class.
+    Args:
+        make: Builds the ordering of a class.
     """
 
     def __init__(self, turn: Turn, make: Callable[[], Ordering]) -> None:
@@ -64,10 +65,13 @@ class ByTurn(Callbacks):
 
 
 class Turns:
-    """Around any batcher: steps run real-time and best-effort requests in turn, never both. Where no request of the
-    class whose turn it is could run, the other one has the step.
+    """Batcher wrapper whose steps alternate between real-time and best-effort requests.
 
-    batcher: what limits a step. turn: what the ordering follows.
+    If no request of the current class can run, the other class gets the step.
+
+    Args:
+        batcher: Limits a step.
+        turn: Current class, which the ordering follows.
     """
 
     def __init__(self, batcher: Batcher, turn: Turn) -> None:
@@ -91,7 +95,7 @@ class Turns:
 
 
 class TurnBuilder:
-    """One step's batch under `Turns`. best_effort: the class that it is for."""
+    """Batch of one `Turns` step, for one class."""
 
     def __init__(self, inner: BatchBuilder, best_effort: bool) -> None:
         self.best_effort = best_effort

@@ -1,4 +1,4 @@
-"""One ordering for all value functions: what changes a request's key, and what keeps the requests sorted by it."""
+"""Ordering by a value function."""
 
 from __future__ import annotations
 
@@ -16,46 +16,53 @@ _NEVER = math.inf
 
 
 class Value(Protocol):
-    """How much requests matter, as keys: the smaller, the more. Pure: keys follow from the arguments, the request and
-    what `revision` stands for. An eviction leaves tokens known and takes computed ones away: it must not make a key
-    smaller."""
+    """Value function of requests: the smaller the key, the higher the rank.
+
+    It is pure: keys follow from the arguments, the request and `revision`. An eviction, which keeps known tokens and
+    removes computed ones, must not make a key smaller.
+    """
 
     @property
     def revision(self) -> int:
-        """Changes when answers given before no longer hold, as those of a cost model do. Asked at every step."""
+        """Changes when earlier results no longer hold, as in a cost model. Read in every step."""
         ...
 
     def key(self, request: Request, known: int, now: float) -> tuple[Any, ...]:
-        """The key, without tie-breakers. known: the request's tokens, one that was just sampled and is not appended yet
-        included. now: seconds on the driver's clock."""
+        """Return the key without tie-breakers.
+
+        Args:
+            known: Tokens of the request, including one just sampled.
+            now: Seconds on the driver's clock.
+        """
         ...
 
     def until(self, request: Request, now: float) -> float:
-        """When time alone changes the key of a request that waits, later than `now`; inf: never."""
+        """Return when, after `now`, time alone changes the key of a waiting request, or inf."""
         ...
 
     def tokens(self, request: Request, known: int) -> int:
-        """How many tokens are known when the key changes next, more than `known`; 0: with every token from now on. A
-        request that runs costs least if that is about twelve times in its life, as with bins of lengths."""
+        """Return the number of known tokens at which the key changes next, or 0 for every token from now on.
+
+        Running requests are cheapest with about twelve changes in their life, as with bins of lengths.
+        """
         ...
 
 
 class Valued(Callbacks):
-    """Requests by value, smallest key first; equal keys by arrival.
+    """Ordering by value, smallest key first, with ties by arrival.
 
-    A request gets a new key when it arrives, when it is evicted, when its forecast changes, with every chunk of its
-    prompt, when it has the number of tokens that the value named, and when the time has come that the value named. When
-    the value revises itself, requests that run get keys by it at once, those that wait keep theirs until one of these:
-    to sort all of them again would cost the length of the queue.
+    A key is computed on arrival, eviction, a changed forecast, every prompt chunk, and at the token counts and times
+    that the value names. After a revision of the value, running requests get new keys at once. Waiting ones keep theirs
+    until the next such event, as sorting all would cost the length of the queue.
     """
 
     def __init__(self, value: Value) -> None:
         self._value = value
         self._revision = value.revision
         self._ranking = Ranking()
-        # Of requests that ran since they got KV: the known tokens at which the key changes next.
+        # For requests that ran since they got KV: known tokens at the next change of the key.
         self._changes: dict[Request, int] = {}
-        # (when time changes the key, its id, the request), and of each request the entry that holds: others are passed.
+        # (time at which the key changes, request id, request); entries that differ from `_due` are stale.
         self._watch: list[tuple[float, int, Request]] = []
         self._due: dict[Request, float] = {}
 
@@ -70,8 +77,8 @@ class Valued(Callbacks):
         key, tokens, until = self._value.key, self._value.tokens, self._value.until
         for piece in slices:
             request = piece.request
-            # The token just sampled is not appended yet. Left out, it would lower the key at an eviction, and the
-            # victim could outrank the request that it made way for.
+            # Include the just-sampled token, which is not appended yet. Without it an eviction would lower the key, and
+            # the victim could outrank the request that preempted it.
             known = request.known + piece.samples
             changes_at = changes.get(request)
             if not changes_at or known >= changes_at or piece.tokens > 1:
@@ -91,7 +98,7 @@ class Valued(Callbacks):
         self._ranking.discard(request)
         self._changes.pop(request, None)
         self._due.pop(request, None)
-        # Entries that no longer hold go when they come up; where that may take long, they are swept out.
+        # Stale entries are dropped when due; sweep them when they outnumber the valid ones.
         if len(self._watch) > 2 * len(self._due) + 256:
             self._watch = [entry for entry in self._watch if self._due.get(entry[2]) == entry[0]]
             heapq.heapify(self._watch)
@@ -111,14 +118,14 @@ class Valued(Callbacks):
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
     def _place(self, request: Request, now: float) -> None:
-        """Give the request a key that stays until it runs, or time changes it."""
+        """Give the request a key that holds until it runs or time changes it."""
         key = self._value.key(request, request.known, now)
         self._ranking.rest(request, (key, request.arrival, request.id))
         self._changes.pop(request, None)
         self._watch_until(request, self._value.until(request, now))
 
     def _watch_until(self, request: Request, when: float) -> None:
-        """Give the request a new key then."""
+        """Schedule a new key at `when`."""
         if when == self._due.get(request, _NEVER):
             return
         if when == _NEVER:
@@ -128,7 +135,7 @@ class Valued(Callbacks):
         heapq.heappush(self._watch, (when, request.id, request))
 
     def _place_due(self, now: float) -> None:
-        """Give new keys to the requests whose keys time has changed."""
+        """Recompute the keys that time has changed."""
         due = []
         while self._watch and self._watch[0][0] <= now:
             when, _, request = heapq.heappop(self._watch)

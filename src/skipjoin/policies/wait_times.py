@@ -1,4 +1,4 @@
-"""Estimated wait times (ALISE section 3.2): when requests that are ordered by remaining time run next."""
+"""Estimated wait times of requests ordered by remaining time (ALISE section 3.2)."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from skipjoin.core.step import Slice
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
 
-# How fast the estimate of the batch size follows the steps.
+# Weight of the latest step in the mean batch size.
 _BATCH_RATE = 0.05
-# Width of a bucket at first, of logarithms of remaining times: 1 %.
+# Initial bucket width, in logarithms of remaining times: 1 %.
 _BUCKET = 0.01
-# Most sums that are kept.
+# Maximum number of buckets.
 _BUCKETS = 256
 
 
 class Backlog:
-    """Seconds of work by the key of its request, as sums over buckets of equal width, which doubles where there would
-    be more than `_BUCKETS`. So nothing here costs the number of requests.
+    """Histogram of work in seconds by key, whose bucket width doubles above `_BUCKETS` buckets.
 
-    width: of a bucket at first, in the unit of the keys.
+    No operation costs the number of requests.
+
+    Args:
+        width: Initial bucket width in the unit of the keys.
     """
 
     def __init__(self, width: float) -> None:
         self._width = width
         self._halvings = 0
-        self._sums: dict[int, list[float]] = {}  # requests and seconds, by bucket
+        self._sums: dict[int, list[float]] = {}  # [requests, seconds] by bucket
 
     def add(self, key: float, seconds: float) -> None:
-        """A request has that much to do."""
+        """Add the work of a request."""
         bucket = self._sums.setdefault(self._bucket(key), [0, 0.0])
         bucket[0] += 1
         bucket[1] += seconds
@@ -40,7 +42,7 @@ class Backlog:
             self._widen()
 
     def remove(self, key: float, seconds: float) -> None:
-        """Take back what `add` was told."""
+        """Remove work that was added with the same arguments."""
         place = self._bucket(key)
         bucket = self._sums[place]
         bucket[0] -= 1
@@ -49,7 +51,7 @@ class Backlog:
             del self._sums[place]
 
     def before(self, keys: Iterable[float]) -> Iterator[float]:
-        """For each of these keys, which do not fall: the seconds in the buckets before its own."""
+        """Yield, for each of the ascending keys, the seconds in the buckets before its own."""
         sums, at, total = sorted(self._sums.items()), 0, 0.0
         for key in keys:
             place = self._bucket(key)
@@ -71,14 +73,16 @@ class Backlog:
 
 
 class ShortestWithWaits(Valued):
-    """Least remaining time first, with turns by estimated wait time (ALISE section 3.2, equations 6 and 7): the sum of
-    the remaining times of those with smaller keys, `_batch` of which run at a time, or the time until its age puts the
-    request before everything that is still to arrive, whichever comes first.
+    """Shortest remaining time first, with next scheduled times from wait times (ALISE section 3.2, equations 6 and 7).
 
-    Requests that did not run since they arrived, or were evicted, have keys that rest, and lie in a `Backlog`; of the
-    others those count whose turns are asked for.
+    The wait time is the total remaining time of smaller keys divided by the mean batch size. It is capped by the time
+    until aging ranks the request before all future arrivals.
 
-    hysteresis_s: turns that are less than this apart count as equal, so that KV does not move for them.
+    Requests that have not run since their arrival or eviction have stable keys and are in a `Backlog`. Of the others,
+    those passed to `next_turns` count.
+
+    Args:
+        hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
     """
 
     def __init__(self, value: RemainingTime, *, hysteresis_s: float = 0.25) -> None:
@@ -87,9 +91,9 @@ class ShortestWithWaits(Valued):
             raise ValueError(f"hysteresis_s must be above 0, got {hysteresis_s}")
         self._remaining = value
         self._grain_s = hysteresis_s
-        self._batch = 1.0  # requests in a step, of late
+        self._batch = 1.0  # mean number of requests in a step
         self._backlog = Backlog(_BUCKET)
-        self._waiting: dict[Request, tuple[float, float]] = {}  # what the backlog has of each request in it
+        self._waiting: dict[Request, tuple[float, float]] = {}  # arguments of `Backlog.add`
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
         if slices:

@@ -1,6 +1,6 @@
-"""Serving systems by name. Each is a composition of policies; none has a class of its own.
+"""Serving systems by name, each a composition of policies.
 
-A recipe is a function in a module of this package, with a decorator; its parameters are a dataclass beside it.
+A recipe is a decorated function in a module of this package; its parameters are a dataclass next to it.
 """
 
 from skipjoin.policies.fairness import OUTPUT_WEIGHT
@@ -24,7 +24,7 @@ from skipjoin.recipes.registry import (
     recipe,
 )
 
-# What an engine runs if nothing else is said.
+# Default recipe of an engine.
 DEFAULT = "fastserve"
 
 __all__ = [

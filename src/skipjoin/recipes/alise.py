@@ -1,4 +1,4 @@
-"""ALISE and its variants: what each says about forecasts, aging and KV."""
+"""ALISE and its variants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgingParams(Params):
-    """How age counts (ALISE section 3.1, "virtual aging")."""
+    """Aging parameters (ALISE section 3.1, "virtual aging")."""
 
     aging_s: Annotated[
         float,
@@ -35,7 +35,7 @@ class AgingParams(Params):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastParams(AgingParams):
-    """How age counts, and what is read in forecasts."""
+    """Aging and forecast parameters."""
 
     length_quantile: Annotated[
         float,
@@ -50,7 +50,7 @@ class ForecastParams(AgingParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgingOracleParams(AgingParams):
-    """How age counts, and where true output lengths come from."""
+    """Aging parameters and the source of true output lengths."""
 
     oracle: Oracle = "none"
 
@@ -68,35 +68,35 @@ def _alise(s: Settings, p: ForecastParams, eviction: EvictionPolicy) -> Policies
 
 @recipe(forecasts=Forecasts.LEARNT)
 def alise(s: Settings, p: ForecastParams) -> Policies:
-    """ALISE: least predicted remaining time first, with aging; KV swapped ahead of need, in the engine's swap_dtype."""
+    """ALISE: shortest predicted remaining time first, with aging and proactive swapping in the engine's swap_dtype."""
     return _alise(s, p, ProactiveSwap(s.cost))
 
 
 @recipe(forecasts=Forecasts.LEARNT, needs_lossless_swap=True)
 def alise_fp(s: Settings, p: ForecastParams) -> Policies:
-    """ALISE without quantisation: KV returns from the host as it left."""
+    """ALISE without quantization: swapping preserves KV exactly."""
     return _alise(s, p, ProactiveSwap(s.cost))
 
 
 @recipe(forecasts=Forecasts.LEARNT)
 def alise_reactive(s: Settings, p: ForecastParams) -> Policies:
-    """ALISE, KV swapped before the step that is short of blocks."""
+    """ALISE with reactive swapping, when a step is short of blocks."""
     return _alise(s, p, Swap(s.cost))
 
 
 @recipe(forecasts=Forecasts.LEARNT)
 def alise_recompute(s: Settings, p: ForecastParams) -> Policies:
-    """ALISE, KV dropped where blocks are short (ALISE section 4.3)."""
+    """ALISE with recomputation: drops KV when blocks are short (ALISE section 4.3)."""
     return _alise(s, p, Recompute())
 
 
 @recipe(forecasts=Forecasts.LEARNT)
 def alise_defer(s: Settings, p: ForecastParams) -> Policies:
-    """ALISE, newcomers wait where blocks are short (ALISE section 4.3)."""
+    """ALISE with deferral: new requests wait when blocks are short (ALISE section 4.3)."""
     return _alise(s, p, Defer())
 
 
 @recipe(forecasts=Forecasts.TRUE)
 def alise_oracle(s: Settings, p: AgingOracleParams) -> Policies:
-    """ALISE with true output lengths: the oracle of its experiments."""
+    """ALISE with true output lengths, the oracle of its experiments."""
     return _shortest(s, p, ProactiveSwap(s.cost), true_lengths("alise-oracle", s, p.oracle))

@@ -1,4 +1,4 @@
-"""The systems that others are compared with."""
+"""Baseline systems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 @recipe
 def static(s: Settings) -> Policies:
-    """As FasterTransformer schedules: a batch runs until its last request is done, and only then the next begins."""
+    """Static batching as in FasterTransformer: a batch starts when all requests of the last one have finished."""
     return Policies(banded(s, Fcfs), _until_all_end(s), WholeMaximum(), Recompute())
 
 
@@ -29,26 +29,26 @@ def _until_all_end(s: Settings) -> Batcher:
     batcher = RunToCompletion(s.max_seqs, s.max_tokens)
     if s.stages == 1:
         return batcher
-    # All stages share one batch: a request that is held back while it fills would wait for its end.
+    # All stages share one batch, so a request that is held back while it fills would wait for the whole batch.
     tokens = s.stages * s.max_tokens
     return EvenStages(batcher, s.cost, s.stages, most_seqs=s.max_seqs, most_tokens=tokens, cuts=False, holds_back=False)
 
 
 @recipe
 def orca(s: Settings) -> Policies:
-    """Iteration-level batching; every request owns its maximum of KV from the start."""
+    """Iteration-level batching as in Orca, with KV for prompt and max_tokens reserved at admission."""
     return classed(s, Fcfs, greedy(s, s.max_tokens, chunked=False), WholeMaximum(), Recompute())
 
 
 @recipe
 def fcfs(s: Settings) -> Policies:
-    """As vLLM schedules: first come, first served, KV on demand, recomputation under pressure."""
+    """First come, first served as in vLLM, with KV allocated on demand and recomputation when blocks are short."""
     return classed(s, Fcfs, greedy(s, s.max_tokens, chunked=False), OnDemand(), Recompute())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkParams(Params):
-    """How prompts are cut."""
+    """Prompt chunking parameters."""
 
     chunk_tokens: Annotated[
         int, Knob("Most tokens in a step, decodes and chunks of prompts together.", low=1, high=1 << 20)
@@ -57,26 +57,26 @@ class ChunkParams(Params):
 
 @recipe
 def sarathi(s: Settings, p: ChunkParams) -> Policies:
-    """First come, first served with prompts cut into chunks that share steps with decodes."""
+    """First come, first served with chunked prompts that share steps with decodes, as in Sarathi."""
     batcher = greedy(s, min(p.chunk_tokens, s.max_tokens), chunked=True)
     return classed(s, Fcfs, batcher, OnDemand(), Recompute())
 
 
 @recipe
 def fixed_priority(s: Settings) -> Policies:
-    """Shortest prompt first, for good (FastServe section 4.1, strawman)."""
+    """Shortest prompt first, without changes of priority (FastServe section 4.1, strawman)."""
     return preemptive(s, lambda: FixedKey(lambda request: len(request.prompt)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleParams(Params):
-    """Where true output lengths come from."""
+    """Source of true output lengths."""
 
     oracle: Oracle = "none"
 
 
 @recipe(forecasts=Forecasts.TRUE)
 def srpt(s: Settings, p: OracleParams) -> Policies:
-    """Shortest remaining time first, with true output lengths: the oracle of experiments."""
+    """Shortest remaining time first with true output lengths, an oracle for experiments."""
     lengths = true_lengths("srpt", s, p.oracle)
     return preemptive(s, lambda: Valued(RemainingTime(ExecutionTime(s.cost), lengths)))

@@ -1,4 +1,4 @@
-"""BROS and the systems that it is compared with: real-time and best-effort requests together."""
+"""BROS and its baselines, for real-time and best-effort requests together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from skipjoin.recipes.registry import Params, Settings, recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingParams(Params):
-    """When tokens are due, and how large steps get (BROS sections 4.2 and 7.1)."""
+    """Deadlines of tokens and sizes of steps (BROS sections 4.2 and 7.1)."""
 
     ttft_s: Annotated[
         float, Knob("Time to the first token, of real-time requests without an objective.", above=0, high=1e6)
@@ -57,31 +57,31 @@ def _packed(s: Settings, p: PackingParams, eviction: EvictionPolicy) -> Policies
 
 @recipe
 def bros(s: Settings, p: PackingParams) -> Policies:
-    """BROS: packing by deadlines, real-time and best-effort requests in one block, lazy checkpoints of single slots."""
+    """BROS: deadline-aware packing, bidirectional blocks of both service classes, lazy checkpoints of slots."""
     return _packed(s, p, Lend(s.cost))
 
 
 @recipe
 def bros_unshared(s: Settings, p: PackingParams) -> Policies:
-    """BROS without shared blocks: no more blocks of best-effort KV leave the device than real-time requests need."""
+    """BROS without shared blocks: swaps out only as many best-effort blocks as real-time requests need."""
     return _packed(s, p, Spill(s.cost))
 
 
 @recipe
 def bros_swap(s: Settings, p: PackingParams) -> Policies:
-    """BROS with whole requests swapped: packing by deadlines, best-effort KV to the host and back as one."""
+    """BROS with deadline-aware packing, but best-effort requests swapped as a whole."""
     return _packed(s, p, Swap(s.cost))
 
 
 @recipe
 def bros_recompute(s: Settings, p: PackingParams) -> Policies:
-    """BROS without its KV management: best-effort KV makes way by being computed again (BROS section 7.4.1)."""
+    """BROS without its KV management: best-effort requests recompute preempted KV (BROS section 7.4.1)."""
     return _packed(s, p, Recompute())
 
 
 @recipe
 def round_robin(s: Settings) -> Policies:
-    """Real-time and best-effort steps in turn, each class first come, first served (BROS section 2.2)."""
+    """Alternating steps of real-time and best-effort requests, each first come, first served (BROS section 2.2)."""
     turn = Turn()
     batcher = Turns(Greedy(s.max_seqs, s.max_tokens, chunked=False), turn)
     return Policies(

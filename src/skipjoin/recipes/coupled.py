@@ -1,4 +1,4 @@
-"""The systems that EconoServe is developed from: exact claims for whole requests (EconoServe section 2)."""
+"""Predecessors of EconoServe with exact reservations for whole requests (EconoServe section 2)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeClaimParams(Params):
-    """How much is claimed, and how large steps get (EconoServe sections 2.1 and 2.3)."""
+    """Reservation and step sizes (EconoServe sections 2.1 and 2.3)."""
 
     padding: Padding = 0.15
     forward_tokens: ForwardTokens = None
@@ -23,16 +23,16 @@ class WholeClaimParams(Params):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeGroupParams(WholeClaimParams):
-    """Which requests start together."""
+    """Parameters of groups that start together."""
 
     length_range: LengthRange = 32
 
 
 @recipe(forecasts=Forecasts.LEARNT)
 def multires(s: Settings, p: WholeClaimParams) -> Policies:
-    """MultiRes (EconoServe section 2.1): requests that best fill compute and KV at once, by exact claims.
+    """MultiRes (EconoServe section 2.1): requests that best fill both compute and KV, with exact reservations.
 
-    For simulations: its decisions take a time that grows with the square of the queue.
+    It is for simulations, as its planning time is quadratic in the queue length.
     """
     lengths, order, room = PaddedLengths(p.padding), ByArrival(), Room()
     batcher = WholePrompts(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens, room=room)
@@ -47,7 +47,7 @@ def multires(s: Settings, p: WholeClaimParams) -> Policies:
 
 @recipe(forecasts=Forecasts.LEARNT)
 def synccoupled(s: Settings, p: WholeGroupParams) -> Policies:
-    """SyncCoupled (EconoServe section 2.2): requests of one expected length start together, by exact claims."""
+    """SyncCoupled (EconoServe section 2.2): requests of similar length start together, with exact reservations."""
 
     def group(request: Request, now: float) -> tuple[object, ...]:
         return (request.band, order.key(request, request.known, Phase.WAITING, now))

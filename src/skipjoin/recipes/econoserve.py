@@ -1,4 +1,4 @@
-"""EconoServe and the variants of its ablation study: what each adds to separate queues and exact claims."""
+"""EconoServe and the variants of its ablation study."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimParams(Params):
-    """How much is claimed, and what is kept for prompts (EconoServe sections 2.3, 3.3 and 4)."""
+    """Reservation sizes and the share for prompts (EconoServe sections 2.3, 3.3 and 4)."""
 
-    # The paper pads by 0.1 to 0.2. With forecasts that err, three quarters of one serve better: see docs/econoserve.md.
+    # The paper pads by 0.1 to 0.2. With imperfect forecasts, three quarters of the forecast serve better; see
+    # docs/econoserve.md.
     padding: Padding = -0.25
     reserve: Annotated[
         float,
@@ -40,14 +41,14 @@ class ClaimParams(Params):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupParams(ClaimParams):
-    """Which generations begin and end together."""
+    """Parameters of groups of decodes that start and finish together."""
 
     length_range: LengthRange = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderParams(GroupParams):
-    """How requests that wait are ordered (EconoServe section 3.4)."""
+    """Parameters of the queue order (EconoServe section 3.4)."""
 
     time_ranges_s: Annotated[
         str,
@@ -59,12 +60,16 @@ class OrderParams(GroupParams):
     )
 
     def __post_init__(self) -> None:
-        # super() does not know the class that slots=True makes.
+        # super() does not work with slots=True, which replaces the class.
         ClaimParams.__post_init__(self)
         self.borders()
 
     def borders(self) -> tuple[float, ...]:
-        """The borders of the ranges of time. Raises `ConfigError`."""
+        """Return the boundaries of the ranges of slack.
+
+        Raises:
+            ConfigError: `time_ranges_s` is invalid.
+        """
         try:
             found = tuple(float(part) for part in self.time_ranges_s.split(","))
         except ValueError:
@@ -77,7 +82,7 @@ class OrderParams(GroupParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostParams(OrderParams):
-    """What hosts lend."""
+    """Parameters of nested reservations."""
 
     buffer: Annotated[
         float, Knob("Share of its steps by which a request that was lent KV may be late.", low=0, high=10)
@@ -118,26 +123,26 @@ def _by_objective(s: Settings, p: OrderParams, lengths: PaddedLengths) -> ByObje
 
 @recipe(forecasts=Forecasts.LEARNT)
 def econoserve(s: Settings, p: HostParams) -> Policies:
-    """EconoServe: prompts fill the compute, generations the KV by exact claims, which lend what they do not use yet."""
+    """EconoServe: prompts fill the compute, decodes the KV, by exact reservations that share their unused blocks."""
     lengths = PaddedLengths(p.padding)
     return _decoupled(s, p, lengths, _by_objective(s, p, lengths), groups=True, hosts=Hosts(p.buffer))
 
 
 @recipe(forecasts=Forecasts.LEARNT)
 def econoserve_sdo(s: Settings, p: OrderParams) -> Policies:
-    """EconoServe without lending: queues apart, groups, ordered by objectives (EconoServe section 4, -SDO)."""
+    """EconoServe without nested reservations: separate queues, groups, objectives (EconoServe section 4, -SDO)."""
     lengths = PaddedLengths(p.padding)
     return _decoupled(s, p, lengths, _by_objective(s, p, lengths), groups=True)
 
 
 @recipe(forecasts=Forecasts.LEARNT)
 def econoserve_sd(s: Settings, p: GroupParams) -> Policies:
-    """EconoServe without lending and without its order: queues apart, groups (EconoServe section 4, -SD)."""
+    """EconoServe without nested reservations and its order: separate queues, groups (EconoServe section 4, -SD)."""
     lengths = PaddedLengths(p.padding)
     return _decoupled(s, p, lengths, ByGroup(lengths, p.length_range), groups=True)
 
 
 @recipe(forecasts=Forecasts.LEARNT)
 def econoserve_d(s: Settings, p: ClaimParams) -> Policies:
-    """EconoServe's separate queues and exact claims alone (EconoServe section 4, -D)."""
+    """EconoServe with separate queues and exact reservations only (EconoServe section 4, -D)."""
     return _decoupled(s, p, PaddedLengths(p.padding), ByArrival(), groups=False)

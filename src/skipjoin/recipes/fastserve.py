@@ -1,4 +1,4 @@
-"""FastServe and its strawman, the plain multi-level feedback queue: parameters, and the bound on waiting."""
+"""FastServe and its strawman, the plain multi-level feedback queue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class QueueParams(Params):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedQueueParams(QueueParams):
-    """Parameters of feedback queues that can keep a bound on waiting; see `policies.starvation.least_bound`."""
+    """Parameters of feedback queues with a bound on waiting; see `policies.starvation.least_bound`."""
 
     starvation_bound_s: Annotated[
         float | None,
@@ -77,7 +77,11 @@ def _threshold_s(s: Settings, p: QueueParams) -> float:
 
 
 def _threshold_within(bound_s: float, most: WorstCase) -> float:
-    """The threshold of promotion that keeps a bound. Raises `ConfigError`, with figures that would do, if none does."""
+    """Return the starvation threshold that keeps a bound.
+
+    Raises:
+        ConfigError: There is none; the error suggests feasible values.
+    """
     if bound_s < (least := least_bound(most)):
         fits = most_requests(bound_s, most)
         hint = f"it would hold with {fits} of them" if fits else "a smaller max_model_len may help"
@@ -129,25 +133,25 @@ def _drop_share(p: QueueParams) -> float:
 
 @recipe
 def fastserve(s: Settings, p: BoundedQueueParams) -> Policies:
-    """FastServe: skip-join multi-level feedback queue, KV swapped ahead of need."""
+    """FastServe: skip-join multi-level feedback queue with proactive swapping."""
     return _queues(s, p, ProactiveSwap(s.cost, drop_share=_drop_share(p)))
 
 
 @recipe
 def fastserve_reactive(s: Settings, p: BoundedQueueParams) -> Policies:
-    """FastServe, KV swapped before the step that is short of blocks."""
+    """FastServe with reactive swapping, when a step is short of blocks."""
     return _queues(s, p, Swap(s.cost, drop_share=_drop_share(p)))
 
 
 @recipe
 def fastserve_recompute(s: Settings, p: BoundedQueueParams) -> Policies:
-    """FastServe, KV dropped where blocks are short."""
+    """FastServe with recomputation: drops KV when blocks are short."""
     return _queues(s, p, Recompute())
 
 
 @recipe
 def fastserve_defer(s: Settings, p: QueueParams) -> Policies:
-    """FastServe, newcomers wait where blocks are short, without a bound."""
+    """FastServe with deferral: new requests wait when blocks are short; without a bound on waiting."""
     return _queues(s, p, Defer())
 
 

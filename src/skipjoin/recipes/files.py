@@ -1,4 +1,4 @@
-"""Recipes in files of a user's own: `./my_policy.py:edf`."""
+"""Recipes in users' files, such as `./my_policy.py:edf`."""
 
 from __future__ import annotations
 
@@ -15,36 +15,40 @@ _T = TypeVar("_T")
 
 
 class RecipeFile(NamedTuple):
-    """A name such as `./my_policy.py:edf` in its parts. recipe: empty where the name has none."""
+    """Parts of a name such as `./my_policy.py:edf`; `recipe` is empty if the name has none."""
 
     path: Path
     recipe: str
 
     @property
     def short(self) -> str:
-        """The name without the folder, for records and metrics."""
+        """Name without the folder, for records and metrics."""
         return f"{self.path.name}:{self.recipe}"
 
 
 def parse(name: str) -> RecipeFile | None:
-    """The file and the recipe in it; None for the name of a recipe that is in no file."""
+    """Return the file and recipe that a name refers to, or None if it is not in a file."""
     if name.endswith(_SUFFIX):
         return RecipeFile(Path(name).absolute(), "")
-    # The last one: a folder's name may have a colon, too.
+    # The last colon, as a folder's name may contain one.
     file, _, recipe = name.rpartition(":")
     return RecipeFile(Path(file).absolute(), recipe.strip().replace("_", "-")) if file.endswith(_SUFFIX) else None
 
 
 def absolute(name: str) -> str:
-    """The name for processes with another working folder."""
+    """Return the name with an absolute path, for processes with another working folder."""
     file = parse(name)
     return name if file is None else f"{file.path}:{file.recipe}"
 
 
 def load(file: RecipeFile, registry: dict[str, _T]) -> _T:
-    """The recipe of a file. registry: where the file's functions register, which is then as it was before.
+    """Load a recipe from a file.
 
-    Raises `ConfigError` for a file that cannot be run, with the place of the error, and for a recipe that it lacks.
+    Args:
+        registry: Registry of the `@recipe` decorator, which is restored afterwards.
+
+    Raises:
+        ConfigError: The file fails to run (the error names the line) or lacks the recipe.
     """
     known = dict(registry)
     try:
@@ -68,7 +72,7 @@ def _run(path: Path) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up the names of annotations there
+    sys.modules[name] = module  # dataclasses resolve annotations there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -77,6 +81,6 @@ def _run(path: Path) -> None:
 
 
 def _place(error: Exception, path: Path) -> str:
-    """The file, and the line in it that the error came from; the text of a syntax error has the line itself."""
+    """Return the file with the line that raised the error. A syntax error's text has its own line."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}, line {lines[-1]}" if lines else str(path)

@@ -1,4 +1,4 @@
-"""What several recipes are composed of."""
+"""Building blocks of recipes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skipjoin.policies.predictors import forecast_tokens, most_tokens
 from skipjoin.policies.stages import EvenStages
 from skipjoin.recipes.registry import Settings
 
-# Where the true output lengths of an oracle of experiments come from.
+# Source of true output lengths for an oracle.
 Oracle = Annotated[
     str,
     Knob(
@@ -28,7 +28,7 @@ Oracle = Annotated[
     ),
 ]
 
-# How much is claimed beyond what is expected (EconoServe section 2.3).
+# Margin of reservations (EconoServe section 2.3).
 Padding = Annotated[
     float,
     Knob(
@@ -42,18 +42,22 @@ ForwardTokens = Annotated[
     Knob("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),
 ]
 LengthRange = Annotated[int, Knob("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)]
-# Tokens of a KV pool that is not known yet.
+# Tokens of a KV pool of unknown size.
 _ANY_POOL = 1 << 16
 
 
 def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
-    """Requests run in order until a step of `max_tokens` tokens is full. chunked: whether prompts may be cut."""
+    """Return a batcher that fills a step with `max_tokens` tokens in rank order, with or without chunked prompts."""
     return staged(s, Greedy(s.max_seqs, max_tokens, chunked=chunked), max_tokens, cuts=chunked)
 
 
 def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Batcher:
-    """The batcher of each step, of `max_tokens` prompt tokens at most; in a pipeline its steps share out what there is.
-    cuts: whether prompts may be cut."""
+    """Return the batcher itself or, in a pipeline, a wrapper that balances its plans.
+
+    Args:
+        max_tokens: Maximum prompt tokens of a step.
+        cuts: Whether prompts may be cut.
+    """
     if s.stages == 1:
         return batcher
     seqs, tokens = s.stages * s.max_seqs, s.stages * max_tokens
@@ -61,8 +65,7 @@ def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Bat
 
 
 def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
-    """The ordering for each client by itself, and clients by the service that they have had, where they are told
-    apart."""
+    """Return `make` or, if clients are told apart, a factory of fair orderings with one `make` ordering per client."""
     weight, limits = s.fair_output_weight, s.limits
     if weight is None:
         return make
@@ -73,8 +76,11 @@ def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
 def banded(
     s: Settings, make: Callable[[], Ordering], *, best_effort: Callable[[], Ordering] | None = None
 ) -> Prioritized:
-    """The service classes and priorities as strict bands, each with an ordering of its own, which is fair between
-    clients where they are told apart. best_effort: as in `classed`."""
+    """Return strict bands of classes and priorities, each fair between clients where they are told apart.
+
+    Args:
+        best_effort: Builds the ordering of best-effort bands; None uses `make`.
+    """
     return Prioritized(
         fair(s, make), best_effort=best_effort and fair(s, best_effort), best_effort_wait_s=s.best_effort_wait_s
     )
@@ -89,9 +95,7 @@ def classed(
     *,
     best_effort: Callable[[], Ordering] | None = None,
 ) -> Policies:
-    """The service classes and priorities as strict bands, each with an ordering of its own, and steps that best-effort
-    requests lengthen only as far as real-time ones can wait, and clients only by the number of clients, where they are
-    told apart. best_effort: the ordering of a best-effort band, where it is another one."""
+    """Return policies with the ordering of `banded` and steps that limit best-effort requests and clients."""
     ordering = banded(s, make, best_effort=best_effort)
     limited = LimitedBestEffort(batcher, s.cost, ordering.is_best_effort)
     steps = limited if s.fair_output_weight is None else FairSteps(limited)
@@ -99,13 +103,20 @@ def classed(
 
 
 def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: EvictionPolicy | None = None) -> Policies:
-    """What the preemptive systems share, whatever their order. eviction: None: KV is swapped ahead of need."""
+    """Return the policies that preemptive systems share, with proactive swapping if `eviction` is None."""
     batcher = greedy(s, s.max_tokens, chunked=True)
     return classed(s, ordering, batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
 
 
 def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], float]:
-    """The true output lengths, for a recipe. oracle: an `Oracle`. Raises `ConfigError` if they are not known."""
+    """Return the true output lengths for recipe `name`.
+
+    Args:
+        oracle: Value of an `Oracle`.
+
+    Raises:
+        ConfigError: True lengths are unknown.
+    """
     if oracle == "max-tokens":
         return most_tokens
     if not s.has_true_forecasts:

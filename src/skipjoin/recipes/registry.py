@@ -1,4 +1,4 @@
-"""What a recipe is, what it is built from, and those that there are."""
+"""Recipes and their registry."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
 from skipjoin.recipes.files import RecipeFile, load, parse
 
-# Seconds per output token that users accept: FastServe's objective of the normalized latency.
+# Acceptable seconds per output token: FastServe's objective of normalized latency.
 DEFAULT_SLO_S = 0.3
-# Stands for a machine that is not known yet.
+# Placeholder for an unknown machine.
 _ANY_COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
 
 class Forecasts(StrEnum):
-    """What a recipe reads in `Request.forecast`: what an engine, or a simulation, has to put there."""
+    """What a recipe expects in `Request.forecast`, set by an engine or a simulation."""
 
-    NONE = "none"  # nothing
-    LEARNT = "learnt"  # what a forecaster expects; a request without a forecast is served, too
-    TRUE = "true"  # the true output length: the recipe is an oracle of experiments
+    NONE = "none"  # not read
+    LEARNT = "learnt"  # a forecaster's prediction; requests without one are served, too
+    TRUE = "true"  # the true output length, for oracles of experiments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The most that can come together in an engine.
+    """Capacity limits of an engine.
 
-    requests: live at once; None: any number. max_len: tokens of a request. device_blocks, host_blocks: KV blocks of
-    block_size tokens on each tier. depth: plans in flight.
+    Attributes:
+        requests: Maximum number of unfinished requests; None is unlimited.
+        max_len: Maximum tokens of a request.
+        device_blocks, host_blocks: KV blocks of `block_size` tokens on the device and CPU tiers.
+        depth: Plans in flight.
     """
 
     requests: int | None
@@ -46,14 +49,19 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every recipe is built from.
+    """Input of every recipe.
 
-    cost: the profile of model and machine. max_seqs, max_tokens: most requests and tokens in a step. slo_s: seconds per
-    output token that users accept. best_effort_wait_s: after which a best-effort request is served as a real-time one.
-    fair_output_weight: clients get equal service, of which a generated token is so much as so many of prompts; None:
-    they are not told apart. has_true_forecasts: whether requests come with forecasts that are their true output
-    lengths. stages: of a pipeline, between which batches are shared out; as many plans must be in flight, without
-    overlap. lossless_swap: whether KV returns from the host as it left. limits: None: not known yet.
+    Attributes:
+        cost: Profile of model and machine.
+        max_seqs, max_tokens: Limits of a step.
+        slo_s: Acceptable seconds per output token.
+        best_effort_wait_s: Age from which a best-effort request is served as real-time.
+        fair_output_weight: Weight of a generated token relative to a prompt token for fairness between clients; None
+            disables fairness.
+        has_true_forecasts: Whether forecasts are the true output lengths.
+        stages: Pipeline stages, with as many plans in flight and without overlap.
+        lossless_swap: Whether swapping preserves KV exactly.
+        limits: None if not known yet.
     """
 
     cost: CostModel
@@ -71,33 +79,41 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params:
-    """What only some recipes understand: none of it here. Subclasses add fields with knobs.
+    """Parameters of a recipe, none by default. Subclasses add fields with knobs.
 
-    Raises `ConfigError` on a value outside its bounds.
+    Raises:
+        ConfigError: A value is out of bounds.
     """
 
     def __post_init__(self) -> None:
         check(self)
 
     def resolved(self, s: Settings, policies: Policies) -> Self:
-        """The parameters with every value that follows from others. policies: what the recipe builds from these.
+        """Return the parameters with derived values filled in.
 
-        Raises `ConfigError` for values that exclude each other or that such an engine cannot keep.
+        Args:
+            policies: What the recipe builds from these parameters.
+
+        Raises:
+            ConfigError: Values exclude each other or are infeasible for this engine.
         """
         return self
 
     def notice(self, s: Settings) -> str:
-        """What the operator is told when the engine is ready, of parameters that are resolved; empty: nothing."""
+        """Return a message for the operator about resolved parameters when the engine is ready; empty for none."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A serving system.
+    """Serving system.
 
-    summary: one line about it. params: the class of its parameters. function: what makes the policies, from `Settings`
-    and, if it has parameters, these. forecasts: what it reads in `Request.forecast`. needs_lossless_swap: whether KV
-    must return from the host as it left, whatever the engine's or the simulation's other recipes do.
+    Attributes:
+        summary: One-line description.
+        params: Class of its parameters.
+        function: Builds the policies from `Settings` and, if there are any, the parameters.
+        forecasts: What it expects in `Request.forecast`.
+        needs_lossless_swap: Whether swapping must preserve KV exactly.
     """
 
     name: str
@@ -109,25 +125,37 @@ class Recipe:
 
     @property
     def parameters(self) -> Mapping[str, Setting]:
-        """Its parameters by name."""
+        """Parameters by name."""
         return settings_of(self.params)
 
     def read(self, given: Mapping[str, Value]) -> Params:
-        """The parameters, of which some are given. Raises `ConfigError`."""
+        """Return the parameters with the given values.
+
+        Raises:
+            ConfigError: A parameter is unknown or invalid.
+        """
         check_names([self], given)
         return self.params(**given)
 
     def resolve(self, s: Settings, given: Mapping[str, Value]) -> Params:
-        """All parameters as they hold in an engine; see `Params.resolved`."""
+        """Return all parameters as an engine uses them; see `Params.resolved`."""
         params = self.read(given)
         return params.resolved(s, self.make(s, params))
 
     def build(self, s: Settings, given: Mapping[str, Value]) -> Policies:
-        """The policies. Raises `ConfigError`."""
+        """Build the policies with the given parameters.
+
+        Raises:
+            ConfigError: A parameter or setting is invalid.
+        """
         return self.make(s, self.resolve(s, given))
 
     def make(self, s: Settings, params: Params) -> Policies:
-        """The policies with all of the parameters. Raises `ConfigError`."""
+        """Build the policies with all parameters.
+
+        Raises:
+            ConfigError: The recipe does not fit the settings.
+        """
         if self.needs_lossless_swap and not s.lossless_swap:
             raise ConfigError(
                 f"recipe {self.name} needs KV that returns from the host as it left: swap_dtype must be auto"
@@ -149,8 +177,9 @@ def recipe(
 ) -> _Make | Callable[[_Make], _Make]:
     """Register a recipe under its function's name, with hyphens: `@recipe`, or `@recipe(...)` with fields of `Recipe`.
 
-    The function takes `Settings`, and as a second argument the recipe's parameters, if it has any, whose class is the
-    argument's annotation."""
+    The function takes `Settings` and, if the recipe has parameters, these as a second argument, whose annotation is
+    their class.
+    """
 
     def register(make: _Make) -> _Make:
         name = make.__name__.replace("_", "-")
@@ -164,9 +193,10 @@ def recipe(
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name, or one in a file, as `./my_policy.py:edf`, which is run once in a process.
+    """Return a recipe by its name or, as in `./my_policy.py:edf`, from a file, which runs once per process.
 
-    Raises `ConfigError`, naming those that exist, if there is none.
+    Raises:
+        ConfigError: There is no such recipe; the error lists those that exist.
     """
     if (file := parse(name)) is not None:
         if file not in _FROM_FILES:
@@ -181,22 +211,24 @@ def find(name: str) -> Recipe:
 
 
 def build(name: str, settings: Settings, given: Mapping[str, Value] | None = None) -> Policies:
-    """The policies of the recipe called `name`, with some parameters. Raises `ConfigError` where there is no such
-    recipe or parameter, and where the recipe needs something that the settings lack."""
+    """Build the policies of the recipe `name`.
+
+    Raises:
+        ConfigError: The recipe or a parameter is unknown or invalid, or the settings lack something it needs.
+    """
     return find(name).build(settings, given or {})
 
 
 def check_recipe(
     name: str, given: Mapping[str, Value], *, lossless_swap: bool = True, fair_output_weight: float | None = None
 ) -> None:
-    """Raise `ConfigError` for a recipe and parameters that no engine can have, as far as can be said before a model is
-    loaded."""
+    """Raise `ConfigError` for a recipe and parameters that are invalid whatever the model."""
     settings = Settings(_ANY_COST, fair_output_weight=fair_output_weight, lossless_swap=lossless_swap)
     build(name, settings, given)
 
 
 def own(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
-    """Of these parameters, those that the recipe called `name` has."""
+    """Return those of the given parameters that the recipe `name` has."""
     parameters = find(name).parameters
     return {parameter: value for parameter, value in given.items() if parameter in parameters}
 
@@ -213,5 +245,5 @@ def check_names(recipes: Sequence[Recipe], names: Iterable[str]) -> None:
 
 
 def described(recipes: Sequence[Recipe]) -> str:
-    """The names of the parameters that recipes have, for errors."""
+    """Return the names of the recipes' parameters, for errors."""
     return "; ".join(f"{one.name} has {', '.join(one.parameters) or 'no parameters'}" for one in recipes)

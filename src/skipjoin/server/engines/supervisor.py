@@ -39,7 +39,7 @@ class Needs(NamedTuple):
     Attributes:
         cpus: Number of CPUs of the engine.
         device: "auto", "cpu" or "cuda". An engine on a GPU takes one.
-        ranks: Number of rank processes that the engine starts, each with a CPU and, on "cuda", a GPU. With 0 the engine
+        ranks: Number of rank processes that the engine starts, each with a CPU and, if GPUs are used, a GPU. With 0 it
             runs the model in its own process.
     """
 

@@ -1,1 +1,1 @@
-"""The server: the API in this process (`api`), engines in processes of their own (`engines`)."""
+"""Server: the HTTP API in this process (`api`), and engines in their own processes (`engines`)."""

@@ -1,4 +1,4 @@
-"""`run_server`: from two configurations to a server that runs until it is stopped.
+"""Start-up, life and shutdown of the server.
 
 | exit code | meaning |
 |---|---|
@@ -6,10 +6,10 @@
 | 1 | the engine could not start, or died |
 | 2 | the address cannot be used (the port is in use, the host is another one), or a named file, folder or encoder |
 
-The first signal drains: /ready and new requests are answered with 503, running requests continue for at most
-`shutdown_timeout_s`, and lines of batches go back to the store. The second ends everything at once. When the engine
-dies, all requests and /health fail with 503; the process stays for `DEATH_GRACE_S`, so that clients and probes read it,
-and then exits for its supervisor to restart it.
+The first signal drains the server: /ready and new requests get 503, running requests continue for at most
+`shutdown_timeout_s`, and batch lines return to the store. The second signal stops everything immediately. When the
+engine dies, all requests and /health fail with 503. The process stays for `DEATH_GRACE_S`, so that clients and probes
+see this, and then exits for its supervisor to restart it.
 """
 
 from __future__ import annotations
@@ -62,41 +62,48 @@ _OPEN_WARNING = (
     "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
     "listen on 127.0.0.1 (docs/server.md: keys, TLS and proxies)"
 )
-# The share of all connections that one client may have, so that others find room; and that connections of one address
-# may have that have not shown a key where one is asked for: those of clients show it with their first request.
+# Fraction of all connections that one client may have, so that others find room. If keys are needed, connections of one
+# address without a key have a smaller fraction, because clients send their key with the first request.
 _CLIENT_SHARE, _KEYLESS_SHARE = 0.75, 0.125
-# Seconds between two checks of the drain for open requests.
+# Interval in which the drain checks for open requests.
 _POLL_S = 0.05
 
 OnProgress = Callable[[str, float], None]
 
 
 class Engines(Protocol):
-    """The engine processes of this server, one or several. died: set when none is left and none will come. cause: why,
-    and what helps."""
+    """Engine processes of a server.
+
+    Attributes:
+        died: Set when no engine is left and none will start.
+        cause: Why, and the remedy.
+    """
 
     died: asyncio.Event
     cause: str
 
     async def start(self, config: EngineConfig, limits: HangLimits) -> Ready:
-        """Start, and wait until the engines take requests. limits: when one of them hangs. Raises
-        `EngineStartError`."""
+        """Start the engines and wait until they accept requests.
+
+        Raises:
+            EngineStartError: An engine could not start.
+        """
         ...
 
     async def stop(self) -> None:
-        """End all processes and release their resources."""
+        """Stop all processes and release their resources."""
 
     def kill(self) -> None:
-        """End all processes at once, whatever they do; `stop` follows."""
+        """Kill all processes immediately. Call `stop` next."""
 
 
-# Makes the engines that a client uses. on_progress: called while they start with the name of the stage, and the share
-# of it that is done.
+# Creates the engines of a client. The last argument is called during startup with the name of the stage and its
+# completed fraction.
 MakeEngines = Callable[[EngineClient, Sequence[str], OnProgress], Engines]
 
 
 def one_engine(client: EngineClient, command: Sequence[str], on_progress: OnProgress) -> Engines:
-    """A child process."""
+    """Return a single engine in a child process."""
     return EngineHandle(client, command=command, on_progress=on_progress)
 
 
@@ -109,8 +116,12 @@ def run_server(
     make_engines: MakeEngines = one_engine,
     spell: Callable[[str], str] = str,
 ) -> int:
-    """Serve until stopped; the exit code. engine_command: the program of the engine process. spell: makes the settings
-    that errors name what the operator calls them."""
+    """Run a server until it is stopped, and return its exit code.
+
+    Args:
+        engine_command: Command line of the engine process.
+        spell: Converts setting names in errors to the operator's names for them.
+    """
     logs.configure(server_config.log_level, server_config.log_format, spell)
     template = server_config.chat_template
     if template is not None and not Path(template).is_file():
@@ -132,7 +143,7 @@ def run_server(
             logs.fail(f"timeline {engine_config.timeline} cannot be written: {error.strerror}")
             return EXIT_SETTING
     try:
-        # Before the model is loaded, so that a port in use is reported at once.
+        # Before the model is loaded, so that a port in use is reported immediately.
         listeners = _listen(server_config)
     except ConfigError as error:
         logs.fail(f"{error}")
@@ -154,7 +165,7 @@ def _check_together(engine: EngineConfig, server: ServerConfig) -> None:
 
 
 def _listen(config: ServerConfig) -> list[socket.socket]:
-    """The API's listening socket, and that of /metrics if it has one. Raises `ConfigError`."""
+    """Return the listening socket of the API, and of /metrics if it has its own port."""
     ports = {"--port": config.port, "--metrics-port": config.metrics_port}
     listeners: list[socket.socket] = []
     for flag, port in ports.items():
@@ -174,7 +185,7 @@ def _explain(error: OSError, host: str, port: int | None, flag: str) -> str:
 
 
 def _connection_limits(config: ServerConfig) -> ConnectionLimits:
-    """The limits that the settings, and the operating system, allow."""
+    """Return the limits that the settings and the operating system allow."""
     room = room_for(config.max_connections, config.replicas)
     if room < config.max_connections:
         logger.warning("the limit of open files allows %d connections, not %d", room, config.max_connections)
@@ -189,7 +200,7 @@ def _connection_limits(config: ServerConfig) -> ConnectionLimits:
 
 
 class Server:
-    """The parts of a running server, and the order in which they start and end."""
+    """Components of a running server, with their start and shutdown."""
 
     def __init__(
         self,
@@ -208,7 +219,7 @@ class Server:
         self._service = Service(config, client, metrics)
         most = config.batch_inflight or 2 * engine_config.max_num_seqs * config.replicas
         self._batches = Batches(self._service, most=most)
-        # An engine holds at most what admission lets in, and one engine may come to hold all of it.
+        # After failures of the others, one engine may hold all admitted requests.
         live_requests = config.max_queued_requests + self._batches.live_requests
         self._engine_config = replace(engine_config, max_live_requests=live_requests)
         app = build_app(self._service, self._batches.add_routes, self._batches.body_limits)
@@ -221,11 +232,15 @@ class Server:
         self._stop = asyncio.Event()
 
     async def run(self, *listeners: socket.socket) -> int:
-        """Start, serve, end. listeners: of the API, and of /metrics if it has a port of its own."""
+        """Start, serve and shut down. Return the exit code.
+
+        Args:
+            listeners: Sockets of the API, and of /metrics if it has its own port.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        # It answers from the start, with 503 until the model is loaded, so that probes can tell loading from dead.
+        # Serve 503 while the model is loaded, so that probes can distinguish loading from dead.
         serving = [
             asyncio.create_task(http.serve(sockets=[one])) for http, one in zip(self._http, listeners, strict=True)
         ]
@@ -252,7 +267,7 @@ class Server:
                 http.force_exit = True
 
     async def _serve(self, urls: Sequence[str]) -> int:
-        """Start the engine and serve until the end; the exit code."""
+        """Start the engine and serve until shutdown. Return the exit code."""
         try:
             tokenizer = await self._start()
         except (EngineStartError, ModelError) as error:
@@ -277,7 +292,7 @@ class Server:
         return EXIT_OK
 
     async def _start(self) -> Tokenizer | None:
-        """Open the batches, start the engine and load the tokenizer; None if the server is stopped before."""
+        """Open the batches, start the engine and load the tokenizer. Return None if the server is stopped meanwhile."""
         await self._batches.open()
         if self._config.forecast_url is not None and not await self._try_questions():
             return None
@@ -303,22 +318,25 @@ class Server:
             keeper = await self._service.in_thread(open_keeper, self._forecasts, **source)
         ask = None if self._questions is None else partial(self._questions.ask, tokenizer.decode)
         self._service.open(info, tokenizer, keeper, ask, sampling_defaults=defaults)
-        # Objects made until now stay: the garbage collector need not visit them while tokens stream.
+        # Existing objects are permanent, so the garbage collector need not visit them while tokens stream.
         gc.collect()
         gc.freeze()
         return tokenizer
 
     async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
-        """Wait until the work is done or the server is stopped; whether it is done."""
+        """Wait until `work` is done or the server is stopped. Return whether it is done."""
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         return work.done()
 
     async def _try_questions(self) -> bool:
-        """Ask the server of `forecast_url` once, before the model is loaded; False if this one is stopped meanwhile.
-        Raises `ConfigError`."""
-        # Not before it is needed: it imports aiohttp, which other servers do without.
+        """Check the server of `forecast_url` with one request. Return False if this server is stopped meanwhile.
+
+        Raises:
+            ConfigError: The other server cannot be used.
+        """
+        # Imported only when needed, because it imports aiohttp.
         from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, Questions  # noqa: PLC0415
 
         server = LengthServer(self._config, os.environ.get(KEY_VARIABLE))
@@ -348,7 +366,7 @@ class Server:
         return f"{replicas} replicas, each with " if replicas > 1 else ""
 
     def _example(self, url: str) -> str:
-        """A command to try the server."""
+        """Return a curl command to try the server."""
         if self._service.tokenizer.chat_template is None:
             path, body = "completions", '{"prompt": "Hello", "max_tokens": 16}'
         else:
@@ -357,10 +375,10 @@ class Server:
         return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
 
     async def _drain(self) -> None:
-        """Let running requests finish, until the time is up or a second signal arrives."""
+        """Wait for running requests until the time limit or a second signal, then fail the others."""
         service = self._service
         limit_s = self._config.shutdown_timeout_s
-        closing = asyncio.create_task(self._batches.close())  # their lines go back to the store
+        closing = asyncio.create_task(self._batches.close())  # returns their lines to the store
         logger.info("draining: %d requests run, for at most %g s more", service.admission.requests, limit_s)
         end = asyncio.get_running_loop().time() + limit_s
         while (
@@ -379,7 +397,7 @@ def _url(listener: socket.socket) -> str:
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait for the first of these to finish, and cancel the others."""
+    """Wait for the first of `waits` to finish and cancel the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

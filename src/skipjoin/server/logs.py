@@ -1,6 +1,6 @@
-"""The server's log, on standard error: one form for its own processes and what they import.
+"""Logging to standard error, in one format for all processes of the server.
 
-A record may have `fields` (`extra={"fields": {...}}`): text has them as name=value, JSON as members of the object.
+A record can have fields (`extra={"fields": {...}}`). Text shows them as name=value, JSON as members of the object.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# From which the engine's processes know the form, as they inherit the environment.
+# Engine processes inherit the settings in these environment variables.
 _LEVEL, _FORM = "SKIPJOIN_LOG_LEVEL", "SKIPJOIN_LOG_FORMAT"
 _spell: Callable[[str], str] = str
 
 
 class TextFormatter(logging.Formatter):
-    """A line of text with its time."""
+    """Formats a record as a line of text."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
@@ -31,7 +31,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object on one line."""
+    """Formats a record as a JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -47,10 +47,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, form: str, spell: Callable[[str], str] = str) -> None:
-    """Log from now on, here and in the engine's processes that are started from here.
+    """Configure logging in this process and in engine processes that it starts.
 
-    level: of what Skipjoin logs; of libraries warnings are shown, or less. form: text or json. spell: makes settings
-    in errors what the operator calls them.
+    Args:
+        level: Minimum level of Skipjoin's records. Libraries log at warning or above.
+        form: "text" or "json".
+        spell: Converts setting names in errors to the operator's names for them.
     """
     global _spell  # noqa: PLW0603 - as the log's, it is the process's
     _spell = spell
@@ -63,12 +65,12 @@ def configure(level: str, form: str, spell: Callable[[str], str] = str) -> None:
 
 
 def configure_engine() -> None:
-    """Log as the process does that has started this one."""
+    """Configure logging in an engine process as in its parent."""
     configure(os.environ.get(_LEVEL, "info"), os.environ.get(_FORM, "text"))
 
 
 def fail(text: str) -> None:
-    """Say why a server does not start, or ends: as every command does, but for a log in JSON."""
+    """Report why the server does not start or exits, as a log record in JSON mode, else like any command."""
     if os.environ.get(_FORM) == "json":
         logging.getLogger(__name__).error(_spell(text))
     else:

@@ -1,4 +1,4 @@
-"""Progress of the start on standard error: bars on a terminal, lines elsewhere."""
+"""Startup progress on standard error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressDisplay:
-    """Shows stages of work on standard error. Without a terminal each stage is one line of the log, when it begins."""
+    """Progress bars on a terminal, else a log line at the start of each stage."""
 
     def __init__(self) -> None:
         self._bars = Progress(console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
@@ -20,7 +20,7 @@ class ProgressDisplay:
         self._seen: set[str] = set()
 
     def update(self, what: str, share: float) -> None:
-        """`share`, between 0 and 1, of `what` is done."""
+        """Set the completed fraction of the stage `what`, from 0 to 1."""
         if self._bars is None:
             if what not in self._seen:
                 logger.info("%s ...", what)
@@ -32,6 +32,6 @@ class ProgressDisplay:
         self._bars.update(self._tasks[what], completed=share)
 
     def close(self) -> None:
-        """Take the bars off the screen."""
+        """Remove the bars."""
         if self._bars is not None:
             self._bars.stop()

@@ -1,1 +1,1 @@
-"""The API of the server: bodies, endpoints, answers, limits and errors, and the HTTP around them."""
+"""OpenAI-compatible HTTP API of the server."""

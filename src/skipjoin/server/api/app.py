@@ -1,4 +1,4 @@
-"""`build_app` gives the ASGI application: every route, behind the access guard."""
+"""ASGI application with all routes behind the access guard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skipjoin.server.api.replies import answer
 from skipjoin.server.api.service import Service
 from skipjoin.version import VERSION
 
-# Adds routes; the bodies that they read, by path.
+# Adds routes and returns the types of their bodies by path.
 AddRoutes = Callable[[FastAPI], Mapping[str, type[BaseModel]]]
 ENDPOINTS: tuple[type[Endpoint[Any]], ...] = (ChatEndpoint, CompletionEndpoint)
 
@@ -30,9 +30,11 @@ def build_app(
     add_more: AddRoutes | None = None,
     body_limits: Mapping[tuple[str, str], int] | None = None,
 ) -> AccessGuard:
-    """The application around a service. `.app` of what is returned is the FastAPI object behind the guard.
+    """Return the application of a service. Its `.app` is the FastAPI object behind the guard.
 
-    add_more: adds further routes. body_limits: of those that take larger bodies than others, by method and path.
+    Args:
+        add_more: Adds further routes.
+        body_limits: Maximum body sizes of routes with larger bodies, by method and path.
     """
     config = service.config
     app = _new_app()
@@ -60,7 +62,7 @@ def build_app(
 
 
 def build_metrics_app(service: Service) -> AccessGuard:
-    """The application of a port that serves /metrics alone."""
+    """Return an application that serves only /metrics."""
     app, config = _new_app(openapi_url=None), service.config
     status.add_metrics(app, service)
     return AccessGuard(
@@ -76,7 +78,7 @@ def _new_app(**settings: Any) -> FastAPI:
     app = FastAPI(
         title="Skipjoin",
         version=VERSION,
-        # The pages would load scripts from elsewhere; a redirect would repeat the client's Host header.
+        # The pages would load scripts from other sites, and a redirect would repeat the client's Host header.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -96,7 +98,7 @@ def _add_endpoint(app: FastAPI, endpoint: Endpoint[Any]) -> None:
 
 
 def _openapi(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
-    """FastAPI's schema, with the bodies that the routes read themselves. bodies: by path."""
+    """Return FastAPI's schema, extended by the body types, by path, of routes that parse bodies themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         pairs = [(model, "validation") for model in bodies.values()]

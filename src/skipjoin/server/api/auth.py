@@ -1,4 +1,4 @@
-"""The access guard: which requests are let in, and how large they may be. Pure ASGI, around everything else."""
+"""Access guard: ASGI middleware that checks the API key, size and origin of each request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from skipjoin.config.key_files import owner_of_key
 from skipjoin.server.api.browsers import ANY_SITE, SiteRules, with_cors
 from skipjoin.server.api.errors import ApiError, unauthorized
 
-# Every other path needs a key, those that do not exist included.
+# All other paths need a key, including paths that do not exist.
 OPEN_PATHS = frozenset(["/health", "/ready", "/live"])
-# The owner where no key is asked for.
+# Owner of requests to a server without keys.
 ANONYMOUS = "anonymous"
 METRICS_PATH = "/metrics"
 _MAX_ID = 128
@@ -22,14 +22,20 @@ _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
 
 class AccessGuard:
-    """Checks the API key, the size and the site of every request, and gives each answer its `x-request-id`.
+    """ASGI middleware that checks each request, and adds an `x-request-id` header to each response.
 
-    api_keys: any of them is accepted; without any, no key is needed. metrics_keys: those accepted besides for /metrics,
-    which needs one of either, if there are any. max_header_bytes: of all headers and the target. body_limits: by method
-    and path, where a body may be larger than max_body_bytes. rules: which sites may cause a request. cors_origins:
-    whose pages may read the answers. on_status: called with the status of each answer. `scope["state"]["owner"]` is a
-    hash of the key, for routes that keep what they are given; `scope["state"]["on_owner"]`, if there is one, is called
-    with it and may refuse it.
+    It sets `scope["state"]["owner"]` to a hash of the key. It calls `scope["state"]["on_owner"]`, if present, with the
+    owner, which may raise `ApiError`.
+
+    Args:
+        api_keys: Accepted keys. If empty, no key is needed.
+        max_header_bytes: Maximum size of the target and all headers.
+        max_body_bytes: Maximum size of a body.
+        body_limits: Maximum sizes of bodies for other routes, by method and path.
+        rules: Hosts and origins that are accepted.
+        cors_origins: Origins whose pages may read responses.
+        metrics_keys: Keys that are accepted for /metrics in addition to `api_keys`.
+        on_status: Called with the status of each response.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class AccessGuard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # no route has a web socket
+        if scope["type"] != "http":  # there are no WebSocket routes
             await send({"type": "websocket.close", "code": 1008})
             return
         await self._answer(scope, receive, send)
@@ -78,14 +84,14 @@ class AccessGuard:
         try:
             scope["state"]["owner"] = self._check(scope, limit)
         except ApiError as error:
-            # The rest of the request is not read, so the connection cannot be used again.
+            # The rest of the request is not read, so the connection cannot be reused.
             error.headers["Connection"] = "close"
             await error.response()(scope, receive, send_with_id)
             return
         await self.app(scope, _bounded(receive, limit), send_with_id)
 
     def _check(self, scope: Scope, limit: int) -> str:
-        """The owner of what the request brings."""
+        """Check a request and return its owner."""
         headers = scope["headers"]
         target = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if target + sum(len(name) + len(value) for name, value in headers) > self._max_header:
@@ -104,21 +110,24 @@ class AccessGuard:
 
 
 def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> str | None:
-    """Return a hash of the key; None where a key is needed, and there is none that is right. owners: hashes of all."""
+    """Return the hash of the request's key, or None if it has no valid key.
+
+    Args:
+        owners: Hashes of the accepted keys. If empty, no key is needed.
+    """
     if not owners:
         return ANONYMOUS
     values = [value for name, value in headers if name == b"authorization"]
     if len(values) != 1:
         return None
     scheme, _, key = values[0].partition(b" ")
-    # Hashes are looked up, not keys: a client cannot choose how its hash begins, so the time taken reveals nothing, and
-    # it does not grow with the number of keys.
+    # Look up the hash, not the key: clients cannot choose the prefix of a hash, so timing reveals nothing.
     owner = owner_of_key(key.strip())
     return owner if scheme.lower() == b"bearer" and owner in owners else None
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
-    """`receive` that refuses a body that grows too large, whatever length its headers claim."""
+    """Wrap `receive` to limit the actual size of the body, whatever its headers claim."""
     taken = 0
 
     async def bounded() -> Message:
@@ -138,14 +147,14 @@ def _too_large(limit: int, headers: Mapping[str, str] | None = None) -> ApiError
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether the path, exactly as it was sent and as it is routed, needs no key."""
+    """Return whether the path needs no key. The sent and the routed path must both match exactly."""
     path = scope["path"]
     raw = scope.get("raw_path")
     return path in OPEN_PATHS and not scope.get("root_path") and (raw is None or raw == path.encode())
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's id without characters that do not belong in a header or a log, or a new id. Only headers have it."""
+    """Return the client's request id without characters that are unsafe in headers or logs, or a new id."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and (clean := _NOT_ID.sub("", value.decode("latin-1"))[:_MAX_ID]):
             return clean

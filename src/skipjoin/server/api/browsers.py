@@ -1,8 +1,7 @@
-"""What pages in a browser may do: the Host and Origin headers that are answered, bodies that are JSON, and CORS.
+"""Protection against requests that web pages cause: Host and Origin checks, JSON content types, and CORS.
 
-A page of any site can have the browser send requests to servers on its own machine and network. A browser names the
-page's site in Origin, asks before it sends JSON (CORS), and names the server in Host: a site whose name comes to stand
-for this machine's address (DNS rebinding) is still in there.
+A page of any site can make the browser send requests to servers on its own machine and network. The browser sends the
+page's site in Origin, asks before it sends JSON (CORS), and names the server in Host, which reveals DNS rebinding.
 """
 
 from __future__ import annotations
@@ -26,20 +25,27 @@ Headers = Iterable[tuple[bytes, bytes]]
 _LOCAL = "localhost"
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]/?#@\s]+?)\.?(:\d{1,5})?")
 _JSON = re.compile(r"application/([\w.+-]+\+)?json")
-# Seconds for which a browser need not ask again.
+# Time for which browsers cache a CORS preflight.
 _MAX_AGE_S = 600
 
 
 class SiteRules(NamedTuple):
-    """hosts: the names that Host may have besides localhost and IP addresses, which no other site has. origins: other
-    sites whose pages are answered. None: any."""
+    """Hosts and origins that the server accepts.
+
+    Attributes:
+        hosts: Host names in addition to localhost and IP addresses, which no other site can have. None accepts any.
+        origins: Origins of other sites. None accepts any.
+    """
 
     hosts: frozenset[str] | None
     origins: frozenset[str] | None
 
     @classmethod
     def of(cls, config: ServerConfig) -> SiteRules:
-        """Without a key, a server for its own machine refuses the pages of other sites. A key is secret to them."""
+        """Return the rules of a server.
+
+        A local server without keys refuses pages of other sites. Where keys are needed, such pages do not have one.
+        """
         is_open_here = not config.api_keys and is_local(config.host)
         hosts = frozenset(name.lower() for name in config.allowed_hosts)
         checks_hosts = (hosts or is_open_here) and ANY not in hosts
@@ -75,7 +81,7 @@ ANY_SITE = SiteRules(None, None)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application, whose answers browsers give to pages of these origins; of none: as it is."""
+    """Add CORS middleware that lets pages of `origins` read responses. Without origins, return `app` itself."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -89,8 +95,10 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 async def json_body(request: Request) -> bytes:
-    """The body of a request. Raises 415 unless it says that it is JSON, which pages of other sites cannot send without
-    being asked about."""
+    """Return the body of a request. Raise 415 if its content type is not JSON.
+
+    Pages of other sites cannot send that type without a CORS preflight.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if _JSON.fullmatch(kind) is None:
         got = repr(kind) if kind else "none"
@@ -104,7 +112,7 @@ async def json_body(request: Request) -> bytes:
 
 
 def is_local(host: str) -> bool:
-    """Whether a server that listens on a host can be reached from its own machine only."""
+    """Return whether a server that listens on `host` is reachable from its own machine only."""
     return is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
 
 

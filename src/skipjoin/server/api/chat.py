@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations to prompts, and choices to OpenAI's chat.completion objects."""
+"""POST /v1/chat/completions: convert conversations to prompts, and choices to OpenAI's chat.completion objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from skipjoin.server.api.service import Service
 
 
 class ChatEndpoint(Endpoint[ChatRequest]):
-    """The assistant's next message."""
+    """Generate the assistant's next message."""
 
     path = "/v1/chat/completions"
     body_type = ChatRequest
@@ -52,7 +52,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             service.check_fits(name, value, room, ids)
         params = service.sampling(
             body,
-            # The smaller of the two fields; without them the rest of the context.
+            # The minimum of both fields, or else the rest of the context.
             max_tokens=min((value for value in limits.values() if value is not None), default=room),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=None,
@@ -140,7 +140,7 @@ class ChatFormat:
 
 
 def chat_logprob(tokenizer: Tokenizer, scored: Scored, top: int) -> TokenLogprob:
-    """A token's log-probability in the form of chats, with `top` alternatives."""
+    """Convert a token's log-probability to the chat format with `top` alternatives."""
     likeliest = [TopLogprob(*_spelled(tokenizer, token, logprob)) for token, logprob in scored.top[:top]]
     return TokenLogprob(*_spelled(tokenizer, scored.token, scored.logprob or 0.0), likeliest)
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or token ids to prompts, and choices to OpenAI's text_completion objects."""
+"""POST /v1/completions: convert texts or token ids to prompts, and choices to OpenAI's text_completion objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionEndpoint(Endpoint[CompletionRequest]):
-    """The text after a prompt."""
+    """Generate the text after a prompt."""
 
     path = "/v1/completions"
     body_type = CompletionRequest
@@ -45,13 +45,13 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         prompts = []
         for prompt in body.prompts:
             prompts.append(await self._tokenize(body, prompt))
-            await asyncio.sleep(0)  # streams go on between two of them
+            await asyncio.sleep(0)  # let other streams continue
         if body.echo and body.logprobs is not None:
             self._check_scores(sum(len(prompt.ids) for prompt in prompts), 1 + body.logprobs, body.n or 1)
         return prompts
 
     def _check_scores(self, tokens: int, each: int, n: int) -> None:
-        """400 for prompts with more log-probabilities than one answer may have."""
+        """Raise 400 for more prompt log-probabilities than one response may have."""
         most = self.service.config.max_prompt_scores
         if tokens * each * n > most:
             raise bad_request(
@@ -97,12 +97,12 @@ class CompletionFormat:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = service.name
-        # OpenAI's completions have no such field: it is there for clients that ask for a tier.
+        # OpenAI's completions have no such field, so only clients that ask for a tier get it.
         self._tier = UNSET if body.service_tier is None else served_tier(options)
         self._tokenizer = service.tokenizer
         self._scores = body.logprobs is not None
         self._no_usage = None if body.usage_at_end else UNSET
-        self._begun: set[Choice] = set()  # choices of which an event was sent: the first one comes with the first token
+        self._begun: set[Choice] = set()  # choices with at least one event, which the first token triggers
 
     def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
         if not text and choice in self._begun and choice.finish_reason is None and not choice.scored:
@@ -135,7 +135,7 @@ class CompletionFormat:
 
 
 def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:
-    """The log-probabilities that were not sent yet, in the form of completions."""
+    """Convert the unsent log-probabilities of a choice to the completions format."""
     found = CompletionLogprobs()
     for scored in choice.take_scored():
         text = token_name(tokenizer, scored.token)
@@ -148,7 +148,7 @@ def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogpr
 
 
 def _alternatives(tokenizer: Tokenizer, scored: Scored, text: str) -> dict[str, float]:
-    """The likeliest tokens and the one chosen. Where two are spelled alike, the likelier stands."""
+    """Return the most likely tokens and the chosen one. Of tokens with the same text, keep the most likely."""
     found: dict[str, float] = {}
     for token, logprob in scored.top:
         found.setdefault(token_name(tokenizer, token), max(logprob, LOWEST_LOGPROB))
@@ -157,7 +157,7 @@ def _alternatives(tokenizer: Tokenizer, scored: Scored, text: str) -> dict[str, 
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text; one that is no whole character by its bytes, as OpenAI spells it."""
+    """Return a token as text, or as OpenAI's "bytes:" notation if it is not valid UTF-8."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

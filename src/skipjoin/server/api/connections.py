@@ -1,4 +1,4 @@
-"""The open connections of a server, whose they are, and which of them is closed where there are too many."""
+"""Limits on open connections, in total and per client."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 
 # Connections beyond `max_connections`, for /health, /ready and /live.
 SPARE = 32
-# Of accounts that have more waiting connections than this, the one that has most loses one first.
+# If accounts have more waiting connections than this, the one with the maximum loses a connection first.
 _CROWD = 16
-# The part of an IPv6 address that a network gives to one customer.
+# Prefix length of the IPv6 network of one customer.
 _IPV6_PREFIX = 64
 
 Kind = Literal["address", "key", "proxy"]
@@ -21,19 +21,19 @@ Kind = Literal["address", "key", "proxy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of connections.
+    """Limits on connections.
 
-    Args:
-        max_header_bytes: Of a request's head, of its trailers, and of what chunks have besides data.
-        max_connections: For one more, a connection that waits for its client is closed.
-        max_per_address: Connections of one client address that have not shown a key.
-        max_per_key: Connections of one API key.
-        head_s: Time for a head, from the connection or the head's first byte.
-        body_s: Time for a body, to which each `body_bytes_per_s` that arrive add a second.
-        write_s: Time in which a client takes `_TAKEN_BYTES` of an answer, or the rest of it.
-        linger_s: Time for which the rest of a request is read and dropped after an answer that ends the connection.
-        linger_pause_s: Longest pause of the client in that time.
-        linger_bytes: Bytes that are dropped.
+    Attributes:
+        max_header_bytes: Maximum size of a request's head, and of the trailers and chunk framing of its body.
+        max_connections: Maximum number of connections. One more closes a connection that waits for its client.
+        max_per_address: Maximum number of connections of a client address that have not shown a key.
+        max_per_key: Maximum number of connections of an API key.
+        head_s: Time limit for a head, from the start of the connection or the head's first byte.
+        body_s: Time limit for a body, extended by a second for each `body_bytes_per_s` that arrive.
+        write_s: Time limit for a client to read `_TAKEN_BYTES` of a response, or the rest of it.
+        linger_s: Time for which the rest of a request is dropped after an early response.
+        linger_pause_s: Maximum pause of the client in that time.
+        linger_bytes: Maximum number of dropped bytes.
     """
 
     max_header_bytes: int
@@ -50,39 +50,38 @@ class ConnectionLimits:
 
 
 class Connection(Protocol):
-    """What the server does with a connection of which there are too many."""
+    """Connection that the limits can close."""
 
     @property
     def is_unread(self) -> bool:
-        """Whether it is so new that its first bytes may have arrived unread."""
+        """True if the connection is so new that its first bytes may have arrived unread."""
         ...
 
     def abort(self) -> None:
-        """End it without a word."""
+        """Close the connection immediately without a response."""
 
 
 class Account:
-    """The connections of one client address, one API key, or all trusted proxies."""
+    """Connections of one client address, one API key, or all trusted proxies."""
 
     __slots__ = ("max_open", "open", "waiting", "whose")
 
     def __init__(self, whose: tuple[Kind, str], max_open: float) -> None:
         self.whose, self.max_open = whose, max_open
         self.open = 0
-        self.waiting: OrderedDict[Connection, None] = OrderedDict()  # the one that waits for the longest time first
+        self.waiting: OrderedDict[Connection, None] = OrderedDict()  # longest waiting first
 
 
 class Connections:
-    """The open connections of a server.
+    """Open connections of a server.
 
-    A connection waits while its client is to send: a request, the rest of one, or what is dropped after an early
-    answer. Where there are too many, one that waits is closed: of the address or key that has most of them, the one
-    that has waited for the longest time.
+    A connection waits while its client has to send a request, the rest of one, or data that is dropped after an early
+    response. If there are too many connections, the longest waiting one of the address or key with the most waiting
+    connections is closed.
 
     Args:
-        limits: How many there may be.
-        refused: Called for each that the server refuses or ends, with one of `CONNECTION_REFUSALS`
-            (`metric_table.py`).
+        limits: Limits on the connections.
+        refused: Called with one of `CONNECTION_REFUSALS` (`metric_table.py`) for each refused or closed connection.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:
@@ -99,8 +98,7 @@ class Connections:
         self._crowds: set[Account] = set()  # accounts with more than `_CROWD` waiting connections
 
     def enter(self, connection: Connection) -> bool:
-        """Take a new connection, for which another one is closed if there are too many; return whether there is room.
-        `assign` follows."""
+        """Make room for a new connection and return whether there is room. Call `assign` next."""
         if len(self._open) >= self._max_open:
             crowd = max(self._crowds, key=lambda account: len(account.waiting), default=None)
             waiting = self._waiting if crowd is None else crowd.waiting
@@ -110,12 +108,17 @@ class Connections:
 
     @property
     def is_over(self) -> bool:
-        """Whether only spare connections are left."""
+        """True if only spare connections are left."""
         return len(self._open) > self._max_open
 
     def assign(self, connection: Connection, kind: Kind, name: str) -> bool:
-        """Count a connection for an address, a key or a trusted proxy, which it may not have been known for until now;
-        return False if that one has too many, and none of them waits."""
+        """Count a connection for an address, a key or the trusted proxies.
+
+        Replaces an earlier assignment of the connection.
+
+        Returns:
+            False if the account has too many connections and none of them can be closed.
+        """
         whose = (kind, name)
         before = self._open.get(connection)
         if before is not None and before.whose == whose:
@@ -134,7 +137,7 @@ class Connections:
         return has_room
 
     def leave(self, connection: Connection) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         self.set_busy(connection)
         if (account := self._open.pop(connection, None)) is not None:
             account.open -= 1
@@ -142,7 +145,7 @@ class Connections:
                 del self._accounts[account.whose]
 
     def set_busy(self, connection: Connection) -> None:
-        """Note that a connection has a request to be answered."""
+        """Mark a connection as busy with a request."""
         if connection in self._waiting:
             del self._waiting[connection]
             account = self._open[connection]
@@ -152,8 +155,11 @@ class Connections:
                 self._crowds.discard(account)
 
     def set_waiting(self, connection: Connection, *, first: bool = False) -> None:
-        """Note that a connection waits for its client from now on. first: it is closed before others of its
-        account."""
+        """Mark a connection as waiting for its client.
+
+        Args:
+            first: True to close it before the others of its account.
+        """
         if (account := self._open.get(connection)) is None:
             return
         waiting = account.waiting
@@ -173,7 +179,7 @@ class Connections:
 
 
 def client_of(address: str) -> str:
-    """Return what stands for the client of an IP address: the address, or the network of an IPv6 one."""
+    """Return the client identity of an IP address: the address itself, or the /64 network of an IPv6 address."""
     if ":" not in address:
         return address
     try:

@@ -1,4 +1,4 @@
-"""GET /debug/requests: the requests that are not complete. There only with `--enable-debug-routes`."""
+"""GET /debug/requests: states of unfinished requests. Enabled by `--enable-debug-routes`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.service import Service
 
-# An engine answers between two steps, which takes this long at most unless it hangs.
+# An engine answers between two steps, which do not take longer unless it hangs.
 TIMEOUT_S = 5.0
 
 
@@ -18,8 +18,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/debug/requests")
     async def show_requests(request: Request) -> Response:
-        """The state of each request: `engines.messages.RequestState`, with the answer and the replica it belongs to.
-        Keys that are not an operator's see their own requests only."""
+        """Return the state of each unfinished request (`engines.messages.RequestState`), its response and its replica.
+
+        Keys without operator rights see only their own requests.
+        """
         _ = service.info  # 503 while the server starts
         owner = request.state.owner
         sees_all = owner == ANONYMOUS or service.config.rights_of(owner).is_operator

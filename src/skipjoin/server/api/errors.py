@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, for every failure."""
+"""Error responses in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skipjoin.server.engines.errors import EngineError, EngineHungError, LostReq
 
 logger = logging.getLogger(__name__)
 
-# Clients and gateways choose their exception by status, then by these words.
+# Clients and gateways choose their exception by status, then by this type.
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -30,12 +30,17 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 431: "headers_too_large"}
-# Most characters of a message, which may quote text of the request.
+# Maximum characters of a message, which may quote text of the request.
 _LONGEST_TEXT = 1000
 
 
 class ApiError(Exception):
-    """An answer that is an error. param: the request's field at fault. headers: of the answer."""
+    """Error response.
+
+    Args:
+        param: Invalid field of the request.
+        headers: Headers of the response.
+    """
 
     def __init__(
         self,
@@ -54,14 +59,14 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
-        """The JSON body, which is also what a stream that fails sends as its last event."""
+        """Return the JSON body, which is also the last event of a failed stream."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         # A message may quote text that is not valid Unicode.
         return msgspec.json.encode({"error": error}) if _is_clean(error) else _encode_replaced(error)
 
     def response(self) -> Response:
-        """The whole answer."""
+        """Return the whole response."""
         return Response(self.body(), self.status, self.headers, "application/json")
 
 
@@ -75,12 +80,12 @@ def _encode_replaced(error: Mapping[str, str | None]) -> bytes:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request can never succeed as it is."""
+    """Return 400 for an invalid request."""
     return ApiError(400, message, code=code, param=param)
 
 
 def unauthorized() -> ApiError:
-    """401, with a code that clients map to their authentication error."""
+    """Return 401 with the code that clients map to their authentication error."""
     return ApiError(
         401,
         "this server needs an API key: send it as 'Authorization: Bearer KEY'",
@@ -90,30 +95,32 @@ def unauthorized() -> ApiError:
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    """404, with the code that clients map to their not-found error."""
+    """Return 404 with the code that clients map to their not-found error."""
     return ApiError(404, f"the model {name!r} does not exist; this server serves {served!r}", code="model_not_found")
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """429: the queue is full. retry_after_s: when there is likely to be room, in seconds from now."""
+    """Return 429 for a full queue. `retry_after_s` estimates when it has room."""
     seconds = str(max(1, math.ceil(retry_after_s)))
     return ApiError(429, message, code="queue_full", headers={"Retry-After": seconds})
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    """503: this server takes no such request at this time. retry_after_s: when to try again."""
+    """Return 503 for a request that the server cannot accept at this time."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def too_many_connections(whose: str, most: float) -> ApiError:
-    """429: all connections that this address or key may have are busy. whose: "address" or "key"."""
+    """Return 429 for a client whose connections are all busy. `whose` is "address" or "key"."""
     text = f"there are {most:g} connections of this {whose}, the most that this server allows: use fewer"
     return ApiError(429, text, code="too_many_connections", headers={"Retry-After": "1"})
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """The answer where no engine has one: 503, 400 for a request that the engine refused, 500 for one that engines did
-    not outlive."""
+    """Return the response to an engine error.
+
+    It is 400 for a request that the engine refused, 500 for one that crashed engines, and 503 otherwise.
+    """
     if isinstance(error, RefusedError):
         return bad_request(str(error), error.param)
     if isinstance(error, LostRequestError):
@@ -126,7 +133,7 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def deadline_exceeded() -> ApiError:
-    """408. Official clients retry it unless the answer forbids it, and a retry would have the same deadline."""
+    """Return 408 for a missed deadline. It forbids a retry, which would have the same deadline."""
     return ApiError(
         408,
         "the request's deadline passed before it was done",
@@ -136,29 +143,36 @@ def deadline_exceeded() -> ApiError:
 
 
 def too_slow() -> ApiError:
-    """503, which ends a stream whose client has not read for long."""
+    """Return 503 for a stream whose client reads too slowly."""
     return unavailable("the client reads too slowly: too much of the output waits to be sent", "slow_reader")
 
 
 def given_up(why: str) -> ApiError:
-    """500: the engine could not compute this request. why: what happened and what helps. The answer forbids a retry,
-    which would have the same outcome."""
+    """Return 500 for a request that the engine could not compute. It forbids a retry, which would fail as well.
+
+    Args:
+        why: Cause and remedy.
+    """
     return ApiError(500, why, code="given_up", headers={"x-should-retry": "false"})
 
 
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
-    """400 for a value outside its bounds. names: public names of fields that have another name here."""
+    """Return 400 for a value outside its bounds.
+
+    Args:
+        names: Public names of fields that have another name internally.
+    """
     name = (names or {}).get(error.param, error.param)
     return bad_request(str(error).replace(error.param, name, 1), name)
 
 
 def unknown_field(param: str) -> ApiError:
-    """400 for a field that there is not. param: where it is in the body."""
+    """Return 400 for an unknown field at the path `param`."""
     return bad_request(f"unknown or unsupported field {param!r}", param, "unknown_parameter")
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """400 that names the first field at fault and the values that it may have."""
+    """Return 400 with the first invalid field and its valid values."""
     found = error.errors(include_url=False, include_context=False)
     param = _path(found[0]["loc"])
     if found[0]["type"] == "extra_forbidden":
@@ -173,17 +187,17 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:
-    """The place in the body, without the names that pydantic gives to alternatives."""
+    """Return the path in the body, without pydantic's names of union members."""
     parts = [str(part) for part in location if isinstance(part, int) or not part.startswith(_INTERNAL)]
     return ".".join(parts) or None
 
 
-# How the tags of alternatives in `protocol` begin, and pydantic's mark of a key that is at fault.
+# Prefix of the union tags in `protocol`, and pydantic's mark of an invalid key.
 _INTERNAL = ("~", "[key]")
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the app, those of the framework included, an OpenAI body."""
+    """Install exception handlers, so that all errors, including the framework's, have OpenAI's format."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -201,10 +215,10 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # goes nowhere, but ends the exchange
+        return Response(status_code=499)  # never sent, but ASGI needs a response
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # The text of an unforeseen exception may hold anything: the server logs it, and the client does not get it.
+        # The text of an unexpected exception may contain secrets, so it is only logged.
         return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()
 
     app.add_exception_handler(ApiError, on_api_error)

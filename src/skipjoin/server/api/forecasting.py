@@ -1,5 +1,7 @@
-"""Forecasts of output lengths in the API process: made in a thread, or by another server that is asked meanwhile. Late
-ones follow their requests."""
+"""Forecasts of output lengths in the API process, made in a thread or by another server.
+
+Forecasts that arrive late are sent to the engine after their requests.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +19,37 @@ from skipjoin.core.request import FinishReason
 from skipjoin.engine.forecasting import ForecastKeeper, Predicted, is_exact
 from skipjoin.server.metrics import Metrics
 
-# Begins to ask for the forecast of one prompt, which the function gets if there is an answer. None: there is no room.
+# Requests the forecast of one prompt and calls the function with it. Returns None if too many requests are pending.
 Ask = Callable[[Callable[[Forecast], None]], asyncio.Task[None] | None]
-# Asks for the forecast of a prompt whose output has at most so many tokens.
+# The same for a prompt and the maximum number of its output tokens.
 AskFor = Callable[[Sequence[int], int, Callable[[Forecast], None]], asyncio.Task[None] | None]
 
 _log = logging.getLogger(__name__)
 
-# Seconds that a request waits for its forecast, which takes 0.3 to 1 ms where cores are free. Timers of the event loop
-# are whole milliseconds, and handing over to the thread and back takes time, too: with 1 ms here the time to the first
-# token grows by less than 2. Waiting for longer gains nothing: the prior serves until the forecast is there, and where
-# the order matters, a request waits in the engine for longer than that.
+# Time that a request waits for its forecast, which takes 0.3 to 1 ms if cores are free. With timers in whole
+# milliseconds and two thread switches, this adds less than 2 ms to the TTFT. A longer wait gains nothing: the prior
+# serves until the forecast arrives, and where the order matters, requests wait longer in the engine.
 PATIENCE_S = 0.001
-# Forecasts that may be waiting. A burst's last one takes effect after as many times what one takes, some 50 ms; a
-# request beyond that begins long before its forecast would be there, and keeps the prior's.
+# Maximum pending forecasts, which take about 50 ms. A request beyond that would start long before its forecast is
+# ready, and keeps the prior's.
 MOST_WAITING = 64
-# Ends of requests that may be waiting to be learnt from. Forecasts come first; beyond it the oldest are forgotten.
+# Maximum finished requests that wait to be learned from, after which the oldest are dropped. Forecasts take precedence.
 MOST_LESSONS = 4096
-# Seconds that the end of the server waits for the last lessons and the last save.
+# Maximum time at shutdown for the remaining learning and the last save.
 _CLOSE_S = 10.0
 
 
 class Expectation:
-    """What is expected of the outputs of one prompt, as it becomes known. It lives on the event loop.
+    """Expected output length of one prompt, which may be revised. Used on the event loop.
 
-    forecast: the best that is known now; None: none is made. predicted: the forecaster's, from which it learns.
-    learn: takes how an output came out. ask: for another forecast, which counts more; it is asked when the first
-    request begins, and the question is dropped when the last one has ended.
+    Args:
+        learn: Called with the actual length of each output.
+        ask: Requests a forecast of another server, which takes precedence, when the first request starts. The request
+            is cancelled when the last one finishes.
+
+    Attributes:
+        forecast: Best forecast so far. None without one.
+        predicted: Prediction of the forecaster, from which it learns.
     """
 
     __slots__ = ("_ask", "_ends", "_followers", "_learn", "_question", "_requests", "_revised", "forecast", "predicted")
@@ -60,19 +66,19 @@ class Expectation:
         self._ask = ask
         self._question: asyncio.Task[None] | None = None
         self._revised: Forecast | None = None
-        self._requests = 0  # that have begun and not ended
+        self._requests = 0  # running
         self._followers: list[Callable[[Forecast], None]] = []
-        self._ends: list[tuple[int, bool]] = []  # that came before the forecast
+        self._ends: list[tuple[int, bool]] = []  # before the forecast arrived
 
     def follow(self, tell: Callable[[Forecast], None]) -> None:
-        """A request has begun: let `tell` know of forecasts that are still to come."""
+        """Record a new request, and call `tell` with later forecasts."""
         self._requests += 1
         self._followers.append(tell)
         if self._ask is not None:
             self._question, self._ask = self._ask(self._revise), None
 
     def settle(self, predicted: Predicted) -> None:
-        """The forecaster's forecast is there."""
+        """Set the prediction of the forecaster."""
         self.predicted = predicted
         if self._revised is None:
             self._tell(predicted.forecast)
@@ -81,7 +87,7 @@ class Expectation:
         self._ends.clear()
 
     def ended(self, reason: FinishReason, tokens: int) -> None:
-        """A request has ended, and its output has so many tokens."""
+        """Record the end of a request with `tokens` output tokens."""
         self._requests -= 1
         if not self._requests:
             self._followers.clear()
@@ -110,9 +116,10 @@ class Expectation:
 
 
 class Forecasting:
-    """Expectations for prompts, from a forecaster that a thread of its own works with. Made on the event loop.
+    """Makes expectations with a forecaster that runs in its own thread. Create it on the event loop.
 
-    ask: another server for each prompt, whose answer counts more.
+    Args:
+        ask: Requests forecasts from another server, which take precedence.
     """
 
     def __init__(self, keeper: ForecastKeeper, metrics: Metrics, ask: AskFor | None = None) -> None:
@@ -130,8 +137,12 @@ class Forecasting:
         self._thread.start()
 
     async def expect(self, prompts: Sequence[tuple[Sequence[int], int]], owner: str = "") -> list[Expectation]:
-        """The expectations for prompts, each with the most tokens of its output, after at most `PATIENCE_S` seconds.
-        owner: a hash of the client's key, from whose requests alone they are learned."""
+        """Return the expectations of prompts after at most `PATIENCE_S`.
+
+        Args:
+            prompts: Token ids and maximum number of output tokens of each prompt.
+            owner: Hash of the client's API key. Forecasts learn only from requests of the same owner.
+        """
         asked = [self._ask(prompt, max_tokens, owner) for prompt, max_tokens in prompts]
         waiting = [answer for _, answer in asked if answer is not None]
         if waiting:
@@ -143,7 +154,7 @@ class Forecasting:
         return [expectation for expectation, _ in asked]
 
     def close(self) -> None:
-        """Learn what is left to learn, save it, and end the thread. Waits for that."""
+        """Learn from the remaining requests, save, and join the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -154,7 +165,7 @@ class Forecasting:
     def _ask(
         self, prompt: Sequence[int], max_tokens: int, owner: str
     ) -> tuple[Expectation, asyncio.Future[None] | None]:
-        """Begin to forecast; the future is done when the expectation has settled. None: there is no room to wait."""
+        """Start a forecast. Return the expectation and a future of its arrival, or None if too many are pending."""
         ask = None if self._ask_for is None else partial(self._ask_for, prompt, max_tokens)
         if len(self._asked) >= MOST_WAITING:
             return Expectation(ask=ask), None
@@ -193,14 +204,14 @@ class Forecasting:
                 self._keeper.save_if_due()
                 self._is_failing = False
             except Exception:
-                # The prior serves then. One report is enough: the next requests fail alike.
+                # The prior serves instead. Log only once, because the next requests fail as well.
                 if not self._is_failing:
                     _log.exception("output lengths cannot be forecast, or not be learnt")
                 self._is_failing = True
         self._keeper.close()
 
     def _next(self) -> Callable[[], None] | None:
-        """The next work, for which it waits; None at the end."""
+        """Wait for the next work and return it, or None at shutdown."""
         with self._changed:
             while True:
                 if self._is_closing:
@@ -227,5 +238,5 @@ class Forecasting:
         self._report(partial(self._count_lesson, predicted, revised, tokens, exact, len(self._keeper)))
 
     def _report(self, tell: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the event loop has ended
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(tell)

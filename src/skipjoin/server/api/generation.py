@@ -1,11 +1,11 @@
-"""Generation without HTTP: an endpoint makes a job from a body, and the job runs at the engine.
+"""Generation independent of HTTP: an endpoint turns a request body into a job, and runs the job at the engine.
 
     job = await endpoint.prepare(body)
     async with endpoint.run(job) as run:
         async for deltas in run:
             ...
 
-`replies` does this for HTTP. Whatever else has bodies of requests uses the same endpoints.
+`replies` does this for HTTP requests, and `batches` for lines of batches.
 """
 
 from __future__ import annotations
@@ -31,37 +31,42 @@ from skipjoin.server.api.responses import PromptDetails, Usage
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox
 
-# Tokens with log-probabilities that are formatted in a thread, so that streams do not stall.
+# More tokens with log-probabilities than this are formatted in a thread, so that streams do not stall.
 _MANY_SCORED = 64
-# Choices that are made at once, for the same reason.
+# Choices that are created without a return to the event loop, for the same reason.
 _AT_ONCE = 64
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class Format(Protocol):
-    """How the answers of an endpoint look. Events and bodies are JSON.
+    """Formatter of the responses of an endpoint. Events and bodies are JSON.
 
-    id: of the answer, as clients see it.
+    Attributes:
+        id: Id of the response.
     """
 
     id: str
 
     def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """The events of a stream that show what is new in a choice; none if nothing is to be shown."""
+        """Return the stream events for new `text` of a choice. The list may be empty."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
-        """The event that holds the usage alone."""
+        """Return the event that carries only the usage."""
         ...
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed. texts: of every choice, in their order."""
+        """Return the body of a response that is not streamed, from the texts of all choices in order."""
         ...
 
 
 class Prompt(NamedTuple):
-    """A tokenized prompt. text: as the client spelled it; None if it came otherwise. params: how it is continued."""
+    """Tokenized prompt with its sampling parameters.
+
+    Attributes:
+        text: Text of the prompt. None if the client sent token ids or messages.
+    """
 
     ids: list[int]
     text: str | None
@@ -70,12 +75,16 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request that is checked, tokenized and counted in the queue. It is either run, or given up with `close`.
+    """Validated and tokenized request that holds admission slots. It must be run or closed.
 
-    choices: the sequences to generate, prompt by prompt. params, slots, expectations: one for each choice; the choices
-    of a prompt have the same expectation. copies: choices of each prompt. prompt_tokens: of all prompts, each counted
-    once. arrived: seconds on the monotonic clock; the deadline in `options` counts from then.
-    owner: a hash of the client's key.
+    `params`, `slots` and `expectations` have one entry per choice.
+
+    Attributes:
+        choices: Sequences to generate, grouped by prompt.
+        copies: Number of choices per prompt.
+        prompt_tokens: Total tokens of the prompts, each counted once.
+        arrived: Arrival in seconds on the monotonic clock, from which the deadline in `options` counts.
+        owner: Hash of the client's API key.
     """
 
     choices: list[Choice]
@@ -90,16 +99,21 @@ class Job:
     owner: str = ANONYMOUS
 
     def close(self) -> None:
-        """Give the places in the queue back. It may be called again."""
+        """Release the admission slots. Idempotent."""
         _free(self.slots)
 
 
 class JobRun:
-    """A job at the engine: a context manager, after which nothing of the job is left at the engine or in the queue, and
-    an iterator over what is new.
+    """Running job, used as a context manager and as an iterator over new text.
 
-    first_token_at: when the first token came, in seconds on the monotonic clock; None: it has not.
-    Entering raises `ApiError` or `EngineError` if the job cannot begin: its deadline has passed, or there is no engine.
+    On exit the job is aborted at the engine and its admission slots are released.
+
+    Attributes:
+        first_token_at: Time of the first token in seconds on the monotonic clock, or None.
+
+    Raises:
+        ApiError: The deadline has passed on entry.
+        EngineError: There is no engine on entry.
     """
 
     def __init__(self, job: Job, service: Service) -> None:
@@ -112,7 +126,7 @@ class JobRun:
         self.first_token_at: float | None = None
 
     async def __aenter__(self) -> JobRun:
-        """Hand the choices to the engine, some at a time: other clients are served between them."""
+        """Submit the choices to the engine, and yield in between so that other clients are served."""
         try:
             options = _remaining(self.job.options, self.job.arrived)
             for number in range(len(self.job.choices)):
@@ -152,9 +166,12 @@ class JobRun:
         return self
 
     async def __anext__(self) -> dict[Choice, str]:
-        """The choices with new tokens or an end, each with its new text, which may be empty.
+        """Return the choices with new tokens or a finish reason, each with its new text, which may be empty.
 
-        Raises the `ApiError` or `EngineError` that ends the job, or what `fail` was given.
+        Raises:
+            ApiError: The job was aborted or failed.
+            EngineError: The engine was lost.
+            Exception: The error that was passed to `fail`.
         """
         if not self._unfinished:
             raise StopAsyncIteration
@@ -162,7 +179,7 @@ class JobRun:
         choices = self.job.choices
         for output in await self._mailbox.get():
             choice = choices[output.choice]
-            if choice.finish_reason is not None:  # a stop string ended it while more tokens were on their way
+            if choice.finish_reason is not None:  # tokens that were in transit when a stop string matched
                 continue
             if output.reason is not None:
                 _check_reason(output.reason, output.error)
@@ -178,11 +195,11 @@ class JobRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether all choices are complete."""
+        """True if all choices are finished."""
         return not self._unfinished
 
     async def whole(self) -> bytes:
-        """Generate everything; the body of the answer. Raises as the iterator does."""
+        """Generate all choices and return the response body. Raises what the iterator raises."""
         texts = dict.fromkeys(self.job.choices, "")
         async for deltas in self:
             for choice, text in deltas.items():
@@ -193,7 +210,7 @@ class JobRun:
         return form.whole(texts, self.usage())
 
     async def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """`Format.events`, in a thread where there are many log-probabilities."""
+        """Return `Format.events`, computed in a thread if there are many log-probabilities."""
         form = self.job.format
         if len(choice.scored) > _MANY_SCORED:
             return await self._service.in_thread(form.events, choice, text, usage)
@@ -201,48 +218,50 @@ class JobRun:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of prompt tokens, with each prompt counted once."""
         return self.job.prompt_tokens
 
     @property
     def output_tokens(self) -> int:
-        """So far, of all choices."""
+        """Number of output tokens generated so far, over all choices."""
         return sum(choice.tokens for choice in self.job.choices)
 
     @property
     def finish_reason(self) -> str:
-        """Those of the choices; empty before the end of the first one."""
+        """Distinct finish reasons of the choices, separated by commas."""
         return ",".join(sorted({choice.finish_reason for choice in self.job.choices if choice.finish_reason}))
 
     def usage(self) -> Usage:
-        """Tokens so far. Cached ones are those of each prompt's first choice, so that each prompt counts once."""
+        """Return the usage so far. Cached tokens of a prompt are those of its first choice."""
         prompt, output = self.prompt_tokens, self.output_tokens
         cached = sum(sequence.cached_tokens for sequence in self._sequences[:: self.job.copies])
         return Usage(prompt, output, prompt + output, PromptDetails(cached))
 
     def fail(self, error: Exception) -> None:
-        """End the iteration with this error."""
+        """Make the iterator raise `error`."""
         self._mailbox.fail(error)
 
     def stop(self) -> None:
-        """Abort what is not complete. The places in the queue stay taken."""
+        """Abort unfinished choices. The admission slots stay reserved."""
         self._client.abort(self._sequences)
 
     def close(self) -> None:
-        """Abort what is not complete, and give the places in the queue back. It may be called again."""
+        """Abort unfinished choices and release the admission slots. Idempotent."""
         self.stop()
         self.job.close()
 
     def _give_up(self) -> None:
-        """The outputs that nothing takes are too many."""
+        """Fail the job because its client reads too slowly."""
         self.fail(too_slow())
         self.stop()
 
 
 class Endpoint(ABC, Generic[BodyT]):
-    """One kind of generation. A subclass says how a body becomes prompts, and how its answers look.
+    """Base class of generation endpoints. A subclass converts bodies to prompts and formats responses.
 
-    path: where it is served. body_type: what clients send there.
+    Attributes:
+        path: URL path.
+        body_type: Type of the request body.
     """
 
     path: ClassVar[str]
@@ -260,19 +279,23 @@ class Endpoint(ABC, Generic[BodyT]):
         queue: Admission | None = None,
         owner: str = ANONYMOUS,
     ) -> Job:
-        """Check a body, count it in the queue, and tokenize it.
+        """Validate a body, reserve admission slots and tokenize its prompts.
 
-        arrived: seconds on the monotonic clock, from which the deadline counts; None: now. queue: whose limits hold;
-        None: that of requests over HTTP. owner: a hash of the client's key.
-        Raises `ApiError`: 400, 404 for another model, 429 where the queue is full, 503 where no work is taken. The job
-        then holds nothing.
+        Args:
+            arrived: Arrival in seconds on the monotonic clock, from which the deadline counts. None means now.
+            queue: Admission limits. None means those of HTTP requests.
+            owner: Hash of the client's API key.
+
+        Raises:
+            ApiError: 400 for an invalid body, 404 for another model, 429 if the queue is full, 503 if the server
+                accepts no requests. No slots are held then.
         """
         service, n = self.service, body.n or 1
         arrived = time.monotonic() if arrived is None else arrived
         service.check_open()
         service.check_model(body.model)
         admission = queue or service.admission
-        # A queue of their own has no part that is kept for others.
+        # Only the queue of HTTP requests reserves a part for real-time requests.
         is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
         estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
         slots = admission.reserve(estimates, client=options.client, is_best_effort=is_best_effort)
@@ -304,23 +327,27 @@ class Endpoint(ABC, Generic[BodyT]):
             raise
 
     def run(self, job: Job) -> JobRun:
-        """What generates, once it is entered."""
+        """Return the run of a job. It starts when its context is entered."""
         return JobRun(job, self.service)
 
     @abstractmethod
     def estimates(self, body: BodyT) -> list[int]:
-        """About how many tokens each prompt has, at next to no cost."""
+        """Return a cheap estimate of the number of tokens of each prompt."""
 
     @abstractmethod
     async def tokenize(self, body: BodyT) -> list[Prompt]:
-        """The prompts, as many as there are estimates. Raises `ApiError` for what the model cannot take."""
+        """Return the tokenized prompts, one per estimate.
+
+        Raises:
+            ApiError: The model cannot process the body.
+        """
 
     @abstractmethod
     def format(self, body: BodyT, options: RequestOptions) -> Format:
-        """How the answer to this body looks, which is served by these options."""
+        """Return the formatter of the response to `body`."""
 
     def text_rules(self, body: BodyT) -> TextRules:
-        """How tokens become text."""
+        """Return the rules by which tokens become text."""
         return TextRules(
             stop=body.stop_strings,
             include_stop=bool(body.include_stop_str_in_output),
@@ -335,14 +362,14 @@ def _free(slots: Iterable[AdmissionSlot]) -> None:
 
 
 def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:
-    """The parameters of the copy-th of n choices: with a seed they differ, and the same request gets the same ones."""
+    """Return the parameters of one of n choices, with a reproducible seed of its own if the request has a seed."""
     if params.seed is None or copy == 0:
         return params
     return replace(params, seed=SEED_MIN + (params.seed - SEED_MIN + copy) % 2**64)
 
 
 def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
-    """The options of a request that arrives at the engine now, with the time that is left. Raises 408 if none is."""
+    """Return the options with the remaining time as the deadline. Raise 408 if it has passed."""
     if options.deadline_s is None:
         return options
     left = options.deadline_s - (time.monotonic() - arrived)
@@ -352,7 +379,7 @@ def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
 
 
 def _check_reason(reason: FinishReason, error: str) -> None:
-    """Raise for an end that is not the output's own. error: what happened, if it was one."""
+    """Raise `ApiError` for a finish reason other than stop or length."""
     if reason is FinishReason.ERROR:
         raise given_up(error)
     if reason is FinishReason.DEADLINE:

@@ -1,4 +1,4 @@
-"""uvicorn, with bounds on what a connection may take, and without its signal handlers."""
+"""HTTP server: uvicorn with limits on connections and without its signal handlers."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from skipjoin.server.api.auth import ANONYMOUS, OPEN_PATHS
 from skipjoin.server.api.connections import SPARE, ConnectionLimits, Connections, client_of
 from skipjoin.server.api.errors import ApiError, bad_request, too_many_connections, unavailable
 
-# Connections that may wait to be accepted, so that the kernel refuses none of a burst.
+# Length of the accept queue, so that the kernel refuses no connection of a burst.
 BACKLOG = 2048
-# Longer than clients' pools keep idle connections, so that the client closes them and not the server.
+# Longer than clients' pools keep idle connections, so that the client closes them first.
 KEEP_ALIVE_S = 75
-# Seconds for answers that are being written when the server ends.
+# Time to finish writing responses when the server stops.
 LAST_ANSWERS_S = 2
-# Descriptors of this process besides connections: files, databases, libraries; and the sockets of each engine.
+# File descriptors other than client connections: files, databases and libraries, and the sockets of each engine.
 RESERVED, PER_ENGINE = 80, 16
-# A client that takes fewer bytes of an answer in `write_s` does not read it.
+# A client that reads fewer bytes of a response in `write_s` is too slow.
 _TAKEN_BYTES = 1 << 16
-# Bytes that are parsed at a time: as many requests as they hold are queued, and bounds are exact to them.
+# Bytes parsed at a time. It bounds the number of pipelined requests and the error of the other bounds.
 _SLICE_BYTES = 1 << 12
-# Bytes besides data that a chunked body may have for each byte of data, beyond `max_header_bytes`. Chunks of one byte,
-# which clients send that encode JSON piece by piece, have five.
+# Bytes of framing that a chunked body may have per byte of data, beyond `max_header_bytes`. Clients that encode JSON
+# incrementally send chunks of one byte, which have five.
 _FRAMING_PER_BYTE = 16
-# As many of the largest heads are dropped after a request that is not valid HTTP, or has too long a head or trailers.
+# Bytes dropped after an invalid request, as a multiple of `max_header_bytes`.
 _REFUSED_HEADS = 16
-# Time that the first bytes of a connection may lie unread on a busy machine.
+# Time for which the first bytes of a connection may be unread on a busy machine.
 _UNREAD_S = 1.0
 _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 _FORWARDED_FOR = b"x-forwarded-for"
 
 
 class _Trailers(list[tuple[bytes, bytes]]):
-    """Stands where uvicorn collects headers, after a head is complete, and drops what follows."""
+    """Replaces uvicorn's list of headers after the head is complete, and drops trailers."""
 
     def append(self, header: tuple[bytes, bytes]) -> None:
         """Drop a trailer."""
@@ -55,41 +55,40 @@ _TRAILERS = _Trailers()
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection within its bounds.
+    """HTTP/1.1 connection with limits on sizes and times.
 
-    It counts the bytes of a head as they arrive; the application checks a head that is complete. Of a chunked body it
-    counts what is not data: sizes, extensions and trailers. One timer runs while the client is to send, another while
-    it is to read.
+    It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies: sizes,
+    extensions and trailers. One timer runs while the client has to send, another while it has to read.
 
-    A connection whose request is answered before all of it has arrived is used for no other: the rest is dropped for a
-    while, so that the client comes to read the answer, and the connection is closed. To that end it stands before
-    uvicorn's parts in place of its transport (`write` to `resume_reading`).
+    A connection whose request is answered early is not reused. The rest of the request is dropped for a while, so that
+    the client reads the response, and the connection is closed. For this purpose the protocol poses as the transport
+    of uvicorn's request cycles (`write` to `resume_reading`).
     """
 
     limits: ConnectionLimits
     pool: Connections
     proxies: ProxyHeadersMiddleware
-    # Data of chunks, of which there may be one for each byte: the parser appends them, and they are joined. Connections
-    # share the list, which is empty between two calls.
+    # Data of chunks, which may have one byte each, to be joined. All connections share the list, because it is empty
+    # between two calls.
     pieces: list[bytes]
 
     write: Callable[[bytes], None]
-    _head_bytes = 0  # of a head that is not complete yet
+    _head_bytes = 0  # of an incomplete head
     _in_head = True
     _advanced = False
     _is_spare = False
-    _is_excess = False  # its address or key has too many
+    _is_excess = False  # its address or key has too many connections
     _is_proxied = False
     _is_unread = True
-    _made_at = 0.0  # on the loop's clock, as all times
-    _may_stay = False  # after the request that arrives
-    _is_last = False  # what follows the request that arrived last is dropped
+    _made_at = 0.0  # on the loop's clock, like all times
+    _may_stay = False  # keep alive after the current request
+    _is_last = False  # further input is dropped
     _awaits_body = False
     _body_begin = 0.0
     _body_bytes = 0
-    _framing_bytes = 0  # beyond what the data allow
-    _fault: ApiError | None = None  # what the parser's callbacks found
-    _unparsed: bytes | memoryview = b""  # held while requests that came before wait to be answered
+    _framing_bytes = 0  # beyond the allowance for the data
+    _fault: ApiError | None = None  # raised by a callback of the parser
+    _unparsed: bytes | memoryview = b""  # held while earlier requests wait for their responses
     _parsing: asyncio.Handle | None = None
     _running: RequestResponseCycle | None = None
     _is_lingering = False
@@ -102,13 +101,13 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- the connection -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # Without `super`, which spends a third of the time on the local address: requests name the host.
+        # Not `super`, which spends a third of the time on the local address. Requests name the host.
         self.connections.add(self)
         self.transport, self.flow = transport, FlowControl(self)  # type: ignore[arg-type]
         self.client, self.scheme = get_remote_addr(transport), "http"
         self._made_at = self.loop.time()
         self.write = transport.write
-        self.app_state = {**self.app_state, "on_owner": self._on_owner}  # of which each request gets a copy
+        self.app_state = {**self.app_state, "on_owner": self._on_owner}  # copied for each request
         if not self.pool.enter(self):
             self.pool.refused("no_room")
             self.abort()
@@ -125,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_reading_timer()
         self._unparsed = b""
         running = self._running
-        if running is not None and not running.response_complete:  # uvicorn tells the request that was parsed last
+        if running is not None and not running.response_complete:  # uvicorn only notifies the last parsed request
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
@@ -135,20 +134,23 @@ class BoundedProtocol(HttpToolsProtocol):
         super().shutdown()
 
     def abort(self) -> None:
-        """End the connection without a word."""
+        """Close the connection immediately without a response."""
         self.transport.abort()
 
     @property
     def is_unread(self) -> bool:
-        """Whether it is so new that its first bytes may have arrived unread."""
+        """See `Connection.is_unread`."""
         return self._is_unread and self.loop.time() - self._made_at < _UNREAD_S
 
     def _count_for(self, kind: Any, name: str) -> None:
         self._is_excess = not self.pool.assign(self, kind, name)
 
     def _on_owner(self, owner: str) -> None:
-        """Count the connection for the key of its request. Raises `ApiError` if the key, or the address of a client
-        without one, has too many."""
+        """Count the connection for the API key of its request.
+
+        Raises:
+            ApiError: The key, or the address of a client without a key, has too many connections.
+        """
         if owner != ANONYMOUS:
             self._count_for("key", owner)
         if self._is_excess:
@@ -177,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._note_missing_body()
 
     def _parse_slices(self) -> None:
-        """Parse what has arrived, until a request has to wait for those before it."""
+        """Parse the received bytes until a request has to wait for an earlier one."""
         self._parsing = None
         while self._unparsed and not (self.pipeline or self._is_done):
             piece, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
@@ -191,17 +193,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_done(self) -> bool:
-        """Whether no further request is taken."""
+        """True if no further request is accepted."""
         return self._is_last or self.transport.is_closing()
 
     def _parse(self, data: bytes | memoryview) -> None:
         was_in_head = self._in_head
         had_bytes = self._body_bytes
         self._advanced = False
-        self.pieces.clear()  # of a connection whose body was not valid
+        self.pieces.clear()  # another connection may have left data of an invalid body
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # the request is answered, and what follows it is in another protocol
+        except httptools.HttpParserUpgrade:  # bytes after the request are in another protocol
             self._end_after_answer()
             return
         except httptools.HttpParserError:
@@ -239,18 +241,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._count_forwarded()
         super().on_headers_complete()
         self._in_head, self._advanced = False, True
-        self.headers = _TRAILERS  # the list until now is the application's
-        self._may_stay, self.cycle.keep_alive = self.cycle.keep_alive, False  # until all of it has arrived
+        self.headers = _TRAILERS  # the application owns the previous list
+        self._may_stay, self.cycle.keep_alive = self.cycle.keep_alive, False  # until the request is complete
 
     def _check_upgrade(self) -> None:
-        """Raise `ApiError` for a request to change the protocol that has a body: the parser takes it for the beginning
-        of what follows."""
+        """Refuse an upgrade request with a body, which the parser takes for data of the other protocol."""
         if any(name in _BODY_HEADERS and value != b"0" for name, value in self.headers):
             self._fault = bad_request("a request that has a body must not have the header 'Upgrade': leave it out")
             raise self._fault
 
     def _count_forwarded(self) -> None:
-        """Count the connection of a trusted proxy for the client whose request this is."""
+        """Count the connection of a trusted proxy for the client that the request names."""
         values = [value for name, value in self.headers if name == _FORWARDED_FOR]
         forwarded = b", ".join(values).decode("latin-1")
         host = self.proxies.trusted_hosts.get_trusted_client_address(forwarded)[0] if forwarded.strip() else ""
@@ -282,7 +283,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._send_timer = None
 
     def _on_late_head(self) -> None:
-        if self._is_answering:  # the head of a further request: there is time until this one is answered
+        if self._is_answering:  # the head of a pipelined request, which cannot run yet
             self._expect_by(self.limits.head_s, self._on_late_head)
         elif self._head_bytes:
             text = f"the request's head must be complete within {self.limits.head_s:g} s"
@@ -305,22 +306,22 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- in place of the transport -------------------------------------------------------------------------
 
     def is_closing(self) -> bool:
-        """Return whether nothing can be written any more."""
+        """Return whether the transport is closing."""
         return self.transport.is_closing()
 
     def close(self) -> None:
-        """Close after an answer, or where there is none."""
+        """Close the connection after its response, or linger if the client may still send."""
         if self._in_head and not (self._head_bytes or self._unparsed or self.pipeline or self._is_last):
             self.transport.close()  # the client has nothing left to send
         else:
             self._linger()
 
     def pause_reading(self) -> None:
-        """Stop reading."""
+        """Pause reading."""
         self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on, unless requests wait that have been read."""
+        """Resume reading, unless received requests still wait."""
         if self.pipeline or self._droppable_bytes < 0:
             self.flow.read_paused = True
         elif not self._unparsed:
@@ -394,12 +395,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _refuse(self, error: ApiError, reason: str, *, lingers: bool = True) -> None:
-        """Answer what arrives with an error, and take nothing more. lingers: see `_linger`."""
+        """Respond with an error and accept no further request."""
         self.pool.refused(reason)
         self._expect_nothing()
         running = self._running
         if running is not None and not running.response_complete:
-            if self._in_head or running is not self.cycle:  # another request is at fault
+            if self._in_head or running is not self.cycle:  # the error is in a later request
                 self._end_after_answer()
                 return
             if running.response_started:
@@ -419,7 +420,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _end_after_answer(self) -> None:
-        """Take nothing more, and close when the request that runs has been answered."""
+        """Accept no further request, and close after the response to the running one."""
         self._drop_from_now(_REFUSED_HEADS * self.limits.max_header_bytes)
         self._expect_nothing()
         assert self._running is not None
@@ -428,12 +429,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def _linger(self, max_bytes: int | None = None) -> None:
-        """Drop what the client still sends, so that it comes to read the answer, and close.
+        """Drop input for a while, so that the client reads the response, then close.
 
-        A connection that is closed while bytes arrive is reset, and the client may lose what it has not read yet.
+        A connection that is closed while bytes arrive is reset, and the client may lose unread data.
 
         Args:
-            max_bytes: How much is dropped; None: `linger_bytes`.
+            max_bytes: Maximum number of bytes to drop. None means `linger_bytes`.
         """
         self._drop_from_now(self.limits.linger_bytes if max_bytes is None else max_bytes)
         self._is_lingering = True
@@ -470,7 +471,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Close when what was written has been sent."""
+        """Close after the written data has been sent."""
         self._expect_nothing()
         self.transport.close()
         if self.transport.get_write_buffer_size():
@@ -484,13 +485,13 @@ async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _no_app(scope: Any, receive: Any, send: Any) -> None:
-    """Stand where `ProxyHeadersMiddleware`, which is asked for addresses only, has an application."""
+    """Do nothing. `ProxyHeadersMiddleware` needs an application, but only its address parsing is used."""
 
 
 def bounded_protocol(
     limits: ConnectionLimits, refused: Callable[[str], None], trusted_proxies: Sequence[str] = ()
 ) -> type[BoundedProtocol]:
-    """Return the protocol of one server's connections. refused: see `Connections`."""
+    """Return the protocol class of one server's connections."""
     pieces: list[bytes] = []
     parts = {
         "limits": limits,
@@ -503,11 +504,9 @@ def bounded_protocol(
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: `launch` decides when the server ends.
+    """uvicorn server without signal handlers, because `launch` decides when the server stops.
 
     Args:
-        app: The application.
-        limits: Of its connections.
         refused: See `Connections`.
         trusted_proxies: Addresses and networks whose `X-Forwarded-For` names the client.
     """
@@ -535,13 +534,12 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signal."""
+        """Do not capture signals."""
         yield
 
 
 def room_for(connections: int, engines: int) -> int:
-    """How many connections a server of so many engines may have, of so many that are wanted: its limit of open files is
-    raised for them as far as that is allowed. At least one."""
+    """Raise the limit of open files for the wanted connections, and return how many it allows (at least 1)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = SPARE + RESERVED + engines * PER_ENGINE
     needed = connections + others
@@ -553,15 +551,19 @@ def room_for(connections: int, engines: int) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one. Raises OSError, for a port that is taken among others."""
+    """Return a listening socket. Port 0 selects a free port.
+
+    Raises:
+        OSError: The address cannot be used, for example because the port is taken.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     server = socket.socket(family, kind, protocol)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Events are small and must be sent at once.
+        # Stream events are small and must not be delayed by Nagle's algorithm.
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            # Otherwise the megabytes that the kernel buffers hide for minutes that a client reads slowly.
+            # Otherwise the kernel's megabytes of send buffer hide a slow reader for minutes.
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _TAKEN_BYTES)
         server.bind(address)
         server.listen(BACKLOG)

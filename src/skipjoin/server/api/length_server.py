@@ -1,7 +1,6 @@
-"""Another server's model as a forecaster: it is asked how long an output will get, while the request is served.
+"""Forecasts of output lengths by a model on another server (EconoServe section 3.3.2).
 
-EconoServe (section 3.3.2) has the predictor of response lengths on another server, which many servers may share. Its
-answer comes while a request waits or its prompt is computed; until then, and without an answer, the prior serves.
+The forecast arrives while the request waits or its prompt is computed. Until then, or without one, the prior serves.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ TextOf = Callable[[Sequence[int]], str]
 
 _log = logging.getLogger(__name__)
 
-# The environment variable with the key that the other server asks for.
+# Environment variable with the API key of the other server.
 KEY_VARIABLE = "SKIPJOIN_FORECAST_API_KEY"
-# Questions that may wait for an answer. A request beyond that keeps the prior's forecast.
+# Maximum pending questions. Requests beyond that keep the prior's forecast.
 MOST_QUESTIONS = 64
-# Characters of a prompt that are sent, the first half of them from its start and the others from its end, and the
-# tokens that they are taken from: the text of an endless prompt would hold the event loop up.
+# Maximum characters of a prompt that are sent, half from its start and half from its end, and the tokens that are
+# decoded for them, because decoding a very long prompt would block the event loop.
 MOST_CHARACTERS, MOST_TOKENS = 4096, 1024
 _LONGEST = LENGTH_EDGES[-1]
 _INSTRUCTION = (
@@ -37,20 +36,24 @@ _INSTRUCTION = (
     "Reply with one whole number and nothing else.\n\n"
 )
 _TRIAL = "Count from 1 to 20."
-# Tokens of an answer: the longest number has 7 digits, and some models have a token for each of them.
+# Maximum tokens of an answer. The largest number has 7 digits, and some models use a token for each.
 _ANSWER_TOKENS = 16
 # Words may follow the number, such as "tokens".
 _NUMBER = re.compile(r"\s*(\d{1,3}(?:,\d{3})+|\d{1,9})(?:\.\d*)?(?:\s.*)?", re.ASCII | re.DOTALL)
-# Servers close connections that are idle for 5 s or more; a question that is sent at that moment would be lost.
+# Less than the 5 s after which servers close idle connections, because a question sent at that moment would be lost.
 _KEEP_ALIVE_S = 2.0
-# More bytes are no answer to such a question.
+# Maximum size of a response.
 _MOST_BYTES = 1 << 16
-# Most characters of another server's text that are told.
+# Maximum characters of the other server's text that errors quote.
 _LONGEST_QUOTE = 100
 
 
 class NoLengthError(Exception):
-    """The server told no length. outcome: the `FORECAST_OUTCOMES` that it is. The text says what happened."""
+    """The server returned no length.
+
+    Attributes:
+        outcome: One of `FORECAST_OUTCOMES`.
+    """
 
     def __init__(self, outcome: str, text: str) -> None:
         super().__init__(text)
@@ -58,9 +61,13 @@ class NoLengthError(Exception):
 
 
 class LengthServer:
-    """The server of `--forecast-url`. Made on the event loop, and closed there. key: None: none is sent.
+    """Client of the server of `--forecast-url`. Create and close it on the event loop.
 
-    Raises `ConfigError` for a key that cannot be sent.
+    Args:
+        key: API key. None sends none.
+
+    Raises:
+        ConfigError: The key cannot be sent.
     """
 
     def __init__(self, config: ServerConfig, key: str | None = None) -> None:
@@ -79,7 +86,11 @@ class LengthServer:
         )
 
     async def tokens(self, text: str) -> float:
-        """How many tokens the answer to a text has, in [1, 2^20]. Raises `NoLengthError`."""
+        """Return the predicted number of tokens of the answer to a text, in [1, 2^20].
+
+        Raises:
+            NoLengthError: The server returned no length.
+        """
         body = {
             **self._model,
             "messages": [{"role": "user", "content": _INSTRUCTION + text}],
@@ -87,7 +98,7 @@ class LengthServer:
             "max_tokens": _ANSWER_TOKENS,
         }
         try:
-            # A redirect would take the key elsewhere.
+            # Redirects are errors, because they would leak the API key.
             async with self._session.post(self._url, json=body, allow_redirects=False) as response:
                 status, answer = response.status, await _read(response)
         except TimeoutError as error:
@@ -99,7 +110,11 @@ class LengthServer:
         return _length(answer)
 
     async def check(self) -> None:
-        """Ask once. Raises `ConfigError` without a length."""
+        """Make one trial request.
+
+        Raises:
+            ConfigError: The server returned no length.
+        """
         try:
             await self.tokens(_TRIAL)
         except NoLengthError as error:
@@ -111,7 +126,7 @@ class LengthServer:
 
 
 class Questions:
-    """Asks a server, which it owns, about prompts, at most `MOST_QUESTIONS` at once. It lives on the event loop."""
+    """Concurrent requests to a length server, which it owns. Used on the event loop."""
 
     def __init__(self, server: LengthServer, metrics: Metrics) -> None:
         self._server = server
@@ -122,9 +137,16 @@ class Questions:
     def ask(
         self, text_of: TextOf, prompt: Sequence[int], max_tokens: int, tell: Callable[[Forecast], None]
     ) -> asyncio.Task[None] | None:
-        """Begin to ask how long the output of a prompt gets, which has at most max_tokens tokens. text_of: the text of
-        its tokens. tell: gets the answer, if there is one; cancelling the task drops the question. None: too many are
-        open."""
+        """Start to request the forecast of a prompt. Cancel the returned task to drop the request.
+
+        Args:
+            text_of: Decodes token ids.
+            max_tokens: Maximum number of output tokens.
+            tell: Called with the forecast, if there is one.
+
+        Returns:
+            None if too many requests are pending.
+        """
         if len(self._open) >= MOST_QUESTIONS:
             self._metrics.asked("skipped")
             return None
@@ -134,7 +156,7 @@ class Questions:
         return question
 
     async def close(self) -> None:
-        """Drop the open questions, and close the connections."""
+        """Cancel pending requests and close the connections."""
         for question in self._open:
             question.cancel()
         if self._open:
@@ -168,7 +190,7 @@ class Questions:
 
 
 def excerpt(prompt: Sequence[int], text_of: TextOf) -> str:
-    """The text of a prompt; of a long one its start and its end, see `MOST_CHARACTERS`."""
+    """Return the text of a prompt, or the start and end of a long one (see `MOST_CHARACTERS`)."""
     half, tokens = MOST_CHARACTERS // 2, MOST_TOKENS // 2
     if len(prompt) > MOST_TOKENS:
         return f"{text_of(prompt[:tokens])[:half]} ... {text_of(prompt[-tokens:])[-half:]}"
@@ -186,7 +208,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _length(answer: bytes) -> float:
-    """The number that a chat completion tells. Raises `NoLengthError`."""
+    """Parse the number in a chat completion."""
     try:
         text: Any = json.loads(answer)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -199,6 +221,6 @@ def _length(answer: bytes) -> float:
 
 
 def _quote(text: object) -> str:
-    """What another server said, on one line and cut."""
+    """Return the other server's text on one line, truncated."""
     shown = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
     return repr(shown if len(shown) <= _LONGEST_QUOTE else shown[:_LONGEST_QUOTE] + "...")

@@ -1,4 +1,4 @@
-"""Admission: requests and prompt tokens in the server are counted and bounded, before anything is tokenized."""
+"""Admission control: limits on the requests and prompt tokens in the server, applied before tokenization."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from skipjoin.server.api.errors import bad_request, overloaded
 from skipjoin.server.api.shares import Shares
 from skipjoin.server.metrics import Metrics
 
-# Bytes of text per token, for an estimate before tokenizing; English has 4 to 5, code and other scripts fewer.
+# Estimated bytes of text per token. English has 4 to 5, code and other scripts have fewer.
 _BYTES_PER_TOKEN = 4
-# Bounds of Retry-After: clients ignore longer times, and an estimate so far ahead is worth little.
+# Bounds of Retry-After. Clients ignore longer times, and estimates that far ahead are inaccurate.
 _SOONEST_S, _LATEST_S = 1.0, 60.0
-# What has left a queue counts for so many seconds, and in any case until so many others have.
+# Window of the throughput estimate, and the minimum number of events that it keeps.
 _WINDOW_S, _LEAST_EVENTS = 10.0, 32
-# Of what is foretold: how likely it may be wrong, for how long it is told again, how fine it is, and of how many
-# sequences it is made, and how many times as long is told, since no pace is steady.
+# Parameters of the Retry-After estimate: maximum probability that no slot is free by then, time for which a result is
+# cached, resolution in seconds, maximum number of sampled sequences, and safety factor, because the pace varies.
 _DOUBT, _TOLD_S, _FINE_S, _SAMPLED, _MARGIN = 0.05, 0.1, 0.05, 64, 1.3
 _PACE_S = 0.5
-# Of either limit, what a best-effort request leaves free: real-time ones find room beside any flood of them.
+# Fraction of either limit that best-effort requests leave free for real-time requests.
 _KEPT_SHARE = 0.25
-# Of either limit, what clients that are over their share leave free, where clients share it.
+# Fraction of a shared limit that clients over their share leave free.
 RESERVED_SHARE = 1 / 8
-# Seconds after Retry-After for which the place of a refused client is kept for it: clients round up, and connect.
+# Time after Retry-After for which a slot is kept for a refused client, which rounds up and has to connect.
 _RETURN_S = 2.0
 
 
 def estimate_tokens(prompt: str | Sequence[int]) -> int:
-    """About how many tokens a prompt has, without tokenizing it; exact for token ids."""
+    """Estimate the number of tokens of a prompt without tokenizing it. Exact for token ids."""
     if isinstance(prompt, str):
         return -(-len(prompt.encode()) // _BYTES_PER_TOKEN)
     return len(prompt)
@@ -43,21 +43,22 @@ def _retry_after(seconds: float) -> float:
 
 
 class Throughput:
-    """How fast a queue is worked off: what has left it lately, over the time in which there was something to leave it.
+    """Recent throughput of a queue.
 
-    clock: seconds in which the queue was not empty.
+    Args:
+        clock: Returns the seconds in which the queue was not empty.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since = clock()  # what left until then counts no more
-        self._left: deque[tuple[float, float]] = deque()  # when, and how much
+        self._since = clock()  # start of the window
+        self._left: deque[tuple[float, float]] = deque()  # (time, amount)
         self._sum = 0.0
         self._latest = self._since
-        self._gap_s = 0.0  # the longest time without any, where longer ago counts less
+        self._gap_s = 0.0  # longest gap between two events, decaying with time
 
     def add(self, amount: float) -> None:
-        """So much has left the queue now."""
+        """Record that `amount` leaves the queue now."""
         now = self._clock()
         gap_s, self._latest = now - self._latest, now
         self._gap_s = max(gap_s, self._gap_s * math.exp(-gap_s / _WINDOW_S))
@@ -68,19 +69,23 @@ class Throughput:
             self._sum -= dropped
 
     def seconds_until(self, amount: float) -> float:
-        """About how long it takes until so much more has left: requests that began together end together, so it is no
-        less than the longest gap of late, the present one included."""
+        """Estimate the time until `amount` more has left the queue.
+
+        It is at least the longest recent gap, because requests that start together finish together.
+        """
         return max(self.by_rate(amount), self._gap_s, self._clock() - self._latest)
 
     def by_rate(self, amount: float) -> float:
-        """How long so much has taken lately, on the average; 0 if nothing has left."""
+        """Estimate the time for `amount` from the average rate. Return 0 if nothing has left yet."""
         return (self._clock() - self._since) * amount / self._sum if self._sum else 0.0
 
 
 class Pace:
-    """Seconds for each step of the engines, over the last half second to second.
+    """Duration of an engine step, averaged over the last 0.5 to 1 s.
 
-    clock: seconds. steps: how many there were.
+    Args:
+        clock: Returns seconds.
+        steps: Returns the total number of steps.
     """
 
     def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
@@ -89,11 +94,11 @@ class Pace:
         self.start()
 
     def start(self) -> None:
-        """There was no work until now."""
+        """Restart the measurement after an idle time."""
         self._before = self._mark = (self._clock(), self._steps())
 
     def seconds(self) -> float:
-        """For a step; while none has ended, as long as it takes, and no less than those before."""
+        """Return the seconds per step. While no step finishes, return the elapsed time if that is longer."""
         now = (self._clock(), self._steps())
         if now[0] - self._mark[0] >= _PACE_S:
             self._before, self._mark = self._mark, now
@@ -105,38 +110,41 @@ class Pace:
 
 
 class Runs:
-    """How long sequences ran, by which it foretells when those end that run.
+    """Predicts when running sequences finish from the lengths of recent ones.
 
-    It counts steps of the engines, whose pace changes with the load, and takes each of the lengths of late for as
-    likely as the others.
+    Lengths are counted in engine steps, because their duration varies with the load. All recent lengths are taken as
+    equally likely.
     """
 
     def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
         self._clock, self._steps = clock, steps
         self._pace = Pace(clock, steps)
-        self._live: dict[AdmissionSlot, float] = {}  # since which step each is there, in this order
+        self._live: dict[AdmissionSlot, float] = {}  # first step of each running sequence, in this order
         self._over: deque[float] = deque(maxlen=_LEAST_EVENTS)
-        self._told: dict[int, float] = {}  # by number of sequences: when they will have ended
+        self._told: dict[int, float] = {}  # cached predictions: finish time by number of sequences
         self._told_at = -math.inf
 
     def __len__(self) -> int:
-        """Sequences that run."""
+        """Return the number of running sequences."""
         return len(self._live)
 
     def begin(self, slot: AdmissionSlot) -> None:
-        """A sequence runs, perhaps again."""
+        """Record that a sequence runs. Idempotent."""
         if not self._live:
             self._pace.start()
         self._live.setdefault(slot, self._steps())
 
     def end(self, slot: AdmissionSlot) -> None:
-        """It has ended, if it ran at all."""
+        """Record the end of a sequence, which may not have run."""
         if (since := self._live.pop(slot, None)) is not None:
             self._over.append(self._steps() - since)
-            self._pace.seconds()  # of the work that may be over now
+            self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
-        """In how many seconds so many of those that run will have ended, or all; None while none has ended."""
+        """Predict the time in seconds until `count` running sequences (or all) have finished.
+
+        None if no sequence has finished yet, or none is running.
+        """
         if not (self._over and self._live):
             return None
         now = self._clock()
@@ -148,7 +156,7 @@ class Runs:
 
     def _foretell(self, count: int) -> float:
         now, pace, over = self._steps(), max(self._pace.seconds(), 1e-9), sorted(self._over)
-        every = -(-len(self._live) // _SAMPLED)  # of many, a part stands for all
+        every = -(-len(self._live) // _SAMPLED)  # sample every n-th sequence
         ages = [now - since for since in islice(self._live.values(), 0, None, every)]
 
         def have_ended(seconds: float) -> bool:
@@ -164,8 +172,10 @@ class Runs:
 
 
 def _share_ended(over: Sequence[float], age: float, more: float) -> float:
-    """How likely it is that a run that lasts for `age` ends in so much more. over: the lengths of others, sorted. One
-    that is longer than all of them is taken to last as long again as it is longer."""
+    """Return the probability that a sequence of length `age` ends within `more`, given sorted lengths of others.
+
+    A sequence that exceeds all of them is expected to run on for as long as it exceeds the longest.
+    """
     shorter = bisect_right(over, age)
     if shorter == len(over):
         return float(more >= age - over[-1])
@@ -173,7 +183,7 @@ def _share_ended(over: Sequence[float], age: float, more: float) -> float:
 
 
 class AdmissionSlot:
-    """One sequence's share of the limits, from its admission to its end. Every method may be called again."""
+    """Slot of one sequence from its admission to its end. All methods are idempotent."""
 
     __slots__ = ("_admission", "_open", "_tokens", "client")
 
@@ -185,23 +195,23 @@ class AdmissionSlot:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that it has in the queue."""
+        """Number of prompt tokens that it holds in the queue."""
         return self._tokens
 
     def resize(self, tokens: int) -> None:
-        """Replace the estimate: the prompt has `tokens` tokens. See `Admission.resize`, which heeds the limits."""
+        """Replace the estimated number of prompt tokens. `Admission.resize` also checks the limits."""
         if self._open:
             self._admission.note_size(self, tokens - self._tokens)
             self._tokens = tokens
 
     def started(self) -> None:
-        """The sequence runs: its prompt waits no longer."""
+        """Release the prompt tokens, because the sequence runs."""
         if self._open:
             self._admission.note_start(self, self._tokens)
             self._tokens = 0
 
     def ended(self) -> None:
-        """The sequence has ended, or will never begin."""
+        """Release the slot, because the sequence has finished or will not start."""
         if self._open:
             self._open = False
             self._admission.note_end(self, self._tokens)
@@ -209,11 +219,16 @@ class AdmissionSlot:
 
 
 class Admission:
-    """The counts and their bounds. Used on the event loop only, so that checking and counting are one operation.
+    """Admission control of one queue. Use it on the event loop only, so that check and count are atomic.
 
-    requests: sequences in the server, waiting or running. tokens: prompt tokens of those that have not run yet.
-    A quarter of either limit is for real-time requests alone. clock: in seconds. steps: how many the engines have made;
-    None: one in each second. is_shared: whether clients share both limits, as `Shares` says.
+    A quarter of either limit is reserved for real-time requests.
+
+    Args:
+        max_requests: Maximum number of sequences in the server.
+        max_tokens: Maximum number of prompt tokens of sequences that have not run yet.
+        clock: Returns seconds.
+        steps: Returns the total number of engine steps. None counts one step per second.
+        is_shared: True if clients share both limits fairly (see `Shares`).
     """
 
     def __init__(
@@ -233,29 +248,34 @@ class Admission:
         self._requests, self._tokens = Shares(reserve), Shares(reserve)
         self._metrics = metrics
         self._clock = clock
-        self._began: float | None = None  # when the server was last empty; None: it is
-        self._busy_s = 0.0  # until it was empty for the last time
+        self._began: float | None = None  # start of the current busy period, None while the server is idle
+        self._busy_s = 0.0  # total time of earlier busy periods
         self._ends = Throughput(self._busy_time)
         self._starts = Throughput(self._busy_time)
         self._runs = Runs(clock, steps or clock)
 
     @property
     def requests(self) -> int:
-        """Sequences in the server."""
+        """Number of sequences in the server."""
         return self._requests.used
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of sequences that have not run yet."""
+        """Number of prompt tokens of sequences that have not run yet."""
         return self._tokens.used
 
     def reserve(
         self, prompt_tokens: Sequence[int], *, client: str = "", is_best_effort: bool = False, param: str = "prompt"
     ) -> list[AdmissionSlot]:
-        """Slots for sequences whose prompts have about so many tokens: all of them, or an error. client: whose they are
-        where clients share the limits. param: the field that has the prompts.
+        """Reserve slots for all sequences of a request.
 
-        Raises 429 if there is no room now, with the time when there is likely to be, and 400 if there never is.
+        Args:
+            prompt_tokens: Estimated prompt tokens of each sequence.
+            client: Client that is charged if clients share the limits.
+            param: Request field of the prompts, for errors.
+
+        Raises:
+            ApiError: 429 with an estimated Retry-After if there is no room now, 400 if there never is.
         """
         client = client if self._is_shared else ""
         count, tokens = len(prompt_tokens), sum(prompt_tokens)
@@ -284,16 +304,18 @@ class Admission:
         return [AdmissionSlot(self, share, client) for share in prompt_tokens]
 
     def _seconds_until(self, count: int) -> float:
-        """About how long it takes until so many more sequences have ended."""
+        """Estimate the time until `count` more sequences have finished."""
         foretold = self._runs.seconds_until(count)
         return self._ends.seconds_until(count) if foretold is None else max(foretold, self._ends.by_rate(count))
 
     def resize(
         self, slots: Sequence[AdmissionSlot], prompt_tokens: Sequence[int], *, is_best_effort: bool = False
     ) -> None:
-        """Replace the estimates of slots of one job: their prompts have so many tokens. A text may have several times
-        as many as it was taken for. Raises as `reserve` if that passes the limit; the slots then keep their
-        estimates."""
+        """Replace the estimates of a job's slots by the actual numbers of prompt tokens, which may be much larger.
+
+        Raises:
+            ApiError: See `reserve`. The slots keep their estimates.
+        """
         _, most_tokens, whose = self._limits(is_best_effort)
         tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
         if tokens > before:
@@ -304,23 +326,22 @@ class Admission:
 
     @property
     def runs(self) -> int:
-        """Sequences that run, or have run and may again."""
+        """Number of sequences that have started and not finished."""
         return len(self._runs)
 
     def _limits(self, is_best_effort: bool) -> tuple[int, int, str]:
-        """Most requests and most prompt tokens in the server when one of this class has come, and whose limits these
-        are, for errors."""
+        """Return the maximum requests and prompt tokens for a service class, and its description for errors."""
         if not is_best_effort:
             return self.max_requests, self.max_tokens, ""
         share = 1 - _KEPT_SHARE
         return math.ceil(share * self.max_requests), math.ceil(share * self.max_tokens), " for best-effort requests"
 
     def _of_one(self, whose: str) -> str:
-        """Whose limit it is for a single request."""
+        """Describe the limit of a single request."""
         return f"{whose} of one API key" if self._is_shared else whose
 
     def _check_size(self, tokens: int, most: int, whose: str, param: str = "prompt") -> None:
-        """400 for a job that never fits."""
+        """Raise 400 for a job that never fits."""
         largest = most - self._tokens.reserve_of(most)
         if tokens > largest:
             raise bad_request(
@@ -330,7 +351,7 @@ class Admission:
             )
 
     def _check_room(self, client: str, tokens: int, most: int, whose: str, now: float, *, instead_of: int = 0) -> None:
-        """429 where so many tokens do not fit now. instead_of: what of them is counted."""
+        """Raise 429 if `tokens` do not fit now. `instead_of` of them are counted already."""
         if (excess := self._tokens.excess(client, tokens, most, now, instead_of=instead_of)) > 0:
             self._metrics.rejected("tokens")
             retry_s = _retry_after(self._starts.seconds_until(excess))
@@ -341,7 +362,7 @@ class Admission:
             raise overloaded(self._full(self._tokens, most, "prompt tokens wait", whose, named), retry_s)
 
     def _full(self, limit: Shares, most: int, what: str, whose: str, client: str | None) -> str:
-        """Say what is full. client: that is over its share; None: it is not."""
+        """Return the error text of a full queue. `client` is the client that exceeds its share, if it does."""
         text = f"{limit.used} of {most} {what}"
         if client is None or not self._is_shared:
             return f"the queue is full{whose}: {text}"
@@ -351,18 +372,18 @@ class Admission:
         )
 
     def note_size(self, slot: AdmissionSlot, growth: int) -> None:
-        """The prompt of a request has that many tokens more than it was taken for."""
+        """Count `growth` more prompt tokens than estimated."""
         self._tokens.take(slot.client, growth)
 
     def note_start(self, slot: AdmissionSlot, tokens: int) -> None:
-        """A request runs: its `tokens` prompt tokens wait no longer."""
+        """Count the start of a sequence, which releases its prompt tokens."""
         self._runs.begin(slot)
         if tokens:
             self._tokens.give_back(slot.client, tokens)
             self._starts.add(tokens)
 
     def note_end(self, slot: AdmissionSlot, tokens: int) -> None:
-        """A request has ended; `tokens` of its prompt never ran."""
+        """Count the end of a sequence, which releases prompt tokens if it never ran."""
         self._runs.end(slot)
         self._tokens.give_back(slot.client, tokens)
         self._ends.add(1)
@@ -371,5 +392,5 @@ class Admission:
             self._busy_s, self._began = self._busy_time(), None
 
     def _busy_time(self) -> float:
-        """Seconds in which there was a request in the server."""
+        """Return the total time in which there was a request in the server."""
         return self._busy_s + (0.0 if self._began is None else self._clock() - self._began)

@@ -1,4 +1,4 @@
-"""What becomes of a request over HTTP, noted where it is known, for the line in the log."""
+"""Per-request notes for the request log, filled in wherever the facts are known."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-# Where a note lies in `scope["state"]`.
+# Key of the note in `scope["state"]`.
 _NOTE = "note"
 
 
 class Generated(Protocol):
-    """What a request got: `generation.JobRun`. Times in seconds on the monotonic clock."""
+    """Subset of `generation.JobRun` that the log shows. Times are in seconds on the monotonic clock."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -26,8 +26,12 @@ class Generated(Protocol):
 
 @dataclass(slots=True)
 class Note:
-    """What is known of a request when it is over. run: None if nothing was generated for it. reason: the code of the
-    error that ended it; empty: none did."""
+    """Facts about a finished request.
+
+    Attributes:
+        run: None if nothing was generated.
+        reason: Code of the error that ended the request, or "".
+    """
 
     run: Generated | None = None
     reason: str = ""
@@ -35,12 +39,12 @@ class Note:
 
 
 def note_of(scope: Scope) -> Note:
-    """The note of a request; one that is dropped where requests are not logged."""
+    """Return the note of a request, or a dummy if requests are not logged."""
     found: Note = scope.get("state", {}).get(_NOTE) or Note()
     return found
 
 
 def attach_note(scope: Scope) -> Note:
-    """Begin the note of a request."""
+    """Attach a new note to a request."""
     note = scope.setdefault("state", {})[_NOTE] = Note()
     return note

@@ -1,4 +1,4 @@
-"""The one place where a client's wishes to the scheduler become `RequestOptions`."""
+"""Conversion of scheduling fields and headers of requests to `RequestOptions`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ _OBJECTIVES: tuple[str, ...] = ("ttft", "tpot", "jct")
 def request_options(
     body: GenerationBody, headers: Mapping[str, str], config: ServerConfig, owner: str = ""
 ) -> RequestOptions:
-    """What the body asks for, or else the headers, or else the server's default. Raises 400 for a header that is out of
-    bounds, for a tier, a priority or an objective that the operator does not allow, and for one that requests of the
-    body's tier do not have. owner: a hash of the client's key."""
+    """Return the options of a request from its body, or else its headers, or else the server's defaults.
+
+    Args:
+        owner: Hash of the client's API key.
+
+    Raises:
+        ApiError: 400 for a header out of bounds, a tier, priority or objective that the operator does not allow, or an
+            objective that the tier does not support.
+    """
     slo, tier = body.slo or _NO_SLO, _tier(body, config, owner)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
     if deadline_ms is None:
@@ -39,26 +45,28 @@ def request_options(
 
 
 def client_of(owner: str, config: ServerConfig) -> str:
-    """What tells the client's requests from those of others; empty: nothing does. owner: a hash of its key."""
+    """Return the identity by which capacity is shared: the owner, or "" if it is not shared by key."""
     return owner if config.fair_by == "key" else ""
 
 
 def cache_salt(body: GenerationBody, owner: str) -> str:
-    """What requests have in common that share KV: the body's salt, and the owner, a hash of the API key, so that the
-    time to a first token says nothing about the prompts of other keys."""
+    """Return the salt that isolates prefix caching: the body's salt, and the owner (a hash of the API key).
+
+    The TTFT thus reveals nothing about the prompts of other keys.
+    """
     salt = body.cache_salt or ""
     return salt if owner == ANONYMOUS else f"{owner}:{salt}"
 
 
 def served_tier(options: RequestOptions) -> ServiceTier:
-    """The tier that a request of these options is served by."""
+    """Return the service tier of a request with these options."""
     if options.service is ServiceClass.BEST_EFFORT:
         return "flex"
     return "priority" if options.is_urgent else "default"
 
 
 def _tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier | None:
-    """What the body asks for. Requests of tier priority displace others: the operator says which keys may have them."""
+    """Return the requested tier. Raise 400 for tier priority, which preempts others, unless the key has that right."""
     if body.service_tier == "priority" and not config.rights_of(owner).tier:
         which = "this API key" if _has_own(config, owner, "tier") else "this server"
         raise bad_request(
@@ -69,7 +77,7 @@ def _tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier
 
 
 def _priority(asked: int, config: ServerConfig, owner: str) -> int:
-    """What a client may ask for. A request of a lower number displaces others: the operator says which there are."""
+    """Return the requested priority. Raise 400 if the key does not allow it, because lower numbers preempt others."""
     low, high = bounds = config.rights_of(owner).priorities or (0, 0)
     if not asked or low <= asked <= high:
         return asked
@@ -79,7 +87,7 @@ def _priority(asked: int, config: ServerConfig, owner: str) -> int:
 
 
 def _has_own(config: ServerConfig, owner: str, right: str) -> bool:
-    """Whether the file of keys says this of the owner's key. right: a field of `KeyRights`."""
+    """Return whether the key file sets `right`, a field of `KeyRights`, for the owner's key."""
     return getattr(config.key_rights.get(owner, AS_ALL), right) is not None
 
 
@@ -93,12 +101,12 @@ def _deadline_ms(headers: Mapping[str, str]) -> int | None:
 
 
 def _target(slo: Slo, headers: Mapping[str, str], config: ServerConfig, tier: ServiceTier | None) -> Target:
-    """Each objective by the body, or else by its header, or else by the tier's default."""
+    """Return each objective from the body, or else its header, or else the tier's default."""
     asked_ms = {name: _asked_ms(name, slo, headers, config) for name in _OBJECTIVES}
     kept = _OBJECTIVES
     if tier == "flex":
         _check_flex(slo)
-        # A gateway sets its headers for all requests alike: they are without effect here.
+        # Gateways set headers for all requests, so headers for other objectives are ignored rather than refused.
         kept = ("jct",)
     found = {}
     for name in kept:
@@ -115,7 +123,7 @@ def _check_flex(slo: Slo) -> None:
 
 
 def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerConfig) -> float | None:
-    """The objective of this name that a request brings, in milliseconds; None: it brings none."""
+    """Return the objective `name` of a request in milliseconds, or None. Raise 400 if it is out of bounds."""
     header = f"x-slo-{name}-ms"
     field, asked_ms = f"slo.{name}_ms", getattr(slo, f"{name}_ms")
     if asked_ms is None:
@@ -130,7 +138,7 @@ def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerCon
 
 
 def _number(text: str) -> float:
-    """The number that a text spells; NaN for any other text."""
+    """Parse a number. Return NaN for any other text."""
     try:
         return float(text) if text.isascii() else math.nan
     except ValueError:

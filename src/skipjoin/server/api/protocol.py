@@ -1,7 +1,7 @@
-"""The bodies of requests. An unknown field is refused, so that nothing is ignored silently.
+"""Request bodies. Unknown fields are refused, so that nothing is ignored silently.
 
-Clients send some fields by default for features that this server does not have. Such a field is accepted with the
-values that ask for nothing (`Only`) and refused with any other:
+Clients send some fields by default for features that this server does not have. Such a field is accepted with values
+that have no effect (`Only`) and refused with any other:
 
 | field | accepted |
 |---|---|
@@ -49,14 +49,14 @@ from skipjoin.sampling import (
 MAX_N = 16
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
-# The search for a stop string costs its length at each token.
+# The search for a stop string takes time proportional to its length at each token.
 MAX_STOP_LENGTH = 512
 MAX_LABEL = 512
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 
 class Only:
-    """Annotation of a field that accepts these JSON values only."""
+    """Annotation of a field that accepts only the given JSON values."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -68,7 +68,7 @@ class Only:
         return {"enum": list(self.values)}
 
     def _check(self, value: Any) -> Any:
-        # In JSON true is not 1, as it is in Python.
+        # Unlike in Python, true is not 1 in JSON.
         if any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values):
             return value
         allowed = " or ".join("null" if known is None else str(known).lower() for known in self.values)
@@ -86,13 +86,18 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A JSON body: exact types, finite numbers, no fields that are not declared."""
+    """JSON body with exact types, finite numbers and no undeclared fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class StreamOptions(Body):
-    """include_usage: a last event with the usage. continuous_usage_stats: usage in every event."""
+    """Options of a streamed response.
+
+    Attributes:
+        include_usage: True to send the usage in a last event.
+        continuous_usage_stats: True to include the usage in every event.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -103,13 +108,16 @@ Deadline = Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)]
 Objective = Annotated[float, Field(gt=0, le=MAX_DEADLINE_MS)]
 
 
-# Of OpenAI's tiers those that this server has.
+# OpenAI's tiers that this server supports.
 ServiceTier = Literal["auto", "default", "flex", "priority"]
 
 
 class Slo(Body):
-    """Soft objectives in milliseconds, which end nothing: see `core.request.Target`. deadline_ms: the hard one, another
-    place for `GenerationBody.deadline_ms`."""
+    """Latency objectives in milliseconds. Missed objectives do not abort a request (see `core.request.Target`).
+
+    Attributes:
+        deadline_ms: Hard deadline, an alternative to `GenerationBody.deadline_ms`.
+    """
 
     ttft_ms: Objective | None = None
     tpot_ms: Objective | None = None
@@ -133,7 +141,7 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 def _one_of(kinds: Any, choose: Any, expected: str) -> Any:
-    """A union in which `choose` selects the alternative, so that errors are about that one only."""
+    """Return a union whose member `choose` selects, so that errors are about that member only."""
     return Annotated[kinds, Discriminator(choose, custom_error_type="type", custom_error_message=expected)]
 
 
@@ -155,7 +163,7 @@ Prompt = _one_of(
 
 
 class GenerationBody(Body):
-    """The fields that all kinds of generation share."""
+    """Fields that all generation endpoints share."""
 
     model: Label = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -230,27 +238,28 @@ class GenerationBody(Body):
 
     @property
     def usage_at_end(self) -> bool:
-        """Whether a stream ends with an event that holds the usage."""
+        """True if a stream ends with an event that carries the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def usage_always(self) -> bool:
-        """Whether every event of a stream holds the usage so far."""
+        """True if every event of a stream carries the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings; none if the field is missing."""
+        """Stop strings, empty if the field is missing."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class CompletionRequest(GenerationBody):
-    """POST /v1/completions.
+    """Body of POST /v1/completions.
 
-    echo: the output begins with the prompt, and the log-probabilities with its scores. max_tokens may then be 0: the
-    prompt is scored and nothing is generated.
+    Attributes:
+        echo: True to start the output with the prompt, and the log-probabilities with those of the prompt.
+        max_tokens: Maximum number of output tokens. 0 is allowed with `echo`, which then only scores the prompt.
     """
 
     prompt: Prompt
@@ -268,13 +277,13 @@ class CompletionRequest(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or many."""
+        """List of one or more prompts."""
         prompt = self.prompt
         return list(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
 class TextPart(Body):
-    """The only kind of content part."""
+    """Text part of a message, the only supported kind."""
 
     type: Literal["text"]
     text: str
@@ -307,10 +316,10 @@ _NO_TOOLS = "this server has no tools: a conversation must be without calls of t
 
 
 class Message(Body):
-    """One turn. The message of a response may be sent back as it is. developer means system."""
+    """Message of a conversation. The message of a response can be sent back unchanged. "developer" means "system"."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_check_role)]
-    # Before the content, which a message with calls does without: errors tell of the first field at fault.
+    # Before the content, which messages with calls lack, because errors name the first invalid field.
     tool_calls: Annotated[Annotated[Any, Only(None, [])], BeforeValidator(_check_no_calls)] = None
     function_call: Annotated[Null, BeforeValidator(_check_no_calls)] = None
     content: Content
@@ -323,11 +332,11 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content, its parts joined."""
+        """Content with its parts joined."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def as_template_input(self) -> dict[str, str]:
-        """What chat templates read."""
+        """Return the message in the form that chat templates expect."""
         message: dict[str, str] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -335,7 +344,7 @@ class Message(Body):
 
 
 class TemplateOptions(Body):
-    """The variables of chat templates that a request may set: switches, never code."""
+    """Chat template variables that a request may set."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -345,7 +354,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 
 
 class ChatRequest(GenerationBody):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
@@ -381,7 +390,7 @@ class ChatRequest(GenerationBody):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: a text, or a conversation in the model's chat template."""
+    """Body of POST /tokenize with a text, or a conversation for the model's chat template."""
 
     model: Label = None
     prompt: str | None = None
@@ -393,7 +402,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize: the text of token ids, special tokens included."""
+    """Body of POST /detokenize, whose response includes special tokens."""
 
     model: Label = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

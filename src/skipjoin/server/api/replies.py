@@ -1,4 +1,4 @@
-"""Endpoints over HTTP: from a request to a job, and the job's answer on the wire, as a whole or as events."""
+"""HTTP layer of the endpoints: turn a request into a job, and send its response as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from skipjoin.server.api.responses import encode
 from skipjoin.server.engines.errors import EngineError
 
 logger = logging.getLogger(__name__)
-# The reason in the log, where the client does not wait for the end.
+# Reason in the log if the client disconnects early.
 _DISCONNECTED = "disconnected"
 
-# Bytes of an answer that are given to be sent at a time.
+# Bytes of a response that are sent at a time.
 _PIECE = 1 << 16
 
 
@@ -34,7 +34,11 @@ class DisconnectedError(Exception):
 
 
 async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
-    """Prepare the job of a request; the response runs it. Raises `ApiError`."""
+    """Prepare the job of a request, and return the response that runs it.
+
+    Raises:
+        ApiError: See `Endpoint.prepare`.
+    """
     arrived = time.monotonic()
     service = endpoint.service
     body = await service.parse(await json_body(request), endpoint.body_type)
@@ -46,7 +50,11 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
 
 
 class JsonReply(Response):
-    """A whole answer. on_end: called when its last byte is given to be sent, or nothing more can be."""
+    """JSON response that is not streamed.
+
+    Args:
+        on_end: Called after the last byte was passed on, or sending failed.
+    """
 
     media_type = "application/json"
 
@@ -55,7 +63,7 @@ class JsonReply(Response):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it piece by piece, so that no more than one of them waits for a client that does not read."""
+        """Send the body in pieces, so that at most one of them is buffered for a client that does not read."""
         body = bytes(self.body)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -68,13 +76,13 @@ class JsonReply(Response):
 
 
 def json_response(content: Any) -> Response:
-    """A whole answer. content: a struct, or what JSON has."""
+    """Return a JSON response for a struct or any JSON value."""
     return JsonReply(encode(content))
 
 
 @asynccontextmanager
 async def _watched(endpoint: Endpoint[BodyT], job: Job, scope: Scope, receive: Receive) -> AsyncIterator[JobRun]:
-    """The job's run, which fails with `DisconnectedError` when the client disconnects."""
+    """Enter the job's run, which raises `DisconnectedError` when the client disconnects."""
     endpoint.service.busy += 1
     try:
         async with endpoint.run(job) as run:
@@ -95,7 +103,7 @@ async def _watch(receive: Receive, run: JobRun) -> None:
 
 
 class WholeReply(Response):
-    """Generates, then answers with one JSON body."""
+    """Response with one JSON body after the generation has finished."""
 
     def __init__(self, endpoint: Endpoint[BodyT], job: Job) -> None:
         super().__init__()
@@ -107,13 +115,15 @@ class WholeReply(Response):
                 await JsonReply(await run.whole())(scope, receive, send)
         except DisconnectedError:
             note_of(scope).reason = _DISCONNECTED
-            await Response(status_code=499)(scope, receive, send)  # goes nowhere, but ends the exchange
+            await Response(status_code=499)(scope, receive, send)  # never sent, but ASGI needs a response
 
 
 class StreamReply(Response):
-    """Generates, and answers with server-sent events as tokens come. An error is the last event then.
+    """Response that streams tokens as server-sent events. An error becomes the last event.
 
-    usage_at_end: one more event holds the usage. usage_always: every event does.
+    Args:
+        usage_at_end: True to send the usage as an additional last event.
+        usage_always: True to include the usage in every event.
     """
 
     def __init__(self, endpoint: Endpoint[BodyT], job: Job, *, usage_at_end: bool, usage_always: bool) -> None:
@@ -123,11 +133,11 @@ class StreamReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # An error before the first event has a status of its own.
+            # An error before the stream starts has its own status.
             async with _watched(self._endpoint, self._job, scope, receive) as run:
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
                 try:
-                    # In a task of its own: each token would resume all calls of the framework around this one, too.
+                    # In its own task, because each token would otherwise resume all enclosing calls of the framework.
                     last = await asyncio.create_task(self._send_all(run, send))
                 except ApiError as error:
                     last = _last_event(scope, error)
@@ -140,13 +150,13 @@ class StreamReply(Response):
                     logger.exception("a stream failed")
                     last = _last_event(scope, ApiError(500, "internal error", code="internal_error"))
                 run.stop()
-                # The places in the queue are held until the client has taken what was sent before.
+                # The admission slots are held until the client has read the earlier events.
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         except DisconnectedError:
             return
 
     async def _send_all(self, run: JobRun, send: Send) -> bytes:
-        """Send events until all choices are complete; the bytes that end the stream, which are still to be sent."""
+        """Send events until all choices are finished. Return the unsent bytes that end the stream."""
         body = b""
         async for deltas in run:
             usage = run.usage() if self._usage_always else None
@@ -163,7 +173,7 @@ class StreamReply(Response):
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies would hold events back
+    (b"x-accel-buffering", b"no"),  # otherwise proxies buffer events
 ]
 
 

@@ -1,4 +1,4 @@
-"""One line in the log for each request over HTTP."""
+"""Request log: one line per HTTP request."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.notes import Note, attach_note
 
 logger = logging.getLogger(__name__)
-# Of the hash of a key, which tells keys apart and is no key.
+# Characters of a key's hash that identify the key in the log.
 _LABEL = 8
 
 
 class RequestLog:
-    """An ASGI application around another one that logs its requests.
+    """ASGI middleware that logs each request.
 
-    Those that only look (GET with status 200, such as probes) are of level debug, the others of level info.
+    Successful GET requests, such as probes, are logged at level debug, all others at level info.
     """
 
     def __init__(self, app: ASGIApp) -> None:

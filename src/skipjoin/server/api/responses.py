@@ -1,4 +1,4 @@
-"""The bodies of answers, as msgspec structs: one is encoded for every token that is streamed."""
+"""Response bodies, as msgspec structs for speed, because each streamed token encodes one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from msgspec import UNSET, UnsetType
 encode = msgspec.json.Encoder().encode
 
 
-# Stands for minus infinity, which JSON does not have.
+# Replaces minus infinity, which JSON does not have.
 LOWEST_LOGPROB = -9999.0
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """cached_tokens: those whose KV was there when the request first ran."""
+    """Details of the prompt tokens.
+
+    Attributes:
+        cached_tokens: Number of prefix-cache hit tokens.
+    """
 
     cached_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,7 +44,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One output, or in a stream the next part of it."""
+    """One output, or the next part of it in a stream."""
 
     index: int
     text: str
@@ -49,7 +53,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The answer, or one event of it."""
+    """Response, or one event of a stream."""
 
     id: str
     created: int
@@ -64,7 +68,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A likely token."""
+    """Alternative token."""
 
     token: str
     logprob: float
@@ -72,7 +76,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A generated token and the likeliest in its place."""
+    """Generated token and its most likely alternatives."""
 
     token: str
     logprob: float
@@ -81,14 +85,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """The log-probabilities of a message, or of a part of it."""
+    """Log-probabilities of a message, or of a part of it."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's message."""
+    """Message of the assistant."""
 
     content: str
     role: str = "assistant"
@@ -105,7 +109,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """The answer."""
+    """Response that is not streamed."""
 
     id: str
     created: int
@@ -117,14 +121,14 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The text that a chunk adds to a message."""
+    """Text that a chunk adds to a message."""
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """The next part of one output."""
+    """Next part of one output."""
 
     index: int
     delta: Delta
@@ -133,7 +137,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One event of a streamed answer."""
+    """One event of a stream."""
 
     id: str
     created: int
@@ -148,7 +152,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """A served model."""
+    """Served model."""
 
     id: str
     created: int
@@ -160,14 +164,19 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """GET /v1/models."""
+    """Response of GET /v1/models."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """POST /tokenize. tokens, token_strs: JSON of lists of integers and of strings."""
+    """Response of POST /tokenize.
+
+    Attributes:
+        tokens: JSON list of integers.
+        token_strs: JSON list of strings.
+    """
 
     tokens: msgspec.Raw
     count: int
@@ -176,13 +185,18 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Detokenized(msgspec.Struct, frozen=True):
-    """POST /detokenize."""
+    """Response of POST /detokenize."""
 
     prompt: str
 
 
 class LoadAnswer(msgspec.Struct, frozen=True):
-    """GET /load. server_load: sequences in the server. queued_tokens: prompt tokens of those that have not run."""
+    """Response of GET /load.
+
+    Attributes:
+        server_load: Number of sequences in the server.
+        queued_tokens: Number of prompt tokens of sequences that have not run yet.
+    """
 
     server_load: int
     running: int

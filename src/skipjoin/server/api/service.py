@@ -1,4 +1,4 @@
-"""What all routes and endpoints share: the engine, the tokenizer, the queue's limits, and the server's state."""
+"""State and services that all routes share: engine client, tokenizer, admission limits and phase of the server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from skipjoin.server.engines.errors import EngineDeadError, EngineHungError, NoR
 from skipjoin.server.engines.messages import Ready
 from skipjoin.server.metrics import Metrics
 
-# Texts and bodies of more characters are processed in a thread, so that streams do not stall.
+# Longer texts and bodies are processed in a thread, so that streams do not stall.
 _LARGE = 8192
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -43,7 +43,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Phase(Enum):
-    """The server's state."""
+    """Phase of the server's life."""
 
     STARTING = "starting"
     OPEN = "open"
@@ -51,10 +51,14 @@ class Phase(Enum):
 
 
 class Service:
-    """One server. It answers from the start, and takes work from `open` until `drain` or the end of the engine.
+    """Shared state of one server.
 
-    name: of the model, in answers. names: those by which requests may call it. busy: HTTP requests that are being
-    answered.
+    It accepts generation requests from `open` until `drain` or the loss of the engine.
+
+    Attributes:
+        name: Model name in responses.
+        names: Model names that requests may use.
+        busy: Number of generation requests over HTTP in progress.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:
@@ -77,9 +81,9 @@ class Service:
         self._tokenizer: Tokenizer | None = None
         self._sampling_defaults: Mapping[str, Any] = {}
         self._forecasting: Forecasting | None = None
-        # Two, so that one huge text does not delay all others.
+        # Two threads, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
-        # One, as chat templates are rendered one at a time: it waits for their process.
+        # One thread, because a single process renders chat templates.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-template")
 
     def open(
@@ -91,8 +95,13 @@ class Service:
         *,
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take work: the engine is ready. keeper: what forecasts the lengths of outputs; None: they are not. ask:
-        another server, whose forecasts count more. sampling_defaults: the model's, for what requests leave out."""
+        """Accept requests, because the engine is ready.
+
+        Args:
+            keeper: Forecaster of output lengths. None disables forecasts.
+            ask: Requests forecasts from another server, which take precedence.
+            sampling_defaults: The model's defaults for missing sampling parameters.
+        """
         self._info, self._tokenizer = info, tokenizer
         self._sampling_defaults = sampling_defaults or {}
         if keeper is not None:
@@ -104,11 +113,11 @@ class Service:
             self.phase = Phase.OPEN
 
     def drain(self) -> None:
-        """Take no more work; running requests continue."""
+        """Refuse new requests. Running requests continue."""
         self.phase = Phase.DRAINING
 
     def close(self) -> None:
-        """Release the threads. What was learnt of output lengths is saved first."""
+        """Save the forecaster's data and stop the threads."""
         if self._forecasting is not None:
             self._forecasting.close()
         for threads in (self._threads, self._renderer):
@@ -120,20 +129,20 @@ class Service:
 
     @property
     def info(self) -> Ready:
-        """The engine's description; 503 before the engine is ready."""
+        """Description of the engine. Raises 503 before the engine is ready."""
         if self._info is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; 503 before the engine is ready."""
+        """Tokenizer of the model. Raises 503 before the engine is ready."""
         if self._tokenizer is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._tokenizer
 
     def check_alive(self) -> None:
-        """503 unless an engine is up and makes progress."""
+        """Raise 503 unless an engine is running and makes progress."""
         if self.client.dead:
             raise EngineDeadError
         _ = self.info
@@ -143,30 +152,30 @@ class Service:
             raise EngineHungError
 
     def count_replicas(self) -> dict[str, int]:
-        """How many engines are up, and how many there should be; empty for a server of one engine."""
+        """Return the number of running and wanted engines, or nothing for a server with one engine."""
         client = self.client
         return {"replicas_alive": client.alive, "replicas": client.wanted} if client.wanted > 1 else {}
 
     def check_open(self) -> None:
-        """503 unless work is taken."""
+        """Raise 503 unless the server accepts requests."""
         self.check_alive()
         if self.phase is Phase.DRAINING:
             self.metrics.rejected("draining")
             raise unavailable("the server is shutting down", "shutting_down")
 
     def check_model(self, name: str | None) -> None:
-        """404 for a model that is not served. None: the served one."""
+        """Raise 404 for a model that is not served. None means the served model."""
         if name is not None and name not in self.names:
             raise model_not_found(name, self.name)
 
     # -- reading requests ---------------------------------------------------------------------------------
 
     async def in_thread(self, work: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """Run long work in a thread."""
+        """Run blocking work in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     async def parse(self, body: bytes, kind: type[BodyT]) -> BodyT:
-        """The body of a request. Raises 400 that names the field at fault."""
+        """Parse a request body. Raise 400 with the name of the first invalid field."""
         try:
             if len(body) > _LARGE:
                 return await self.in_thread(_read_large, body, kind)
@@ -178,13 +187,18 @@ class Service:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """The context less one token to generate."""
+        """Maximum number of prompt tokens: the context length minus one token to generate."""
         return self.info.max_model_len - 1
 
     async def encode(
         self, text: str, param: str, *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Token ids of a text. Raises 400 for more than `most`; None: than a prompt may have. param: the field."""
+        """Return the token ids of a text.
+
+        Args:
+            param: Field of the request that has the text.
+            most: Maximum number of tokens, above which this raises 400. None means `most_prompt_tokens`.
+        """
         encode, most = self.tokenizer.encode, self.most_prompt_tokens if most is None else most
         try:
             if len(text) > _LARGE:
@@ -194,7 +208,7 @@ class Service:
             raise self._too_long(param, most, error.found) from None
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         if len(ids) > _LARGE:
             return await self.in_thread(self.tokenizer.decode_long, ids, skip_special_tokens)
         return self.tokenizer.decode(ids, skip_special_tokens)
@@ -206,8 +220,11 @@ class Service:
         )
 
     async def encode_chat(self, body: ChatRequest | TokenizeRequest, most: int | None = None) -> list[int]:
-        """Token ids of a conversation. Raises 400 where the template refuses it, and for more than `most`: see
-        `encode`."""
+        """Return the token ids of a conversation. Raise 400 if the chat template refuses it.
+
+        Args:
+            most: See `encode`.
+        """
         messages = [message.as_template_input() for message in body.messages or ()]
         options = body.chat_template_kwargs
         variables = {} if options is None else options.model_dump(exclude_none=True)
@@ -220,12 +237,12 @@ class Service:
         return await self.encode(text, "messages", add_special_tokens=False, most=most)
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """400 for token ids that the model does not have."""
+        """Raise 400 for token ids outside the vocabulary."""
         if ids and max(ids) >= self.info.vocab_size:
             raise bad_request(f"{name} must be token ids in [0, {self.info.vocab_size - 1}], got {max(ids)}", name)
 
     def room_after(self, prompt: Sequence[int], param: str) -> int:
-        """Tokens that the context has left after a prompt. Raises 400 if none is left, or the prompt is empty."""
+        """Return the number of tokens left in the context after a prompt. Raise 400 if it is 0 or `prompt` is empty."""
         context = self.info.max_model_len
         if not prompt:
             raise bad_request(f"{param} must have at least 1 token", param)
@@ -234,8 +251,7 @@ class Service:
         return context - len(prompt)
 
     def check_fits(self, name: str, tokens: int | None, room: int, prompt: Sequence[int]) -> None:
-        """400 for more output tokens than the context has left. name: the field that asks for them. room: see
-        `room_after`."""
+        """Raise 400 if the field `name` asks for more tokens than `room`, the result of `room_after`."""
         if tokens is not None and tokens > room:
             raise bad_request(
                 f"{name} must be at most {room}, what the context leaves after {len(prompt)} prompt tokens, "
@@ -245,7 +261,7 @@ class Service:
             )
 
     async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]], owner: str) -> list[Expectation]:
-        """What is expected of the outputs of an owner's prompts, once it is known, or soon without it."""
+        """Return the expected output lengths of an owner's prompts. See `Forecasting.expect`."""
         if self._forecasting is None:
             return [Expectation() for _ in prompts]
         room = self.info.max_model_len
@@ -258,8 +274,10 @@ class Service:
     def sampling(
         self, body: GenerationBody, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """The body's sampling rules for one prompt; fields that are null or missing have the model's defaults, or those
-        of `SamplingParams`. Raises 400."""
+        """Return the sampling parameters of one prompt. Raise 400 for invalid values.
+
+        Null or missing fields take the model's defaults, or those of `SamplingParams`.
+        """
         given: dict[str, Any] = {
             "temperature": body.temperature,
             "top_p": body.top_p,
@@ -293,6 +311,6 @@ def _read_large(body: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def _names(info: Ready) -> tuple[str, ...]:
-    """The model as it was given, and, where that is a path, the name of its folder."""
+    """Return the model name as given, and the name of its folder if it is a path."""
     folder = Path(info.folder)
     return tuple(dict.fromkeys([info.model, *([folder.resolve().name] if Path(info.model) == folder else [])]))

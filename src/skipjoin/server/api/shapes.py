@@ -1,8 +1,8 @@
-"""The shape of a large body, checked before it is validated.
+"""Structural check of large bodies before validation.
 
-pydantic reads a whole JSON text, whatever it is, before it checks the first field, and then reports all that is wrong:
-4 MB of empty lists, or of unknown fields, hold the interpreter for half a second. msgspec reads by type, copies what
-has none without looking into it (`Raw`), and stops at the first error.
+pydantic parses a whole JSON text before it checks the first field, and then reports all errors. 4 MB of empty lists or
+of unknown fields block the interpreter for half a second. msgspec decodes by type, skips untyped values (`Raw`) and
+stops at the first error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
 from skipjoin.server.api.protocol import MAX_MESSAGES, MAX_PROMPTS, Message, TextPart
 
-# Token ids of one body: to validate so many takes 40 ms.
+# Maximum token ids of one body, which take 40 ms to validate.
 MAX_IDS = 1 << 20
-# Bytes of a field that is neither prompts nor messages nor token ids. `metadata` may have 110,000, if all is escaped.
+# Maximum bytes of any other field. `metadata` can have 110,000 if all characters are escaped.
 MAX_FIELD_BYTES = 1 << 17
 _FAULT = re.compile(r"(.*?)( - at `\$(.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -30,8 +30,7 @@ _INNER = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def checked(body: bytes, kind: type[BaseModel]) -> bytes:
-    """The body with each field once, if it has the shape of `kind`: only fields that are declared, and large values
-    only where they may be. Raises 400 at the first field that has not."""
+    """Return the body with duplicate fields removed. Raise 400 at the first undeclared or too large field of `kind`."""
     fields = _read(body, _struct(kind), "")
     for name in kind.model_fields:
         value = getattr(fields, name)
@@ -46,7 +45,7 @@ def checked(body: bytes, kind: type[BaseModel]) -> bytes:
 
 @cache
 def _struct(kind: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
-    """A struct with the fields of a body, of these types or unread."""
+    """Return a struct type with the fields of a body. Fields are `Raw` unless `known` has their type."""
     fields = [
         (name, known.get(name, Raw)) if field.is_required() else (name, known.get(name, Raw) | UnsetType, UNSET)
         for name, field in kind.model_fields.items()
@@ -55,7 +54,7 @@ def _struct(kind: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
 
 
 def _read(data: bytes | Raw, kind: Any, at: str) -> Any:
-    """Decode JSON. at: where it is in the body. Raises 400."""
+    """Decode JSON at the path `at` of the body. Raise 400 if it is invalid."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -67,7 +66,7 @@ def _read(data: bytes | Raw, kind: Any, at: str) -> Any:
 
 
 def _fault(text: str, at: str) -> ApiError:
-    """400 for an error of msgspec. at: where the value begins that was read."""
+    """Return 400 for an error of msgspec in the value at the path `at`."""
     found = _FAULT.fullmatch(text)
     assert found is not None
     what, inner = found[1], found[3] or ""
@@ -80,7 +79,7 @@ def _fault(text: str, at: str) -> ApiError:
 
 
 def _path(*parts: str) -> str:
-    """A path as msgspec writes it, such as [3].content, as this API does."""
+    """Join paths and convert them from msgspec's notation ([3].content) to that of this API (3.content)."""
     return ".".join(part for part in re.split(r"[.\[\]]+", ".".join(parts)) if part)
 
 
@@ -90,7 +89,7 @@ def _check_small(size: int, name: str) -> None:
 
 
 def _prompts(value: Raw, name: str) -> Raw:
-    """One text or several, or token ids."""
+    """Check one text, several texts, or token ids."""
     data = bytes(value)
     if data[:1] == b'"':
         return value
@@ -107,7 +106,7 @@ def _prompts(value: Raw, name: str) -> Raw:
 
 
 def _ids(value: Raw, name: str, kind: Any = list[int]) -> Raw:
-    """Token ids, or several lists of them."""
+    """Check token ids, or several lists of them."""
     data = bytes(value)
     _check_count(data.count(b",") + 1, MAX_IDS, "token ids", name)
     _read(data, kind, name)
@@ -125,7 +124,7 @@ def _messages(value: Raw, name: str) -> Raw:
 
 
 def _unread(message: Any) -> int:
-    """Bytes of the fields of a message that have no type here."""
+    """Return the size in bytes of the untyped fields of a message."""
     return sum(
         len(bytes(value)) for name in message.__struct_fields__ if isinstance(value := getattr(message, name), Raw)
     )
@@ -136,5 +135,5 @@ def _check_count(count: int, most: int, what: str, name: str) -> None:
         raise bad_request(f"{name} must have at most {most} {what}, got {count}", name)
 
 
-# The fields that may have more than `MAX_FIELD_BYTES`, by name, and what checks and returns the value.
+# Fields that can exceed `MAX_FIELD_BYTES`, with functions that check and return their values.
 LARGE_FIELDS: dict[str, Callable[[Raw, str], Raw]] = {"prompt": _prompts, "messages": _messages, "tokens": _ids}

@@ -1,17 +1,20 @@
-"""A capacity that clients share: one over its share leaves room for those that are not."""
+"""Fair sharing of a capacity: a client over its share leaves room for others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Seconds between two searches for claims that have expired.
+# Interval of searches for expired claims.
 _EXPIRY_CHECK_S = 1.0
 
 
 @dataclass(slots=True)
 class _Client:
-    """held: what the client has of the capacity. claim: what it was refused within its share, and asks for again until
-    `claim_ends`."""
+    """Holdings of one client.
+
+    Attributes:
+        claim: Amount that it was refused within its share, reserved until `claim_ends`.
+    """
 
     held: int = 0
     claim: int = 0
@@ -19,21 +22,21 @@ class _Client:
 
 
 class Shares:
-    """What each client holds of one capacity, and what it may take.
+    """Fair shares of one capacity.
 
-    A part of the capacity is a reserve. What is left of it, divided by the number of clients that hold or claim
-    something, is the share of each. A request for `amount` is one of three:
+    A fraction of the capacity is a reserve. The rest, divided by the number of clients that hold or claim something, is
+    the share of each client. A request for `amount` is one of three kinds:
 
-    - Within the share: it may take all that is free.
-    - The first of a client that holds nothing, of at most the reserve: it leaves room for the claims of others, unless
-      it has a claim itself.
-    - Any other borrows: it leaves room for the claims of others, and the reserve.
+    - Within the share: it may use all free capacity.
+    - First request of a client that holds nothing, and at most the reserve: it leaves room for the claims of others.
+    - Borrowing: it leaves room for the claims of others and for the reserve.
 
-    A refused request of the first two kinds is a claim, for as long as the client is expected to come back. So a client
-    that borrows never takes the reserve, and no place that comes free is lent while a client that was refused within
-    its share waits for it. With a reserve of zero and one client this is a plain bound.
+    A refused request of the first two kinds becomes a claim until the client is expected to retry. Borrowers thus never
+    take the reserve, nor capacity that a refused client waits for. With a reserve of zero and one client this is a
+    plain limit.
 
-    reserve: its share of the capacity, in [0, 1).
+    Args:
+        reserve: Reserved fraction of the capacity, in [0, 1).
     """
 
     def __init__(self, reserve: float = 0.0) -> None:
@@ -44,13 +47,13 @@ class Shares:
         self._next_check = 0.0
 
     def reserve_of(self, capacity: int) -> int:
-        """Return what borrowers leave free: at least 1, of a capacity of 2 or more, if there is any reserve."""
+        """Return the amount that borrowers leave free, at least 1 if there is a reserve and `capacity` is 2 or more."""
         if not self._reserve or capacity < 2:
             return 0
         return max(1, int(self._reserve * capacity))
 
     def held(self, client: str) -> int:
-        """Return what the client holds."""
+        """Return the amount that the client holds."""
         return found.held if (found := self._clients.get(client)) is not None else 0
 
     def count_with(self, client: str) -> int:
@@ -58,10 +61,10 @@ class Shares:
         return len(self._clients) + (client not in self._clients)
 
     def excess(self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0) -> int:
-        """Return how much others must give back before the client can take `amount`; 0 or less: it can now.
+        """Return the amount that must be freed before the client can take `amount`. It can now if it is not positive.
 
         Args:
-            instead_of: what the client holds now and gives back for it.
+            instead_of: Amount that the client holds and exchanges for `amount`.
         """
         self._drop_expired(now)
         mine = self._clients.get(client) or _Client()
@@ -76,10 +79,10 @@ class Shares:
     def refuse(
         self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0, expected_in_s: float
     ) -> bool:
-        """Note a claim if the client could take `amount` by its share, and return whether it could.
+        """Record a claim if the client is entitled to `amount`, and return whether it is.
 
         Args:
-            expected_in_s: seconds until the client comes back.
+            expected_in_s: Time until the client is expected to retry.
         """
         is_entitled = self._is_within_share(client, amount - instead_of, capacity) or self._is_first(
             client, amount, capacity, instead_of
@@ -91,14 +94,14 @@ class Shares:
         return is_entitled
 
     def take(self, client: str, amount: int) -> None:
-        """Let the client hold `amount` more, or less. Its claim, if it has one, is met."""
+        """Add `amount`, which may be negative, to what the client holds, and end its claim."""
         mine = self._clients.setdefault(client, _Client())
         mine.held += amount
         self.used += amount
         self._end_claim(client, mine)
 
     def give_back(self, client: str, amount: int) -> None:
-        """Let the client hold `amount` less."""
+        """Return `amount` to the free capacity."""
         self.used -= amount
         if (mine := self._clients.get(client)) is not None:
             mine.held -= amount

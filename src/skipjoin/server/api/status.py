@@ -1,4 +1,4 @@
-"""GET routes about the server: health, the served model, load, version, metrics."""
+"""GET routes for health, models, load, version and metrics."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from skipjoin.version import VERSION
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add all of them."""
+    """Add the routes."""
     _add_health(app, service)
     _add_models(app, service)
     add_metrics(app, service)
 
     @app.get("/version")
     async def show_version() -> Response:
-        """The server's version."""
+        """Return the server's version."""
         return json_response({"version": VERSION})
 
     @app.get("/load")
     async def show_load() -> Response:
-        """How busy the server is."""
+        """Return the server's load."""
         service.check_alive()
         load, admission = service.client.load(), service.admission
         return json_response(
@@ -44,20 +44,20 @@ def add_metrics(app: FastAPI, service: Service) -> None:
 
     @app.get(METRICS_PATH)
     async def show_metrics() -> Response:
-        """For Prometheus."""
+        """Return the metrics in Prometheus's text format."""
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """200 while an engine is up."""
+        """Return 200 while an engine is running."""
         service.check_alive()
         return json_response({"status": "ok", **service.count_replicas()})
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 while work is taken."""
+        """Return 200 while the server accepts requests."""
         service.check_alive()
         if service.phase is not Phase.OPEN:
             raise unavailable(f"the server is {service.phase.value}", "not_ready")
@@ -65,7 +65,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/live")
     async def live() -> Response:
-        """200 while this process answers."""
+        """Return 200 while this process responds."""
         return json_response({"status": "live"})
 
 
@@ -76,13 +76,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        """The served model."""
+        """Return the served model in a list."""
         return json_response(ModelList([card()]))
 
-    # Names may hold slashes.
+    # Names can contain slashes.
     @app.get("/v1/models/{model:path}")
     async def show_model(model: str) -> Response:
-        """The served model, by its name."""
+        """Return the served model by name."""
         found = card()
         service.check_model(model)
         return json_response(found)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: texts and conversations to token ids, and back. Both count in the queue."""
+"""POST /tokenize and /detokenize. Both are subject to admission control."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from skipjoin.server.api.replies import JsonReply
 from skipjoin.server.api.responses import Detokenized, Tokens, encode
 from skipjoin.server.api.service import Service
 
-# What the routes read, for the schema.
+# Body types of the routes, for the schema.
 BODIES: dict[str, type[BaseModel]] = {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
-# Tokens of an answer, which has a name of each.
+# Maximum tokens of a response.
 MAX_TOKENS = 1 << 20
-# Elements that are encoded at a time: a millisecond.
+# Elements that are encoded at a time, which takes 1 ms.
 _PIECE = 1 << 16
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add both of them."""
+    """Add the routes."""
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        """Token ids of a text or a conversation."""
+        """Return the token ids of a text or a conversation."""
         service.check_open()
         body = await service.parse(await json_body(request), TokenizeRequest)
         service.check_model(body.model)
@@ -44,7 +44,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        """Text of token ids."""
+        """Return the text of token ids."""
         service.check_open()
         body = await service.parse(await json_body(request), DetokenizeRequest)
         service.check_model(body.model)
@@ -55,7 +55,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 async def _counted(
     service: Service, request: Request, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]
 ) -> Response:
-    """An answer that counts as a sequence with so many prompt tokens until its last byte is sent. Raises 429."""
+    """Return a response that holds an admission slot until its last byte is sent. Raise 429 if the queue is full."""
     client = client_of(request.state.owner, service.config)
     (slot,) = service.admission.reserve([tokens], client=client, param=param)
     try:
@@ -76,7 +76,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> bytes:
 
 
 def _answer(ids: list[int], max_model_len: int, spell: Callable[[int], str] | None) -> bytes:
-    """spell: the text of a token; None: it is not asked for."""
+    """Encode the response. `spell` returns the text of a token. None omits the texts."""
     names = None
     if spell is not None:
         texts = {token: spell(token) for token in set(ids)}
@@ -85,7 +85,7 @@ def _answer(ids: list[int], max_model_len: int, spell: Callable[[int], str] | No
 
 
 def _encoded(values: Sequence[Any]) -> Raw:
-    """A list as JSON, made in pieces: other threads go on between two of them."""
+    """Encode a list as JSON in pieces, so that other threads can run in between."""
     pieces = [encode(values[at : at + _PIECE])[1:-1] for at in range(0, len(values), _PIECE)]
     return Raw(b"[" + b",".join(pieces) + b"]")
 

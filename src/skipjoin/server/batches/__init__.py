@@ -1,1 +1,1 @@
-"""Files and batches: the OpenAI Batch API on what chat leaves over. Kept by a store, so that nothing is lost."""
+"""OpenAI's Files and Batch APIs, served with spare capacity from a durable store."""

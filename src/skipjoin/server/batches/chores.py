@@ -1,4 +1,4 @@
-"""`Chore`: work that is done now and then, whatever fails."""
+"""Periodic background tasks that survive failures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from contextlib import suppress
 
 from skipjoin.server.batches.records import StoreError
 
-# The longest pause after work that has failed several times.
+# Maximum pause after consecutive failures.
 _LONGEST_S = 5.0
 _log = logging.getLogger(__name__)
 
 
 class Chore:
-    """Does `work` every `every_s` seconds, and when it is woken. A failure is one warning until the work succeeds
-    again, and pauses get longer meanwhile. name: what it does, for the warning."""
+    """Periodic task. The first of consecutive failures is logged, and the pauses grow meanwhile.
+
+    Args:
+        name: Name of the task in the log.
+        every_s: Interval between two runs.
+    """
 
     def __init__(self, name: str, work: Callable[[], Awaitable[None]], every_s: float) -> None:
         self._name = name
@@ -26,11 +30,11 @@ class Chore:
         self._failures = 0
 
     def wake(self) -> None:
-        """Do it soon."""
+        """Run the task soon."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Do it until this is cancelled."""
+        """Run the task periodically until cancelled."""
         while True:
             self._woken.clear()
             await self._try()

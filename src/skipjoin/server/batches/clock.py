@@ -1,4 +1,4 @@
-"""Time that never goes back."""
+"""Clock that never goes back."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 
 class SteadyClock:
-    """Unix seconds that go on when the system's clock is set back, and follow it when it is set forward.
+    """Unix clock that follows the system clock forward but never back, so that windows have their full length.
 
-    So windows end, and files expire, after the seconds that they were given. clock: Unix seconds.
+    Args:
+        clock: Returns Unix seconds.
+        monotonic: Returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -18,10 +20,10 @@ class SteadyClock:
         self._offset = clock() - monotonic()
 
     def now(self) -> float:
-        """Unix seconds."""
+        """Return Unix seconds."""
         self.observe(self._clock())
         return self._offset + self._monotonic()
 
     def observe(self, seen: float) -> None:
-        """It is at least this time: what the database has recorded, or its own clock, says so."""
+        """Advance the clock to at least `seen`, a time from the database."""
         self._offset = max(self._offset, seen - self._monotonic())

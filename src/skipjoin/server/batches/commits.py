@@ -1,4 +1,4 @@
-"""`Commits`: the ends of lines on their way to the store, many in one transaction."""
+"""Result writer: group commit of finished and requeued lines to the store."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from skipjoin.server.batches.records import Line, LineResult, LineState, StoreEr
 from skipjoin.server.batches.store import Store
 from skipjoin.server.metrics import Metrics
 
-# Seconds from the end of a line until it is written: the fewer, the more transactions; the more, the more lines are
-# generated again after a crash.
+# Delay of writes. A shorter delay means more transactions, a longer one more lines to generate again after a crash.
 GROUP_S = 0.1
-# Lines of one transaction: SQLite has one writer, which routes wait for.
+# Maximum lines of one transaction, because routes wait for SQLite's only writer.
 _MOST_LINES = 256
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 _log = logging.getLogger(__name__)
 
 
 class Commits:
-    """Writes the ends of lines, and lines that are to be taken again, within `GROUP_S` seconds.
+    """Writes finished and requeued lines to the store in groups.
 
-    While the store fails they are kept, and written once it works again: writing one twice changes nothing.
-    on_written: called when some were. most_bytes: of an owner's files. An answer that does not fit is an error that
-    says so.
+    While the store fails, they are kept and retried. Writes are idempotent.
+
+    Args:
+        most_bytes: Maximum bytes of an owner's files. A response that exceeds it becomes an error.
+
+    Attributes:
+        on_written: Called after lines were written.
     """
 
     def __init__(self, store: Store, metrics: Metrics, *, most_bytes: int) -> None:
@@ -42,22 +45,22 @@ class Commits:
         self.is_failing = False
 
     def finish(self, result: LineResult) -> None:
-        """Write the end of a line soon."""
+        """Queue the result of a line."""
         self._results.append(result)
         self._there.set()
 
     def put_back(self, line: Line) -> None:
-        """Have a line taken again, soon."""
+        """Queue a line to be requeued."""
         self._returned.append(line)
         self._there.set()
 
     def close(self) -> None:
-        """Let `run` end."""
+        """Make `run` return."""
         self._is_closing = True
         self._there.set()
 
     async def run(self) -> None:
-        """Write until `close`; after that `flush` writes the rest."""
+        """Write lines until `close`. Call `flush` afterwards to write the rest."""
         retry_s = _FIRST_RETRY_S
         while not self._is_closing:
             await self._there.wait()
@@ -66,13 +69,17 @@ class Commits:
             try:
                 await self.flush()
                 retry_s = _FIRST_RETRY_S
-            except Exception:  # told by `flush`; nothing may end this loop
+            except Exception:  # logged by `flush`, and nothing may end this loop
                 self._there.set()
                 await asyncio.sleep(0 if self._is_closing else retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
 
     async def flush(self) -> None:
-        """Write all that there is now. Raises `StoreError`; what could not be written is kept."""
+        """Write all queued lines.
+
+        Raises:
+            StoreError: The store failed. Unwritten lines stay queued.
+        """
         async with self._writing:
             is_any = bool(self._results or self._returned)
             try:
@@ -87,7 +94,7 @@ class Commits:
             if self.is_failing:
                 _log.warning("ends of batch lines are written again")
             self.is_failing = False
-        if is_any:  # what ends batches flushes, too: it would wake itself again and again while it fails
+        if is_any:  # otherwise the finalizer, which flushes too, would keep waking itself while it fails
             self.on_written()
 
     async def _within_quotas(self, results: list[LineResult]) -> list[LineResult]:
@@ -97,7 +104,7 @@ class Commits:
             owner, kept = result.line.owner, result
             if result.state is LineState.DONE and used[owner] + result.bytes > self._most_bytes:
                 error = over_quota(result.line, self._most_bytes)
-                kept = replace(result, state=error.state, body=error.body)  # its tokens were generated
+                kept = replace(result, state=error.state, body=error.body)  # keep the usage
             fitting.append(kept)
             used[owner] += kept.bytes
         return fitting

@@ -1,4 +1,4 @@
-"""`Desk`: what the routes of files and batches need of the server, and whether it can be used now."""
+"""Context of the routes of files and batches: the store, and whether it is available."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.records import FolderLocked, NoSpace, QuotaExceeded, StoreError, StoreUnavailable
 from skipjoin.server.batches.store import Store
 
-# Seconds after which clients may try again where the store fails.
+# Retry-After of errors of the store.
 _RETRY_S = 5
 _CODE, NO_SPACE_CODE = "batch_store_unavailable", "insufficient_storage"
 _log = logging.getLogger(__name__)
 
 
 class Desk:
-    """The store and the files of a server, from the time that they are open.
+    """Batch context of a server: its store and files while they are open.
 
-    config: with the limits. folder: of the files; None: this server has none. on_change: called by `wake` when a batch
-    came or was cancelled.
+    Attributes:
+        folder: Folder of the files. None if this server has no batches.
+        on_change: Called when a batch was created or cancelled.
     """
 
     def __init__(self, config: ServerConfig, folder: Path | None) -> None:
@@ -36,30 +37,30 @@ class Desk:
         self._blobs: Blobs | None = None
 
     def open(self, store: Store, blobs: Blobs) -> None:
-        """Serve files and batches from now on."""
+        """Make the store available."""
         self._store, self._blobs = store, blobs
 
     def close(self, trouble: str, code: str = _CODE) -> None:
-        """Serve them no more. trouble, code: why, for clients."""
+        """Make the store unavailable, with a reason and an error code for clients."""
         self._store, self._blobs = None, None
         self._trouble = unavailable(trouble, code, _RETRY_S)
 
     @property
     def store(self) -> Store:
-        """Raises 404 where this server has no batches, and 503 until the store is open."""
+        """Store of batches. Raises 404 if this server has no batches, and 503 while the store is unavailable."""
         if self._store is None:
             raise self._closed()
         return self._store
 
     @property
     def blobs(self) -> Blobs:
-        """Raises as `store` does."""
+        """Content of files. Raises as `store` does."""
         if self._blobs is None:
             raise self._closed()
         return self._blobs
 
     def wake(self) -> None:
-        """Tell that there is something to do."""
+        """Call `on_change`."""
         self.on_change()
 
     def _closed(self) -> ApiError:
@@ -69,13 +70,13 @@ class Desk:
 
 
 def owner_of(request: Request) -> str:
-    """Whose files and batches a request may see: a hash of its key."""
+    """Return the owner whose files and batches a request may see, a hash of its API key."""
     owner: str = request.state.owner
     return owner
 
 
 def as_api_error(error: StoreError) -> ApiError:
-    """The answer where the store fails."""
+    """Return the response to an error of the store."""
     if isinstance(error, NoSpace):
         return unavailable(str(error), NO_SPACE_CODE, _RETRY_S)
     if isinstance(error, QuotaExceeded):
@@ -87,7 +88,7 @@ def as_api_error(error: StoreError) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Make the store's errors answers."""
+    """Install the exception handler for errors of the store."""
 
     async def on_store_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, StoreError)

@@ -1,4 +1,4 @@
-"""The disk of the batches' folder: whether it is full, and space that is kept so that files can be deleted then."""
+"""Full disks: detection, and reserved space so that files can still be deleted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from skipjoin.server.batches.records import NoSpace, StoreError, StoreUnavailable
 
-# Several times what a deletion adds to SQLite's log.
+# Several times the bytes that a deletion adds to SQLite's log.
 RESERVE_BYTES = 256 << 10
 _RESERVE_FILE = "reserve"
-# Less than what SQLite needs to open a database: its shared memory has 32 KiB.
+# Free space below which a disk counts as full. SQLite's shared memory alone takes 32 KiB.
 _LEAST_BYTES = 64 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -23,14 +23,14 @@ def no_space(folder: Path) -> NoSpace:
 
 
 def as_store_error(error: OSError, folder: Path) -> StoreError:
-    """Return what the system says of the folder in the store's terms."""
+    """Convert an `OSError` of the folder to a `StoreError`."""
     if error.errno in _FULL:
         return no_space(folder)
     return StoreUnavailable(f"the batches' folder cannot be used: {error.strerror}")
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the disk of a folder has next to no space, or no file, left."""
+    """Return whether the disk of a folder has almost no space or no inodes left."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -40,21 +40,21 @@ def is_full(folder: Path) -> bool:
 
 
 class Reserve:
-    """Space of a folder's disk in a file, given up when a deletion needs it: SQLite writes before it frees anything."""
+    """File that reserves disk space for deletions, because SQLite writes before it frees anything."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / _RESERVE_FILE
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the space is kept."""
+        """True if the whole space is reserved."""
         try:
             return self._file.stat().st_size >= RESERVE_BYTES
         except OSError:
             return False
 
     def fill(self) -> None:
-        """Keep the space, or as much of it as the disk has."""
+        """Reserve the space, or as much of it as the disk has."""
         if not hasattr(os, "posix_fallocate"):
             return
         with suppress(OSError):
@@ -68,7 +68,7 @@ class Reserve:
                 os.close(file)
 
     def release(self) -> bool:
-        """Give the space up; return whether there was any."""
+        """Release the space and return whether there was any."""
         try:
             size = self._file.stat().st_size
             self._file.unlink()

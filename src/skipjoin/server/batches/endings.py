@@ -1,4 +1,4 @@
-"""Lines of the error file for requests that did not run to their end."""
+"""Error file lines of expired and cancelled requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from skipjoin.server.batches.records import LineState
 
-# OpenAI's words, which clients compare.
+# OpenAI's codes and messages, which clients compare.
 _ERRORS = {
     LineState.EXPIRED: {
         "code": "batch_expired",
@@ -22,12 +22,12 @@ _ERRORS = {
 
 
 def request_id(batch_id: str, custom_id: str) -> str:
-    """The id of a line's answer: the same whenever, and wherever, the line runs."""
+    """Return the id of a line's response, which is the same in all attempts."""
     return f"batch_req_{hashlib.sha256(f'{batch_id} {custom_id}'.encode()).hexdigest()[:32]}"
 
 
 def closed_line(batch_id: str, custom_id: str, state: LineState) -> bytes:
-    """JSON of a line that has expired or was cancelled."""
+    """Return the JSON of an expired or cancelled line."""
     line = {
         "id": request_id(batch_id, custom_id),
         "custom_id": custom_id,

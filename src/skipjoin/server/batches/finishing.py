@@ -1,4 +1,4 @@
-"""The end of batches: lines that cannot run any more, and the output and error files."""
+"""Finalization of batches: close remaining lines, and write the output and error files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from skipjoin.server.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Finisher:
-    """Ends the batches whose lines have ended, whose window is over, or that are cancelled.
+    """Finalizer of batches that are complete, expired or cancelled.
 
-    Each step is repeated after a crash: files are written under new names, and the transaction that ends a batch is the
-    last one.
+    All steps can be repeated after a crash: files get new names, and the transaction that ends a batch comes last.
     """
 
     store: Store
@@ -28,21 +27,25 @@ class Finisher:
     metrics: Metrics
 
     async def finish_due(self) -> None:
-        """End all that are due. Raises what went wrong with the first that cannot be ended now, after it tried all."""
+        """Finalize all due batches.
+
+        Raises:
+            Exception: The error of the first batch that failed, after all others were tried.
+        """
         failed: Exception | None = None
         for row in await self.store.due():
             try:
                 await self._finish(row)
-            except Exception as error:  # whatever one batch has, others end
+            except Exception as error:  # a failing batch must not block the others
                 failed = failed or error
-                with suppress(StoreError):  # the first one says what is wrong
+                with suppress(StoreError):  # `failed` is the relevant error
                     await self.store.release(row.id)
         if failed is not None:
             raise failed
 
     async def _finish(self, row: BatchRow) -> None:
         await self.runner.drop_batch(row.id)
-        await self.commits.flush()  # lines that ended in time
+        await self.commits.flush()  # lines that finished in time
         if row.status is BatchStatus.CANCELLING:
             await self._close_lines(row, LineState.CANCELLED)
         elif row.expires_at <= self.store.now():
@@ -61,7 +64,7 @@ class Finisher:
         except BaseException:
             await self._delete(output)
             raise
-        # Where this raises, it may have happened: files that no row names are removed at the next start.
+        # If this raises, the commit may have succeeded. Files without a row are removed at the next start.
         if await self.store.finalize(row.id, status, output, errors) is None:
             await self._delete(output)
             await self._delete(errors)
@@ -71,7 +74,7 @@ class Finisher:
             await self.blobs.delete(file.id)
 
     async def _file(self, row: BatchRow, *, failed: bool) -> FileRow | None:
-        """Write the results to a file; None if there are none."""
+        """Write the results to a file. Return None if there are none."""
         file_id = new_file_id()
         async with self.blobs.writing(file_id) as out:
             async for line in self.store.results(row.id, failed=failed):

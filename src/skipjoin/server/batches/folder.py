@@ -1,4 +1,4 @@
-"""Where files and batches are kept."""
+"""Location of the batches' folder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 from skipjoin.config import NOWHERE, ServerConfig
 from skipjoin.system.folders import cache_folder
 
-# Environment variable with the folder of servers that are given none; "none": they have no batches.
+# Environment variable with the default folder. "none" disables batches.
 FOLDER_VARIABLE = "SKIPJOIN_BATCH_DIR"
 
 
 def batch_folder(config: ServerConfig) -> Path | None:
-    """The folder of a server's files and batches: the one of its configuration or else $SKIPJOIN_BATCH_DIR, or else
-    skipjoin/batches in the user's cache folder. None: it has none."""
+    """Return the folder of a server's files and batches, or None if it has no batches.
+
+    It is `batch_dir`, or else $SKIPJOIN_BATCH_DIR, or else skipjoin/batches in the user's cache folder.
+    """
     named = config.batch_dir or os.environ.get(FOLDER_VARIABLE)
     if named == NOWHERE:
         return None

@@ -1,4 +1,4 @@
-"""Validation of new batches, one after the other."""
+"""Validation of the input files of new batches, one at a time."""
 
 from __future__ import annotations
 
@@ -25,18 +25,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Reads the input files of new batches, in a process of its own, and has their lines run or refuses the batch."""
+    """Input validator, which reads files in another process, and queues their lines or rejects the batch.
+
+    Attributes:
+        tries: Number of failed validations by batch.
+    """
 
     service: Service
     store: Store
     blobs: Blobs
     runner: Runner
-    tries: Counter[str] = field(default_factory=Counter)  # validations that did not come to an end, by batch
+    tries: Counter[str] = field(default_factory=Counter)
 
     async def take_new(self) -> None:
-        """Validate all that wait for it, and those that were cancelled meanwhile, whose lines do not run. Raises
-        `StoreError`, or what else went wrong, where it has to be tried again; a file that has failed `_MOST_TRIES`
-        times is refused, so that others get their turn."""
+        """Validate all waiting batches, including cancelled ones, whose lines do not run.
+
+        A batch that fails `_MOST_TRIES` times is rejected, so that it does not block the others.
+
+        Raises:
+            Exception: A validation failed and has to be retried.
+        """
         while (row := await self._next()) is not None:
             await self._validate(row)
 

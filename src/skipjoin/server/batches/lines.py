@@ -1,4 +1,4 @@
-"""One line of a batch: from its bytes to a job, and from its end to a line of the output or the error file."""
+"""Conversion of batch lines to jobs, and of their results to lines of the output and error files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skipjoin.server.api.responses import Usage
 from skipjoin.server.batches.endings import request_id
 from skipjoin.server.batches.records import Line, LineResult, LineState
 
-# Lines of more bytes are read in a thread, so that streams do not stall.
+# Longer lines are parsed in a thread, so that streams do not stall.
 _LARGE = 8192
 _NO_USAGE = Usage(0, 0, 0)
 
@@ -32,16 +32,25 @@ class _Fields(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LineJob:
-    """A line that is ready to run. has_own_deadline: its body has one that comes before the end of the window."""
+    """Line that is ready to run.
+
+    Attributes:
+        has_own_deadline: True if its body has a deadline before the end of the batch's window.
+    """
 
     job: Job
     has_own_deadline: bool
 
 
 async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: float, queue: Admission) -> LineJob:
-    """The job of a line: best effort, and it ends with the batch's window.
+    """Prepare a line as a best-effort job whose deadline is the end of the batch's window.
 
-    data: the line. left_s: seconds that the window has left, above 0. Raises as `Endpoint.prepare`.
+    Args:
+        data: Bytes of the line.
+        left_s: Remaining seconds of the window, above 0.
+
+    Raises:
+        ApiError: See `Endpoint.prepare`.
     """
     service = endpoint.service
     raw = await service.in_thread(body_of, data) if len(data) > _LARGE else body_of(data)
@@ -54,7 +63,7 @@ async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: floa
 
 
 def body_of(data: bytes) -> bytes:
-    """The body within a line. Raises 400 for a line without one."""
+    """Return the request body of a line. Raise 400 for a line without one."""
     try:
         return bytes(msgspec.json.decode(data, type=_Fields).body)
     except msgspec.DecodeError as error:
@@ -64,8 +73,13 @@ def body_of(data: bytes) -> bytes:
 def line_options(
     body: GenerationBody, left_s: float, *, client: str = "", salt: str = ""
 ) -> tuple[RequestOptions, bool]:
-    """What a line asks of the scheduler: its own priority among lines and, where that is sooner than the end of the
-    window, its own deadline. Also whether it is. left_s: see `prepare`. client, salt: see `RequestOptions`."""
+    """Return the options of a line, and whether its own deadline comes before the end of the window.
+
+    Args:
+        left_s: See `prepare`.
+        client: See `RequestOptions.client`.
+        salt: See `RequestOptions.cache_salt`.
+    """
     asked_ms = body.deadline_ms
     if asked_ms is None and body.slo is not None:
         asked_ms = body.slo.deadline_ms
@@ -81,21 +95,25 @@ def line_options(
 
 
 def seeded(line: Line, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """The parameters of a line's choices, in which those without a seed get one that a rerun of the line gets, too."""
+    """Return the parameters of a line's choices, adding reproducible seeds so that a rerun samples the same tokens."""
     return [
         one if one.seed is not None else replace(one, seed=seed_of(line, choice)) for choice, one in enumerate(params)
     ]
 
 
 def seed_of(line: Line, choice: int) -> int:
-    """A seed that follows from the batch, the line's custom_id and the choice."""
+    """Derive a seed from the batch, the line's custom_id and the choice."""
     text = "\n".join((line.batch_id, str(choice), line.custom_id))
     return SEED_MIN + int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
 def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> LineResult:
-    """The end of a line that has got an answer. status: of HTTP; 200 goes to the output file, all others to that of
-    errors. body: JSON."""
+    """Return the result of a line with a response.
+
+    Args:
+        status: HTTP status. 200 goes to the output file, all others to the error file.
+        body: JSON body of the response.
+    """
     custom_id = msgspec.json.encode(line.custom_id)
     head = f'"response":{{"status_code":{status},"request_id":"{uuid.uuid4().hex}","body":'.encode()
     name = f'{{"id":"{request_id(line.batch_id, line.custom_id)}","custom_id":'.encode()
@@ -110,6 +128,6 @@ def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> Lin
 
 
 def over_quota(line: Line, most_bytes: int) -> LineResult:
-    """The end of a line whose answer its owner has no space for. most_bytes: of the owner's files."""
+    """Return the error result of a line whose response exceeds the owner's quota of `most_bytes`."""
     why = f"the answer does not fit into the files of this key, which may have {most_bytes} bytes: delete files"
     return ended(line, 429, ApiError(429, why, code="quota_exceeded").body())

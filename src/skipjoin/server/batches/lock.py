@@ -1,4 +1,4 @@
-"""The lock of a folder, so that two servers do not write the same files."""
+"""File lock of the batches' folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ LOCK_FILE = "lock"
 
 
 class FolderLock:
-    """Holds a folder from its creation until `close`; the system gives it up when the process ends, however it does.
+    """Lock of a folder, held until `close` or the exit of the process.
 
-    shared: servers on one PostgreSQL hold the folder together. Raises `FolderLocked` where another server has it,
-    `NoSpace`, or `StoreError` where the folder cannot be written.
+    Args:
+        shared: True for servers that share the folder and a PostgreSQL database.
+
+    Raises:
+        FolderLocked: Another server holds the folder.
+        NoSpace: The disk is full.
+        StoreError: The folder cannot be written.
     """
 
     def __init__(self, folder: Path, *, shared: bool) -> None:
@@ -40,5 +45,5 @@ class FolderLock:
             raise FolderLocked(f"another server has the batches' folder {folder}") from error
 
     def close(self) -> None:
-        """Give the folder up."""
+        """Release the lock."""
         os.close(self._file)

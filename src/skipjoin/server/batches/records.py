@@ -1,4 +1,4 @@
-"""The rows of the store as frozen values, and what can go wrong with it. Times are Unix seconds."""
+"""Rows and errors of the store. Times are in Unix seconds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-# Purposes of files, as OpenAI names them: what clients upload, and what batches write.
+# OpenAI's purposes of files that clients upload, and that batches write.
 INPUT, OUTPUT = "batch", "batch_output"
 PURPOSES = (INPUT, OUTPUT)
-# What ids are made of: no path, and no NUL, which PostgreSQL takes in no text.
+# Excludes paths, and NUL, which PostgreSQL does not accept in text.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -29,7 +29,7 @@ class BatchStatus(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether a batch stays in this state."""
+        """True if the batch is finished."""
         return self in _FINAL
 
 
@@ -37,8 +37,7 @@ _FINAL = frozenset([BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIR
 
 
 class LineState(StrEnum):
-    """States of a line: it waits, runs at a server, or has ended in one of four ways. DONE goes to the output file,
-    the other ends to the error file."""
+    """States of a line. DONE lines go to the output file, FAILED, EXPIRED and CANCELLED ones to the error file."""
 
     READY = "ready"
     RUNNING = "running"
@@ -50,8 +49,13 @@ class LineState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRow:
-    """A file. owner: a hash of the key that it belongs to. filename: a label, never a path. bytes: its size.
-    deleted_at: from then on no request sees it; its blob stays while a batch that is not final reads it."""
+    """Uploaded file or output of a batch.
+
+    Attributes:
+        owner: Hash of the API key that it belongs to.
+        filename: Label, never a path.
+        deleted_at: Time from which no request sees the file. Its blob stays while an unfinished batch reads it.
+    """
 
     id: str
     owner: str
@@ -65,7 +69,11 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineError:
-    """Why a batch was refused. line: its number in the input file, from 1; None: the file as a whole."""
+    """Reason why a batch was rejected.
+
+    Attributes:
+        line: Line number in the input file, from 1. None for the file as a whole.
+    """
 
     code: str
     message: str
@@ -75,10 +83,18 @@ class LineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """A batch. total, completed, failed: lines; failed ones are those whose request has failed, not the expired and
-    the cancelled ones. prompt_tokens, completion_tokens: of all lines that have ended so far; cached_tokens: those of
-    the prompts whose KV was there. output_expires_after_s: from the time that the output is written; None: it stays.
-    model: the one that is to run it; None: any."""
+    """Batch.
+
+    Attributes:
+        total: Number of lines.
+        completed: Number of completed lines.
+        failed: Number of lines whose request failed, without expired and cancelled ones.
+        prompt_tokens: Prompt tokens of all finished lines.
+        completion_tokens: Output tokens of all finished lines.
+        cached_tokens: Prefix-cache hit tokens of all finished lines.
+        output_expires_after_s: Lifetime of the output files. None keeps them.
+        model: Model that must run the batch. None allows any.
+    """
 
     id: str
     owner: str
@@ -111,8 +127,13 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """A line of an input file that is in order. number: from 1, in the file. offset, length: its bytes there, without
-    the end of the line."""
+    """Position of a valid line in an input file.
+
+    Attributes:
+        number: Line number, from 1.
+        offset: Offset in bytes.
+        length: Length in bytes without the newline.
+    """
 
     number: int
     custom_id: str
@@ -122,8 +143,13 @@ class LinePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line that this server runs. attempt: counts from 1. expires_at: of its batch. lost: how many attempts ended as
-    their engine did."""
+    """Line that this server runs.
+
+    Attributes:
+        attempt: Number of the attempt, from 1.
+        expires_at: End of the window of its batch.
+        lost: Number of attempts that ended with an engine crash.
+    """
 
     batch_id: str
     number: int
@@ -139,14 +165,19 @@ class Line:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Batch, number and attempt: what `Store.renew` names a line by."""
+        """Batch, number and attempt, which identify a line in `Store.renew`."""
         return self.batch_id, self.number, self.attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineResult:
-    """The end of a line. state: DONE or FAILED. body: JSON of its line in the output or error file, without the end of
-    the line. cached_tokens: those of the prompt whose KV was there."""
+    """Result of a line.
+
+    Attributes:
+        state: DONE or FAILED.
+        body: JSON of its line in the output or error file, without the newline.
+        cached_tokens: Number of prefix-cache hit tokens.
+    """
 
     line: Line
     state: LineState
@@ -157,57 +188,59 @@ class LineResult:
 
     @property
     def bytes(self) -> int:
-        """Size of the line in its file."""
+        """Size of the line in its file, including the newline."""
         return len(self.body) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerUsage:
-    """What an owner has: bytes and number of its files. Files that are deleted count while a batch reads them; bytes
-    include results of batches that are not written to files yet."""
+    """Storage usage of an owner.
+
+    Deleted files count while a batch reads them. `bytes` includes results that are not written to files yet.
+    """
 
     bytes: int
     files: int
 
 
 class StoreError(Exception):
-    """What the store cannot do. The text may be shown to clients."""
+    """Base class of errors of the store. The text may be shown to clients."""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818 -- a state, as in "503 unavailable"
-    """The database, or the folder of the files, cannot be reached at this time."""
+    """The database or the folder of the files is unreachable at this time."""
 
 
 class StoreDamaged(StoreUnavailable):
-    """The database is damaged, and has to be restored."""
+    """The database is damaged and has to be restored."""
 
 
 class NoSpace(StoreError):  # noqa: N818 -- the same
-    """The disk of the files or of the database is full. What was written before stays."""
+    """The disk of the files or the database is full. Earlier writes are kept."""
 
 
 class BlobMissing(StoreUnavailable):
-    """A file's bytes are not in the folder, where they were."""
+    """The content of a file is missing from the folder."""
 
 
 class FolderLocked(StoreError):  # noqa: N818 -- the same
-    """Another server has the folder."""
+    """Another server holds the folder."""
 
 
 class QuotaExceeded(StoreError):  # noqa: N818 -- the same
-    """The owner has as many bytes, files or batches as it may have."""
+    """The owner has reached its limit of bytes, files or batches."""
 
 
 def is_id(text: str) -> bool:
-    """Whether a text from a client may be an id."""
+    """Return whether a text from a client is a well-formed id."""
     return _ID.fullmatch(text) is not None
 
 
 def new_file_id() -> str:
-    """A name that no other file has, and that is safe as a file's name on disk."""
+    """Return a unique id of a file, which is safe as a file name."""
     return f"file-{uuid.uuid4().hex}"
 
 
 def new_batch_id() -> str:
-    """A name that no other batch has."""
+    """Return a unique id of a batch."""
     return f"batch_{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""`Runner`: takes lines from the store, runs them as best-effort requests, and tells `Commits` how they ended."""
+"""Execution of batch lines as best-effort requests."""
 
 from __future__ import annotations
 
@@ -23,37 +23,35 @@ from skipjoin.server.engines.errors import EngineDeadError, EngineError, NoRepli
 
 LineKey = tuple[str, int, int]  # `Line.key`
 
-# Seconds between two looks for lines where there were none; `wake` shortens them.
+# Interval of polls of the store while it has no lines. `wake` shortens it.
 _IDLE_S = 1.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
-# Seconds between two lines that begin. Each takes up to a millisecond of the loop, and dozens begin together: a request
-# over HTTP takes several turns of the loop until its prompt is at the engine, and would wait for a line in each.
+# Pause between the starts of two lines. Each start takes up to 1 ms, and dozens start together. Without the pause, an
+# HTTP request would wait for a line in each of the several loop iterations until its prompt is at the engine.
 _REST_S = 0.002
-# A line that runs as so many engines end is the one that ends them; from fewer on it runs alone, since the lines beside
-# it would be held guilty with it.
+# Engine crashes after which a line fails, and after which it runs alone, so that other lines are not blamed with it.
 MOST_LOST, SUSPECT_LOST = 10, 3
-# Answers after which a line is tried again.
+# Statuses after which a line is retried.
 _RETRIED = (429, 503)
 _log = logging.getLogger(__name__)
 
 
 def most_of_a_line(max_queued_requests: int) -> int:
-    """The most sequences of one line: over HTTP a request may not have more either."""
+    """Return the maximum number of sequences of one line, which is that of HTTP requests."""
     return min(MAX_N * MAX_PROMPTS, max_queued_requests)
 
 
 def is_folder_gone(blobs: Blobs, file_id: str) -> bool:
-    """Whether a file is not there since the whole folder is not, which may come back."""
+    """Return whether the whole folder of a file is missing, which may be temporary."""
     return not blobs.path(file_id).parent.is_dir()
 
 
 class Runner:
-    """Keeps the engine supplied with lines: between three quarters of `most` and `most` sequences wait or run there,
-    as long as there are lines.
+    """Takes lines from the store and runs them, keeping between 3/4 of `most` and `most` sequences at the engine.
 
-    Lines have a queue of their own, so that those of requests over HTTP hold as if there were no batches. A line that
-    meets a full queue, a server that takes no work or the end of an engine goes back to the store. After `SUSPECT_LOST`
-    engines that ended with it it runs alone, and after `MOST_LOST` it gets an error.
+    Lines have their own admission queue, so that they do not affect the limits of HTTP requests. A line returns to the
+    store if its queue is full, the server accepts no requests, or its engine crashes. After `SUSPECT_LOST` crashes it
+    runs alone, and after `MOST_LOST` it fails.
     """
 
     def __init__(self, service: Service, store: Store, blobs: Blobs, commits: Commits, *, most: int) -> None:
@@ -61,26 +59,26 @@ class Runner:
         self._service, self._store, self._blobs, self._commits = service, store, blobs, commits
         self._most = most
         self._most_tokens = config.max_queued_tokens
-        # A line is begun below the limits; with this much above them it always fits.
+        # A line starts while the counts are below the limits, and with this margin it always fits.
         self._queue = Admission(
             most + most_of_a_line(config.max_queued_requests), 2 * config.max_queued_tokens, service.metrics
         )
         self._endpoints = {kind.path: kind(service) for kind in ENDPOINTS}
-        self._held: deque[Line] = deque()  # taken and not begun
-        self._live: dict[LineKey, Line] = {}  # taken: those that are held, prepared and run
+        self._held: deque[Line] = deque()  # taken but not started
+        self._live: dict[LineKey, Line] = {}  # taken and not finished
         self._tasks: dict[LineKey, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._is_closing = False
-        self._look_at = self._resume_at = 0.0  # seconds of the loop: when to ask for lines, when to begin some
+        self._look_at = self._resume_at = 0.0  # loop times of the next poll and of the end of a backoff
         self._retry_s = _FIRST_RETRY_S
 
     @property
     def live(self) -> Collection[LineKey]:
-        """The lines that this server has taken and that have not ended."""
+        """Lines that this server has taken and not finished."""
         return self._live.keys()
 
     def wake(self) -> None:
-        """There may be lines."""
+        """Poll the store for lines soon."""
         self._look_at = 0.0
         self._changed.set()
 
@@ -92,10 +90,10 @@ class Runner:
                 await self._take()
             if not await self._begin_some():
                 await self._wait()
-        await self._return_all()  # what was taken while it was closed
+        await self._return_all()  # lines that were taken during `close`
 
     async def drop(self, keys: Collection[LineKey]) -> None:
-        """Stop lines, and forget them."""
+        """Cancel lines without a result."""
         for key in keys:
             self._live.pop(key, None)
         self._held = deque(line for line in self._held if line.key in self._live)
@@ -106,11 +104,11 @@ class Runner:
             await asyncio.wait(tasks)
 
     async def drop_batch(self, batch_id: str) -> None:
-        """Stop the lines of a batch, and forget them."""
+        """Cancel the lines of a batch without results."""
         await self.drop([key for key in self._live if key[0] == batch_id])
 
     async def close(self) -> None:
-        """Take no more lines, and have those that have not ended taken again."""
+        """Stop taking lines, and requeue the unfinished ones."""
         self._is_closing = True
         self._changed.set()
         await self._return_all()
@@ -135,7 +133,7 @@ class Runner:
     def _wants_lines(self) -> bool:
         room = self._most - self._queue.requests
         is_time = asyncio.get_running_loop().time() >= self._look_at
-        # In groups, for a transaction each.
+        # Take lines in groups, because each take is a transaction.
         return not self._held and is_time and room >= max(1, self._most // 4) and self._is_open()
 
     async def _take(self) -> None:
@@ -160,13 +158,13 @@ class Runner:
                 self._held.append(line)
 
     async def _owners_at(self, most_bytes: int, owners: Collection[str]) -> set[str]:
-        """Those of the owners that have as many bytes. While the store fails, none: `Commits` looks again."""
+        """Return the owners at their quota, or none while the store fails, because `Commits` checks again."""
         with suppress(StoreError):
             return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= most_bytes}
         return set()
 
     async def _begin_some(self) -> bool:
-        """Begin lines as long as there is room; whether there was one. Requests over HTTP go on between two lines."""
+        """Start lines while there is room, with pauses for HTTP requests. Return whether any started."""
         begun = False
         queue = self._queue
         while (
@@ -182,7 +180,7 @@ class Runner:
         return begun
 
     def _may_join(self, line: Line) -> bool:
-        """Whether a line may run beside those that do."""
+        """Return whether a line may run concurrently with the running ones."""
         running = [self._live[key] for key in self._tasks if key in self._live]
         return not self._tasks or max(one.lost for one in (line, *running)) < SUSPECT_LOST
 
@@ -203,7 +201,7 @@ class Runner:
             ready.job.close()
             return
         task = self._tasks[line.key] = asyncio.create_task(self._run(line, ready))
-        # Not in the task itself: one that is cancelled at once never runs.
+        # A callback, because a task that is cancelled immediately never runs its own clean-up.
         task.add_done_callback(lambda task: self._over(line, ready))
 
     async def _prepare(self, line: Line) -> LineJob:
@@ -250,18 +248,17 @@ class Runner:
     # -- lines that fail ----------------------------------------------------------------------------------------
 
     def _failed(self, line: Line, error: Exception, *, has_own_deadline: bool = False) -> None:
-        """Write an answer that is an error, or have the line taken again. One whose window is over is left to the
-        expiry of its batch."""
+        """Write an error response or requeue the line. The expiry of its batch handles a line whose window is over."""
         answer = _answer(error)
         if answer is None or answer.status in _RETRIED:
             self._put_back(line, str(error))
         elif answer.code != "deadline_exceeded" or has_own_deadline:
             self._commits.finish(ended(line, answer.status, answer.body()))
-        elif self._store.now() < line.expires_at:  # the clock was set back since it began
+        elif self._store.now() < line.expires_at:  # the clock was set back since the start
             self._put_back(line, str(error))
 
     def _lost(self, line: Line, error: EngineError) -> None:
-        """The engine has ended with the line in it."""
+        """Handle an engine crash while the line was running."""
         if line.lost < MOST_LOST:
             self._failed(line, error)
             return
@@ -274,7 +271,7 @@ class Runner:
         self._back_off(f"a line is tried again: {why}")
 
     def _back_off(self, why: str) -> None:
-        """Begin no lines for a while, which gets longer as long as no line succeeds."""
+        """Pause the start of lines with exponential backoff until a line succeeds."""
         now = asyncio.get_running_loop().time()
         if now < self._resume_at:
             return
@@ -285,13 +282,13 @@ class Runner:
 
 
 def _answer(error: Exception) -> ApiError | None:
-    """What HTTP would answer; None: the store has failed."""
+    """Return the response that HTTP would have, or None if the store has failed."""
     if isinstance(error, StoreError):
         return None
     if isinstance(error, EngineError):
         return from_engine(error)
     if isinstance(error, ApiError):
         return error
-    # The text of an unforeseen exception may hold anything: the log gets it, the error file does not.
+    # The text of an unexpected exception may contain secrets, so it is only logged.
     _log.error("a line of a batch failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")

@@ -1,4 +1,4 @@
-"""`Batches`: files and batches of one server, from the opening of the store to its end."""
+"""Life cycle of files and batches of one server."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, S
 from skipjoin.server.batches.runner import Runner, most_of_a_line
 from skipjoin.server.batches.store import Store
 
-# Seconds between two looks: for batches to validate or to end, at the leases, which last 30 s, and for files to
-# remove.
+# Intervals of the validation and finalization of batches, the renewal of leases, and the removal of files.
 _LOOK_S, _RENEW_S, _SWEEP_S = 1.0, 2.0, 60.0
-# Of so many turns one renews the leases of a server where nothing runs.
+# An idle server renews its leases only at every n-th interval.
 _IDLE_TURNS = 5
-# Age of files from which they are leftovers of a crash, where several servers write them.
+# Age from which unknown files are leftovers of a crash, if several servers write to the folder.
 _OLD_S = 86400.0
-# Seconds between two tries to open the store.
+# Interval of attempts to open the store.
 _REOPEN_S = 5.0
-# Seconds that the end of the server waits for the store, twice.
+# Time limit of each of the two steps of a shutdown.
 _CLOSE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
 class Batches:
-    """The parts that serve files and batches, and the order in which they begin and end.
+    """Files and batches of one server, with their start and shutdown.
 
-    most: sequences of batches in the engine.
+    Args:
+        most: Maximum number of batch sequences in the engine.
     """
 
     def __init__(self, service: Service, *, most: int) -> None:
@@ -56,27 +56,30 @@ class Batches:
 
     @property
     def live_requests(self) -> int:
-        """The most sequences that batches add to an engine's load."""
+        """Maximum number of sequences that batches add to an engine's load."""
         if self.desk.folder is None:
             return 0
         return self._most + most_of_a_line(self._service.config.max_queued_requests)
 
     @property
     def body_limits(self) -> dict[tuple[str, str], int]:
-        """The largest bodies of routes that take larger ones than others, by method and path."""
+        """Maximum body sizes of routes with larger bodies, by method and path."""
         return {} if self.desk.folder is None else files.body_limits(self._service.config.batch_max_file_bytes)
 
     def add_routes(self, app: FastAPI) -> Mapping[str, type[BaseModel]]:
-        """Add those of files and batches; the bodies that they read, by path."""
+        """Add the routes, and return the types of their bodies by path."""
         install(app)
         files.add_routes(app, self.desk)
         return routes.add_routes(app, self._service, self.desk)
 
     async def open(self) -> None:
-        """Open the store and begin. Lines run once the service is open.
+        """Open the store and start. Lines run once the service is open.
 
-        Raises `ConfigError` for a named folder or database that cannot be used. Where the disk is full, the database
-        is damaged or cannot be reached, or the default folder is another server's, it logs that once and tries again.
+        If the disk is full, the database is unreachable, or the default folder cannot be used, this logs a warning and
+        retries in the background.
+
+        Raises:
+            ConfigError: The configured folder or database cannot be used.
         """
         folder = self.desk.folder
         if folder is None:
@@ -93,7 +96,7 @@ class Batches:
             self._opening = asyncio.create_task(self._reopen(folder))
 
     async def close(self) -> None:
-        """Put the lines that run back, and give up the store. It may be called again."""
+        """Requeue running lines and close the store. Idempotent."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait([self._opening])
@@ -115,7 +118,7 @@ class Batches:
         store = await Store.open(self._service.config.batch_db, folder)
         try:
             blobs = Blobs(folder)
-            # A server on PostgreSQL is not alone: another one may be writing.
+            # On PostgreSQL another server may be writing files.
             shared = self._service.config.batch_db is not None
             await blobs.sweep(await store.known_files(), _OLD_S if shared else 0)
         except BaseException:
@@ -128,7 +131,7 @@ class Batches:
 
 
 def _trouble(error: Exception) -> tuple[str, ...]:
-    """What clients are told, and its code unless it is the usual one. Other texts may have anything."""
+    """Return the message for clients, and its code unless it is the default. Other errors may contain secrets."""
     if isinstance(error, FolderLocked):
         return ("files and batches cannot be used now: another server has their folder",)
     if isinstance(error, NoSpace):
@@ -140,7 +143,7 @@ def _trouble(error: Exception) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Work:
-    """What runs while the store is open."""
+    """Tasks that run while the store is open."""
 
     store: Store
     blobs: Blobs
@@ -154,12 +157,12 @@ class _Work:
         self.tasks = [asyncio.create_task(loop) for loop in (*loops, *(chore.run() for chore in self.chores))]
 
     def wake(self) -> None:
-        """Look at all that there may be to do."""
+        """Run all periodic tasks soon."""
         for chore in self.chores:
             chore.wake()
 
     async def close(self) -> None:
-        """End everything, soon even if the store does not answer: then the next start frees the lines."""
+        """Stop all tasks. If the store does not answer in time, the next start frees the lines."""
         for step in (self._end, self.store.close):
             try:
                 async with asyncio.timeout(_CLOSE_S):
@@ -182,7 +185,7 @@ class _Work:
 
 
 def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
-    """The parts of an open store. The last lines that end wake what ends batches."""
+    """Create the tasks of an open store. The last results of a batch wake the finalizer."""
     commits = Commits(store, service.metrics, most_bytes=service.config.batch_max_bytes_per_key)
     runner = Runner(service, store, blobs, commits, most=most)
     finish = Chore("ending batches", Finisher(store, blobs, runner, commits, service.metrics).finish_due, _LOOK_S)
@@ -198,7 +201,7 @@ def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
 
 @dataclass(slots=True)
 class Leases:
-    """This server's hold on what it runs, and what there is, for the metrics."""
+    """Renews this server's leases and updates the metrics of batches."""
 
     service: Service
     store: Store
@@ -206,8 +209,7 @@ class Leases:
     turn: int = 0
 
     async def renew(self) -> None:
-        """Stop lines that are not this server's any more. While nothing runs the leases are renewed less often, since
-        that writes to the disk."""
+        """Renew the leases and stop lines that were lost. An idle server renews less often to spare disk writes."""
         if self.runner.live or self.turn % _IDLE_TURNS == 0:
             before = set(self.runner.live)
             held = await self.store.renew()

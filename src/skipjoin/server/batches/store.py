@@ -1,9 +1,9 @@
-"""`Store`: files, batches, lines and their results, in SQLite or PostgreSQL.
+"""Durable store of files, batches, lines and results in SQLite or PostgreSQL.
 
-A line that runs, and a batch that is validated or finalized, belong to a server, which is in the table of servers. On
-PostgreSQL its row lasts for `LEASE_S` by the database's clock and is renewed; on SQLite there is one server, which has
-the folder's lock. What belongs to a server that is not in the table is free again. A result counts only with the
-attempt that the line is at, so that whatever a server does that was taken for dead changes nothing.
+A running line, and a batch in validation or finalization, belong to a server in the table of servers. On PostgreSQL
+the row of a server is a lease of `LEASE_S` by the database's clock. On SQLite the only server holds the folder's lock.
+Lines and batches of servers without a row are free again. A result counts only for the current attempt of its line, so
+a server that was wrongly taken for dead cannot change anything.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FOLDER_FILE = "folder-id"
 
 
 class Store(FileRows, BatchRows, LineRows):
-    """One server's hold on the database. Every method is a transaction of its own.
+    """Store of one server. Each method is one transaction.
 
-    All raise `StoreUnavailable` while the database cannot be reached, after which they work again, and `NoSpace`
-    while its disk is full; what a failed call was to change is then as it was before.
+    All methods raise `StoreUnavailable` while the database is unreachable and `NoSpace` while its disk is full. A
+    failed call changes nothing.
     """
 
     def __init__(self, database: Database, clock: SteadyClock, lock: FolderLock, reserve: Reserve) -> None:
@@ -46,11 +46,16 @@ class Store(FileRows, BatchRows, LineRows):
 
     @classmethod
     async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
-        """Migrate the database and hold it.
+        """Open and migrate the database. On a full disk, use the space that is reserved for deletions.
 
-        url: postgresql://..., which several servers may share if they share the folder `place`, too; None: SQLite in
-        the folder, which is then this process's alone. Raises `FolderLocked`, or `StoreError` for what cannot be
-        opened. On a full disk it uses the space that is kept for deletions.
+        Args:
+            url: postgresql://..., which several servers can share if they also share `place`. None uses SQLite in
+                `place`, which this process then owns.
+            place: Folder of the files.
+
+        Raises:
+            FolderLocked: Another server holds the folder.
+            StoreError: The database or the folder cannot be opened.
         """
         lock, reserve = FolderLock(place, shared=url is not None), Reserve(place)
         try:
@@ -80,8 +85,10 @@ class Store(FileRows, BatchRows, LineRows):
         return store
 
     async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
-        """Delete a file; None if there is none. The blob remains: see `removable`. On a full disk it uses the space
-        that is kept for this."""
+        """Delete a file and return its row, or None if there is none. The blob remains (see `removable`).
+
+        On a full disk, use the space that is reserved for deletions.
+        """
         try:
             return await super().delete_file(owner, file_id)
         except NoSpace:
@@ -90,15 +97,15 @@ class Store(FileRows, BatchRows, LineRows):
         return await super().delete_file(owner, file_id)
 
     async def fill_reserve(self) -> None:
-        """Keep space for deletions again, if the disk has it."""
+        """Reserve space for deletions again if the disk has it."""
         if self._db.is_sqlite and not self._reserve.is_whole:
-            with contextlib.suppress(StoreError):  # then there is less to keep
+            with contextlib.suppress(StoreError):  # best effort
                 await self._db.empty_log()
             await asyncio.to_thread(self._reserve.fill)
 
     async def _start(self, place: Path) -> None:
         async with self._db.writing() as connection:
-            if self._db.is_sqlite:  # the lock says that no other server is there
+            if self._db.is_sqlite:  # the lock excludes other servers
                 await connection.execute(sa.delete(servers))
             else:
                 await _claim(connection, place)
@@ -108,9 +115,9 @@ class Store(FileRows, BatchRows, LineRows):
         await self._drop_leftovers()
 
     async def close(self) -> None:
-        """Give up what this server holds: its lines become READY, for other servers or the next start."""
+        """Release the lines of this server, which become READY, and close the database."""
         try:
-            # A database that is gone finds out by itself that this server is.
+            # If the database is unreachable, this server's lease expires.
             with contextlib.suppress(StoreError):
                 async with self._db.writing() as connection:
                     await connection.execute(sa.delete(servers).where(servers.c.id == self.server))
@@ -120,13 +127,13 @@ class Store(FileRows, BatchRows, LineRows):
             self._lock.close()
 
     async def renew(self) -> frozenset[tuple[str, int, int]]:
-        """Hold this server's lines and batches for another `LEASE_S`, and make those of dead servers READY.
+        """Renew this server's lease for `LEASE_S`, and make the lines of dead servers READY. Call every few seconds.
 
-        Returns the lines (`Line.key`) that this server holds. Whatever it ran before the call that is not among them
-        was cancelled, has expired or is another server's: its result would change nothing. To be called every few
-        seconds.
+        Returns:
+            Lines (`Line.key`) that this server holds. It should stop all others, which were cancelled, have expired or
+            belong to another server, because their results are ignored.
         """
-        if not self._db.is_sqlite:  # where the lock is the lease
+        if not self._db.is_sqlite:  # on SQLite the lock is the lease
             await self._sign()
         mine = sa.select(lines.c.batch_id, lines.c.number, lines.c.attempt).where(lines.c.server == self.server)
         async with self._db.reading() as connection:
@@ -163,7 +170,7 @@ _TIMES = (
 
 
 async def _claim(connection: AsyncConnection, place: Path) -> None:
-    """Tie the database to the folder of its files. Raises `StoreError` for another folder."""
+    """Bind the database to the folder of its files. Raise `StoreError` if it is bound to another folder."""
     await connection.execute(sa.text("LOCK TABLE folder IN EXCLUSIVE MODE"))
     known = await connection.scalar(sa.select(folder.c.id))
     file = place / FOLDER_FILE

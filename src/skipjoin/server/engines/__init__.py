@@ -1,1 +1,1 @@
-"""The engines of a server as the API process holds them: processes, links, replicas, and the messages between."""
+"""Engine processes: client, supervision, transport and messages between them and the API process."""

@@ -1,4 +1,4 @@
-"""A count of KV blocks in an engine that runs: what leaks is told, and freed."""
+"""Detection of leaked KV blocks at run time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ logger = logging.getLogger(__name__)
 
 
 def recover_blocks(kv: Ledger, *, is_idle: bool) -> int:
-    """Free the blocks that nothing accounts for; how many there were. Without a bug there are none. is_idle: no request
-    is left, no plan in flight and no KV moving, so that no block may be held.
+    """Free leaked blocks and return their number, which is 0 unless there is a bug.
 
-    Raises `LedgerError` where more blocks are free or held than there are: then two requests may write to one block,
-    and no output can be trusted.
+    Args:
+        is_idle: True if there are no requests, plans or swaps in flight, so that any held block is leaked.
+
+    Raises:
+        LedgerError: Blocks are counted twice, so two requests may write to one block and outputs may be wrong.
     """
     forgotten = list(kv.holders()) if is_idle else []
     if not forgotten and kv.astray == (0, 0):

@@ -1,7 +1,7 @@
-"""The engines from the API process's side: requests out, tokens in, and failover.
+"""Client of the engines in the API process: dispatch, token delivery and failover.
 
-`EngineClient` knows no transport: `join` takes the function that sends to an engine, `receive` gets the engine's
-messages. The transports are `EngineHandle` and `ReplicaSet`; tests use scripted engines instead.
+`EngineClient` is independent of the transport: `join` takes a function that sends to an engine, and `receive` takes
+messages from it. The transports are `EngineHandle` and `ReplicaSet`. Tests use scripted engines.
 """
 
 from __future__ import annotations
@@ -43,17 +43,21 @@ from skipjoin.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a sequence waits for an engine to come up.
+# Time that a sequence waits for an engine to start.
 PATIENCE_S = 60.0
-# Seconds after a deadline that its engine has to end the sequence itself.
+# Time after a deadline in which the engine can end the sequence itself.
 _DEADLINE_GRACE_S = 0.05
 
 
 class ConnectedEngine:
-    """An engine that takes requests.
+    """Engine that accepts requests.
 
-    send: takes messages to it; must not block or raise. stats: the latest that it sent. sequences: those that it has,
-    by id. questions: the `DescribeRequests` that it has not answered, by id. is_hung: whether it makes no progress.
+    Attributes:
+        send: Sends a message to the engine. It must not block or raise.
+        stats: Latest metrics of the engine.
+        sequences: Sequences at the engine, by id.
+        questions: Pending `DescribeRequests`, by id.
+        is_hung: True while the engine makes no progress.
     """
 
     __slots__ = ("info", "is_hung", "number", "questions", "send", "sequences", "stats")
@@ -68,15 +72,21 @@ class ConnectedEngine:
         self.is_hung = False
 
     def ask(self, question: int) -> asyncio.Future[list[RequestState]]:
-        """Ask for the states of its requests; cancelled if it is lost."""
+        """Ask for the states of the engine's requests. The future is cancelled if the engine is lost."""
         answer = self.questions[question] = asyncio.get_running_loop().create_future()
         self.send(DescribeRequests(question))
         return answer
 
 
 class LiveRequest(NamedTuple):
-    """A sequence that is not complete. label, choice: of the answer that it belongs to. replica: None without one.
-    owner: see `EngineClient.submit`."""
+    """Unfinished sequence.
+
+    Attributes:
+        label: Id of its response.
+        choice: Index of its choice in the response.
+        replica: Number of its engine, or None while it waits for one.
+        owner: Hash of the client's API key.
+    """
 
     label: str
     choice: int
@@ -86,14 +96,22 @@ class LiveRequest(NamedTuple):
 
 
 class LiveRequests(NamedTuple):
-    """All that are not complete. silent: replicas that did not answer in time, whose requests are missing here."""
+    """Unfinished sequences of all engines.
+
+    Attributes:
+        silent: Replicas that did not answer in time. Their requests are missing.
+    """
 
     requests: list[LiveRequest]
     silent: list[int]
 
 
 class EngineLoad(NamedTuple):
-    """The load of all engines together. usage: share of their KV blocks that are not free."""
+    """Total load of all engines.
+
+    Attributes:
+        usage: Fraction of the device KV blocks that are in use.
+    """
 
     running: int
     waiting: int
@@ -101,15 +119,20 @@ class EngineLoad(NamedTuple):
 
 
 class EngineClient:
-    """Submits requests to the engine that `PrefixAware` chooses, delivers their tokens, moves them when it dies.
+    """Submits sequences to engines, delivers their tokens and moves them to another engine after a crash.
 
-    A moved sequence continues at another engine from its prompt and the tokens that it has: its client sees the same
-    output. One of those that ran when an engine ended may be the cause: they continue one at a time, and one that is to
-    blame fails (`Trials`). While no engine is up it waits, for at most `patience_s` seconds; after that, and once no
-    engine will come up any more (`died`), it fails.
+    `PrefixAware` chooses the engine. A moved sequence continues after the tokens that it has, so its output does not
+    change. Sequences that may have crashed an engine are resubmitted one at a time (see `Trials`).
 
-    wanted: how many engines there should be. seed: requests without a seed draw theirs from it. clock: seconds,
-    monotonic. steps: how many steps all engines have told of.
+    Args:
+        wanted: Number of engines that the server should have.
+        seed: Seed from which requests without their own seed derive one.
+        patience_s: Time that a sequence waits for an engine before it fails.
+        clock: Returns monotonic seconds.
+
+    Attributes:
+        steps: Number of steps that all engines have reported.
+        dead: True if no engine is running and none will start.
     """
 
     def __init__(
@@ -126,13 +149,13 @@ class EngineClient:
         self._patience_s = patience_s
         self._clock = clock
         self._replicas: dict[int, ConnectedEngine] = {}
-        self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None: it waits for an engine
+        self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None while it waits
         self._waiting: dict[int, EngineSequence] = {}
         self._trials = Trials(self._place)
         self._dispatch = prefix_aware()
-        self._gone = Snapshot.zero()  # counts of engines that have ended
+        self._gone = Snapshot.zero()  # metrics of engines that have exited, so that counters never decrease
         self._joined = 0
-        # Ids are made here, so that they are distinct whatever ids clients send.
+        # Not the ids of clients, which may collide.
         self._ids = itertools.count(1)
         self._questions = itertools.count()
         self.wanted = wanted
@@ -142,21 +165,21 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Sequences that have not ended."""
+        """Number of unfinished sequences."""
         return len(self._places)
 
     @property
     def alive(self) -> int:
-        """Engines that take requests."""
+        """Number of engines that accept requests."""
         return len(self._replicas)
 
     @property
     def is_hung(self) -> bool:
-        """Whether no engine that is up makes progress."""
+        """True if there are engines, and all of them hang."""
         return bool(self._replicas) and all(replica.is_hung for replica in self._replicas.values())
 
     def load(self) -> EngineLoad:
-        """The load, by the latest messages of the engines."""
+        """Return the total load according to the latest metrics of the engines."""
         replicas = self._replicas.values()
         stats = [replica.stats for replica in replicas]
         blocks = sum(replica.info.device_blocks for replica in replicas)
@@ -169,7 +192,7 @@ class EngineClient:
     # -- engines ------------------------------------------------------------------------------------------
 
     def join(self, info: Ready, send: Callable[[ToEngine], None]) -> ConnectedEngine:
-        """Add an engine that takes requests, and give it those that wait for one."""
+        """Add an engine and dispatch the sequences that wait for one."""
         number = next(number for number in itertools.count() if number not in self._replicas)
         replica = self._replicas[number] = ConnectedEngine(number, info, send)
         self._dispatch.join(number, info.cost, info.cache_blocks, info.block_size)
@@ -184,7 +207,7 @@ class EngineClient:
         return replica
 
     def lose(self, replica: ConnectedEngine) -> int:
-        """Remove an engine that has ended and move its sequences; how many they are."""
+        """Remove an engine that has exited, move its sequences to others and return their number."""
         if self._replicas.get(replica.number) is not replica:
             return 0
         del self._replicas[replica.number]
@@ -205,7 +228,7 @@ class EngineClient:
         return len(orphans)
 
     def died(self) -> None:
-        """Fail everything: no engine is up, and none will be."""
+        """Fail all sequences, because no engine is running and none will start."""
         self.dead = True
         self._metrics.lost("engine_dead", self.active)
         self.fail_all(EngineDeadError())
@@ -213,7 +236,7 @@ class EngineClient:
             self.lose(replica)
 
     def receive(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        """Take a message from an engine. Messages from one that was removed are ignored."""
+        """Handle a message from an engine. Messages from a removed engine are ignored."""
         if isinstance(message, StepOutputs):
             self.steps += 1
             self._deliver(replica, message)
@@ -248,13 +271,21 @@ class EngineClient:
         on_start: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> EngineSequence:
-        """Start a sequence whose outputs go to `mailbox` as number `index`.
+        """Submit a sequence.
 
-        forecast: of its output; `reforecast` changes it. label: the id of the answer that it belongs to. owner: a
-        hash of the client's key. like: one of the same prompt and options, if there is one. on_start:
-        called when it first runs, if it does, and again if it must start anew. on_end: called once at its end, with the
-        reason and the tokens that it got from all engines. Raises `EngineDeadError` or
-        `NoReplicaError` if there is no engine.
+        Args:
+            mailbox: Receives the outputs.
+            index: Index of the choice, which each output carries.
+            forecast: Predicted output length. See `reforecast`.
+            label: Id of the response that the sequence belongs to.
+            owner: Hash of the client's API key.
+            like: Sequence with the same prompt and options, whose prefix hashes are reused.
+            on_start: Called when the sequence first runs at an engine, once for each engine it is moved to.
+            on_end: Called once at the end with the reason and the total number of output tokens.
+
+        Raises:
+            EngineDeadError: No engine is running, and none will start.
+            NoReplicaError: No engine is running at this time.
         """
         if self.dead:
             raise EngineDeadError
@@ -276,28 +307,28 @@ class EngineClient:
         sequence = EngineSequence(request, params, mailbox, index, label)
         sequence.owner, sequence.on_start, sequence.on_end = owner, on_start, on_end
         if options.deadline_s is not None:
-            # The engine ends it between two steps, if it can: it may hang.
+            # The engine ends it between two steps unless the engine hangs, which this timer covers.
             delay = options.deadline_s + _DEADLINE_GRACE_S
             sequence.alarm = asyncio.get_running_loop().call_later(delay, self._expire, sequence)
         self._place(sequence)
         return sequence
 
     def reforecast(self, sequence: EngineSequence, forecast: Forecast) -> None:
-        """Give a sequence another forecast, if it has not ended."""
+        """Replace the forecast of a sequence."""
         sequence.request.forecast = forecast
         if (replica := self._places.get(sequence.id)) is not None:
             replica.send(Reforecast(sequence.id, forecast))
 
     def abort(self, sequences: list[EngineSequence]) -> None:
-        """End those of the sequences that have not ended; they get no more outputs."""
+        """Abort the unfinished ones of `sequences`. They get no more outputs."""
         self._end(sequences, FinishReason.ABORT)
 
     def complete(self, sequence: EngineSequence) -> None:
-        """End a sequence whose client has the whole output, though its engine would continue."""
+        """Finish a sequence at a stop string, which the engine does not know of."""
         self._end([sequence], FinishReason.STOP)
 
     def fail_all(self, error: Exception) -> None:
-        """End all sequences; each job gets the error."""
+        """Abort all sequences and pass the error to their jobs."""
         held = [replica.sequences for replica in self._replicas.values()]
         sequences = [sequence for some in (*held, self._waiting, self._trials.held) for sequence in some.values()]
         for sequence in sequences:
@@ -307,7 +338,7 @@ class EngineClient:
     # -- questions ----------------------------------------------------------------------------------------
 
     async def describe(self, timeout_s: float) -> LiveRequests:
-        """Ask all engines for the states of their requests, for at most `timeout_s` seconds."""
+        """Return the states of all unfinished sequences. Wait for the engines for at most `timeout_s`."""
         number = next(self._questions)
         asked = {replica: replica.ask(number) for replica in self._replicas.values()}
         if asked:
@@ -323,7 +354,7 @@ class EngineClient:
                 silent.append(replica.number)
                 continue
             for state in answer.result():
-                if (sequence := replica.sequences.get(state.number)) is not None:  # it may have ended by now
+                if (sequence := replica.sequences.get(state.number)) is not None:  # it may have finished by now
                     found.append(LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner))
         return LiveRequests(found, silent)
 
@@ -332,7 +363,10 @@ class EngineClient:
     def _prefix(
         self, info: Ready, params: SamplingParams, options: RequestOptions, like: EngineSequence | None
     ) -> ContentPrefix | None:
-        """The keys by which an engine is chosen; None: the sequence uses no KV of others, or there is one engine."""
+        """Return the prefix hashes for dispatch.
+
+        None if there is only one engine, or if the sequence cannot reuse cached KV.
+        """
         if self.wanted == 1 or not info.caches_prefixes or params.prompt_logprobs is not None:
             return None
         if like is not None and isinstance(like.request.prefix, ContentPrefix):
@@ -340,7 +374,7 @@ class EngineClient:
         return ContentPrefix(info.block_size, options.cache_salt.encode())
 
     def _place(self, sequence: EngineSequence) -> None:
-        """Send the sequence to the engine that `PrefixAware` chooses, or let it wait until one is up."""
+        """Send the sequence to an engine, or hold it until an engine starts or its trial begins."""
         sequence.scores.clear()
         request, now = sequence.request, self._clock()
         if not self._replicas:
@@ -358,7 +392,7 @@ class EngineClient:
         replica.send(sequence.message(now))
 
     def _blame(self, orphans: Collection[EngineSequence]) -> None:
-        """Fail those sequences of an engine that has ended which ended enough of them."""
+        """Fail sequences that have crashed too many engines."""
         for sequence in self._trials.blame(orphans):
             self._metrics.lost("engine_lost")
             text = "%s is not tried again: engines ended %d times while they ran it, %d of them without a token since"
@@ -369,7 +403,6 @@ class EngineClient:
     # -- ends of sequences --------------------------------------------------------------------------------
 
     def _expire(self, sequence: EngineSequence) -> None:
-        """Its deadline has passed."""
         sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
         self._end([sequence], FinishReason.DEADLINE)
 
@@ -421,7 +454,7 @@ class EngineClient:
                 replica.send(Abort(ids, reason))
 
     def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
-        """Forget a sequence that has ended; the engine that it was at."""
+        """Remove a finished sequence and return its engine, or None if it waited for one."""
         replica = self._places.pop(sequence.id)
         if sequence.alarm is not None:
             sequence.alarm.cancel()
@@ -446,7 +479,7 @@ class EngineClient:
 
 
 def _without_engine(sequence: EngineSequence) -> RequestState:
-    """The state of a sequence that waits for an engine to come up."""
+    """Return the state of a sequence that waits for an engine."""
     request = sequence.request
     return RequestState(
         number=request.id,

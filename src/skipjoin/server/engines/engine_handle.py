@@ -1,4 +1,4 @@
-"""The engine process from the API process's side: its start, its private socket, its end."""
+"""Start, connect and stop a single engine process on this machine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from skipjoin.server.engines.pulse import DUMP_S, HUNG_S, PULSE_S, PulseReader, 
 from skipjoin.system.container import oom_kills
 from skipjoin.system.own_folder import OwnFolder
 
-# Seconds that an engine has to end on request, before it is killed.
+# Time for an engine to exit on request before it is killed.
 STOP_S = 5.0
 
 
 class EngineStartError(RuntimeError):
-    """The engine did not start. The text says why."""
+    """The engine did not start. The message has the reason."""
 
 
 class EngineHandle:
-    """One engine process, a child of this one. client: sends it requests.
+    """Engine process that runs as a child of this process.
 
-    command: its program. on_progress: called while it starts with the name of the stage, and the share that is done.
+    Args:
+        client: Client that the engine joins.
+        command: Command line of the engine process.
+        on_progress: Called during startup with the name of the stage and its completed fraction.
     """
 
     def __init__(
@@ -46,8 +49,8 @@ class EngineHandle:
         self._oom_kills = oom_kills()
         self._command = command
         self._on_progress = on_progress
-        # Of the socket. It is there from `start`, when the server handles signals, until the engine is connected, so
-        # that a server which is ended at another time leaves none.
+        # Holds the socket. It exists only from `start`, when the server handles signals, until the engine has
+        # connected, so a server that is killed at another time leaves no folder.
         self._folder: OwnFolder | None = None
         self._context = zmq.Context()
         self._channel: Channel | None = None
@@ -60,13 +63,17 @@ class EngineHandle:
 
     @property
     def pid(self) -> int | None:
-        """The engine's process id; None before the start."""
+        """Process id of the engine, or None before the start."""
         return None if self._process is None else self._process.pid
 
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
-        """Start the process and wait until it takes requests. limits: when it hangs. Raises `EngineStartError`."""
+        """Start the process and wait until it accepts requests.
+
+        Raises:
+            EngineStartError: The engine could not start.
+        """
         loop = asyncio.get_running_loop()
-        # Only this user may open it.
+        # Only this user can open the folder.
         self._folder = OwnFolder("skipjoin-engine-")
         endpoint = f"ipc://{self._folder.path / 'engine'}"
         zmq_socket = self._context.socket(zmq.PAIR)
@@ -79,8 +86,8 @@ class EngineHandle:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             env={**THREAD_WAITING, **os.environ},
-            stdout=2,  # libraries print for the operator
-            # Outside of the terminal's group, so that Ctrl-C does not end it before its requests are complete.
+            stdout=2,  # what libraries print is for the operator
+            # Outside the terminal's process group, so that Ctrl-C does not kill it before its requests finish.
             start_new_session=True,
             pass_fds=(pulse.engine_fd,),
         )
@@ -94,7 +101,7 @@ class EngineHandle:
         return await self._ready
 
     async def stop(self) -> None:
-        """End the process, by force if it does not end on request, and release its resources."""
+        """Stop the process, by force if it does not exit on request, and release its resources."""
         process = self._process
         if process is not None and process.returncode is None:
             self._send(Shutdown())
@@ -113,7 +120,7 @@ class EngineHandle:
         self._close_folder()
 
     def kill(self) -> None:
-        """End the process at once, whatever it does."""
+        """Kill the process immediately."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
 
@@ -123,7 +130,7 @@ class EngineHandle:
 
     def _send(self, message: ToEngine) -> None:
         assert self._channel is not None
-        self._channel.send(message)  # `_watch` handles an engine that has ended
+        self._channel.send(message)  # `_watch` handles an engine that has exited
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, LoadProgress | Ready):
@@ -140,7 +147,7 @@ class EngineHandle:
             self.client.receive(self._replica, message)
 
     async def _watch_pulse(self, pulse: PulseReader, process: asyncio.subprocess.Process, limits: HangLimits) -> None:
-        """Tell the client while the engine hangs, and kill it if that goes on."""
+        """Mark the engine as hung while it sends no heartbeat, and kill it after `limits.hang_s`."""
         while process.returncode is None:
             await asyncio.sleep(PULSE_S)
             silent_s = 0.0 if self._replica is None else pulse.silent_s()  # it has no pulse before it is ready
@@ -154,7 +161,7 @@ class EngineHandle:
         pulse.close()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Wait for the process to end, and fail what depends on it."""
+        """Wait for the process to exit, then fail the start and all sequences."""
         code = await process.wait()
         assert self._channel is not None
         self._channel.read_last()

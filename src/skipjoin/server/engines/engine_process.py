@@ -1,9 +1,4 @@
-"""The engine process: assembles the engine and serves it to the API process, its parent.
-
-    python -m skipjoin.server.engines.engine_process < setup.json
-
-It ends on request, when the engine fails, and when its parent has ended.
-"""
+"""Entry point of the engine process: `python -m skipjoin.server.engines.engine_process < setup.json`."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ logger = logging.getLogger("skipjoin.engine")
 
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
-    """The engine and its description."""
+    """Build the engine loop and its description."""
     engine = assemble(setup.config, on_progress)
     if engine.info.notice:
         logger.info("%s", engine.info.notice)

@@ -1,4 +1,4 @@
-"""The engine process as a program: its command, and its exit codes."""
+"""Command line, exit codes and failure texts of the engine process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import signal
 import sys
 
 ENGINE_COMMAND = (sys.executable, "-m", "skipjoin.server.engines.engine_process")
-# How long OpenMP's threads spin for more work before they sleep. Its default, milliseconds, makes steps many times
-# slower as soon as another process uses a core, the API process included. A value in the environment wins.
+# Limits the busy waiting of OpenMP's threads. The default of several milliseconds slows steps down many times as soon
+# as another process, such as the API process, uses a core. A value in the environment takes precedence.
 THREAD_WAITING = {"GOMP_SPINCOUNT": "2000"}
 LESS_MEMORY = "lower --kv-cache-gib, --swap-space or --max-num-batched-tokens, or give the process more memory"
-# The exit code of an engine whose API process does not answer, or has ended while it started.
+# Exit code of an engine whose API process does not answer or has exited during the start.
 ORPHANED = 3
 
 
-# What helps against an end, by its signal.
+# Cause and remedy by the signal that killed the engine.
 _HELP = {
     signal.SIGKILL: "by the kernel for lack of memory, or by another process: the kernel's log (dmesg) tells which. If "
     f"memory ran out, {LESS_MEMORY}",
@@ -27,8 +27,12 @@ _HELP = {
 
 
 def describe_end(code: int, *, is_out_of_memory: bool = False) -> str:
-    """How the process ended, why, and what helps. code: negative for a signal. is_out_of_memory: whether the kernel
-    killed a process for lack of memory meanwhile."""
+    """Return why the engine process ended and the remedy.
+
+    Args:
+        code: Exit code, or a negative signal number.
+        is_out_of_memory: True if the kernel's OOM killer was active meanwhile.
+    """
     if code >= 0:
         return f"the engine process ended with exit code {code}"
     number = signal.Signals(-code)
@@ -39,12 +43,12 @@ def describe_end(code: int, *, is_out_of_memory: bool = False) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """What an engine that fails tells the operator."""
+    """Return the error and its remedy for the operator."""
     text = f"{type(error).__name__}: {error}"
     return f"{text}; {LESS_MEMORY}" if _is_out_of_memory(error) else text
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # torch's error is told by its name: this module is imported where torch is not.
+    # Compare the name of torch's error, because this module must not import torch.
     is_allocation = isinstance(error, RuntimeError) and "allocate memory" in str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or is_allocation

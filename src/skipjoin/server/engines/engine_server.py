@@ -1,6 +1,6 @@
-"""The engine's side of the socket: messages to requests, and the events of steps to messages.
+"""Main loop of the engine process: turn messages into requests, and step events into messages.
 
-It does not import torch: it drives a `Loop`, which is the real one or that of a test.
+It drives any `Loop` and does not import torch, so tests can use it with a scripted engine.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ from skipjoin.system.machine import resident_bytes
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which an idle engine checks its parent, and a busy one sends its metrics.
+# Interval in which an idle engine checks its parent, and a busy one sends its metrics.
 HEARTBEAT_S = 1.0
-# Seconds: a shorter turn of the loop ran no step.
+# A loop iteration that is shorter than this ran no step.
 SPIN_S = 2e-4
-# Tokens of a `PromptScores`: two milliseconds to read, with all alternatives.
+# Maximum tokens of a `PromptScores` message, which take 2 ms to decode with all alternatives.
 SCORES_AT_ONCE = 512
-# Most seconds that an open socket may delay the end of the process.
+# Maximum time that an open socket can delay the exit of the process.
 _DESTROY_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 class Loop(Protocol):
-    """The methods of an engine that this process uses: those of `skipjoin.engine.loop.EngineLoop`."""
+    """Subset of `skipjoin.engine.loop.EngineLoop` that this process uses."""
 
     core: EngineCore
     on_plan: Callable[[StepPlan], object]
@@ -103,27 +103,30 @@ LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
 class Digest:
-    """Makes `StepOutputs` of an engine's steps: one before a step that begins requests, so that the API process knows
-    which ones ran if the step ends the engine, and one of the core's events."""
+    """Builds the `StepOutputs` messages of engine steps.
+
+    A step that starts requests has a message before it too, so that the API process knows the suspects if the step
+    crashes the engine.
+    """
 
     def __init__(self) -> None:
         self._new: set[int] = set()  # requests that have not run yet
 
     def arrived(self, request_id: int) -> None:
-        """Expect the first run of a request."""
+        """Record a new request."""
         self._new.add(request_id)
 
     def begin(self, plan: StepPlan) -> StepOutputs | None:
-        """The requests that run in this plan for the first time; None if there are none."""
+        """Return the message about the requests that start in this plan, or None if there are none."""
         new = [piece for piece in plan.slices if piece.request.id in self._new] if self._new else []
         started = [piece.request.id for piece in new]
         self._new.difference_update(started)
-        # A first slice begins behind the tokens whose KV was there.
+        # The first slice of a request begins after its prefix-cache hits.
         cached = {piece.request.id: piece.start for piece in new if piece.start}
         return StepOutputs(started=started, cached=cached) if started else None
 
     def fold(self, events: Iterable[Event]) -> StepOutputs | None:
-        """The part of these events that the API process needs; None if there is none."""
+        """Return the message about generated tokens and finished requests, or None if there are none."""
         ids: list[int] = []
         tokens: list[int] = []
         details: dict[int, TokenDetail] = {}
@@ -146,10 +149,12 @@ class Digest:
 
 
 def describe(core: EngineCore, now: float) -> list[RequestState]:
-    """The requests that are not complete, in the scheduler's order. now: seconds, on the engine's clock.
+    """Return the states of the unfinished requests in rank order.
 
-    The order is read from `Ordering.rank`, which changes nothing; `Ordering.ranked` may promote requests.
+    Args:
+        now: Time in seconds on the engine's clock.
     """
+    # `Ordering.rank` has no side effects. `Ordering.ranked` may promote requests.
     requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
     return [_describe(core, request, place, now) for place, request in enumerate(requests)]
 
@@ -177,7 +182,6 @@ def _describe(core: EngineCore, request: Request, place: int, now: float) -> Req
 
 
 def _state_name(core: EngineCore, request: Request) -> str:
-    """See `RequestState`."""
     if request.last_plan >= core.scheduler.latest_plan:
         return "running"
     held = core.kv.blocks_of(request)
@@ -188,9 +192,10 @@ def _state_name(core: EngineCore, request: Request) -> str:
 
 
 class TimelineWriter:
-    """A timeline in a file. When the file cannot be written any more, one line says so, and serving continues.
+    """Writes a timeline to a file. A failed write is logged once and ends the timeline, not the engine.
 
-    Raises `ConfigError` if the file cannot be opened.
+    Raises:
+        ConfigError: The file cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -201,15 +206,15 @@ class TimelineWriter:
         self._timeline: Timeline | None = Timeline(self._file)
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Write these events."""
+        """Write events."""
         self._write(lambda timeline: timeline.observe(events))
 
     def flush(self) -> None:
-        """Write everything that is complete to the file."""
+        """Flush all complete records to the file."""
         self._write(Timeline.flush)
 
     def close(self) -> None:
-        """Complete the file."""
+        """Finish and close the file."""
         self._write(Timeline.close)
         self._end()
 
@@ -224,16 +229,18 @@ class TimelineWriter:
 
     def _end(self) -> None:
         self._timeline = None
-        with suppress(OSError):  # an earlier write has failed, and so does this one
+        with suppress(OSError):  # closing flushes, which fails after a failed write
             self._file.close()
 
 
 class EngineServer:
-    """Moves messages between the socket and the loop.
+    """Moves messages between the socket and the engine loop.
 
-    parent: id of the process that started this one. is_linked: whether the API process is connected. pulse: shows the
-    parent that the loop turns; None: nothing does. stall_s: seconds without a plan after which an engine with requests
-    ends.
+    Args:
+        parent: Id of the parent process.
+        is_linked: Returns whether the API process is connected.
+        pulse: Heartbeat to the parent. None sends none.
+        stall_s: Time without a plan after which an engine with requests exits.
     """
 
     def __init__(
@@ -258,36 +265,34 @@ class EngineServer:
         self._stopping = False
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message to the API process; never blocks. Without a connection the message is lost."""
+        """Queue a message to the API process without blocking. Without a connection the message is lost."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             self._is_cut = True
 
     def progress(self, what: str, share: float) -> None:
-        """Send how far the start is, or the restart of ranks between two steps."""
+        """Report progress of the startup, or of a restart of ranks between two steps."""
         self.pulse.turned()
         self.send(LoadProgress(what, share))
 
     @property
     def is_alone(self) -> bool:
-        """Whether the API process has ended, or has closed the link."""
+        """True if the API process has exited or has closed the link."""
         return self._is_cut or not self._is_linked()
 
     def run(self, loop: Loop, metrics: EngineMetrics, recorder: TimelineWriter | None = None) -> None:
-        """Serve until the end is asked for, or the parent or the API process has ended. metrics, recorder: get all
-        events."""
+        """Serve until a `Shutdown` message arrives, or the parent or the API process exits."""
         digest = self._digest
         loop.on_plan = self._begin
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
-            # Only an idle engine waits for messages. After an abort of the last request it is idle, but its events are
-            # still to be sent.
+            # After an abort of the last request the engine is idle, but has events to send first.
             self._read_inbox(loop, wait=loop.idle and not loop.core.scheduler.events)
             self.pulse.turned()
             begin = time.monotonic()
             events = loop.step()
             done = not loop.core.requests
-            # The next step begins with what has arrived, and runs while the outcome of this one is sent.
+            # Read messages first, so that the next step includes new requests. It runs while this result is sent.
             self._read_inbox(loop, wait=False)
             loop.submit()
             self._stalls.check(loop.core)
@@ -301,13 +306,13 @@ class EngineServer:
                     recorder.flush()
             self._send_stats(loop, metrics, at_once=done)
             if step is not None and done:
-                # After the metrics, which are complete therefore once all requests have been answered.
+                # After the metrics, so that they are complete once all requests have been answered.
                 self._send_step(step)
             if not events and not loop.idle and time.monotonic() - begin < SPIN_S:
-                self._socket.poll(1)  # nothing can run until a deadline or a message: do not spin
+                self._socket.poll(1)  # nothing can run until a deadline or a message, so do not spin
 
     def _send_step(self, step: StepOutputs) -> None:
-        """Send the outcome of a step, and before it the scores of prompts that it has."""
+        """Send the log-probabilities of prompts, then the step without them."""
         for position, (chosen, prompt) in list(step.details.items()):
             for at in range(0, len(prompt), SCORES_AT_ONCE):
                 self.send(PromptScores(step.ids[position], list(prompt[at : at + SCORES_AT_ONCE])))
@@ -359,7 +364,7 @@ class EngineServer:
             self.send(Refused(message.id, "max_tokens", str(error)))
 
     def _send_stats(self, loop: Loop, metrics: EngineMetrics, *, at_once: bool) -> None:
-        """Send the metrics from time to time."""
+        """Send the metrics if they are due, or `at_once`."""
         now = time.monotonic()
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
@@ -378,7 +383,10 @@ class EngineServer:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends. Where it cannot, the loop notices within a heartbeat."""
+    """Make the kernel kill this process when its parent exits.
+
+    On other systems than Linux, `EngineServer.run` notices within `HEARTBEAT_S`.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -387,16 +395,20 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve_engine(load: LoadEngine) -> int:
-    """Run the engine process. Its exit code is 0 after a request to end, 1 if the engine could not start or failed or
-    its link broke, `ORPHANED` if the API process does not answer or has ended before.
+    """Run the engine process. The `Setup` is read from standard input.
 
-    The setup is read from standard input; `load` makes the loop from it.
+    Args:
+        load: Builds the engine loop from the setup.
+
+    Returns:
+        Exit code: 0 after a `Shutdown` message, 1 after a failure or a broken link, `ORPHANED` if the API process does
+        not answer or has exited.
     """
     logs.configure_engine()
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)
     die_with_parent(setup.parent)
     print_stacks()
-    # Ctrl-C and service managers signal every process; the API process decides when to end.
+    # Ctrl-C and service managers signal all processes, but the API process decides when the engine stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context = zmq.Context()
@@ -418,7 +430,7 @@ def serve_engine(load: LoadEngine) -> int:
         code = int(server.is_alone)
         socket.close(linger=0)
         return code
-    except (ConfigError, ModelError) as error:  # of the setting or the model, described by its text
+    except (ConfigError, ModelError) as error:  # the text is enough without a stack trace
         server.send(EngineFailed(str(error)))
         socket.close(linger=1000)
         return 1
@@ -434,7 +446,6 @@ def serve_engine(load: LoadEngine) -> int:
 
 
 def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder: TimelineWriter | None) -> None:
-    """Load the engine, report that it is ready, and serve it."""
     loop, ready = load(setup, server.progress)
     server.send(ready)
     server.pulse.start()
@@ -452,19 +463,18 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
 
 
 def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """End the context, but do not wait long: ZeroMQ may wait for ever for a link that was lost during a reconnect, and
-    this process must end."""
+    """Destroy the context in a thread, because ZeroMQ may block forever on a link lost during a reconnect."""
     ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True)
     ending.start()
     ending.join(_DESTROY_S)
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """The socket to the API process, and a function that returns whether it is connected. Raises `NoAnswerError`."""
+    """Return a socket to the API process, and a function that returns whether it is connected."""
     if isinstance(setup.at, ListenerKey):
         return connect(context, setup.at)
     socket = context.socket(zmq.PAIR)
-    # Without a high-water mark a send never blocks; messages in transit are bounded by the admitted requests.
+    # Without a high-water mark sends never block. Admission bounds the messages in transit.
     socket.set_hwm(0)
     socket.connect(setup.at)
-    return socket, lambda: True  # it is the parent, which `run` checks
+    return socket, lambda: True  # the API process is the parent, which `run` checks

@@ -1,22 +1,22 @@
-"""The failures of engines that end a sequence. `server.api.errors` maps them to answers."""
+"""Engine errors that end a sequence. `server.api.errors` maps them to responses."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The engines do not answer, or stop in the middle of an answer."""
+    """Base class of engine errors."""
 
 
 class EngineDeadError(EngineError):
-    """No engine is up, and none will be."""
+    """No engine is running, and none will start."""
 
 
 class NoReplicaError(EngineError):
-    """No engine is up; engines are being restarted."""
+    """No engine is running. Engines are being restarted."""
 
 
 class LostRequestError(EngineError):
-    """Engines ended while they ran the request, and it is not tried again."""
+    """Engines crashed while they ran the request, which is not retried."""
 
     def __init__(self, deaths: int) -> None:
         super().__init__(
@@ -25,11 +25,15 @@ class LostRequestError(EngineError):
 
 
 class EngineHungError(EngineError):
-    """An engine is up, but makes no progress."""
+    """The engine is running but makes no progress."""
 
 
 class RefusedError(EngineError):
-    """The engine refused the request. param: the field at fault. The text may be shown to clients."""
+    """The engine refused the request. The text may be shown to clients.
+
+    Attributes:
+        param: Invalid field of the request.
+    """
 
     def __init__(self, text: str, param: str | None) -> None:
         super().__init__(text)

@@ -1,13 +1,13 @@
-"""Sockets to engines on any machine of a cluster: TCP, encrypted, and open to this server's own engines only.
+"""Encrypted TCP links between the API process and engines on any machine of a cluster.
 
-An engine connects to the `EngineListener` and gets a socket of its own, an `EngineLink`. CurveZMQ encrypts and
-authenticates both sides by keys that are made at every start; engines get theirs with their setup. A broken link is not
-restored: its socket is closed, and its engine ends. So an engine that was given up cannot return with tokens that
-another one generates by then. The end of a process is noticed within milliseconds, that of a machine or the network
-within `SILENCE_S`.
+An engine connects to the `EngineListener` and gets its own socket, an `EngineLink`. CurveZMQ encrypts and authenticates
+both sides with keys that each start generates. Engines receive theirs with their setup. The exit of a process is
+noticed within milliseconds, the loss of a machine or the network within `SILENCE_S`.
 
-CurveZMQ is used, rather than TCP with a challenge, because prompts cross the network, and because ZeroMQ's own thread
-sends while the engine computes, so that the loop is the same for both kinds of sockets.
+A broken link is never restored: its socket is closed and its engine exits. Otherwise a lost engine could return with
+tokens that another engine generates by then.
+
+CurveZMQ is used because prompts cross the network, and because ZeroMQ's own thread sends while the engine computes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ from zmq.auth.thread import ThreadAuthenticator
 from skipjoin.server.engines.channel import Channel, signal_of
 from skipjoin.server.engines.messages import FromEngine, ListenerKey, ToEngine
 
-# Seconds of silence after which an engine is given up; ZeroMQ pings every second, and answers while it computes.
+# Time without traffic after which an engine is lost. ZeroMQ's threads exchange pings even while the engine computes.
 SILENCE_S = 10.0
 _HEARTBEAT_S = 1.0
-# Seconds that an engine waits for the answer to its request for a link, and has to open that link. A side that does not
-# answer for so long is taken to have ended.
+# Time for the listener to answer a request for a link, and for the engine to open that link.
 CONNECT_S = 30.0
-# The event of a connection's end precedes the change of its socket's state: seconds after which to check that.
+# Delays after a disconnect event at which to check the socket, because its state changes after the event.
 _AFTERMATH_S = (0.002, 0.02, 0.2, 2.0)
-# The events that end an engine's only connection.
+# Events that mean the loss of an engine's only connection.
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _ENDS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class EngineListener:
-    """Accepts engines. host: this machine's address, as engines reach it. on_link: called with the link of each engine.
+    """Accepts connections of engines.
 
-    Raises OSError if the address cannot be used.
+    Args:
+        host: Address of this machine at which engines reach it.
+        on_link: Called with the link of each engine.
+
+    Raises:
+        OSError: The address cannot be used.
     """
 
     def __init__(self, host: str, on_link: Callable[[EngineLink], None]) -> None:
@@ -70,7 +74,7 @@ class EngineListener:
         )
 
     def close(self) -> None:
-        """Close every link."""
+        """Close all links and the listener."""
         for link in list(self._links):
             link.close()
         self._loop.remove_reader(self._fd)
@@ -82,7 +86,7 @@ class EngineListener:
         self._context.term()
 
     def _bind(self, socket: zmq.Socket[bytes]) -> int:
-        """Bind to a free port, and return it."""
+        """Bind to a free port and return it."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
         _keep_alive(socket)
@@ -91,7 +95,7 @@ class EngineListener:
     def _answer(self) -> None:
         while not self._socket.closed:
             try:
-                self._socket.recv(zmq.NOBLOCK)  # the sender has the key, which is all that it needs
+                self._socket.recv(zmq.NOBLOCK)  # empty: the handshake has authenticated the sender
             except zmq.Again:
                 return
             socket = self._context.socket(zmq.PAIR)
@@ -103,8 +107,12 @@ class EngineListener:
 
 
 class EngineLink:
-    """One engine's socket. Its user sets `on_message`, called with the engine's messages, and `on_lost`, called
-    after the last of them when the engine has ended."""
+    """Connection to one engine.
+
+    Attributes:
+        on_message: Called with each message of the engine. The owner sets it.
+        on_lost: Called after the last message when the engine has exited. The owner sets it.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], *, on_end: Callable[[EngineLink], None]) -> None:
         self.on_message: Callable[[FromEngine], None] = lambda message: None
@@ -116,17 +124,17 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self._fd = signal_of(self._monitor)
         self._loop.add_reader(self._fd, self._look)
-        self._loop.call_soon(self._look)  # a socket signals messages only after it was found empty
+        self._loop.call_soon(self._look)  # a socket signals messages only after a read found it empty
         self._is_connected = False
         self._timer = self._loop.call_later(CONNECT_S, self._lose)
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; never blocks. If the engine has ended, `on_lost` follows."""
+        """Queue a message without blocking. If the engine has exited, `on_lost` follows."""
         if not self._channel.closed and not self._channel.send(message) and self._is_connected:
             self._loop.call_soon(self._lose)
 
     def close(self) -> None:
-        """Close the link, which ends the engine; `on_lost` is not called."""
+        """Close the link, which makes the engine exit, without calling `on_lost`."""
         if self._channel.closed:
             return
         self._timer.cancel()
@@ -140,7 +148,7 @@ class EngineLink:
         self.on_message(message)
 
     def _look(self) -> None:
-        """Read the events of connections."""
+        """Handle connection events."""
         while not self._channel.closed:
             try:
                 event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -150,7 +158,7 @@ class EngineLink:
                 self._is_connected = True
                 self._timer.cancel()
             elif self._is_connected:
-                # It may be a stranger that was refused; after the engine's own end the socket cannot send any more.
+                # The event may be about a refused stranger. The socket cannot send if the engine itself is gone.
                 self._check()
                 for delay in _AFTERMATH_S:
                     self._loop.call_later(delay, self._check)
@@ -167,13 +175,13 @@ class EngineLink:
 
 
 class _Allowed:
-    """Lets ZeroMQ accept the owner of the key of this start's engines."""
+    """Credentials provider that accepts only the engines' key."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """key: the public key that a client has proven to own."""
+        """Return whether `key`, the proven public key of a client, is the engines' key."""
         return hmac.compare_digest(key, self._public)
 
 
@@ -185,7 +193,11 @@ class NoAnswerError(Exception):
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], key: ListenerKey) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """A socket to the API process, and a function that returns whether it is connected. Raises `NoAnswerError`."""
+    """Connect to the API process. Return the socket and a function that returns whether it is connected.
+
+    Raises:
+        NoAnswerError: The API process does not answer within `CONNECT_S`.
+    """
     listener = context.socket(zmq.REQ)
     _lock(listener, key)
     listener.connect(f"{key.host}:{key.port}")
@@ -211,6 +223,6 @@ def _lock(socket: zmq.Socket[bytes], key: ListenerKey) -> None:
 
 
 def _keep_alive(socket: zmq.Socket[bytes]) -> None:
-    socket.set_hwm(0)  # a send never blocks; messages in transit are bounded by the admitted requests
+    socket.set_hwm(0)  # sends never block, and admission bounds the messages in transit
     socket.heartbeat_ivl = int(_HEARTBEAT_S * 1000)
     socket.heartbeat_timeout = int(SILENCE_S * 1000)

@@ -1,6 +1,6 @@
-"""The messages between the API process and the engine processes: msgspec structs of declared types, as msgpack.
+"""Messages between the API process and the engine processes: msgspec structs, encoded as msgpack.
 
-One `StepOutputs` has all tokens of an engine step, so that the number of messages does not grow with the batch.
+One `StepOutputs` carries all tokens of an engine step, so the number of messages does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from skipjoin.sampling import SamplingParams, Scored, TokenDetail
 
 
 class ListenerKey(msgspec.Struct, frozen=True):
-    """What an engine needs to connect to the API process's listener: see `link`.
+    """Address and keys that an engine needs to connect to the API process's listener. See `link`.
 
-    host, port: the listener's address. server: its public key. public, secret: the engines' key pair. Keys are in Z85.
+    All keys are encoded in Z85.
+
+    Attributes:
+        host: Host of the listener.
+        port: Port of the listener.
+        server: Public key of the listener.
+        public: Public key of the engines.
+        secret: Secret key of the engines.
     """
 
     host: str
@@ -29,11 +36,13 @@ class ListenerKey(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The engine process's whole input, as JSON on its standard input.
+    """Complete input of an engine process, read as JSON from its standard input.
 
-    at: the address of the API process's socket on this machine, or the key to its listener. parent: id of the process
-    that started the engine, which ends with it. pulse_fd: a file descriptor that gets a byte once the engine takes
-    requests, and more of them while it makes progress: see `pulse`. limits: when it hangs.
+    Attributes:
+        at: Address of the API process's local socket, or the key to its listener.
+        parent: Process id of the parent. The engine exits when the parent does.
+        pulse_fd: File descriptor of the heartbeat pipe (see `pulse`). None disables the heartbeat.
+        limits: Time limits after which the engine counts as hung.
     """
 
     config: EngineConfig
@@ -47,11 +56,13 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
-    """A request. id: unique for the life of the engine.
+    """Adds a request.
 
-    output: the tokens that another engine has generated for it; this engine continues after them. age_s: seconds since
-    it arrived at the first engine, which is when the deadline in its options begins to count. forecast: of the whole
-    output.
+    Attributes:
+        id: Unique for the lifetime of the engine.
+        output: Tokens that another engine has generated already. This engine continues after them.
+        age_s: Seconds since the first engine received the request. The deadline in `options` counts from then.
+        forecast: Predicted length of the whole output, including `output`.
     """
 
     id: int
@@ -64,27 +75,27 @@ class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
 
 
 class Reforecast(msgspec.Struct, frozen=True, tag="reforecast", array_like=True):
-    """Gives a request another forecast; ignored if it has ended."""
+    """Replaces the forecast of a request. Ignored if the request has finished."""
 
     id: int
     forecast: Forecast
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
-    """Ends these requests; ids of requests that have ended are ignored. reason: see `EngineCore.abort`."""
+    """Aborts requests. Ids of finished requests are ignored. See `EngineCore.abort` for `reason`."""
 
     ids: list[int]
     reason: FinishReason = FinishReason.ABORT
 
 
 class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=True):
-    """Asks for `RequestStates` with this id."""
+    """Asks for a `RequestStates` message with this id."""
 
     id: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
-    """Ends the process at once."""
+    """Terminates the process immediately."""
 
 
 ToEngine = Add | Reforecast | Abort | DescribeRequests | Shutdown
@@ -94,19 +105,29 @@ ToEngine = Add | Reforecast | Abort | DescribeRequests | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
-    """Progress of the start. what: the stage. share: of the stage that is done, between 0 and 1."""
+    """Startup progress.
+
+    Attributes:
+        what: Name of the stage.
+        share: Completed fraction of the stage, from 0 to 1.
+    """
 
     what: str
     share: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    """The engine takes requests. Its description:
+    """Reports that the engine accepts requests, and describes the engine.
 
-    folder: of the tokenizer. max_model_len: most tokens of prompt and output together. device_blocks, host_blocks: KV
-    blocks of block_size tokens on each tier; there they have block_bytes and host_block_bytes, swap_dtype says why.
-    caches_prefixes: whether requests use the KV of others whose prompts begin alike. cost: of steps, as known at the
-    start.
+    Attributes:
+        folder: Folder of the tokenizer.
+        max_model_len: Maximum number of prompt and output tokens of a request.
+        device_blocks: Number of KV blocks on the device, each of `block_size` tokens.
+        host_blocks: Number of KV blocks on the CPU tier.
+        block_bytes: Size of a device block.
+        host_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
+        cost: Initial cost model of engine steps.
+        caches_prefixes: True if requests reuse the KV of common prompt prefixes.
     """
 
     model: str
@@ -127,24 +148,31 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
     @property
     def cache_blocks(self) -> int:
-        """KV blocks that may hold prefixes: those of the host keep them where copies are exact."""
+        """Number of KV blocks that can cache prefixes. CPU blocks can only if swapped copies are exact."""
         return self.device_blocks + (self.host_blocks if self.swap_dtype == "auto" else 0)
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """The engine cannot start or continue; the process ends. text: for the operator, never for clients."""
+    """Reports that the engine cannot start or continue, before the process exits.
+
+    Attributes:
+        text: Reason for the operator. It must not be shown to clients.
+    """
 
     text: str
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
-    """The beginning or the outcome of one engine step.
+    """Start or result of one engine step.
 
-    ids, tokens: a generated token for each of these requests, whose ids are distinct. details: by index into `ids`;
-    scores of the prompt may have come before, as `PromptScores`.
-    ended: (id, reason) of requests that have ended, after this step's token; reason is a `FinishReason`.
-    started: requests that run for the first time, sent before they do. cached: by id, of those the tokens whose KV was
-    there, where it is any. errors: by id, the text for the client of a request that ended with an error.
+    Attributes:
+        ids: Distinct ids of the requests that generated a token.
+        tokens: Generated token of each request in `ids`.
+        details: Token details by index into `ids`. `PromptScores` may have carried log-probabilities of the prompt.
+        ended: (id, `FinishReason`) of requests that finished after this step's token.
+        started: Ids of requests that run for the first time. They are sent before the step runs.
+        errors: Error text for the client, by id of the failed request.
+        cached: Number of prefix-cache hit tokens of `started` requests by id, if not 0.
     """
 
     ids: list[int] = []
@@ -157,9 +185,9 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):
-    """Log-probabilities of the next tokens of a request's prompt, before the `StepOutputs` with its first token.
+    """Log-probabilities of the next prompt tokens of a request, sent before its first output token.
 
-    They come in messages of a few hundred tokens, so that none takes long to be read.
+    They are split into messages of a few hundred tokens, so that no message takes long to decode.
     """
 
     id: int
@@ -167,7 +195,12 @@ class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """The engine refuses a request. param: the field at fault. text: may be shown to the client."""
+    """Refuses a request.
+
+    Attributes:
+        param: Invalid field of the request.
+        text: Reason, which may be shown to the client.
+    """
 
     id: int
     param: str | None
@@ -175,32 +208,43 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
-    """The engine's metrics. blocks_used: of Ready.device_blocks, by the ledger."""
+    """Metrics of the engine.
+
+    Attributes:
+        blocks_used: Number of used blocks out of `Ready.device_blocks`.
+    """
 
     blocks_used: int
     metrics: Snapshot
 
     @property
     def running(self) -> int:
-        """Requests in the running batch."""
+        """Number of requests in the running batch."""
         return int(sum(self.metrics.row("num_requests_running")))
 
     @property
     def waiting(self) -> int:
-        """Requests that are not running."""
+        """Number of requests outside the running batch."""
         return int(sum(self.metrics.row("num_requests_waiting")))
 
 
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
-    """A request that is not complete, as the scheduler sees it.
+    """State of an unfinished request in the scheduler.
 
-    number: its id at the engine. state: "running" in the latest plan; "waiting" and never run; "preempted", with its KV
-    on the device or dropped; "swapped", with its KV on the host or moving. service: its class. is_urgent: whether it
-    comes before the others of its class. place: in the scheduler's order, 0 is first;
-    None without an engine. computed_tokens: tokens that have KV. device_blocks, host_blocks: KV blocks that it holds.
-    wait_reason, wait_s: what keeps it from running (`core.scheduling.waits.WaitReason`), and for how many seconds; None
-    while it runs. short_blocks: KV blocks that were missing when it began to wait for them. predicted_tokens,
-    forecast_source: the expected length of its whole output, and what made that forecast; None without one.
+    Attributes:
+        number: Id of the request at the engine.
+        state: "running" if it is in the latest plan, "waiting" if it has never run, "preempted" if its KV is on the
+            device or dropped, "swapped" if its KV is on the CPU tier or moving.
+        is_urgent: True if it ranks before the other requests of its service class.
+        place: Rank in the scheduler's order, starting at 0. None without an engine.
+        computed_tokens: Number of tokens that have KV.
+        device_blocks: Number of KV blocks that it holds on the device.
+        host_blocks: Number of KV blocks that it holds on the CPU tier.
+        wait_reason: Why it does not run (`core.scheduling.waits.WaitReason`). None while it runs.
+        wait_s: Seconds since it began to wait for that reason. None while it runs.
+        short_blocks: Number of KV blocks that were missing when it began to wait for them.
+        predicted_tokens: Predicted length of its whole output. None without a forecast.
+        forecast_source: Predictor that made the forecast. None without a forecast.
     """
 
     number: int
@@ -222,7 +266,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
-    """The answer to `DescribeRequests`, whose id it has."""
+    """Reply to the `DescribeRequests` message with the same id."""
 
     id: int
     requests: list[RequestState]

@@ -1,9 +1,8 @@
-"""The pulse of an engine process: bytes on a pipe to its parent, for as long as its loop turns.
+"""Heartbeat of an engine process: bytes on a pipe to its parent while the engine loop makes progress.
 
-A thread of the engine writes a byte every `PULSE_S`, so that a long step does not look like a hang. It stops while one
-turn of the loop takes longer than `HangLimits.step_s`. A process that is stopped, or whose interpreter is blocked, has
-no pulse either. After `hang_s` without one the parent has the process print the stacks of its threads, and kills it;
-the rest follows as for any other death.
+A thread of the engine writes a byte every `PULSE_S`, so that a long step does not look like a hang. It pauses while an
+iteration of the loop takes longer than `HangLimits.step_s`. A stopped process or a blocked interpreter sends no
+heartbeats either. After `HangLimits.hang_s` without one, the parent makes the process print its stacks and kills it.
 """
 
 from __future__ import annotations
@@ -19,20 +18,22 @@ from contextlib import suppress
 
 from skipjoin.config import HangLimits
 
-# Seconds between two beats.
+# Interval of heartbeats.
 PULSE_S = 0.5
-# Seconds without a beat after which an engine counts as hung. It is not killed yet: a busy machine may be the reason.
+# Time without a heartbeat after which an engine counts as hung. A busy machine may be the reason, so it is not killed.
 HUNG_S = 5.0
-# Seconds that a hung engine gets to print its stacks.
+# Time for a hung engine to print its stacks.
 DUMP_S = 0.5
 _DUMP_SIGNAL = signal.SIGUSR1
 _MOST_BEATS = 1 << 16
 
 
 class Pulse:
-    """The engine's side. fd: the pipe; None: there is none. limit_s: longest turn of the loop that has a pulse.
+    """Engine side of the heartbeat.
 
-    `turned` is called by the loop, `start` once, when the loop begins.
+    Args:
+        fd: File descriptor of the pipe. None disables the heartbeat.
+        limit_s: Duration of a loop iteration after which the heartbeat pauses.
     """
 
     def __init__(self, fd: int | None, limit_s: float) -> None:
@@ -41,14 +42,14 @@ class Pulse:
         self._turned_at = time.monotonic()
 
     def start(self) -> None:
-        """Write the first beat, and more of them in a thread."""
+        """Send the first heartbeat and start the thread that sends the others. Call once, when the loop begins."""
         if self._fd is not None:
             self.turned()
             self._beat(self._fd)
             threading.Thread(target=self._run, args=(self._fd,), name="skipjoin-pulse", daemon=True).start()
 
     def turned(self) -> None:
-        """The loop makes progress."""
+        """Record an iteration of the engine loop."""
         self._turned_at = time.monotonic()
 
     def _run(self, fd: int) -> None:
@@ -58,12 +59,12 @@ class Pulse:
                 self._beat(fd)
 
     def _beat(self, fd: int) -> None:
-        with suppress(OSError):  # the parent has ended, or has not read for hours
+        with suppress(OSError):  # the parent has exited, or the pipe is full because it has not read for hours
             os.write(fd, b".")
 
 
 class PulseReader:
-    """The parent's side. The pipe's other end belongs to `Setup.pulse_fd` of the process that it starts."""
+    """Parent side of the heartbeat. `engine_fd` is the `Setup.pulse_fd` of the engine process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,21 +75,23 @@ class PulseReader:
         self._silent_s = 0.0
 
     def started(self) -> None:
-        """The engine has its end of the pipe; this process needs it no more."""
+        """Close this process's copy of `engine_fd` after the engine process has inherited it."""
         os.close(self.engine_fd)
 
     def wait(self) -> bool:
-        """Wait for the first beat; False if the engine ends without one."""
+        """Block until the first heartbeat. Return False if the engine exits without one."""
         found = bool(self._pipe.read(1))
         self._seen_at = self._clock()
         return found
 
     def silent_s(self) -> float:
-        """Seconds without a beat, as far as this process has looked for one: time in which it did not run itself does
-        not count. To be called every `PULSE_S` or more often."""
+        """Return the seconds since the last heartbeat. Call at least every `PULSE_S`.
+
+        Time in which this process itself did not run does not count.
+        """
         os.set_blocking(self._pipe.fileno(), False)
         now = self._clock()
-        if self._pipe.read(_MOST_BEATS):  # None or nothing: there is no beat
+        if self._pipe.read(_MOST_BEATS):  # None if the pipe is empty, b"" if the engine has closed it
             self._silent_s, self._seen_at = 0.0, now
             return 0.0
         self._silent_s += min(now - self._seen_at, 2 * PULSE_S)
@@ -96,26 +99,28 @@ class PulseReader:
         return self._silent_s
 
     def close(self) -> None:
-        """Release the pipe. It may be called again."""
+        """Close the pipe. Idempotent."""
         self._pipe.close()
 
 
 def print_stacks() -> None:
-    """Have this process print the stacks of its threads when it crashes, and when its parent asks for them."""
+    """Make this process print the stacks of its threads on a crash and on `ask_for_stacks`."""
     faulthandler.enable()
     faulthandler.register(_DUMP_SIGNAL)
 
 
 def ask_for_stacks(pid: int) -> None:
-    """Have an engine process print the stacks of its threads on standard error, within `DUMP_S`; one that is stopped is
-    continued for it."""
+    """Make an engine process print the stacks of its threads on standard error within `DUMP_S`.
+
+    A stopped process is continued, so that it can.
+    """
     with suppress(ProcessLookupError):
         os.kill(pid, _DUMP_SIGNAL)
         os.kill(pid, signal.SIGCONT)
 
 
 def end_hung(process: subprocess.Popen[bytes]) -> None:
-    """Have a child print its stacks, and kill it."""
+    """Make a child process print its stacks, and kill it."""
     ask_for_stacks(process.pid)
     time.sleep(DUMP_S)
     process.kill()
@@ -123,7 +128,7 @@ def end_hung(process: subprocess.Popen[bytes]) -> None:
 
 
 def describe_hang(limits: HangLimits) -> str:
-    """The end of an engine that was killed because it hung."""
+    """Return the error text for an engine that was killed because it hung."""
     return (
         f"the engine process gave no sign of life for {limits.hang_s:g} s (--hang-timeout), or computed a step for "
         f"more than {limits.step_s:g} s (--step-timeout), and was killed; the log above has the stacks of its threads"

@@ -1,4 +1,4 @@
-"""The Ray actor that keeps one engine process on its node and reports how it is."""
+"""Ray actor that runs one engine process on its node and reports its health."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from skipjoin.system.container import oom_kills
 
 
 class EngineReplica:
-    """One replica. Call in this order, from one thread: `place`, `start`, `check_health`.
+    """Replica of the engine. Call `place`, `start` and then `check_health`, all from one thread.
 
-    The engine is a child of this process and ends with it. Tokens do not pass through it: the engine has a link of its
-    own to the API process.
+    The engine is a child of this process and exits with it. Tokens do not pass through the actor, because the engine
+    has its own link to the API process.
     """
 
     def place(self) -> str:
-        """Return Ray's name of the node of this process."""
+        """Return Ray's id of the node of this process."""
         node: str = import_ray().get_runtime_context().get_node_id()
         return node
 
     def start(self, command: tuple[str, ...], setup: bytes) -> None:
-        """Start the engine and wait until it takes requests.
+        """Start the engine and wait until it accepts requests.
 
         Args:
-            command: The program of the engine process.
-            setup: A `Setup` as JSON, without the fields of this process.
+            command: Command line of the engine process.
+            setup: `Setup` as JSON. `parent` and `pulse_fd` are filled in here.
 
         Raises:
             RuntimeError: The engine did not start.
@@ -44,7 +44,7 @@ class EngineReplica:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=2,  # into Ray's log of this process
+            stdout=2,  # Ray's log of this process
             env={**THREAD_WAITING, **os.environ},
             pass_fds=(notify,),
         )
@@ -56,10 +56,10 @@ class EngineReplica:
             raise RuntimeError(self._describe_end(self._process.wait()))
 
     def check_health(self) -> None:
-        """Kill the engine if it hangs. To be called every `PULSE_S`.
+        """Check the engine, and kill it if it hangs. Call every `PULSE_S`.
 
         Raises:
-            RuntimeError: The engine has ended.
+            RuntimeError: The engine has exited or was killed.
         """
         if self._pulse.silent_s() >= self._limits.hang_s and self._process.poll() is None:
             end_hung(self._process)
@@ -68,7 +68,7 @@ class EngineReplica:
             raise RuntimeError(self._describe_end(code))
 
     def close(self) -> None:
-        """End the engine. Not needed where this process ends, too."""
+        """Kill the engine. Not needed if this process exits, too."""
         self._process.kill()
         self._process.wait()
         self._pulse.close()

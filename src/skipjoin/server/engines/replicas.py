@@ -1,7 +1,7 @@
-"""Several engines behind one server: `ReplicaSupervisor` has Ray place them, and they connect to this process directly.
+"""Data parallel engines behind one server, placed by Ray.
 
-Requests and tokens do not go through Ray: every engine has a link of its own to the API process (`link`), which notices
-its end at once and moves its requests to another one (`EngineClient`).
+Requests and tokens do not pass through Ray. Each engine has its own link to the API process (see `link`), which notices
+the engine's exit immediately and moves its requests (`EngineClient`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from skipjoin.system.container import usable_cpus
 
 logger = logging.getLogger(__name__)
 
-# Failed starts in a row, with no engine left, after which the server ends.
+# Consecutive failed starts after which the server exits if it has no engine.
 MOST_FAILURES = 3
 
 ResultT = TypeVar("ResultT")
 
 
 class ReplicaSet:
-    """The engines of a `client`, as many as it wants.
+    """Set of `client.wanted` engines.
 
-    command: the program of the engine process. on_progress: called while they start with the name of the stage and the
-    share that is done. address: host:port of the cluster to place them on; None: a cluster of the server's own on this
-    machine.
+    Args:
+        client: Client that the engines join.
+        command: Command line of the engine process.
+        on_progress: Called during startup with the name of the stage and its completed fraction.
+        address: host:port of the Ray cluster. None starts a cluster on this machine.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class ReplicaSet:
         self._command = tuple(command)
         self._on_progress = on_progress
         self._address = address
-        # Ray is called from one thread of its own. Its processes end with the thread that started them.
+        # All calls of Ray use this thread, because its processes exit with the thread that started them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-ray")
         self._cluster: Cluster | None = None
         self._listener: EngineListener | None = None
@@ -63,18 +65,21 @@ class ReplicaSet:
         self._started: asyncio.Future[Ready] | None = None
         self._supervisor: ReplicaSupervisor | None = None
         self._life: asyncio.Task[None] | None = None
-        self._failures = 0  # starts that failed since one succeeded
+        self._failures = 0  # consecutive failed starts
         self._is_ending = False
 
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
-        """Start all, and wait until they take requests. limits: when one of them hangs. Raises `EngineStartError` if
-        one of them cannot start."""
+        """Start the engines and wait until all accept requests.
+
+        Raises:
+            EngineStartError: An engine could not start.
+        """
         self._started = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live(config, limits))
         return await self._started
 
     async def stop(self) -> None:
-        """End the engines and leave the cluster, or end it if it is the server's own."""
+        """Stop the engines and leave the cluster, or shut it down if this server started it."""
         self._is_ending = True
         if self._life is not None:
             self._life.cancel()
@@ -85,7 +90,7 @@ class ReplicaSet:
             self._listener.close()
 
     def kill(self) -> None:
-        """Stop waiting for the start; `stop` ends the engines."""
+        """Abort a start. `stop` then ends the engines."""
         self._is_ending = True
         self._fail_start("the server was stopped")
 
@@ -95,7 +100,7 @@ class ReplicaSet:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args))
 
     def _enter(self, needs: Needs) -> None:
-        """Enter the cluster. Raises `ClusterError`."""
+        """Start or join the cluster."""
         if self._address is None:
             self._cluster = Cluster.start(needs.all_cpus * self._client.wanted)
         else:
@@ -115,7 +120,7 @@ class ReplicaSet:
     # -- life ---------------------------------------------------------------------------------------------
 
     async def _live(self, config: EngineConfig, limits: HangLimits) -> None:
-        """Start everything, and keep the engines alive."""
+        """Start the cluster and the engines, then supervise them."""
         try:
             config = self._divide(config)
             needs = Needs(config.threads or 1, config.device, config.ranks if config.is_distributed else 0)
@@ -124,7 +129,7 @@ class ReplicaSet:
             assert self._cluster is not None
             assert self._supervisor is not None
             self._listener = EngineListener(self._cluster.ip, self._admit)
-            if config.is_distributed:  # its ranks are placed on the same cluster
+            if config.is_distributed:  # its ranks run on the same cluster
                 config = replace(config, ray_address=self._cluster.address)
             setup = msgspec.json.encode(Setup(config, self._listener.key, 0, limits=limits))
             await self._in_thread(self._deploy, setup, needs)
@@ -143,7 +148,7 @@ class ReplicaSet:
                 self._give_up(reason)
 
     def _divide(self, config: EngineConfig) -> EngineConfig:
-        """Divide this machine's cores between the engines, if all run here and `threads` is not set."""
+        """Divide this machine's cores among the engines if all run here and `threads` is not set."""
         if config.threads is not None or self._address is not None:
             return config
         return replace(config, threads=max(1, usable_cpus() // (self._client.wanted * config.ranks)))
@@ -153,7 +158,7 @@ class ReplicaSet:
             self._started.set_exception(EngineStartError(reason))
 
     def _give_up(self, reason: str) -> None:
-        """Engines will not be restarted: without one the server ends."""
+        """Fail the start, and stop the server if it has no engine."""
         self._fail_start(reason)
         if self._client.alive == 0 and not self._is_ending:
             logger.error("no replica is left, and none will be restarted: %s", reason)
@@ -165,14 +170,14 @@ class ReplicaSet:
     # -- engines ------------------------------------------------------------------------------------------
 
     def _admit(self, link: EngineLink) -> None:
-        """An engine has connected."""
+        """Assign a number and handlers to the link of a new engine."""
         taken = set(self._numbers.values())
         number = self._numbers[link] = next(n for n in range(1, len(taken) + 2) if n not in taken)
         engine = _Engine(self, link, number)
         link.on_message, link.on_lost = engine.receive, engine.lost
 
     def came_up(self, number: int, info: Ready, link: EngineLink) -> ConnectedEngine:
-        """Add an engine that takes requests."""
+        """Add an engine that accepts requests."""
         replica = self._client.join(info, link.send)
         self._failures = 0
         if self._started is not None and not self._started.done():
@@ -183,16 +188,21 @@ class ReplicaSet:
         return replica
 
     def deliver(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        """Pass on an engine's tokens or metrics."""
+        """Pass a message of an engine to the client."""
         self._client.receive(replica, message)
 
     def progressed(self, number: int, progress: LoadProgress) -> None:
-        """Show the progress of an engine's start."""
+        """Show the startup progress of an engine."""
         if self._started is not None and not self._started.done():
             self._on_progress(f"replica {number}: {progress.what}", progress.share)
 
     def went_down(self, number: int, link: EngineLink, replica: ConnectedEngine | None, failure: str | None) -> None:
-        """Remove an engine that has ended. replica: None if it never took requests. failure: its own report, if any."""
+        """Remove an engine that has exited.
+
+        Args:
+            replica: None if the engine never accepted requests.
+            failure: Reason that the engine reported, if any.
+        """
         del self._numbers[link]
         moved = self._client.lose(replica) if replica is not None else 0
         if self._is_ending:
@@ -208,7 +218,7 @@ class ReplicaSet:
 
 
 class _Engine:
-    """Receives the messages of one link for the replica set."""
+    """Handler of the messages of one link."""
 
     def __init__(self, owner: ReplicaSet, link: EngineLink, number: int) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""A sequence in the API process: its mailbox, and all that another engine needs to continue it."""
+"""Sequences in the API process: their outputs, and the state that another engine needs to continue them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from skipjoin.engine.text import Output
 from skipjoin.sampling import SamplingParams, Scored
 from skipjoin.server.engines.messages import Add
 
-# Called at the end of a sequence with the reason and the tokens that it has.
+# Called at the end of a sequence with the reason and its number of output tokens.
 OnEnd = Callable[[FinishReason, int], None]
 
 
-# Outputs of a job, log-probabilities of generated tokens included, that may wait to be taken, and how many more for
-# each of its sequences: some 3 MB, and 0.4 MB for each, or 200 steps with all log-probabilities.
+# Maximum of unread outputs of a job, log-probabilities included: a base (about 3 MB) and an allowance for each sequence
+# (0.4 MB, or 200 steps with all log-probabilities).
 MOST_WAITING, MOST_OF_SEQUENCE = 1 << 15, 1 << 12
-# Outputs that are taken at a time, so that other streams go on.
+# Maximum outputs that `get` returns, so that other streams are not delayed.
 _TAKEN = 256
 
 
 class Mailbox:
-    """The outputs of the sequences of one job, and the means to wait for them.
+    """Bounded queue of the outputs of one job.
 
-    on_full: called, soon, when more outputs of so many `sequences` wait to be taken than may. Outputs are dropped after
-    that, and after `fail`.
+    Args:
+        on_full: Called on the event loop when the bound is exceeded. Further outputs are dropped.
+        sequences: Number of sequences of the job.
     """
 
     __slots__ = ("_error", "_items", "_most", "_on_full", "_size", "_waiter")
@@ -40,8 +41,11 @@ class Mailbox:
         self._error: Exception | None = None
 
     async def get(self) -> list[Output]:
-        """Outputs since the last call; waits for the first one. Raises the error of `fail` once the outputs before it
-        are taken."""
+        """Return the next outputs, waiting for at least one.
+
+        Raises:
+            Exception: The error that was passed to `fail`, after all outputs before it.
+        """
         if not self._items and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -58,19 +62,19 @@ class Mailbox:
         raise self._error
 
     def put(self, output: Output) -> None:
-        """Add an output."""
+        """Add an output. Drop it if the mailbox is full or has failed."""
         if self._error is not None or self._size > self._most:
             return
         self._items.append(output)
         self._size += _size(output)
         if self._size > self._most:
-            # Not at once: outputs of a step are being delivered.
+            # Deferred, because the client is delivering the outputs of a step.
             asyncio.get_running_loop().call_soon(self._on_full)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Let `get` raise this error; only the first call counts."""
+        """Make `get` raise `error`. Later calls have no effect."""
         if self._error is None:
             self._error = error
         if self._waiter is not None and not self._waiter.done():
@@ -82,14 +86,21 @@ def _size(output: Output) -> int:
 
 
 class EngineSequence:
-    """One request at an engine, from `submit` to its end.
+    """Sequence at the engines, from `EngineClient.submit` to its end.
 
-    request: prompt, tokens so far, options, and arrival on this process's monotonic clock. params: with the seed, so
-    that another engine continues with the same noise. index: of its choice. label: the id of the answer that it belongs
-    to. owner: a hash of the client's key. patience: fires when it has waited for an engine for too long. alarm: fires
-    when its deadline has passed. has_begun: whether it has run at the engine that it is at. deaths: engines that ended
-    after it had begun there. stuck: those since its last token that it may have ended. scores: those of the prompt,
-    before the first token. cached_tokens: tokens of the prompt whose KV was there at the engine where its output began.
+    Attributes:
+        request: Prompt, output so far, options, and arrival on this process's monotonic clock.
+        params: Sampling parameters, with a seed so that another engine samples the same tokens.
+        index: Index of its choice.
+        label: Id of the response that it belongs to.
+        owner: Hash of the client's API key.
+        patience: Timer of its wait for an engine.
+        alarm: Timer of its deadline.
+        has_begun: True if it has run at its current engine.
+        deaths: Number of engines that crashed while it was running.
+        stuck: Number of crashes since its last token that it may have caused.
+        scores: Log-probabilities of the prompt that arrived before the first token.
+        cached_tokens: Number of prefix-cache hit tokens at the engine that generated the first token.
     """
 
     __slots__ = (
@@ -128,22 +139,26 @@ class EngineSequence:
 
     @property
     def id(self) -> int:
-        """Its id, which is the same at every engine."""
+        """Id, which is the same at all engines."""
         return self.request.id
 
     def started(self, cached_tokens: int) -> None:
-        """It runs at its engine for the first time."""
+        """Record that the sequence runs at its engine for the first time."""
         self.has_begun = True
-        if not self.request.output:  # else its output began at another one
+        if not self.request.output:  # otherwise another engine reported the hits
             self.cached_tokens = cached_tokens
         if self.on_start is not None:
             self.on_start()
 
     def message(self, now: float) -> Add:
-        """What makes an engine continue after the tokens that are known. now: seconds, on this process's clock."""
+        """Return the message that makes an engine continue after the tokens generated so far.
+
+        Args:
+            now: Time in seconds on this process's monotonic clock.
+        """
         request, params = self.request, self.params
         if request.output and params.prompt_logprobs is not None:
-            params = replace(params, prompt_logprobs=None)  # the client has them since the first token
+            params = replace(params, prompt_logprobs=None)  # the client got them with the first token
         return Add(
             id=request.id,
             prompt=list(request.prompt),

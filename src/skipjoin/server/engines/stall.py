@@ -1,6 +1,6 @@
-"""Notices an engine whose requests wait although nothing is in flight that they could wait for.
+"""Detection of a stalled engine: requests wait although nothing is in flight that they could wait for.
 
-The scheduler always finds something to run (`StepPlanner._force`), so this is a defect of it or of a policy.
+The scheduler always finds something to run (`StepPlanner._force`), so a stall is a bug of the scheduler or a policy.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from skipjoin.core.engine import EngineCore
 
 logger = logging.getLogger(__name__)
 
-# Seconds without a plan after which the engine drops all KV. An idle engine plans within milliseconds.
+# Time without a plan after which the engine drops all KV. A healthy engine plans within milliseconds.
 RESTART_AFTER_S = 1.0
 
 
 class StallError(RuntimeError):
-    """No step can be planned for the requests of an engine, not even after all KV was dropped."""
+    """No step can be planned, not even after all KV was dropped."""
 
 
 class StallWatch:
-    """Restarts a stalled engine core, and gives up if that does not help.
+    """Restarts a stalled engine core, and raises if that does not help.
 
     Args:
-        limit_s: Seconds without a plan after which the engine ends.
-        clock: Returns monotonic seconds, those of the core.
+        limit_s: Time without a plan after which `check` raises.
+        clock: Returns monotonic seconds on the core's clock.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,10 +37,10 @@ class StallWatch:
         self._has_restarted = False
 
     def check(self, core: EngineCore) -> None:
-        """Look at the core after the pipeline was filled.
+        """Check the core. Call after the pipeline was filled.
 
         Raises:
-            StallError: The requests have waited for `limit_s`.
+            StallError: The core has been stalled for `limit_s`.
         """
         if not core.is_stalled:
             self._since, self._has_restarted = None, False

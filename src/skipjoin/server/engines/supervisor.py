@@ -1,7 +1,7 @@
-"""Keeps replicas alive: it has Ray place them as actors, checks their health, and replaces those that end.
+"""Supervision of replicas: start them as Ray actors, check their health and replace those that fail.
 
-They are plain actors, like ranks, which listen on the cluster's address only. Ray does not restart them itself: it
-notices neither an engine that hangs nor, for a minute or more, a machine that is cut off.
+Ray does not restart the actors itself, because it does not notice a hung engine, and notices an unreachable machine
+only after a minute or more.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from skipjoin.server.engines.replica import EngineReplica
 
 logger = logging.getLogger(__name__)
 
-# Interval of health checks, in seconds.
+# Interval of health checks.
 CHECK_S = PULSE_S
-# Seconds without an answer after which to check, again and again, that the replica's node can be reached.
+# Time without an answer after which to check repeatedly that the replica's node is reachable.
 _LATE_S = 5.0
-# Seconds without an answer after which a replica is replaced whose node can be reached: that may only be busy.
+# Time without an answer after which to replace a replica on a reachable node, which may only be busy.
 _ANSWER_S = 60.0
-# Seconds after which the log says that no node has room for a replica.
+# Interval of warnings that no node has room for a replica.
 _PLACE_S = 30.0
-# Failed starts in a row after which `check` reports them.
+# Consecutive failed starts after which `check` reports them.
 _MAX_FAILURES = 3
-# Delays before the next start after a failed one, in seconds: the first, and the longest. Each doubles the one before.
+# Exponential backoff after failed starts: the first and the maximum delay.
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 
 
 class Needs(NamedTuple):
-    """The resources of one replica.
+    """Resources of one replica.
 
-    cpus: of its engine, on one node. device: auto, cpu or cuda; with a GPU the engine takes one. ranks: processes that
-    the engine places itself, each with a CPU, and with the GPUs; 0: the engine has the model in its own process.
+    Attributes:
+        cpus: Number of CPUs of the engine.
+        device: "auto", "cpu" or "cuda". An engine on a GPU takes one.
+        ranks: Number of rank processes that the engine starts, each with a CPU and, if GPUs are used, a GPU. With 0 it
+            runs the model in its own process.
     """
 
     cpus: int
@@ -46,41 +49,43 @@ class Needs(NamedTuple):
 
     @property
     def all_cpus(self) -> int:
-        """CPUs of the replica and its ranks together."""
+        """Number of CPUs of the replica including its ranks."""
         return 1 + self.ranks if self.ranks else self.cpus
 
     @property
     def own_cpus(self) -> int:
-        """CPUs of the replica without its ranks."""
+        """Number of CPUs of the replica without its ranks."""
         return 1 if self.ranks else self.cpus
 
 
 class _Slot:
-    """One of the wanted replicas. Its actor has one call open at a time: `place`, then `start`, then `check_health`."""
+    """Slot of one wanted replica. Its actor has one pending call: `place`, then `start`, then `check_health`."""
 
     def __init__(self) -> None:
         self.actor: Any = None
-        self.node: Node | None = None  # from the answer to `place` on
-        self.is_running = False  # from the answer to `start` on
+        self.node: Node | None = None  # known after `place`
+        self.is_running = False  # True after `start`
         self.call: Any = None
         self.waited_s = 0.0  # for the answer to `call`
         self.rest_s = 0.0  # until the next start
-        self.watched_s = 0.0  # since the last warning, or the last check that the node can be reached
+        self.watched_s = 0.0  # since the last warning or reachability check
 
     def ask(self, call: Any) -> None:
-        """Wait for a call."""
+        """Set the pending call."""
         self.call, self.waited_s, self.watched_s = call, 0.0, 0.0
 
 
 class ReplicaSupervisor:
-    """Keeps replicas alive in the cluster that this process has joined, for as long as `check` is called every
-    `CHECK_S`. All calls block, and are made by one thread."""
+    """Keeps replicas running in the Ray cluster that this process has joined.
+
+    Call `check` every `CHECK_S`. All methods block and must be called from one thread.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._slots: list[_Slot] = []
-        self._failures = 0  # starts that failed since one succeeded
-        self._reason = ""  # of the last of them
+        self._failures = 0  # consecutive failed starts
+        self._reason = ""  # of the last failed start
 
     def deploy(self, command: tuple[str, ...], setup: bytes, *, replicas: int, needs: Needs) -> None:
         """Start replicas. See `EngineReplica.start` for `command` and `setup`.
@@ -92,7 +97,7 @@ class ReplicaSupervisor:
         gpus = check_room(replicas, needs, [node.has for node in known_nodes()])
         self._needs = needs
         self._arguments = (command, setup)
-        # Replicas of one machine would all be lost with it.
+        # Spread, because a failed machine takes all its replicas with it.
         self._kind = ray.remote(num_cpus=needs.own_cpus, num_gpus=gpus, scheduling_strategy="SPREAD")(EngineReplica)
         self._checked_at = self._clock()
         self._slots = [_Slot() for _ in range(replicas)]
@@ -100,9 +105,9 @@ class ReplicaSupervisor:
             self._start(slot)
 
     def check(self) -> str | None:
-        """Replace replicas that have ended. Return why replicas do not start, or None if they do."""
+        """Replace failed replicas. Return why replicas cannot start, or None if they can."""
         now = self._clock()
-        # Time in which this process did not run itself does not count.
+        # Time in which this process itself did not run does not count.
         passed_s = min(now - self._checked_at, 2 * CHECK_S)
         self._checked_at = now
         try:
@@ -115,14 +120,14 @@ class ReplicaSupervisor:
         return f"{self._failures} starts in a row failed, the last one: {self._reason}"
 
     def close(self) -> None:
-        """End the replicas."""
+        """Kill the replicas."""
         for slot in self._slots:
             self._end(slot)
 
     # -- one replica --------------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> None:
-        labels = away_from(silent(known_nodes()))  # Ray would place it on a node that is cut off
+        labels = away_from(silent(known_nodes()))  # otherwise Ray may place it on an unreachable node
         slot.actor = self._kind.options(label_selector=labels or None).remote()
         slot.ask(slot.actor.place.remote())
 
@@ -144,7 +149,7 @@ class ReplicaSupervisor:
             self._wait(slot, passed_s)
 
     def _go_on(self, slot: _Slot, answer: Any) -> None:
-        """Make the next call after the last one was answered."""
+        """Make the next call after `answer` to the pending one."""
         if slot.node is None:
             slot.node = next((node for node in known_nodes() if node.name == answer), None)
             if slot.node is None:
@@ -157,7 +162,7 @@ class ReplicaSupervisor:
         slot.ask(slot.actor.check_health.remote())
 
     def _wait(self, slot: _Slot, passed_s: float) -> None:
-        """Replace a replica that has not answered for too long. A start may take any time."""
+        """Replace a running replica that has not answered for too long. A start may take any time."""
         slot.waited_s += passed_s
         slot.watched_s += passed_s
         if slot.node is None:
@@ -172,7 +177,7 @@ class ReplicaSupervisor:
                 self._replace(slot, f"node {slot.node.ip} cannot be reached")
 
     def _replace(self, slot: _Slot, reason: str) -> None:
-        """End a replica, and start another: at once if it ran, or else after a delay."""
+        """Kill a replica and schedule another start, immediately if it was running, else after a backoff."""
         if slot.is_running:
             slot.rest_s = 0.0
             logger.warning("a replica ended (%s); another is started", reason)
@@ -185,15 +190,22 @@ class ReplicaSupervisor:
 
     def _end(self, slot: _Slot) -> None:
         if slot.actor is not None:
-            with suppress(Exception):  # it has ended, or the cluster has
+            with suppress(Exception):  # the actor or the cluster may be gone
                 import_ray().kill(slot.actor)
         slot.actor, slot.node, slot.is_running, slot.call = None, None, False, None
 
 
 def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Refuse more replicas than the cluster can hold when nothing else runs on it. nodes: the resources of each.
+    """Check that an otherwise idle cluster has room for the replicas.
 
-    Returns the GPUs that each engine's own process takes. Raises `ClusterError`.
+    Args:
+        nodes: Resources of each node.
+
+    Returns:
+        Number of GPUs that each engine's own process takes.
+
+    Raises:
+        ClusterError: The cluster is too small.
     """
     wants_gpus = needs.device == "cuda" or (needs.device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
     each = {"CPU": needs.all_cpus} | ({"GPU": needs.ranks or 1} if wants_gpus else {})

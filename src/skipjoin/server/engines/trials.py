@@ -1,4 +1,4 @@
-"""Which sequences may be the cause where engines end, and in what order they continue."""
+"""Crash isolation: find the sequences that crash engines, and resubmit the others."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ from collections.abc import Callable, Collection
 
 from skipjoin.server.engines.sequences import EngineSequence
 
-# Engines that may end while one and the same sequence runs. It fails at the second without a token in between; at a
-# later one if others may have been the cause as well; and at the last one even if it got tokens in between.
+# Number of engine crashes that a sequence survives: without a new token in between if it is the only suspect, the same
+# if there are other suspects, and in total.
 _STUCK, _STUCK_WITH_OTHERS, _MOST_DEATHS = 2, 4, 8
-# Most seconds that the trial of one sequence keeps others from theirs: it may wait in its engine's queue.
+# Maximum time that one trial delays the next, because a sequence on trial may wait in its engine's queue.
 TRIAL_S = 2.0
 
 
 class Trials:
-    """Lets sequences that ran when an engine ended continue one at a time, each on trial until it has another token.
+    """Crash isolation for sequences that were running when an engine crashed.
 
-    go_on: sends a sequence to an engine, once it has its turn. held: those that wait for theirs, by id.
+    Such sequences are resubmitted one at a time. Each is on trial until it generates another token, so that the next
+    crash has one suspect.
+
+    Args:
+        go_on: Called with a held sequence whose trial begins, to submit it to an engine.
+
+    Attributes:
+        held: Sequences that wait for their trial, by id.
     """
 
     def __init__(self, go_on: Callable[[EngineSequence], None]) -> None:
@@ -27,7 +34,7 @@ class Trials:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, sequence: EngineSequence) -> bool:
-        """Whether a sequence may be sent to an engine now; if not, it is held until its turn."""
+        """Return True if `sequence` may be submitted now. Otherwise hold it until its trial begins."""
         if not sequence.stuck:
             return True
         if self._trial is not None:
@@ -38,8 +45,13 @@ class Trials:
         return True
 
     def blame(self, orphans: Collection[EngineSequence]) -> list[EngineSequence]:
-        """Count the end of an engine against those of its sequences that may be its cause. Returns those that had
-        enough: they are not to be tried again. `next` follows once the others have been placed."""
+        """Count an engine crash against the suspects among its sequences.
+
+        The caller resubmits the remaining sequences and then calls `next`.
+
+        Returns:
+            Sequences that reached a limit of crashes and must fail.
+        """
         begun = [sequence for sequence in orphans if sequence.has_begun]
         trial = self._trial
         accused = [trial] if trial is not None and trial in begun else begun
@@ -54,17 +66,17 @@ class Trials:
         return [one for one in begun if one.stuck >= most or one.deaths >= _MOST_DEATHS]
 
     def passed(self, sequence: EngineSequence) -> None:
-        """It has another token: it did not end its engine."""
+        """Clear the suspicion against a sequence that generated a token, and end its trial."""
         sequence.stuck = 0
         self._end(sequence)
 
     def leave(self, sequence: EngineSequence) -> None:
-        """It has ended."""
+        """Drop a finished sequence and end its trial."""
         self.held.pop(sequence.id, None)
         self._end(sequence)
 
     def next(self) -> None:
-        """Let the next sequence continue that waits for its trial; all of them if there is no engine."""
+        """Start the trial of the next held sequence. Release all of them if there is no engine."""
         while self.held and self._trial is None:
             self._go_on(self.held.pop(next(iter(self.held))))
 

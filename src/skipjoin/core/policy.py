@@ -27,9 +27,7 @@ class CostModel(Protocol):
         """Version of the estimates. Callers that cache estimates discard them when it changes."""
         ...
 
-    def step(self, shape: StepShape) -> float:
-        """Return the duration of a step of this shape."""
-        ...
+    def step(self, shape: StepShape) -> float: ...
 
     def transfer(self, blocks: float) -> float:
         """Return the time to transfer `blocks` KV blocks between the tiers, in one direction."""
@@ -118,8 +116,6 @@ class Scope(Enum):
 
 
 class Refusal(NamedTuple):
-    """Refusal of a batcher, with its scope and the wait reason."""
-
     scope: Scope
     reason: WaitReason
 
@@ -146,7 +142,7 @@ class BatchBuilder(Protocol):
         ...
 
     def take(self, request: Request, tokens: int) -> None:
-        """Add the request to the batch with `tokens` tokens, after its KV was allocated."""
+        """Add the request, whose KV is allocated now, to the batch."""
 
 
 class Batcher(Protocol):
@@ -170,11 +166,11 @@ class Grant:
     """KV reservation that an admission policy grants.
 
     Attributes:
-        now: Device blocks that must be available to the request immediately.
-        blocks: Size of the reservation in blocks.
+        now: Device blocks that must be available immediately.
+        blocks: Total size of the reservation.
         spare: Blocks that must remain available besides.
         tokens: Tokens that the request may hold before it needs another reservation; None for no limit.
-        lender: Parent reservation that the blocks are taken from; None for the shared pool.
+        lender: Parent reservation; None for the shared pool.
         draws: Account that permanently cedes unused blocks to cover a shortage.
         group: See `Claimed`.
     """
@@ -216,12 +212,11 @@ class Eviction(NamedTuple):
 
     Attributes:
         how: What happens to its device KV: SWAP, SPILL or DROP.
-        blocks: With SPILL and DROP, the number of blocks to return to its lender. Reserved blocks that it does not hold
-            go first, then blocks without KV, then its last blocks with KV, which are swapped out (SPILL) or dropped.
-            The request keeps the KV before them and waits until all of its KV fits on the device again. None, or a
-            number that covers everything, evicts the whole request.
-        lent: Whether to share these blocks bidirectionally with the request that needs them, which fills them from the
-            other end. Only what it overwrites is saved to the CPU tier. `how` applies where sharing is impossible.
+        blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`. KV in them
+            is swapped out (SPILL) or dropped. The request keeps the rest and waits until all of its KV fits on the
+            device again. None, or a number that covers everything, evicts the whole request.
+        lent: Whether to share these blocks bidirectionally with the request that needs them. Only what it overwrites is
+            saved to the CPU tier. `how` applies where sharing is impossible.
     """
 
     request: Request
@@ -310,7 +305,6 @@ class Policies:
 
     @property
     def rest(self) -> bool:
-        """True if `rests` holds for all four policies."""
         return all(map(rests, (self.ordering, self.batcher, self.admission, self.eviction)))
 
     def __post_init__(self) -> None:

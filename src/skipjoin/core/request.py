@@ -35,14 +35,9 @@ class ServiceClass(StrEnum):
 
 
 class Target(NamedTuple):
-    """Soft latency objectives of one request, in seconds.
+    """Soft latency objectives in seconds: time to first token, time per output token after it, and job completion time.
 
-    A request that misses an objective continues; the hard limit is `RequestOptions.deadline_s`.
-
-    Attributes:
-        ttft_s: Time to first token.
-        tpot_s: Time per output token after the first.
-        jct_s: Job completion time.
+    A request that misses one continues; the hard limit is `RequestOptions.deadline_s`.
     """
 
     ttft_s: float = math.inf
@@ -55,16 +50,13 @@ NO_TARGET = Target()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Scheduling options of a request.
-
-    They are created once, by the API server or `LLM`, and passed on unchanged.
+    """Scheduling options of a request, created once by the API server or `LLM`.
 
     Attributes:
         service: Real-time requests run before best-effort ones.
-        is_urgent: Whether the request runs before the other requests of its service class.
+        is_urgent: Whether the request runs before others of its service class.
         priority: Lower values run first among requests with equal `service` and `is_urgent`.
         deadline_s: Seconds after arrival at which the request is ended; None for no deadline.
-        target: Soft latency objectives.
         client: Client that sent the request, where clients are distinguished.
         cache_salt: Only requests with equal salts share KV.
     """
@@ -88,8 +80,8 @@ Band = tuple[bool, bool, int]
 class Request:
     """One sequence to generate.
 
-    Requests compare by identity. Only the scheduler and the engine core mutate them, with one exception: the driver may
-    replace `options` while it assigns a forecast.
+    Requests compare by identity. Only the scheduler and the engine core mutate them, except that the driver may replace
+    `options` while it assigns a forecast.
 
     Progress is measured by two counters: *known* tokens (prompt and output) and *computed* tokens (their KV exists).
     Prefill, chunked prefill, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples`
@@ -99,14 +91,14 @@ class Request:
     Attributes:
         id: Unique; increases with arrival.
         arrival: Seconds on the driver's clock, as is `deadline`.
-        max_tokens: Maximum number of tokens to generate, at least 1.
-        min_tokens: Number of generated tokens before which `stop_tokens` do not end the output.
-        sampling: Parameters for the executor's sampler; opaque to the core.
-        forecast: Predicted output length, if any; changed by `EngineCore.reforecast`.
-        keeps_kv: Whether the blocks stay allocated after the request has finished, until `EngineCore.release`. Another
-            engine reads them meanwhile.
-        prefix: Keys of the request's KV blocks; None disables prefix caching for the request.
-        output: Tokens generated so far. A request that is resumed arrives with output from elsewhere.
+        max_tokens: Maximum output length, at least 1.
+        min_tokens: Output length before which `stop_tokens` have no effect.
+        sampling: Parameters of the executor's sampler; opaque to the core.
+        forecast: Predicted output length; changed by `EngineCore.reforecast`.
+        keeps_kv: Whether blocks stay allocated for another engine after the request has finished, until
+            `EngineCore.release`.
+        prefix: Keys of the request's KV blocks; None disables prefix caching for it.
+        output: Tokens generated so far. A resumed request arrives with some.
     """
 
     id: int
@@ -135,7 +127,7 @@ class Request:
     max_total_tokens: int = 0  # upper bound of `known`: prompt + max_tokens
     claimed: int = UNLIMITED  # token limit of its KV reservation; set by the ledger only
     last_plan: int = NEVER  # id of the last plan that contained a slice of it
-    evictions: int = 0  # number of evictions
+    evictions: int = 0  # times its KV was dropped or swapped out for another request
     is_fresh: bool = False  # no token sampled since its KV was last allocated or swapped in
     finish_reason: FinishReason | None = None
     wait: WaitState | None = None  # why the last decision that examined it did not run it

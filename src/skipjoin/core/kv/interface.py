@@ -96,7 +96,6 @@ class KVAccounts(Protocol):
         ...
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     def holders(self) -> Iterator[Request]:
@@ -131,7 +130,6 @@ class KVAccounts(Protocol):
         ...
 
     def tokens_in(self, request: Request, blocks: int) -> int:
-        """Return the number of computed tokens in the request's first `blocks` blocks."""
         return min(request.computed, blocks * self.block_size)
 
     def empty_slots(self, request: Request) -> int:
@@ -214,12 +212,10 @@ class KVAccounts(Protocol):
 
     @property
     def blocks_in_transit(self) -> Mapping[Direction, int]:
-        """Number of blocks in transit by direction."""
         return _NONE_IN_TRANSIT
 
     @property
     def is_moving(self) -> bool:
-        """True if any KV is in transit."""
         return False
 
     def is_settled(self, request: Request) -> bool:

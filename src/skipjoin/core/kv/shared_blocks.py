@@ -23,7 +23,6 @@ class Copies(NamedTuple):
         return cls([], [], [])
 
     def add(self, source: int, target: int, span: Span) -> None:
-        """Add a copy unless the span is empty."""
         if span.slots:
             self.source.append(source)
             self.target.append(target)
@@ -151,7 +150,6 @@ class TwoEnds(PrefixCache):
         return moves
 
     def _save(self, end: SharedBlock, count: int) -> Move:
-        """Start saving `count` of the owner's slots."""
         owner = end.owner
         assert end.copy is not None
         copies = Copies.none()

@@ -17,7 +17,7 @@ MOST_BEHIND_S = 5.0
 def find_candidates(
     policies: Policies, kv: KVAccounts, evictor: Evictor, context: StepContext
 ) -> Iterator[tuple[Request, int]]:
-    """Iterate over the candidates of a step; see `StepContext.candidates`."""
+    """Iterate over `StepContext.candidates`."""
     admission, blocks_of, returns_overlapped = policies.admission, kv.blocks_of, policies.eviction.returns_overlapped
     space = _Space(kv, evictor)
     for request in policies.ordering.ranked(context.now):
@@ -51,8 +51,8 @@ def find_candidates(
 def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
     """Return whether the request should wait for a running request that computes a prefix it can reuse.
 
-    It waits only for a leader of at least equal importance, and at most `MOST_BEHIND_S`, because the leader may be
-    slowed down.
+    It waits only for a leader of at least equal importance, for at most `MOST_BEHIND_S`, as the leader may be slowed
+    down.
     """
     leader = hit.leader
     if leader is None or leader.finish_reason is not None or leader.band > request.band:

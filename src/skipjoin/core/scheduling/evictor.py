@@ -38,7 +38,7 @@ class Evictor:
         self._holders: list[Request] | None = None  # best first; sorted on first use
 
     def is_below_floor(self, request: Request) -> bool:
-        """Return whether this request, or one of equal or lower importance, was evicted in this step."""
+        """Return whether this request, or one of at least equal importance, was evicted in this step."""
         return self._floor is not None and self._rank(request) >= self._floor
 
     def holders_after(self, last: Request) -> list[Request]:
@@ -65,7 +65,7 @@ class Evictor:
             missing: Returns how many blocks are missing now; positive at the time of the call.
             tokens: Number of tokens that the request is to hold.
             lender: Parent of the request's reservation.
-            newcomer: Whether some of the request's KV is not on the device. Otherwise the request runs and grows.
+            newcomer: Whether some of the request's KV is not on the device; otherwise the request is running and grows.
         """
         if self.takes_all:
             return self._clear(self._others(request), missing, None)
@@ -211,10 +211,7 @@ class Evictor:
         return found
 
     def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
-        """Share the victim's blocks bidirectionally, if the eviction asks for it and it is possible.
-
-        The victim loses no KV yet.
-        """
+        """Share the victim's blocks bidirectionally if the eviction asks for it. The victim loses no KV yet."""
         victim, kv = eviction.request, self._kv
         if not eviction.lent or self.takes_all or borrower is None:
             return False
@@ -225,7 +222,6 @@ class Evictor:
         return kv.lend(victim, keep, borrower)
 
     def _note(self, victim: Request, how: Preemption, kept: int) -> None:
-        """Record that KV of the victim left the device."""
         rank = self._rank(victim)
         if self._floor is None or rank < self._floor:
             self._floor = rank

@@ -18,7 +18,7 @@ from skipjoin.core.step import Move, Slice, StepPlan
 
 
 def begin_decision(policies: Policies, kv: Ledger, now: float) -> None:
-    """Reserve blocks for accounts as the policies request."""
+    """Reserve the blocks that policies request for accounts."""
     for begin in policies.on_begin:
         for account, blocks in begin(now, kv):
             kv.reserve(account, blocks)
@@ -162,7 +162,6 @@ class StepPlanner:
         )
 
     def _fill_from_first(self, builder: BatchBuilder) -> None:
-        """Offer all requests to the batch in rank order."""
         last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
         if last is not None:  # only holders can still run, so skip the long queue
             self._fill(self._evictor.holders_after(last), builder)
@@ -196,7 +195,6 @@ class StepPlanner:
                 return
 
     def _secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | None:
-        """Allocate device KV for `target` tokens, or return None if the request waits."""
         found = self._residency.secure(request, held, target)
         if isinstance(found, WaitReason):
             self._wait(request, found, self._residency.short)
@@ -204,7 +202,6 @@ class StepPlanner:
         return found
 
     def _refuse(self, request: Request, refusal: Refusal) -> Scope:
-        """Record the batcher's refusal and return its scope."""
         self._wait(request, refusal.reason)
         if refusal.scope is Scope.ALL:
             self.tail = refusal.reason

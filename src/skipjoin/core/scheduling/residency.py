@@ -14,7 +14,7 @@ from skipjoin.core.scheduling.evictor import Evictor
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move, Slice
 
-# Maximum number of refusals per step after which others are still admitted. It bounds how much of a long queue is read.
+# Number of admission refusals that close a step to newcomers. It bounds how much of a long queue is read.
 _MOST_PASSES = 64
 
 
@@ -139,7 +139,6 @@ class Residency:
         self._evictor.force()
 
     def _ask(self, request: Request, target: int) -> Grant | WaitReason:
-        """Ask the admission policy for a reservation that covers `target` tokens."""
         kv = self._kv
         if self._is_forced:
             blocks = max(kv.blocks_for(target), kv.footprint(request))
@@ -175,7 +174,6 @@ class Residency:
     def _make_room_for(
         self, request: Request, grant: Grant, missing: Callable[[], int], target: int, *, newcomer: bool
     ) -> WaitReason | None:
-        """Make room for the grant, after drawing on its account."""
         self._draw(grant, missing, request)
         return self._make_room(request, lambda: missing() - self._drawn, target, lender=grant.lender, newcomer=newcomer)
 
@@ -188,7 +186,6 @@ class Residency:
     def _make_room(
         self, request: Request, missing: Callable[[], int], target: int, *, lender: Lender, newcomer: bool
     ) -> WaitReason | None:
-        """Evict until nothing is missing for `target` tokens, or return the wait reason."""
         self.short = missing()
         if self.short <= 0:
             return None
@@ -251,7 +248,6 @@ class Residency:
         return held
 
     def _return(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
-        """Swap in the request's KV with a blocking move."""
         kv = self._kv
         reason = self._make_room(
             request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer

@@ -79,13 +79,11 @@ class Scheduler:
 
     @property
     def has_plans(self) -> bool:
-        """True if any plan is in flight."""
         return bool(self._in_flight)
 
     # -- requests -----------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Add a request to the queue."""
         request.reverse = self.policies.eviction.lends and self.kv.has_two_ends and request.is_best_effort
         received = self._incoming.receive(request, now)
         self.events.extend(received)

@@ -1,1 +1,1 @@
-"""What to run next: the pure scheduling core. Standard library only, and time is always an argument."""
+"""Scheduling core. It uses the standard library only, and time is always an argument."""

@@ -1,4 +1,4 @@
-"""EngineCore: the life of requests around the scheduler. It adds tokens, ends requests and tells what happened."""
+"""Request lifecycle around the scheduler: appends tokens, ends requests and emits events."""
 
 from __future__ import annotations
 
@@ -17,34 +17,40 @@ from skipjoin.core.step import StepPlan, StepResult
 
 
 class RequestTooLargeError(ValueError):
-    """The request can never fit the KV pool."""
+    """Error of a request that can never fit the KV pool."""
 
 
 class EngineCore:
-    """Requests in, events out. A driver, which owns time, calls `start_step` while it returns plans, hands them to
-    an executor, and calls `finish_step` with each result in turn; after any call, `take_events` says what happened.
+    """Synchronous engine core without a clock.
+
+    A driver calls `start_step` until it returns None and passes the plans to an executor. It then calls `finish_step`
+    with each result in order. After any call, `take_events` returns what happened.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.requests: dict[int, Request] = {}  # live ones, by id
-        # A heap of (deadline, id). Entries of ended requests stay until they are more than those of live ones.
+        self.requests: dict[int, Request] = {}  # live requests by id
+        # Heap of (deadline, id). Entries of finished requests stay until they outnumber the live ones.
         self._deadlines: list[tuple[float, int]] = []
-        self._with_deadline = 0  # live requests that have one
+        self._with_deadline = 0  # number of live requests with a deadline
 
     @property
     def kv(self) -> KVAccounts:
-        """The block accounts, to be read."""
+        """Read-only view of the KV ledger."""
         return self.scheduler.kv
 
     @property
     def largest_request(self) -> int:
-        """Most tokens, prompt and output together, that one request may have."""
+        """Maximum number of tokens of one request, prompt and output together."""
         return self.kv.device_total * self.kv.block_size
 
     def add(self, request: Request, now: float) -> None:
-        """Take a request; the KV of one that was expected (`expect`) is there. Raises `RequestTooLargeError` if it
-        could not run even alone, ValueError if its id is in use."""
+        """Add a request. If `expect` was called for it, its KV has arrived.
+
+        Raises:
+            RequestTooLargeError: The request could not run even alone.
+            ValueError: Its id is in use.
+        """
         if request.max_total_tokens > self.largest_request:
             raise RequestTooLargeError(
                 f"the request may grow to {request.max_total_tokens} tokens (prompt plus max_tokens), "
@@ -60,17 +66,26 @@ class EngineCore:
         self.scheduler.add(request, now)
 
     def expect(self, request: Request, now: float) -> bool:
-        """Reserve device blocks for a request whose computed tokens have KV at another engine, so that it can be copied
-        here; `add` the request when it is. False if there is no room for it now: nothing is evicted for it."""
+        """Reserve device blocks for a request whose computed KV is copied from another engine.
+
+        Call `add` when the copy is complete.
+
+        Returns:
+            False if there is no room now; nothing is evicted.
+        """
         return self.scheduler.expect(request, now)
 
     def release(self, request: Request, now: float) -> None:
-        """Free the blocks of an ended request that keeps its KV (`Request.keeps_kv`)."""
+        """Free the blocks of a finished request with `keeps_kv`."""
         self.scheduler.release(request, now)
 
     def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT, detail: str = "") -> bool:
-        """End the request, whatever state it is in; False if it is not there (any more). reason: STOP where its output
-        is complete, though more could be generated. detail: of an ERROR, for the client."""
+        """End the request in any state; return False if it does not exist or has finished.
+
+        Args:
+            reason: STOP if the output is complete although more could be generated.
+            detail: Explanation of an ERROR, for the client.
+        """
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -78,7 +93,7 @@ class EngineCore:
         return True
 
     def reforecast(self, request_id: int, forecast: Forecast, now: float) -> bool:
-        """Give the request another forecast; False if it is not there (any more)."""
+        """Replace the request's forecast; return False if it does not exist or has finished."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -88,26 +103,26 @@ class EngineCore:
         return True
 
     def start_step(self, now: float) -> StepPlan | None:
-        """Decide the next step, or None: the pipeline is full, or there is nothing to do."""
+        """Plan the next step; return None if the pipeline is full or there is nothing to do."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
-            # The id may be in use again, by a request with more time.
+            # The id may have been reused by a request with a later deadline.
             if (request := self.requests.get(request_id)) is not None and request.deadline <= now:
                 self._finish(request, FinishReason.DEADLINE, now)
         return self.scheduler.schedule(now)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether requests wait although no plan is in flight and no KV in transit."""
+        """True if requests wait although no plan is in flight and no KV in transit."""
         return bool(self.requests) and not self.scheduler.has_plans and not self.kv.is_moving
 
     @property
     def next_deadline(self) -> float:
-        """When `start_step` must be called next for a deadline's sake, on the driver's clock; inf: never."""
+        """Time of the next deadline on the driver's clock, when `start_step` must be called; inf without deadlines."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def finish_step(self, result: StepResult, now: float) -> None:
-        """Apply a step's outcome: commit it, append its tokens, end the requests that are done or were given up."""
+        """Commit a step's result, append its tokens, and end requests that are complete or were dropped."""
         scheduler = self.scheduler
         void = scheduler.commit(result, now)
         for index, why in sorted(result.given_up.items()):
@@ -116,7 +131,7 @@ class EngineCore:
         events, details = scheduler.events, result.details
         for index, (piece, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
             request = piece.request
-            # A request that ended while the step ran has no use for the token; one whose KV was lost gets no token.
+            # Requests that finished during the step, or whose KV was lost, get no token.
             if not piece.samples or request.finish_reason is not None or request in void:
                 continue
             if token is None:
@@ -130,15 +145,21 @@ class EngineCore:
                 self._finish(request, FinishReason.LENGTH, now)
 
     def steady(self) -> StepPlan | None:
-        """The plan in flight, if after it `decode` may be called; otherwise None."""
+        """Return the plan in flight if `decode` may follow it, else None."""
         return None if self._deadlines else self.scheduler.steady(len(self.requests))
 
     def decode(self, since: float, ends: Sequence[float]) -> None:
-        """Take steps together that follow the plan that was `steady`, and whose result was there at `since`: they end
-        at `ends`, and in each of them every request gets one more token, equal to its last one, and none ends.
+        """Simulate consecutive decode-only steps at once, after the plan that `steady` returned.
 
-        The outcome is that of the single steps, but for the ids of plans and blocks and for the events (`Decoded`).
-        Raises ValueError if blocks are short.
+        In each step every request gets one more token, equal to its last one, and none finishes. The outcome equals
+        that of single steps, except for the ids of plans and blocks and for the events (`Decoded`).
+
+        Args:
+            since: Time of the steady plan's result.
+            ends: Time of each step's result.
+
+        Raises:
+            ValueError: There are too few blocks.
         """
         steps, kv, requests = len(ends), self.scheduler.kv, tuple(self.requests.values())
         grown = kv.growth(requests, steps)
@@ -155,19 +176,21 @@ class EngineCore:
         self.scheduler.events.append(Decoded(requests, since, ends, claims))
 
     def wait_of(self, request: Request) -> WaitState | None:
-        """Why the request waits, and since when; None while it runs."""
+        """Return why and since when the request waits, or None while it runs."""
         if request.in_flight or request.last_plan >= self.scheduler.latest_plan:
             return None
         tail = self.scheduler.tail
         return request.wait or tail._replace(since=max(tail.since, request.arrival))
 
     def restart(self, now: float) -> None:
-        """The executor was started anew and has nothing of what it had: requests go on from the tokens that they have
-        now, and results of plans from before must not come any more."""
+        """Reset after an executor restart.
+
+        Requests continue from their known tokens. Results of earlier plans must not be passed in.
+        """
         self.scheduler.restart(now)
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events = self.scheduler.events
         self.scheduler.events = []
         return events
@@ -182,7 +205,7 @@ class EngineCore:
         self.scheduler.events.append(Finished(request, now, reason, detail))
 
     def _drop_old_deadlines(self) -> None:
-        """Keep the heap at most twice as large as what lives, at a constant cost per request."""
+        """Limit the heap to twice the number of live entries, at amortized constant cost."""
         if len(self._deadlines) > 2 * self._with_deadline:
             self._deadlines = list({entry for entry in self._deadlines if self._is_live(*entry)})
             heapq.heapify(self._deadlines)

@@ -1,4 +1,4 @@
-"""What happened, in order: the engine core's output, for drivers, metrics and traces alike."""
+"""Events of the engine core, in order, for drivers, metrics and traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skipjoin.core.step import Move, StepPlan, StepResult
 
 
 class Preemption(Enum):
-    """What became of a preempted request's KV."""
+    """What happened to the KV of a preempted request."""
 
     PAUSE = "kept on the device"
     SPILL = "moved to the host in part"
@@ -22,15 +22,19 @@ class Preemption(Enum):
 
 
 class Arrived(NamedTuple):
-    """The request entered the engine."""
+    """A request entered the engine."""
 
     request: Request
     now: float
 
 
 class Admitted(NamedTuple):
-    """The request got its first KV blocks, or the first after an eviction. cached: tokens whose KV it found there, the
-    last `on_host` of them on the host."""
+    """A request got its first KV blocks, or the first ones after an eviction.
+
+    Attributes:
+        cached: Prefix-cache hit in tokens.
+        on_host: Number of the hit's last tokens that were on the CPU tier.
+    """
 
     request: Request
     now: float
@@ -39,9 +43,14 @@ class Admitted(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """The request was granted a claim on KV. lender: what lends it; None: it is free for all. blocks: that the request
-    may have in all. drawn: blocks that an account gave up for it. group: of requests that begin and end together, if it
-    is in one: they have equal groups and claim in one decision."""
+    """A request got a KV reservation.
+
+    Attributes:
+        lender: Parent reservation; None for the shared pool.
+        blocks: Total size of the reservation.
+        drawn: Blocks that an account ceded to it.
+        group: Equal for requests that start and end together; their reservations are made in one decision.
+    """
 
     request: Request
     now: float
@@ -52,15 +61,18 @@ class Claimed(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The request joined the running batch, for the first time or again."""
+    """A request joined the running batch, for the first time or again."""
 
     request: Request
     now: float
 
 
 class Preempted(NamedTuple):
-    """The request was running, or holding KV on the device, and had to make way. kept: tokens whose KV stays on the
-    device; of a request that pauses, all do."""
+    """A request that was running, or that held KV on the device, was preempted.
+
+    Attributes:
+        kept: Tokens whose KV stays on the device. With PAUSE, all of it stays.
+    """
 
     request: Request
     now: float
@@ -69,10 +81,12 @@ class Preempted(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """The reason for which the request waits changed; it ends when the request is in a plan.
+    """A request's wait reason changed. The wait ends when a plan contains the request.
 
-    NOT_EXAMINED: it shares the reason of the requests that decisions do not look at (`Planned.tail`). short: KV blocks
-    that are missing, with NO_KV.
+    With NOT_EXAMINED, the request shares the reason in `Planned.tail`.
+
+    Attributes:
+        short: Number of missing KV blocks, with NO_KV.
     """
 
     request: Request
@@ -89,16 +103,22 @@ class Moved(NamedTuple):
 
 
 class MoveFailed(NamedTuple):
-    """A move ended without its copy. A request that lost KV so is preempted (DROP) next."""
+    """A move failed. If its request lost KV, a `Preempted` event (DROP) follows."""
 
     move: Move
     now: float
 
 
 class Planned(NamedTuple):
-    """A step was decided. held: device blocks that are not free. claimed: those, and the ones that are claimed besides.
-    tail: why requests wait that the decision did not examine. cap: up to how many requests the next step takes
-    best-effort ones. lent: device blocks that two requests fill from both ends."""
+    """A step was planned.
+
+    Attributes:
+        held: Device blocks that are not free.
+        claimed: Device blocks that are held or reserved.
+        tail: Wait reason of requests that the decision did not examine.
+        cap: Number of requests up to which the next step accepts best-effort requests.
+        lent: Number of bidirectionally shared device blocks.
+    """
 
     plan: StepPlan
     now: float
@@ -110,19 +130,21 @@ class Planned(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A step's result is there. Its moves, tokens and ends follow."""
+    """The result of a step arrived. Events of its moves, tokens and finished requests follow."""
 
     result: StepResult
     now: float
 
 
 class Decoded(NamedTuple):
-    """Several steps were decided and computed, each with one more token of each of these requests, and nothing else
-    happened: it stands for the `Planned`, `Computed` and `Token` of all of them. Only where a driver takes steps
-    together (`EngineCore.decode`).
+    """Several decode-only steps ran at once (`EngineCore.decode`), each with one token per request.
 
-    since: when the first one was decided. ends: when each one's result was there, and the next one was decided.
-    claimed: with each, as in `Planned`.
+    It replaces all `Planned`, `Computed` and `Token` events of these steps.
+
+    Attributes:
+        since: Time at which the first step was planned.
+        ends: Times of the steps' results, at which the next steps were planned.
+        claimed: Value of `Planned.claimed` for each step.
     """
 
     requests: tuple[Request, ...]
@@ -132,7 +154,11 @@ class Decoded(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token was generated. detail: what else the sampler reports, None mostly."""
+    """A token was generated.
+
+    Attributes:
+        detail: Further output of the sampler; usually None.
+    """
 
     request: Request
     now: float
@@ -141,8 +167,13 @@ class Token(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The request left the engine; its blocks come home when the plans that hold them commit, or with `Released` if it
-    keeps its KV. detail: with `FinishReason.ERROR`, what happened and what helps; it may be shown to the client."""
+    """A request left the engine.
+
+    Its blocks are freed when the plans that contain it commit, or with `Released` if it keeps its KV.
+
+    Attributes:
+        detail: With `FinishReason.ERROR`, the cause and remedy; may be shown to the client.
+    """
 
     request: Request
     now: float
@@ -151,8 +182,11 @@ class Finished(NamedTuple):
 
 
 class Released(NamedTuple):
-    """The KV that the ended request kept (`Request.keeps_kv`) is needed no more: its blocks come home. claimed: as in
-    `Planned`, from now on."""
+    """The KV that a finished request kept (`Request.keeps_kv`) was released.
+
+    Attributes:
+        claimed: Value of `Planned.claimed` from now on.
+    """
 
     request: Request
     now: float
@@ -160,8 +194,10 @@ class Released(NamedTuple):
 
 
 class Restarted(NamedTuple):
-    """All KV on both tiers is lost, and so are these plans, which will have no result. The requests that held KV are
-    preempted (DROP) next; all requests go on from the tokens that are known."""
+    """The executor restarted. All KV on both tiers and these plans are lost; the plans have no results.
+
+    Requests that held KV are preempted (DROP) next. All requests continue from their known tokens.
+    """
 
     plans: tuple[StepPlan, ...]
     now: float

@@ -1,4 +1,4 @@
-"""What is expected of a request's output: data that travels with it. Nothing here predicts; see `skipjoin.forecast`."""
+"""Forecasts of output lengths, which requests carry. The predictors are in `skipjoin.forecast`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Lower edges of the bins of output lengths, in tokens: half an octave wide, up to 2 ** 20. Bin i has the lengths from
-# LENGTH_EDGES[i] up to, but not including, the next edge; the last bin has no end.
+# Lower edges of the bins of output lengths in tokens, half an octave apart, up to 2 ** 20. Bin i has the lengths in
+# [LENGTH_EDGES[i], LENGTH_EDGES[i + 1]); the last bin is unbounded.
 LENGTH_EDGES: tuple[int, ...] = tuple(sorted({round(2 ** (half / 2)) for half in range(41)}))
 
 
 def length_bin(tokens: float) -> int:
-    """The bin that a length of at least 1 token lies in."""
+    """Return the bin of a length of at least 1 token."""
     return bisect_right(LENGTH_EDGES, tokens) - 1
 
 
 def length_quantile(mass: Sequence[float], level: float) -> float:
-    """The length in tokens, at least 1, below which the share `level` of a distribution lies. mass: of each bin, not
-    empty; within a bin lengths are spread evenly on a log scale."""
+    """Return the quantile `level` of a distribution of lengths, in tokens, at least 1.
+
+    Args:
+        mass: Probability of each bin, not empty. Within a bin, lengths are spread evenly on a log scale.
+    """
     below, index = 0.0, 0
-    for index, share in enumerate(mass):  # noqa: B007 (read behind the loop)
+    for index, share in enumerate(mass):  # noqa: B007 (used after the loop)
         if below + share >= level:
             break
         below += share
@@ -33,10 +36,13 @@ def length_quantile(mass: Sequence[float], level: float) -> float:
 
 
 class Forecast(NamedTuple):
-    """The expected output length of a request, made before its first token.
+    """Predicted output length of a request, made before its first token.
 
-    tokens: expected output tokens in all, at least 1. mass: the probability of each bin of `LENGTH_EDGES`, from the
-    first, without the zeros at the end; empty: only `tokens` is known. source: what made it, for metrics and records.
+    Attributes:
+        tokens: Expected number of output tokens in total, at least 1.
+        source: Name of the predictor, for metrics and records.
+        mass: Probability of each bin of `LENGTH_EDGES` from the first, without trailing zeros; empty if only `tokens`
+            is known.
     """
 
     tokens: float

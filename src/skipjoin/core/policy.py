@@ -1,4 +1,7 @@
-"""The seams. A serving system is one value of `Policies`; the scheduler knows nothing else about it."""
+"""Policy interfaces of the scheduler.
+
+A serving system is one value of `Policies`; the scheduler depends on nothing else.
+"""
 
 from __future__ import annotations
 
@@ -17,59 +20,60 @@ from skipjoin.core.step import Slice, StepShape
 
 
 class CostModel(Protocol):
-    """What work costs, in seconds. One object serves the policies and the simulated executor."""
+    """Estimated durations of work, in seconds. Policies and the simulated executor share one object."""
 
     @property
     def revision(self) -> int:
-        """Changes when answers given before no longer hold; a caller that keeps answers compares it."""
+        """Version of the estimates. Callers that cache estimates discard them when it changes."""
         ...
 
-    def step(self, shape: StepShape) -> float:
-        """Seconds of a step of this shape."""
-        ...
+    def step(self, shape: StepShape) -> float: ...
 
     def transfer(self, blocks: float) -> float:
-        """Seconds to move `blocks` KV blocks across the link between the tiers, one way."""
+        """Return the time to transfer `blocks` KV blocks between the tiers, in one direction."""
         ...
 
 
 class Callbacks:
-    """What every seam may be told of requests. A policy overrides what it needs; `Policies` calls only that.
+    """Notifications that every policy may receive.
 
-    All other methods of the seams answer questions and must leave a policy as it was, unless their docstring says
-    otherwise: the planner may ask speculatively, and more than once in a step.
+    A policy overrides those that it needs; `Policies` calls only these. All other policy methods are queries and must
+    not change the policy unless their docstring says otherwise: the planner may call them speculatively and repeatedly.
     """
 
     def arrived(self, request: Request, now: float) -> None:
-        """The request entered the engine."""
+        """Called when a request enters the engine."""
 
     def begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
-        """A step is about to be decided. Returns accounts and how many blocks each is to have: it gets as many as are
-        available."""
+        """Called before a step is planned.
+
+        Returns:
+            Accounts with the number of blocks that each should reserve. An account gets fewer if fewer are available.
+        """
         return ()
 
     def ran(self, slices: Sequence[Slice], now: float) -> None:
-        """These slices were computed; their requests' counters include them."""
+        """Called after slices were computed and the counters of their requests updated."""
 
     def claimed(self, request: Request, now: float) -> None:
-        """The request was granted a claim on KV, which reaches `request.claimed` tokens."""
+        """Called after a request got a KV reservation, which covers `request.claimed` tokens."""
 
     def evicted(self, request: Request, now: float) -> None:
-        """KV of the request was dropped or moved to the host, all of it or the last part; what is dropped has its
-        tokens to compute again."""
+        """Called after some or all of a request's KV was dropped or swapped out. Dropped tokens are recomputed."""
 
     def reforecast(self, request: Request, now: float) -> None:
-        """The request's `forecast` changed."""
+        """Called after `request.forecast` changed."""
 
     def finished(self, request: Request, now: float) -> None:
-        """The request ended, however it did: forget it."""
+        """Called when a request has finished for any reason. Its state should be discarded."""
 
 
 class Ordering(Protocol):
-    """Which requests matter most now. Owns what it knows of each request, from the `Callbacks`.
+    """Priority order of requests.
 
-    The order is total and changes only in the callbacks and in `ranked`, so a step costs what it chooses and what
-    changed, not the length of the queue.
+    Implementations keep their state per request, updated by the `Callbacks`. The order is total and changes only in the
+    callbacks and in `ranked`. The cost of a step therefore depends on what it selects and on what changed, not on the
+    length of the queue.
     """
 
     def arrived(self, request: Request, now: float) -> None: ...
@@ -80,26 +84,31 @@ class Ordering(Protocol):
     def finished(self, request: Request, now: float) -> None: ...
 
     def ranked(self, now: float) -> Iterator[Request]:
-        """All requests best first, lazily. May promote what is due at `now`. While the iterator is in use, only `rank`
-        and `outranks` may be called."""
+        """Iterate lazily over all requests in rank order, best first.
+
+        May promote requests that are due at `now`. During the iteration, only `rank` and `outranks` may be called.
+        """
         ...
 
     def rank(self, request: Request) -> Any:
-        """The key that `ranked` sorts by, comparable with the other requests' keys, smaller first."""
+        """Return the sort key of `ranked`, smaller first. Keys of all requests are comparable."""
         ...
 
     def outranks(self, one: Request, other: Request) -> bool:
-        """Whether `one` matters strictly more, so that it may evict `other` to get in. Equals never do."""
+        """Return whether `one` may evict `other` to be admitted: it is strictly more important."""
         ...
 
     def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        """These requests in the order in which they are expected to run next, soonest first, each with when: a value
-        that compares with the others', equal where neither of two has a reason to go first."""
+        """Return the requests in the order in which they are expected to run next, soonest first.
+
+        Returns:
+            Pairs of sort key and request. Keys are equal where neither of two requests has a reason to run first.
+        """
         ...
 
 
 class Scope(Enum):
-    """Which requests a batcher's refusal is for."""
+    """Requests that a batcher's refusal applies to."""
 
     REQUEST = "this request"
     NEWCOMERS = "every request that holds no KV yet"
@@ -107,17 +116,15 @@ class Scope(Enum):
 
 
 class Refusal(NamedTuple):
-    """A batcher's no: for which requests, and why."""
-
     scope: Scope
     reason: WaitReason
 
 
 NO_SEAT = Refusal(Scope.ALL, WaitReason.NO_SEAT)
 NO_TOKENS = Refusal(Scope.ALL, WaitReason.TOKEN_BUDGET)
-# A prompt that is computed whole does not fit: no newcomer overtakes it, and decodes go on.
+# An unchunked prompt does not fit. Newcomers must not overtake it; running requests still decode.
 PROMPT_DOES_NOT_FIT = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
-# The step has its share of prompts' tokens; requests that generate still join.
+# The step's budget of prompt tokens is used up; decoding requests still join.
 PROMPTS_ARE_FULL = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
 HELD = Refusal(Scope.REQUEST, WaitReason.HELD_BY_BATCHER)
 NEWCOMERS_HELD = Refusal(Scope.NEWCOMERS, WaitReason.HELD_BY_BATCHER)
@@ -125,38 +132,47 @@ ALL_HELD = Refusal(Scope.ALL, WaitReason.HELD_BY_BATCHER)
 
 
 class BatchBuilder(Protocol):
-    """One step's batch while it is being filled."""
+    """Batch of one step while it is being filled."""
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        """How many of the request's `pending` tokens to compute in this step, at least 1, or a refusal. What is offered
-        and not taken changes nothing."""
+        """Return how many of the request's `pending` tokens to compute in this step, at least 1, or a refusal.
+
+        An offer that is not followed by `take` must not change the builder.
+        """
         ...
 
     def take(self, request: Request, tokens: int) -> None:
-        """The request has space and joins the batch with that many tokens."""
+        """Add the request, whose KV is allocated now, to the batch."""
 
 
 class Batcher(Protocol):
-    """Which of the ordered requests run together, and how many tokens of each."""
+    """Policy that selects which of the ordered requests run together, and how many tokens of each."""
 
     @property
     def cap(self) -> int:
-        """Up to how many requests the next step takes best-effort ones."""
+        """Number of requests up to which the next step accepts best-effort requests."""
         ...
 
     def open(self, context: StepContext) -> BatchBuilder:
-        """Begin a step's batch. May change the batcher; called once per step, and once more, without candidates, where
-        nothing of the first batch can run."""
+        """Start the batch of a step. May change the batcher.
+
+        Called once per step, and again without candidates if nothing in the first batch can run.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A claim on KV. now: device blocks that must be available for the request now; blocks: how many it may have in
-    all; spare: blocks that must stay available besides.
+    """KV reservation that an admission policy grants.
 
-    tokens: that it may have before it asks again; None: it never does. lender: what lends the blocks; None: they are
-    free for all. draws: an account that gives up unused blocks for what is not available. group: see `Claimed`.
+    Attributes:
+        now: Device blocks that must be available immediately.
+        blocks: Total size of the reservation.
+        spare: Blocks that must remain available besides.
+        tokens: Tokens that the request may hold before it needs another reservation; None for no limit.
+        lender: Parent reservation; None for the shared pool.
+        draws: Account that permanently cedes unused blocks to cover a shortage.
+        group: See `Claimed`.
     """
 
     now: int
@@ -169,31 +185,38 @@ class Grant:
 
 
 class Wait(Enum):
-    """An admission policy's no: the request waits for a later step."""
+    """Refusal of an admission policy: the request waits for a later step."""
 
     WAIT = "no request that holds no KV gets any in this step"
     PASS = "others may get some, for a while"
 
 
 class AdmissionPolicy(Protocol):
-    """How much KV a request is granted when it gets its first block, and when its claim reaches no further."""
+    """Policy that sizes a request's KV reservation, at admission and when an earlier reservation is exhausted."""
 
     def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
-        """Decide over a request that is to have `target` tokens on the device, and that has no claim or one that ends
-        before. `kv` as of now; what evictions would free is not counted. Must be pure: it is asked speculatively, and
-        before the request arrives where its KV is to come from another engine (`EngineCore.expect`)."""
+        """Decide on a reservation for a request that has none, or one that covers fewer than `target` tokens.
+
+        Must be pure. It is called speculatively, and before arrival if the KV comes from another engine
+        (`EngineCore.expect`).
+
+        Args:
+            target: Number of tokens that the request is to hold on the device.
+            kv: Current state of the ledger; blocks that evictions would free are not counted.
+        """
         ...
 
 
 class Eviction(NamedTuple):
-    """One request makes way. how: what becomes of its KV on the device: SWAP, SPILL or DROP.
+    """Eviction of one request.
 
-    blocks: how many its lender gets back, with SPILL and DROP: those that it claims and does not hold first, then those
-    without KV, then its last ones, whose KV moves to the host (SPILL) or is dropped. The KV before them stays where it
-    is, and the request waits until it can have all on the device again. None, or as many as there are: all.
-
-    lent: these blocks with KV become blocks of the request that needs them, which fills them from the other end; only
-    what it overwrites is saved on the host. Where they cannot be lent to it, `how` says what becomes of them.
+    Attributes:
+        how: What happens to its device KV: SWAP, SPILL or DROP.
+        blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`. KV in them
+            is swapped out (SPILL) or dropped. The request keeps the rest and waits until all of its KV fits on the
+            device again. None, or a number that covers everything, evicts the whole request.
+        lent: Whether to share these blocks bidirectionally with the request that needs them. Only what it overwrites is
+            saved to the CPU tier. `how` applies where sharing is impossible.
     """
 
     request: Request
@@ -203,59 +226,67 @@ class Eviction(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """What leaves the device when space is short, and what moves ahead of need."""
+    """Policy that decides which KV leaves the device under memory pressure, and which KV is swapped in advance."""
 
     @property
     def lends(self) -> bool:
-        """Whether best-effort requests lend blocks: they fill them from the last slot down, for life."""
+        """True if blocks are shared bidirectionally.
+
+        Best-effort requests then fill their blocks from the last slot down, from arrival on.
+        """
         ...
 
     def returns_overlapped(self, request: Request) -> bool:
-        """Whether KV of this request that is on the host comes back with overlapped moves only, as `ahead` says,
-        while the request is passed over; otherwise with a blocking move of the step that runs it. Pure."""
+        """Return whether `ahead` alone swaps the request in, with overlapped moves. Must be pure.
+
+        If False, the step that runs the request swaps its KV in with a blocking move.
+        """
         ...
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
-        """Which requests make way, and how, until `short` blocks are available. Pure.
+        """Choose evictions that make `short` blocks available. Must be pure.
 
-        candidates: requests that may be evicted, least important first; together their footprints are enough. newcomer:
-        the request that needs the blocks and does not have its KV on the device: it waits if the answer is empty. None:
-        a request needs them that runs and grows, or but for which nothing would run, and at least one candidate must
-        make way.
+        Args:
+            candidates: Requests that may be evicted, least important first. Their footprints together suffice.
+            newcomer: Request without its KV on the device that needs the blocks; it waits if the result is empty. None
+                if a running request grows, or if nothing else could run; then at least one candidate must be evicted.
         """
         ...
 
     def dropped(self, tokens: int, now: float) -> None:
-        """KV of that many tokens was dropped for a newcomer."""
+        """Called after the KV of `tokens` tokens was dropped for a newcomer."""
 
     def ahead(
         self, settled: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Requests to move out and in with overlapped moves of this step, which none of them joins. Asked once per
-        step, before it is filled; may change the policy.
+        """Return the requests to swap out and to swap in with overlapped moves. They do not join this step.
 
-        settled: the holders of KV, on either tier or on both, of which nothing is in transit, in no order that matters.
-        One that a plan in flight runs pauses in this step, and can leave with a later one. Where all requests have KV
-        on the host, and it returns overlapped, at least one must come in.
+        Called once per step before the batch is filled; may change the policy. If all requests have swapped-out KV and
+        return overlapped, at least one must be swapped in.
+
+        Args:
+            settled: Unordered holders of KV on either tier with nothing in transit. A request that a plan in flight
+                runs pauses in this step and can be swapped out in a later one.
         """
         ...
 
 
 def rests(policy: object) -> bool:
-    """Whether steps in which all requests decode, and nothing waits, leave the policy as it was, whether it is asked
-    and told of them or not. A class says so by an attribute `rests` of its own, for itself alone: one that is derived
-    from it may do more."""
+    """True if decode-only steps without waiting requests leave the policy unchanged, even if its calls are skipped.
+
+    A class declares this with an attribute `rests` of its own. It is not inherited, because a subclass may do more.
+    """
     name = "rests"
     return name in vars(type(policy)) and bool(getattr(policy, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: a choice for every seam.
+    """One serving system: a choice for every policy.
 
-    on_begin, on_arrived, ...: the `Callbacks` that the four policies have, in the order of the seams.
+    `on_begin`, `on_arrived`, ... are the `Callbacks` that the four policies override, in the order of the fields.
     """
 
     ordering: Ordering
@@ -274,7 +305,6 @@ class Policies:
 
     @property
     def rest(self) -> bool:
-        """Whether all of them do, as `rests` says."""
         return all(map(rests, (self.ordering, self.batcher, self.admission, self.eviction)))
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A request: what was asked and how far it got."""
+"""Requests: what a client asked for and how far generation has progressed."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.prefixes import Prefix
 from skipjoin.core.scheduling.waits import WaitState
 
-NEVER = -(1 << 62)  # a plan id below every other
-UNLIMITED = sys.maxsize  # tokens that a claim without a limit reaches
+NEVER = -(1 << 62)  # less than every plan id
+UNLIMITED = sys.maxsize  # token limit of an unlimited reservation
 
 
 class FinishReason(StrEnum):
-    """Why a request left the engine."""
+    """Reason why a request left the engine."""
 
     STOP = "stop"  # end-of-sequence or a stop token
     LENGTH = "length"  # max_tokens reached
-    ABORT = "abort"  # the caller gave up
-    DEADLINE = "deadline"  # its time ran out
-    ERROR = "error"  # the executor gave it up
+    ABORT = "abort"  # cancelled by the caller
+    DEADLINE = "deadline"  # deadline_s exceeded
+    ERROR = "error"  # dropped by the executor
 
 
 class ServiceClass(StrEnum):
-    """What a request is served for (BROS section 1)."""
+    """Service class of a request (BROS section 1)."""
 
-    REAL_TIME = "real-time"  # its tokens in time
-    BEST_EFFORT = "best-effort"  # throughput: it runs on what real-time requests leave
+    REAL_TIME = "real-time"  # served for latency
+    BEST_EFFORT = "best-effort"  # served for throughput; uses spare capacity only
 
 
 class Target(NamedTuple):
-    """Soft objectives of one request, in seconds: time to first token, time per output token after it, and job
-    completion time. A request that misses one goes on; `RequestOptions.deadline_s` is the hard limit."""
+    """Soft latency objectives in seconds: time to first token, time per output token after it, and job completion time.
+
+    A request that misses one continues; the hard limit is `RequestOptions.deadline_s`.
+    """
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -48,12 +50,15 @@ NO_TARGET = Target()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What a client asks of the scheduler. Made once, at the API's edge or in `LLM`, and carried as it is from there.
+    """Scheduling options of a request, created once by the API server or `LLM`.
 
-    service: real-time requests come before best-effort ones. is_urgent: it comes before the other requests of its
-    class. priority: lower is earlier, among requests that are alike in both. deadline_s: seconds from the request's
-    arrival after which it is ended; None: never. target: soft objectives. client: which client it is of, where clients
-    are told apart. cache_salt: KV is shared only between requests that have the same.
+    Attributes:
+        service: Real-time requests run before best-effort ones.
+        is_urgent: Whether the request runs before others of its service class.
+        priority: Lower values run first among requests with equal `service` and `is_urgent`.
+        deadline_s: Seconds after arrival at which the request is ended; None for no deadline.
+        client: Client that sent the request, where clients are distinguished.
+        cache_salt: Only requests with equal salts share KV.
     """
 
     service: ServiceClass = ServiceClass.REAL_TIME
@@ -67,27 +72,33 @@ class RequestOptions:
 
 DEFAULT_OPTIONS = RequestOptions()
 
-# Requests of a smaller band come strictly first: whether it is best effort, whether it is not urgent, its priority.
+# (is best effort, is not urgent, priority). Requests of a smaller band strictly precede the others.
 Band = tuple[bool, bool, int]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """One sequence to generate. Compared by identity; mutated by the scheduler and the engine core only, but for
-    `options`, which its driver may replace while it gives the request a forecast.
+    """One sequence to generate.
 
-    Progress is two counters: tokens *known* (prompt and generated) and tokens *computed* (their KV exists).
-    Prefill, a chunk of it, decode and recomputation are all "computed catches up with known". `planned` and
-    `pending_samples` say what the plans in flight will add: with no plan in flight, planned == computed and
-    pending_samples == 0.
+    Requests compare by identity. Only the scheduler and the engine core mutate them, except that the driver may replace
+    `options` while it assigns a forecast.
 
-    id: unique and increasing with arrival. arrival, deadline: seconds on the driver's clock.
-    max_tokens: most tokens to generate, at least 1. stop_tokens end the output once min_tokens are generated.
-    sampling: what the executor's sampler reads; the core never looks inside.
-    forecast: of its output length, if there is one; `EngineCore.reforecast` changes it.
-    output: generated so far; a request may come with tokens from elsewhere, after which it goes on.
-    keeps_kv: its blocks stay when it ends, to be read by another engine, until `EngineCore.release`.
-    prefix: the keys of its KV; None: it uses none of others', and others none of its own.
+    Progress is measured by two counters: *known* tokens (prompt and output) and *computed* tokens (their KV exists).
+    Prefill, chunked prefill, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples`
+    also count what the plans in flight will add. Without a plan in flight, planned == computed and pending_samples ==
+    0.
+
+    Attributes:
+        id: Unique; increases with arrival.
+        arrival: Seconds on the driver's clock, as is `deadline`.
+        max_tokens: Maximum output length, at least 1.
+        min_tokens: Output length before which `stop_tokens` have no effect.
+        sampling: Parameters of the executor's sampler; opaque to the core.
+        forecast: Predicted output length; changed by `EngineCore.reforecast`.
+        keeps_kv: Whether blocks stay allocated for another engine after the request has finished, until
+            `EngineCore.release`.
+        prefix: Keys of the request's KV blocks; None disables prefix caching for it.
+        output: Tokens generated so far. A resumed request arrives with some.
     """
 
     id: int
@@ -103,24 +114,24 @@ class Request:
     prefix: Prefix | None = None
 
     output: list[int] = field(default_factory=list)
-    deadline: float = field(default=math.inf, init=False)  # follows from the options
-    band: Band = field(default=(False, True, 0), init=False)  # follows from the options
-    resumed_tokens: int = 0  # tokens of its output that it came with
+    deadline: float = field(default=math.inf, init=False)  # derived from the options
+    band: Band = field(default=(False, True, 0), init=False)  # derived from the options
+    resumed_tokens: int = 0  # output tokens on arrival
     known: int = 0
     computed: int = 0
-    planned: int = 0  # computed, once every plan in flight has committed
+    planned: int = 0  # `computed` after all plans in flight have committed
     pending_samples: int = 0  # tokens that plans in flight will sample
-    reverse: bool = False  # its blocks are filled from their last slot down, for its whole life
-    led_since: float = math.inf  # when it first waited for KV that another request computes, until it holds some
-    cached: int = 0  # tokens whose KV was found when it arrived, until it holds some of its own
-    max_total_tokens: int = 0  # known never passes this: prompt + max_tokens
-    claimed: int = UNLIMITED  # tokens that its claim on KV reaches; the ledger's to change
-    last_plan: int = NEVER  # id of the last plan it had a slice in
-    evictions: int = 0  # times its KV was dropped or swapped out to make room
-    is_fresh: bool = False  # no token was sampled for it since its KV last came to the device
+    reverse: bool = False  # fills its blocks from the last slot down; fixed on arrival
+    led_since: float = math.inf  # since when it waits for another request to compute a shared prefix
+    cached: int = 0  # prefix-cache hit on arrival, in tokens; 0 once it holds KV
+    max_total_tokens: int = 0  # upper bound of `known`: prompt + max_tokens
+    claimed: int = UNLIMITED  # token limit of its KV reservation; set by the ledger only
+    last_plan: int = NEVER  # id of the last plan that contained a slice of it
+    evictions: int = 0  # times its KV was dropped or swapped out for another request
+    is_fresh: bool = False  # no token sampled since its KV was last allocated or swapped in
     finish_reason: FinishReason | None = None
-    wait: WaitState | None = None  # why it waits, if the last decision that examined it did not run it
-    examined: int = -1  # the last decision that examined it and did not run it
+    wait: WaitState | None = None  # why the last decision that examined it did not run it
+    examined: int = -1  # number of that decision
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -138,30 +149,29 @@ class Request:
 
     @property
     def is_best_effort(self) -> bool:
-        """Whether it is served for throughput alone."""
         return self.options.service is ServiceClass.BEST_EFFORT
 
     @property
     def reached(self) -> int:
-        """Tokens that need not be computed, as far as is known: those that were, or whose KV was found."""
+        """Number of tokens known to need no computation: computed, or found in the prefix cache."""
         return self.computed or self.cached
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next sample, counting those that plans in flight will sample."""
+        """Number of tokens to compute before the next sample, including tokens that plans in flight will sample."""
         return self.known + self.pending_samples - self.planned
 
     @property
     def in_flight(self) -> bool:
-        """Whether a plan that has not committed holds a slice of this request."""
+        """True if a plan that has not committed contains a slice of this request."""
         return self.planned > self.computed
 
     @property
     def is_satisfied(self) -> bool:
-        """Whether all that it may generate is known or being sampled."""
+        """True if every token that the request may generate is known or being sampled."""
         return self.known + self.pending_samples >= self.max_total_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """The known tokens at positions [start, end)."""
+        """Return the known tokens at positions [start, end)."""
         split = len(self.prompt)
         return [*self.prompt[start:end], *self.output[max(0, start - split) : max(0, end - split)]]

@@ -1,4 +1,4 @@
-"""One engine step as frozen values: what was decided (StepPlan) and what came of it (StepResult)."""
+"""Immutable descriptions of one engine step: the decision (`StepPlan`) and its outcome (`StepResult`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from skipjoin.core.request import Request
 
 
 class Slice(NamedTuple):
-    """`tokens` consecutive tokens of one request, from position `start`, computed in one step.
+    """Consecutive tokens of one request that are computed in one step.
 
-    samples: the slice reaches the end of what is known, so the step samples the next token.
-    awaits: its last input token is still being sampled by a plan in flight; the executor, which runs plans in
-        order, takes it from there.
-    blocks: the device blocks that hold positions [0, start + tokens), in order, as of this plan.
+    Attributes:
+        start: Position of the first token.
+        samples: Whether the step samples the next token, because the slice ends at the last known token.
+        awaits: Whether a plan in flight still samples the last input token, where the executor finds it.
+        blocks: Device blocks of positions [0, start + tokens), in order.
     """
 
     request: Request
@@ -28,34 +29,35 @@ class Slice(NamedTuple):
 
 
 class Direction(Enum):
-    """Which way a move goes."""
+    """Direction of a KV transfer."""
 
     OUT = "device to host"
-    WITHIN = "device to device"  # blocking moves only
+    WITHIN = "device to device"  # always blocking
     IN = "host to device"
 
 
-# The directions that cross the link.
+# Directions that use the link between the tiers.
 LINK = (Direction.OUT, Direction.IN)
 
 
 class Span(NamedTuple):
-    """Slots of a block that follow each other."""
+    """Consecutive slots of one block."""
 
     first: int
     slots: int
 
 
 class Move(NamedTuple):
-    """KV blocks of one request crossing between the tiers, or changing places: source[i] is copied to target[i]. None:
-    full blocks that no request needs to hold, copied to the host so that later ones find them.
+    """Copy of KV blocks between the tiers or within the device: `source[i]` is copied to `target[i]`.
 
-    The blocks follow each other in the request's table, whose first ones need not be among them. tokens: that the moved
-    blocks hold, from the first slot of the first one on: all slots of all blocks, but for those behind the request's
-    last token in the last block, which hold nothing.
+    Without `spans`, the blocks are consecutive in the request's block table, but need not start at its first block.
 
-    spans: the slots of each block that are copied, to the same slots; then these hold the tokens, and the blocks need
-    not follow each other. Empty: all slots of all blocks.
+    Attributes:
+        request: Owner of the blocks. None for full cached blocks that are copied to the CPU tier for later prefix-cache
+            hits.
+        tokens: Number of tokens that the copied slots hold. Only the last block may be partly filled.
+        spans: Slots to copy of each block, to the same slots of its target; the blocks need not be consecutive. Empty
+            to copy whole blocks.
     """
 
     direction: Direction
@@ -66,15 +68,18 @@ class Move(NamedTuple):
     spans: tuple[Span, ...] = ()
 
     def blocks(self, block_size: int) -> float:
-        """How many blocks' worth of slots are copied."""
+        """Return the copied volume in blocks; fractional if only spans are copied."""
         return self.tokens / block_size if self.spans else len(self.source)
 
 
 class StepShape(NamedTuple):
-    """The work of a step, as a cost model sees it.
+    """Work of one step, as input of a cost model.
 
-    prefill: tokens of slices longer than one token. attention: query-key pairs of those tokens.
-    decodes: slices of one token. context: KV tokens that those read.
+    Attributes:
+        prefill: Tokens of slices longer than one token.
+        attention: Query-key pairs of these tokens.
+        decodes: Number of slices of one token.
+        context: KV tokens that these slices read.
     """
 
     prefill: int = 0
@@ -84,7 +89,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, slices: Sequence[Slice]) -> StepShape:
-        """The shape of a batch of slices."""
+        """Return the shape of a batch."""
         prefill = attention = decodes = context = 0
         for piece in slices:
             n = piece.tokens
@@ -99,15 +104,17 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One decision. Executors run plans in the order of their ids and change nothing in them.
+    """Decision for one step. Executors run plans in the order of their ids and do not modify them.
 
-    blocking: moves that must land before the slices run. overlapped: moves that begin with the slices and land when
-    they do, perhaps many plans later; nothing waits for them. Blocks that a move reads stay reserved until it has
-    landed, except the source of a blocking move out: its copy is taken first, so this very plan may write there.
+    Blocks that a move reads stay reserved until it has landed. The source of a blocking swap-out is an exception: it is
+    copied first, so the same plan may overwrite it. A plan without slices only lets moves land. It ends as soon as one
+    has landed, or after `PAUSE_S`.
 
-    A plan without slices gives moves time to land: it ends as soon as one has, or after a moment (`PAUSE_S`).
-
-    waiting_for_kv: requests that would be in this step if all their KV were on the device: what swapping costs.
+    Attributes:
+        blocking: Moves that must land before the slices run.
+        overlapped: Moves that start with the slices and run asynchronously, possibly over many plans.
+        waiting_for_kv: Requests that would be in this step if all their KV were on the device; measures the cost of
+            swapping.
     """
 
     id: int
@@ -118,10 +125,11 @@ class StepPlan:
 
 
 class StageTime(NamedTuple):
-    """One pipeline stage's part in a step.
+    """Time that one pipeline stage spent on a step.
 
-    busy: seconds that it worked, its blocking moves included. idle: seconds that it had stood still by then since it
-    ended the step before, for want of a plan or of what the stage before computes; 0 in its first step.
+    Attributes:
+        busy: Seconds of work, blocking moves included.
+        idle: Seconds between the end of the stage's previous step and the start of this one; 0 in its first step.
     """
 
     busy: float
@@ -130,21 +138,21 @@ class StageTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of a plan.
+    """Outcome of a plan.
 
-    tokens: one entry per slice: the sampled token, or None where the slice does not sample.
-    seconds: how long the step took, its blocking moves included; in a pipeline, all stages one after the other.
-    details: what else the sampler reports (log-probabilities), by index into the plan's slices.
-    moving: the part of `seconds` in which the step stood still for its blocking moves.
-    landed, failed: moves that ended since the result before this one, in the order in which they did: all of the
-    plan's blocking moves, and overlapped moves of this plan or of earlier ones. What a failed move would have written
-    is worth nothing, and so are the slices that read it.
-    stages: of a pipeline, from the first to the last; their busy seconds add up to `seconds`. Empty where one stage
-    does it all.
-    given_up: slices that were not computed because the step with them was more than the device can hold: why, by index
-    into the plan's slices; their tokens are None. Each ends its request with `FinishReason.ERROR` and this text. What
-    plans in flight bring for such a request counts for nothing. Executors of several ranks give nothing up: a rank that
-    left out a slice would be out of step with the others.
+    Attributes:
+        tokens: The sampled token of each slice; None if the slice does not sample.
+        seconds: Duration of the step, blocking moves included. In a pipeline, the sum over its stages.
+        details: Further output of the sampler (log-probabilities), by index of the slice.
+        moving: Part of `seconds` that the step spent waiting for its blocking moves.
+        landed: Moves that completed since the previous result, in order of completion: all of the plan's blocking
+            moves, and overlapped moves of this or earlier plans.
+        failed: Moves that failed since then. Their target blocks, and slices that read these, are invalid.
+        stages: Times of the pipeline stages, first to last; their busy seconds add up to `seconds`. Empty without a
+            pipeline.
+        given_up: Reasons why slices were dropped because the step exceeded the device's memory, by index of the slice.
+            Their tokens are None, their requests end with `FinishReason.ERROR` and this text, and later results for
+            these requests are ignored. Executors with several ranks drop nothing, because their ranks would diverge.
     """
 
     plan: StepPlan
@@ -158,5 +166,5 @@ class StepResult:
     given_up: Mapping[int, str] = field(default_factory=dict)
 
 
-# Longest that a plan without slices takes, in seconds: requests that arrive meanwhile wait for no copy.
+# Maximum duration of a plan without slices, in seconds. It bounds how long a new request waits for a copy.
 PAUSE_S = 0.005

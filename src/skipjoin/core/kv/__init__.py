@@ -1,1 +1,1 @@
-"""KV blocks: the ledger that accounts for them, and the interface that the scheduler and policies use."""
+"""KV blocks: the ledger that accounts for them, and its interface to the scheduler and the policies."""

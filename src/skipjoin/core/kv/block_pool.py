@@ -1,4 +1,4 @@
-"""`BlockPool`: the blocks of one tier, and the KV in them that others may find by its key."""
+"""Pool of KV blocks of one tier, with the index of the prefix cache."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-# Names the content of a full block and of all that comes before it.
+# Identifies the content of a full block and of all blocks before it.
 Key = bytes
 
 
 class BlockPool:
-    """The blocks of one tier, by number. A block that holds no request's KV is *free*.
+    """Block pool of one memory tier.
 
-    KV can have a *key*. A free block whose KV has one is *cached*: the KV stays until the block is handed out again,
-    which happens once no other block is free. Of cached blocks those go first that no request waits for, the longest
-    cached first. Blocks without a key are handed out in a fixed order, so that a trace repeats exactly.
+    A block is *free* while no request's KV is in it. KV may have a *key*. A free block whose KV has a key is *cached*:
+    its KV stays until the block is reused, which happens only when no other block is free. Reuse is in LRU order, and
+    blocks that waiting requests want come last. Blocks without a key are allocated in a fixed order, so that traces are
+    reproducible.
 
-    total: blocks of the tier. changes: how often KV that requests wait for was lost, taken or given back.
+    Attributes:
+        total: Number of blocks.
+        changes: Number of times that KV which requests wait for was lost, allocated or freed.
     """
 
     def __init__(self, total: int) -> None:
@@ -26,35 +29,37 @@ class BlockPool:
         # Popped from the end, so the lowest block numbers go first.
         self._empty = list(range(total - 1, -1, -1))
         self._cached: dict[int, None] = {}
-        self._wanted: dict[int, None] = {}  # cached, and requests wait for its key
+        self._wanted: dict[int, None] = {}  # cached, and wanted by waiting requests
         self._keys: dict[int, Key] = {}
         self._blocks: dict[Key, int] = {}
         self._waiting: Counter[Key] = Counter()
-        self._read: set[int] = set()  # their KV is being copied, and is still there
+        self._read: set[int] = set()  # being copied, and not reused since the copy began
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """Number of blocks that can be allocated, including cached ones."""
         return len(self._empty) + len(self._cached) + len(self._wanted)
 
     @property
     def cached(self) -> int:
-        """Free blocks whose KV can be found."""
+        """Number of free blocks whose KV has a key."""
         return len(self._cached) + len(self._wanted)
 
     @property
     def empty(self) -> int:
-        """Free blocks whose KV, if they have any, cannot be found."""
+        """Number of free blocks whose KV has no key."""
         return len(self._empty)
 
     def take(self, count: int) -> list[int]:
-        """Hand out blocks; what KV they hold is lost. Ask `free` first."""
+        """Allocate blocks. Their old KV is lost. Check `free` first."""
         empty = self._empty
         return [empty.pop() if empty else self._take_cached() for _ in range(count)]
 
     def put(self, blocks: Sequence[int]) -> None:
-        """Take back blocks of a request, in the order of its tokens: the first ones are handed out first, and cached
-        ones last."""
+        """Free blocks of a request, given in the order of its tokens.
+
+        The first ones are reused first, cached ones last.
+        """
         if not self._keys:
             self._empty.extend(reversed(blocks))
             return
@@ -68,8 +73,7 @@ class BlockPool:
                 self._cached[block] = None
 
     def recover(self, held: Collection[int]) -> list[int]:
-        """Free the blocks that are neither free nor among `held`, which no account knows any more; what KV they hold is
-        lost."""
+        """Free the leaked blocks, which are neither free nor in `held`, and return them."""
         lost = sorted(set(range(self.total)).difference(held, self.free_blocks()))
         for block in lost:
             if block in self._keys:
@@ -80,49 +84,48 @@ class BlockPool:
     # -- keys ---------------------------------------------------------------------------------------------
 
     def find(self, key: Key) -> int | None:
-        """The block with this KV."""
+        """Return the block with this KV, or None."""
         return self._blocks.get(key)
 
     def find_free(self, key: Key) -> int | None:
-        """The block with this KV, if it is cached."""
+        """Return the cached block with this KV, or None."""
         block = self._blocks.get(key)
         return block if block in self._cached or block in self._wanted else None
 
     def next_cached(self, count: int) -> Iterator[tuple[int, Key]]:
-        """The cached blocks that are handed out next, in that order, and the keys of their KV."""
+        """Iterate over the `count` cached blocks that are reused next, with their keys."""
         keys = self._keys
         return ((block, keys[block]) for block in islice(chain(self._cached, self._wanted), count))
 
     def has_key(self, block: int) -> bool:
-        """Whether the KV of the block can be found."""
         return block in self._keys
 
     def name(self, block: int, key: Key) -> bool:
-        """Let the KV of a block that is handed out be found; False: another block has the same."""
+        """Assign a key to an allocated block; return False if another block already has it."""
         if self._blocks.setdefault(key, block) != block:
             return False
         self._keys[block] = key
         return True
 
     def unname(self, block: int) -> None:
-        """Let the KV of a block that is handed out be found no more."""
+        """Remove the key of an allocated block."""
         key = self._keys.pop(block)
         del self._blocks[key]
         self._read.discard(block)
         self.changes += key in self._waiting
 
     def begin_read(self, blocks: Iterable[int]) -> None:
-        """The KV of these blocks, which have keys, is being copied elsewhere."""
+        """Mark blocks with keys as being copied."""
         self._read.update(blocks)
 
     def end_read(self, block: int) -> bool:
-        """It is copied. False: the block was handed out meanwhile, or lost its key, and the copy may be of anything."""
+        """Unmark a block; return False if it was reused or lost its key, so that the copy may be invalid."""
         was_there = block in self._read
         self._read.discard(block)
         return was_there
 
     def revive(self, block: int) -> bool:
-        """Hand out a cached block for the KV that it holds; False: it is handed out already."""
+        """Allocate a cached block together with its KV; return False if it is already allocated."""
         if block in self._wanted:
             del self._wanted[block]
             self.changes += 1
@@ -130,13 +133,13 @@ class BlockPool:
         return self._cached.pop(block, False) is None
 
     def want(self, keys: Iterable[Key]) -> None:
-        """A request begins to wait for this KV: its blocks stay cached longer."""
+        """Count a request that waits for this KV, so that its blocks are reused last."""
         for key in keys:
             self._waiting[key] += 1
             self._move(key, self._cached, self._wanted)
 
     def unwant(self, keys: Iterable[Key]) -> None:
-        """A request waits for it no longer."""
+        """Undo `want`."""
         for key in keys:
             self._waiting[key] -= 1
             if not self._waiting[key]:
@@ -155,14 +158,13 @@ class BlockPool:
         self.unname(block)
         return block
 
-    # -- the proof ----------------------------------------------------------------------------------------
+    # -- consistency check --------------------------------------------------------------------------------
 
     def free_blocks(self) -> Iterator[int]:
-        """Every free block."""
         return chain(self._empty, self._cached, self._wanted)
 
     def problem(self) -> str:
-        """What is wrong with the keys, in words; empty: nothing."""
+        """Return what is inconsistent about the keys, or an empty string."""
         if self._blocks != {key: block for block, key in self._keys.items()}:
             return "a key leads to another block than to its own"
         if self._keys and not self._keys.keys().isdisjoint(self._empty):

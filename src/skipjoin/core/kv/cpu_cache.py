@@ -1,4 +1,4 @@
-"""KV that others may find on the host, and how it gets there."""
+"""CPU tier of the prefix cache, and the copies that fill it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Iterable
 from skipjoin.core.kv.block_pool import BlockPool, Key
 from skipjoin.core.step import Direction, Move
 
-# Cached device blocks that have a copy on the host, or get one, before they are handed out.
+# Number of device blocks, of those allocated next, whose cached KV has or gets a copy on the CPU tier.
 _AHEAD = 256
-# Blocks of one copy, at most and at first.
+# Maximum and initial number of blocks of one copy.
 _MOST, _FIRST = 64, 8
-# Decisions within which a copy should land: moves of requests wait behind it on the link. With many plans in flight,
-# those that are decided before its own plan commits, and two.
+# Scheduling steps within which a copy should land, because swaps queue behind it on the link. With many plans in
+# flight, it is the number of steps planned before its own plan commits, plus two.
 _SOON, _AFTER = 3, 2
 
 
 class HostCache:
-    """The host's free blocks by the keys of their KV, and what copies KV there.
+    """Prefix cache in the free blocks of the CPU tier.
 
-    Cached blocks of the device are copied ahead of need, those first that are handed out next, once few other blocks
-    are free. They stay where they are meanwhile and afterwards: nothing waits for a copy. One whose block is handed out
-    before it has landed is worth nothing. There is one copy at a time, as large as the link carries within a few steps.
+    When few other device blocks are free, the cached device blocks that are reused next are copied in advance. They
+    stay cached on the device, and nothing waits for a copy. A copy is discarded if its source is reused before it has
+    landed. One copy is in transit at a time; its size adapts to what the link transfers in a few steps.
 
-    block_size: tokens per block. is_exact: whether KV comes back from the host as it went there; otherwise nothing is
-    cached.
+    Args:
+        block_size: Tokens per block.
+        is_exact: Whether swapping preserves KV exactly; otherwise nothing is cached.
     """
 
     def __init__(self, device: BlockPool, host: BlockPool, block_size: int, *, is_exact: bool) -> None:
@@ -34,41 +35,44 @@ class HostCache:
         self._is_on = is_exact and host.total > 0
         self._ahead = min(_AHEAD, device.total // 2)
         self._most = _FIRST
-        self._waited = 0  # decisions since the copy began
-        self._soon = _SOON  # within how many it should land
+        self._waited = 0  # scheduling steps since the copy began
+        self._soon = _SOON  # number of steps within which it should land
         self._copy: Move | None = None
-        self._keys: list[Key] = []  # of its blocks
+        self._keys: list[Key] = []  # keys of its blocks
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """The host blocks to which KV is being copied: they are neither free nor held."""
+        """Targets of the copy in transit, which are neither free nor held."""
         return self._copy.target if self._copy is not None else ()
 
     def find(self, key: Key) -> int | None:
-        """The free host block with this KV."""
+        """Return the free CPU-tier block with this KV, or None."""
         return self._host.find_free(key)
 
     def name(self, block: int, key: Key) -> None:
-        """Let the KV in a host block that a request holds be found when that is free."""
+        """Assign a key to a held CPU-tier block, which can be found once it is free."""
         if self._is_on:
             self._host.name(block, key)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """What these host blocks have is not what their keys say."""
+        """Remove the keys of blocks whose content is invalid."""
         for block in blocks:
             if self._host.has_key(block):
                 self._host.unname(block)
 
     def begin(self, depth: int) -> Move | None:
-        """Begin to copy what the device is about to lose; None: nothing, or a copy is under way. depth: plans that may
-        be in flight at once."""
+        """Start a copy; return None if there is nothing to copy or a copy is in transit.
+
+        Args:
+            depth: Maximum number of plans in flight.
+        """
         device, host = self._device, self._host
         if self._copy is not None:
             self._waited += 1
             return None
         if not self._is_on or not device.cached or device.empty >= self._ahead:
             return None
-        # Most of the free host blocks stay for requests that are swapped.
+        # Leave most of the free blocks to requests that are swapped out.
         room = min(self._most, host.free // 4)
         found: list[tuple[int, Key]] = []
         for block, key in device.next_cached(self._ahead - device.empty):
@@ -86,7 +90,7 @@ class HostCache:
         return self._copy
 
     def end(self, *, has_landed: bool) -> None:
-        """The copy has ended, well or badly."""
+        """Finish the copy and adapt the size of the next one."""
         copy, self._copy = self._copy, None
         assert copy is not None
         for block, target, key in zip(copy.source, copy.target, self._keys, strict=True):

@@ -1,8 +1,7 @@
-"""The account of KV blocks as the planner and the policies see it, whatever keeps it.
+"""Interface of the KV ledger to the planner and the policies.
 
-`KVAccounts` are the questions, `Ledger` adds what a plan and its outcome do. Each begins with what every ledger
-answers and does. The sections that follow are about what a ledger may lack: the bodies there are those of a ledger
-that lacks it, for a class that derives from the Protocol.
+`KVAccounts` has the queries; `Ledger` adds the operations. The sections after the first describe optional features.
+Their default bodies are those of a ledger without the feature.
 """
 
 from __future__ import annotations
@@ -18,9 +17,14 @@ _NONE_IN_TRANSIT: Mapping[Direction, int] = dict.fromkeys(Direction, 0)
 
 
 class Hit(NamedTuple):
-    """KV that a request can use: tokens of it, always fewer than are known, and how many of its blocks other requests
-    hold. The others take up blocks that were available. leader: the request that is to compute the block after these.
-    away: how many of the blocks, the last ones, are on the host."""
+    """Prefix-cache hit of a request.
+
+    Attributes:
+        tokens: Number of cached tokens, always less than the number of known tokens.
+        held: Number of hit blocks that other requests hold. The others are taken from the available blocks.
+        leader: Request that is about to compute the block after the hit.
+        away: Number of hit blocks on the CPU tier; they are the last ones.
+    """
 
     tokens: int
     held: int
@@ -32,15 +36,20 @@ MISS = Hit(0, 0)
 
 
 class HeldBlocks(Protocol):
-    """What one request holds, to be read: one record and no questions, because each request of each step is looked at.
+    """Read-only view of the blocks that one request holds.
 
-    device: its blocks there, of which only the number is asked. table: the same for plans, as a frozen value; empty
-    from a ledger that only counts. room: tokens that it may have on the device without another question. regains:
-    tokens that it had before the last ones were dropped, 0 where none were.
+    It is one record, not a set of queries, because each step reads it for each request. The fields from `host` on are
+    empty with a single tier.
 
-    With one tier the rest is empty. host: its blocks there, of which only the number is asked. away: blocks with KV
-    that has to come back from the host before the request can run. moving: which way KV of it is in transit. parts:
-    moves in transit that save slots in which another request writes.
+    Attributes:
+        device: Blocks on the device; only their number is used.
+        table: Block table for plans; empty for ledgers that only count.
+        room: Tokens that the request may have on the device without another ledger call.
+        regains: Tokens that it had before its last ones were dropped; 0 if none were.
+        host: Blocks on the CPU tier; only their number is used.
+        away: Blocks that must be swapped in before the request can run.
+        moving: Direction of its KV in transit.
+        parts: Moves in transit that save slots which another request overwrites.
     """
 
     @property
@@ -62,12 +71,9 @@ class HeldBlocks(Protocol):
 
 
 class KVAccounts(Protocol):
-    """Questions about KV blocks; `KVLedger` answers them here. None of them changes anything.
+    """Queries about KV blocks. Calls change nothing."""
 
-    block_size: tokens per block.
-    """
-
-    # -- of every ledger: blocks on the device, and requests that hold and claim some -----------------------
+    # -- required: device blocks, their holders and reservations ------------------------------------------
 
     @property
     def block_size(self) -> int: ...
@@ -76,113 +82,124 @@ class KVAccounts(Protocol):
 
     @property
     def device_free(self) -> int:
-        """Device blocks that no request holds and no move reads."""
+        """Number of device blocks that no request holds and no move reads."""
         ...
 
     @property
     def available(self) -> int:
-        """Device blocks that nothing claims. Negative where claims exceed the pool."""
+        """Number of unreserved device blocks. Negative if the reservations exceed the pool."""
         ...
 
     @property
     def holder_count(self) -> int:
-        """How many requests hold anything."""
+        """Number of requests that hold or reserve blocks."""
         ...
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that carry `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def holders(self) -> Iterator[Request]:
-        """Every request that holds anything, in the order in which they began to."""
+        """Iterate over the requests that hold or reserve blocks, oldest holder first."""
         ...
 
     def latest_holders(self) -> Iterator[Request]:
-        """The same, the latest first."""
+        """Iterate over the same requests, newest holder first."""
         ...
 
     def holds(self, request: Request) -> bool:
-        """Whether the request holds or claims anything."""
+        """Return whether the request holds or reserves blocks."""
         ...
 
     def blocks_of(self, request: Request, /) -> HeldBlocks | None:
-        """What the request holds; None: nothing, and it claims nothing."""
+        """Return what the request holds, or None if it neither holds nor reserves blocks."""
         ...
 
     def footprint(self, request: Request) -> int:
-        """Device blocks that come free if the request gives up all it holds and claims."""
+        """Return the number of device blocks that evicting the request would free, its reservation included."""
         ...
 
     def filled(self, request: Request) -> int:
-        """Device blocks that hold computed KV of the request: the first ones that it has there."""
+        """Return the number of the request's device blocks with computed KV; they are its first ones."""
         ...
 
     def filled_after(self, request: Request, given_up: int) -> int:
-        """The same once its lender has got so many blocks of its footprint back: what is claimed and not held goes
-        first, then blocks without KV, then the last ones with KV."""
+        """Return what `filled` would be after the request gave up `given_up` blocks of its footprint.
+
+        Reserved blocks that it does not hold go first, then blocks without KV, then the last ones with KV.
+        """
         ...
 
     def tokens_in(self, request: Request, blocks: int) -> int:
-        """Computed tokens of the request that its first `blocks` blocks hold."""
         return min(request.computed, blocks * self.block_size)
 
     def empty_slots(self, request: Request) -> int:
-        """Slots of the request's last block with KV that have none."""
+        """Return the number of empty slots in the request's last block with KV."""
         return -request.computed % self.block_size
 
     def shortfall(self, request: Request, tokens: int) -> int:
-        """Device blocks that must become available before the request can hold `tokens` tokens there."""
+        """Return how many device blocks must become available before the request can hold `tokens` tokens."""
         ...
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
-        """Free blocks that the request lacks to hold `tokens` tokens on the device, whatever is claimed. Negative: more
-        than enough are free."""
+        """Return how many free blocks the request lacks to hold `tokens` tokens, regardless of reservations.
+
+        The result is negative if more than enough blocks are free.
+        """
         ...
 
     def shortfall_of_claim(self, request: Request, blocks: int, lender: Lender) -> int:
-        """Blocks that must become available before the request can claim `blocks` in all out of `lender`. Negative:
-        more than enough are."""
+        """Return how many blocks must become available before the request can reserve `blocks` in total from `lender`.
+
+        The result is negative if more than enough blocks are available.
+        """
         ...
 
     def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
-        """How many blocks beyond their claims these requests need in each of `steps` steps that compute one more token
-        of each. None: that is not known, or they cannot take these steps without another decision."""
+        """Return how many unreserved blocks each of the next `steps` decode-only steps of these requests needs.
+
+        Returns:
+            None if that is unknown, or if the steps need another decision.
+        """
         return None
 
-    # -- claims that are lent out of other claims -----------------------------------------------------------
+    # -- nested reservations ------------------------------------------------------------------------------
 
     @property
     def accounts(self) -> tuple[Account, ...]:
-        """The accounts that have blocks to lend."""
+        """Accounts that have blocks to lend."""
         return ()
 
     def lender_of(self, request: Request) -> Lender:
-        """What the request's claim is lent out of; None: nothing, or it has none."""
+        """Return the parent of the request's reservation; None for the shared pool or without a reservation."""
         return None
 
     def lenders(self, request: Request, lender: Lender) -> frozenset[Lender]:
-        """What gets blocks back for a claim of the request that `lender` lends: the request, the lender, what lends it
-        its own claim, and so on to None, where blocks are free for all."""
+        """Return the parties whose freed blocks help a reservation of the request from `lender`.
+
+        They are the request, the lender and the lender's ancestors up to None, the shared pool.
+        """
         return frozenset((request, lender))
 
     def gives_back_to(self, request: Request, lenders: frozenset[Lender]) -> bool:
-        """Whether all of the request's footprint comes back to one of these if it gives that up."""
+        """Return whether evicting the request returns its whole footprint to one of `lenders`."""
         return True
 
     def headroom(self, lender: Lender) -> int:
-        """Blocks that a new claim can be lent: what the lender does not use, what its lenders do not use, and what is
-        available."""
+        """Return how many blocks a new reservation can take from `lender`.
+
+        They are the unused blocks of the lender and its ancestors, and the available ones.
+        """
         return self.available
 
     def unused(self, lender: Request | Account) -> int:
-        """Blocks that the lender claims, and neither holds nor lends; 0 if it claims none."""
+        """Return how many blocks the lender reserves but neither holds nor lends."""
         return 0
 
     def unused_without(self, account: Account, request: Request) -> int:
-        """Blocks that the account has to lend once it does not lend any to the request."""
+        """Return how many blocks the account could lend if it lent none to the request."""
         return 0
 
-    # -- a second tier, on the host -------------------------------------------------------------------------
+    # -- CPU tier -----------------------------------------------------------------------------------------
 
     @property
     def host_total(self) -> int:
@@ -190,232 +207,267 @@ class KVAccounts(Protocol):
 
     @property
     def host_free(self) -> int:
-        """Host blocks that no request holds and no move reads."""
+        """Number of CPU-tier blocks that no request holds and no move reads."""
         return 0
 
     @property
     def blocks_in_transit(self) -> Mapping[Direction, int]:
-        """How many blocks are, by direction."""
         return _NONE_IN_TRANSIT
 
     @property
     def is_moving(self) -> bool:
-        """Whether any KV is in transit."""
         return False
 
     def is_settled(self, request: Request) -> bool:
-        """Whether the request holds something and none of it is in transit."""
+        """Return whether the request holds blocks and none of its KV is in transit."""
         return self.holds(request)
 
     def footprint_on_host(self, request: Request) -> int:
-        """Host blocks with KV of the request."""
+        """Return the number of CPU-tier blocks with KV of the request."""
         return 0
 
     def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
-        """Whether the request's KV behind the first `keep` blocks on the device can move to the host now."""
+        """Return whether the request's KV after its first `keep` device blocks can be swapped out now."""
         return False
 
     def can_move_in(self, request: Request) -> bool:
-        """Whether the request's KV on the host can move to the device now, beside what others claim there."""
+        """Return whether the request's swapped-out KV fits on the device now, within its own and unreserved blocks."""
         return False
 
-    # -- blocks that several requests hold, and KV that is found again ----------------------------------------
+    # -- prefix cache -------------------------------------------------------------------------------------
 
     def hit(self, request: Request) -> Hit:
-        """What a request that holds nothing finds of its KV: full blocks from the first one on."""
+        """Return the prefix-cache hit of a request that holds nothing: full blocks from the first one on."""
         return MISS
 
     def shared_within(self, requests: Iterable[Request]) -> int:
-        """Device blocks that these requests share with each other alone: no footprint of one has them."""
+        """Return the number of device blocks shared only among these requests; no single footprint includes them."""
         return 0
 
     @property
     def cached_blocks(self) -> int:
-        """Free device blocks whose KV can be found."""
+        """Number of free device blocks in the prefix cache."""
         return 0
 
     @property
     def cached_host_blocks(self) -> int:
-        """Free host blocks whose KV can be found."""
+        """Number of free CPU-tier blocks in the prefix cache."""
         return 0
 
     @property
     def shared_blocks(self) -> int:
-        """Device blocks that more than one request holds."""
+        """Number of device blocks that several requests hold."""
         return 0
 
-    # -- blocks that two requests fill from both ends -------------------------------------------------------
+    # -- bidirectional block sharing (BROS section 5) -----------------------------------------------------
 
     @property
     def has_two_ends(self) -> bool:
-        """Whether blocks can be lent: what is overwritten has to come back as it was."""
+        """True if blocks can be shared bidirectionally, which requires that swapping preserves KV exactly."""
         return False
 
     @property
     def lent_blocks(self) -> int:
-        """Device blocks that two requests fill from both ends."""
+        """Number of bidirectionally shared device blocks."""
         return 0
 
     def can_lend(self, owner: Request, borrower: Request) -> bool:
-        """Whether the one may lend blocks to the other now."""
+        """Return whether `owner` can share blocks with `borrower` now."""
         return False
 
     def in_the_way(self, request: Request, tokens: int) -> Iterable[Request]:
-        """The owners of slots that are to be saved before the request has `tokens` tokens."""
+        """Return the owners of slots that must be saved before the request can have `tokens` tokens."""
         return ()
 
     def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
-        """Return how many device blocks fewer the request needs for `tokens` tokens if the others hold nothing: those
-        in place of blocks that it lends them."""
+        """Return how many fewer device blocks the request needs for `tokens` tokens if `others` hold nothing.
+
+        These blocks would replace blocks that it lends to the others.
+        """
         return 0
 
     def tokens_there(self, request: Request) -> int:
-        """Computed tokens of the request whose KV is on the device."""
+        """Return the number of the request's computed tokens whose KV is on the device."""
         return request.computed
 
-    # -- a pool that is counted beside the account ----------------------------------------------------------
+    # -- leak detection -----------------------------------------------------------------------------------
 
     @property
     def astray(self) -> tuple[int, int]:
-        """Blocks of the device and of the host that are neither free nor held, where there should be none; negative:
-        more are free or held than there are."""
+        """Number of leaked blocks on the device and on the CPU tier.
+
+        A negative number means that more blocks are free or held than exist.
+        """
         return (0, 0)
 
 
 class Ledger(KVAccounts, Protocol):
-    """What plans and their outcomes do to the account; `KVLedger` does it here. Only the scheduler does, and each only
-    where the questions allow it: what moves, shares or lends is not called where nothing can."""
+    """Operations of plans and their outcomes on the KV ledger.
 
-    # -- of every ledger ------------------------------------------------------------------------------------
+    Only the scheduler calls them, and only where the queries allow it. Operations of an optional feature are not called
+    on a ledger without it.
+    """
+
+    # -- required -----------------------------------------------------------------------------------------
 
     def claim(self, request: Request, blocks: int, *, tokens: int | None = None, lender: Lender = None) -> None:
-        """Let the request have `blocks` device blocks in all, out of what `lender` has, for `tokens` tokens at most
-        (`Request.claimed`); None: without a limit. The claim that it has ends. Ask `shortfall_of_claim` first."""
+        """Replace the request's reservation. Check `shortfall_of_claim` first.
+
+        Args:
+            blocks: Total number of device blocks that it may have.
+            tokens: Token limit of the reservation (`Request.claimed`); None for no limit.
+            lender: Parent reservation; None for the shared pool.
+        """
         ...
 
     def grow(self, request: Request, tokens: int) -> HeldBlocks:
-        """Give the request device blocks for `tokens` tokens in all; ask `shortfall` first."""
+        """Allocate device blocks for `tokens` tokens in total. Check `shortfall` first."""
         ...
 
     def trim(self, request: Request) -> None:
-        """End the request's claim and free its device blocks without KV."""
+        """Cancel the request's reservation and free its device blocks without KV."""
         ...
 
     def drop(self, request: Request, *, keep: int = 0) -> None:
-        """Give up the request's KV and claim, but for the first `keep` blocks that it has on the device, which are all
-        full."""
+        """Drop the request's KV and reservation, except its first `keep` device blocks, which must be full."""
         ...
 
     def release(self, request: Request) -> None:
-        """Take back everything the request holds and claims; no effect if that is nothing."""
+        """Free everything the request holds and reserves; no effect if it has nothing."""
         ...
 
     def clear(self) -> None:
-        """Begin again with nothing held, claimed or in transit: all KV is lost."""
+        """Reset the ledger: nothing is held, reserved or in transit, and all KV is lost."""
         ...
 
-    # -- claims that are lent out of other claims: if policies have accounts --------------------------------
+    # -- nested reservations, if policies have accounts ---------------------------------------------------
 
     def reserve(self, account: Account, blocks: int) -> None:
-        """Let the account have that many blocks to lend, or as many as are available."""
+        """Set the number of blocks that the account can lend, limited to what is available."""
         raise NotImplementedError
 
     def draw(self, account: Account, blocks: int) -> None:
-        """Take blocks from what the account has to lend, for good."""
+        """Remove unused blocks from the account permanently."""
         raise NotImplementedError
 
     def disband(self, account: Account) -> None:
-        """Let the account have nothing to lend, until it is given blocks again."""
+        """Leave the account without blocks to lend until the next `reserve`."""
         raise NotImplementedError
 
-    # -- KV from another engine: if requests are expected ---------------------------------------------------
+    # -- KV from another engine, if requests are expected -------------------------------------------------
 
     def expect(self, request: Request) -> None:
-        """Give the request device blocks for its computed tokens, whose KV is on its way from another engine: they are
-        fenced until `receive`."""
+        """Allocate device blocks for the request's computed tokens, whose KV arrives from another engine.
+
+        The blocks are fenced until `receive`.
+        """
         raise NotImplementedError
 
     def receive(self, request: Request) -> None:
-        """The KV that the request expects is there: lift its fence."""
+        """Lift the fence of a request whose expected KV has arrived."""
         raise NotImplementedError
 
-    # -- a second tier, on the host -------------------------------------------------------------------------
+    # -- CPU tier -----------------------------------------------------------------------------------------
 
     def move_out(self, request: Request, *, blocking: bool, keep: int = 0, before: Move | None = None) -> Move | None:
-        """Begin moving the request's computed KV to the host, but for the first `keep` blocks that it has on the
-        device. Its claim, and blocks beyond the KV, end as with `trim`. None: all of it is saved there.
+        """Start swapping out the request's computed KV after its first `keep` device blocks, and trim the request.
 
-        blocking: the copy is taken before the plan's slices run, so the device blocks are free at once; otherwise they
-        are fenced until `land`. before: a blocking move of the same plan, which carries what follows, and which ended
-        with `recall`: the move takes its place.
+        Args:
+            blocking: If True, the copy precedes the plan's slices, and the device blocks are free at once. Otherwise
+                they are fenced until `land`.
+            before: Recalled blocking move of the same plan for the blocks that follow; the new move includes it.
+
+        Returns:
+            The move, or None if the CPU tier already has a copy of everything.
         """
         raise NotImplementedError
 
     def recall(self, move: Move) -> None:
-        """The blocking move out of a plan that is still being made is not made after all."""
+        """Cancel a blocking swap-out of the plan that is being built."""
         raise NotImplementedError
 
     def move_in(self, request: Request) -> Move:
-        """Begin moving the request's KV back to the device. The host blocks are fenced until `land`."""
+        """Start swapping in the request's KV. The CPU-tier blocks are fenced until `land`."""
         raise NotImplementedError
 
     def restore(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Begin moving all that the request has on the host back to the device with blocking moves. Ask `shortfall`
-        first, which counts what `tokens` tokens need."""
+        """Start blocking moves that swap in all of the request's KV. Check `shortfall` for `tokens` tokens first."""
         raise NotImplementedError
 
     def land(self, move: Move) -> int | None:
-        """The move has ended well: lift its fence. Returns what `fail` would, of a move before it."""
+        """Lift the fence of a completed move.
+
+        Returns:
+            The deferred result of an earlier `fail` of the same request, else None.
+        """
         raise NotImplementedError
 
     def fail(self, move: Move) -> int | None:
-        """The move has ended badly. None: no KV is lost, or other moves of the request are in transit whose end tells.
-        Otherwise only so many device blocks of the request, the first ones, still hold KV; the rest is to be given up
-        with `drop`."""
+        """Handle a failed move.
+
+        Returns:
+            The number of the request's first device blocks that still hold KV; the rest must be dropped. None if no KV
+                is lost, or while other moves of the request are in transit.
+        """
         raise NotImplementedError
 
     def keep_cached(self, depth: int) -> Move | None:
-        """Begin to copy to the host what the device has cached and is about to lose: an overlapped move, of no request.
-        None: nothing is copied now. depth: plans that may be in flight at once."""
+        """Start an overlapped copy to the CPU tier of cached device blocks that are about to be reused.
+
+        Args:
+            depth: Maximum number of plans in flight.
+
+        Returns:
+            A move without a request, or None if nothing is copied now.
+        """
         return None
 
-    # -- blocks that several requests hold, and KV that is found again ----------------------------------------
+    # -- prefix cache -------------------------------------------------------------------------------------
 
     def adopt(self, request: Request) -> Hit:
-        """Let a request that holds nothing hold the blocks that `hit` tells of; returns that."""
+        """Give a request that holds nothing the blocks of its prefix-cache hit, and return the hit."""
         return MISS
 
     def announce(self, request: Request) -> None:
-        """The request is about to compute what it knows and does not hold: it leads those that can use it."""
+        """Register the request as the leader of the blocks that it is about to compute."""
 
     def offer(self, request: Request) -> None:
-        """Let others find the KV of the request's full blocks, as far as it is computed."""
+        """Add the full computed blocks of the request to the prefix cache."""
 
     def await_prefix(self, request: Request) -> None:
-        """The request waits and holds nothing: what it could use stays for longer, until it holds something."""
+        """Prefer to keep the cached blocks that this waiting request could use, until it holds blocks."""
 
     def forget_prefix(self, request: Request) -> None:
-        """It waits no longer; no effect if it did not."""
+        """Undo `await_prefix`; no effect if it was not called."""
 
-    # -- blocks that two requests fill from both ends -------------------------------------------------------
+    # -- bidirectional block sharing (BROS section 5) -----------------------------------------------------
 
     def lend(self, owner: Request, keep: int, borrower: Request) -> bool:
-        """Append the owner's blocks with KV, but for the first `keep`, to those of the borrower. False, and nothing is
-        lent: they cannot be saved, or other requests share some of them."""
+        """Append the owner's blocks with KV, except the first `keep`, to the blocks of the borrower.
+
+        Returns:
+            False, without any change, if the blocks cannot be saved or if other requests share some of them.
+        """
         return False
 
     def take_slots(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Let the request fill the blocks that it borrows as far as `tokens` tokens reach. Returns the moves that save
-        what it overwrites, which are to be carried out before. None of the owners may run meanwhile."""
+        """Let the request fill its borrowed blocks up to `tokens` tokens. The owners must not run meanwhile.
+
+        Returns:
+            Moves that save what is overwritten; they must precede the writes.
+        """
         return ()
 
     def take_back(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Let the request have `tokens` tokens in the slots of blocks that it lends. Returns the moves that bring the
-        KV there, before the slices run."""
+        """Give the request slots for `tokens` tokens in blocks that it lends.
+
+        Returns:
+            Moves that bring its KV there; they must precede the slices.
+        """
         return ()
 
-    # -- a pool that is counted beside the account ----------------------------------------------------------
+    # -- leak detection -----------------------------------------------------------------------------------
 
     def recover(self) -> int:
-        """Free all blocks that are astray; how many they were."""
+        """Free leaked blocks and return their number."""
         return 0

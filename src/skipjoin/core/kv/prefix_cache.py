@@ -1,4 +1,4 @@
-"""Full blocks that several requests hold, and KV that is found again after its request has gone."""
+"""Prefix cache: full blocks that several requests share, and cached KV of requests that have left."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from skipjoin.core.request import Request
 
 
 class _Search:
-    """How much of the KV with these keys, from the first one on, is there.
+    """Incremental prefix-cache lookup of one waiting request.
 
-    It is kept while its request waits, so that a long prefix costs nothing at each step: `update` looks at the first
-    missing key alone, unless a pool reports changes of KV that was there.
+    `update` only looks up the first missing key, unless a pool reports changes. A long prefix therefore costs nothing
+    in each step.
 
-    blocks: device blocks that are found. held: how many of them requests hold. away: blocks behind them that are found
-    on the host.
+    Attributes:
+        blocks: Number of hit blocks on the device.
+        held: Number of those that requests hold.
+        away: Number of hit blocks after them on the CPU tier.
     """
 
     __slots__ = ("_changes", "away", "blocks", "held", "keys")
@@ -31,7 +33,7 @@ class _Search:
         self._changes = (-1, -1)
 
     def update(self, device: BlockPool, host: BlockPool, holders: Container[int]) -> Key | None:
-        """Follow the pools. Return the first key that is on neither."""
+        """Follow changes of the pools. Return the first key that neither has, or None."""
         changes = device.changes, host.changes
         if changes != self._changes:
             self._changes = changes
@@ -47,14 +49,11 @@ class _Search:
 
 
 class PrefixCache(ClaimTree):
-    """The blocks of both tiers by the keys of their KV.
+    """Prefix cache of both tiers.
 
-    A block with a key is full, and nothing writes to it while a request holds it. Of the requests that hold it the one
-    that has for longest counts it in its claim. What is found on the host one request alone gets, which brings it back;
-    its host blocks are free again, and can be found, once it is there.
-
-    device_blocks, host_blocks: pool sizes in blocks. block_size: tokens per block. is_exact: whether KV comes back from
-    the host as it went there: others use it only then.
+    Blocks with keys are full and read-only while requests hold them. The oldest holder of a shared block counts it in
+    its reservation. Hits on the CPU tier are not shared: one request swaps them in, after which the CPU-tier blocks are
+    free and can be found again.
     """
 
     def __init__(self, device_blocks: int, host_blocks: int, block_size: int, *, is_exact: bool) -> None:
@@ -63,16 +62,15 @@ class PrefixCache(ClaimTree):
         self.block_size = block_size
         self._is_exact = is_exact
         self._make_pools()
-        self._holders: dict[int, list[RequestBlocks]] = {}  # of blocks with keys
-        self._awaited: dict[Request, _Search] = {}  # by requests that hold nothing
-        # What requests are about to compute, and which of them does.
+        self._holders: dict[int, list[RequestBlocks]] = {}  # holders of blocks with keys
+        self._awaited: dict[Request, _Search] = {}  # lookups of requests that hold nothing
+        # Keys that requests are about to compute, and the leader of each.
         self._announced: dict[Request, list[Key]] = {}
         self._coming: dict[Key, Request] = {}
 
-    # -- questions ----------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------
 
     def hit(self, request: Request) -> Hit:
-        """What a request that holds nothing finds of its KV: full blocks from the first one on."""
         if request.prefix is None:
             return MISS
         search = self._awaited.get(request) or _Search(list(self._usable(request)))
@@ -82,16 +80,13 @@ class PrefixCache(ClaimTree):
 
     @property
     def cached_blocks(self) -> int:
-        """Free device blocks whose KV can be found."""
         return self._device.cached
 
     @property
     def cached_host_blocks(self) -> int:
-        """Free host blocks whose KV can be found."""
         return self._host.cached
 
     def shared_within(self, requests: Iterable[Request]) -> int:
-        """Device blocks that these requests share with each other alone: no footprint of one has them."""
         some = {held for request in requests if (held := self._held.get(request)) is not None}
         if not any(held.shared for held in some):
             return 0
@@ -99,13 +94,11 @@ class PrefixCache(ClaimTree):
 
     @property
     def shared_blocks(self) -> int:
-        """Device blocks that more than one request holds."""
         return sum(held.shared for held in self._held.values())
 
-    # -- using what is there ------------------------------------------------------------------------------
+    # -- hits and registration ----------------------------------------------------------------------------
 
     def adopt(self, request: Request) -> Hit:
-        """Let a request that holds nothing hold the blocks that `hit` tells of; returns that."""
         hit = self.hit(request)
         if not hit.tokens:
             return hit
@@ -126,7 +119,6 @@ class PrefixCache(ClaimTree):
         return hit
 
     def offer(self, request: Request) -> None:
-        """Let others find the KV of the request's full blocks, as far as it is computed."""
         held = self._held.get(request)
         if held is None or request.prefix is None or held.is_private:
             return
@@ -144,18 +136,16 @@ class PrefixCache(ClaimTree):
         held.keyed = full
 
     def _is_whole(self, block: int) -> bool:
-        """Whether all slots of the block are one request's."""
+        """Return whether one request owns all slots of the block."""
         return True
 
     def await_prefix(self, request: Request) -> None:
-        """The request waits and holds nothing: what it could use stays for longer, until it holds something."""
         if request.prefix is not None:
             search = self._awaited[request] = _Search(list(self._usable(request)))
             for pool in (self._device, self._host):
                 pool.want(search.keys)
 
     def announce(self, request: Request) -> None:
-        """The request is about to compute what it knows and does not hold: it leads those that can use it."""
         held = self._held[request]
         if request.prefix is None or request in self._announced:
             return
@@ -164,22 +154,21 @@ class PrefixCache(ClaimTree):
             self._coming.setdefault(key, request)
 
     def forget_prefix(self, request: Request) -> None:
-        """It waits no longer; no effect if it did not."""
         search = self._awaited.pop(request, None)
         if search is not None:
             for pool in (self._device, self._host):
                 pool.unwant(search.keys)
 
     def _usable(self, request: Request) -> Iterable[Key]:
-        """The keys of blocks that the request could use: at least one known token is always computed."""
+        """Return the keys of blocks that the request could use. At least one known token is always computed."""
         assert request.prefix is not None
         tokens = request.known - 1
         return islice(request.prefix.keys(request, tokens), tokens // self.block_size)
 
-    # -- holding ------------------------------------------------------------------------------------------
+    # -- holders ------------------------------------------------------------------------------------------
 
     def _join(self, held: RequestBlocks, block: int) -> None:
-        """Let one more request hold a block with a key."""
+        """Add a holder to a block with a key."""
         held.device.append(block)
         if (holders := self._holders.get(block)) is None:
             if not self._device.revive(block):
@@ -192,20 +181,22 @@ class PrefixCache(ClaimTree):
         held.adopted += 1
 
     def _retract(self, request: Request) -> None:
-        """The request computes no more."""
+        """Unregister the request as a leader."""
         for key in self._announced.pop(request, ()):
             if self._coming.get(key) is request:
                 del self._coming[key]
 
     def _give_back(self, held: RequestBlocks, blocks: Sequence[int]) -> None:
-        """The request holds these blocks no more; those that others hold stay with them. The caller resizes its
-        claim."""
+        """Remove the request from the holders of blocks, and free those without other holders.
+
+        The caller resizes its reservation.
+        """
         if self._holders:
             blocks = [block for block in blocks if not self._part(held, block)]
         self._device.put(blocks)
 
     def _part(self, held: RequestBlocks, block: int) -> bool:
-        """Take the block from one of the requests that hold it. Returns whether others still do."""
+        """Remove a holder of the block. Return whether others remain."""
         holders = self._holders.get(block)
         if holders is None:
             return False
@@ -237,7 +228,7 @@ class PrefixCache(ClaimTree):
         return held
 
     def _refresh(self, request: Request, held: RequestBlocks) -> None:
-        """Follow a change of its device blocks."""
+        """Update cached values after a change of the request's device blocks."""
         held.table = tuple(held.device)
         held.room = self._room(request, held)
         held.resize()
@@ -251,7 +242,6 @@ class PrefixCache(ClaimTree):
         self._host_cache = HostCache(self._device, self._host, self.block_size, is_exact=self._is_exact)
 
     def _forget_blocks(self) -> None:
-        """Begin again with nothing on either tier."""
         self._forget_claims()
         self._make_pools()
         self._holders.clear()
@@ -260,21 +250,20 @@ class PrefixCache(ClaimTree):
         for request in list(self._awaited):
             self.await_prefix(request)
 
-    # -- the proof ----------------------------------------------------------------------------------------
+    # -- consistency check --------------------------------------------------------------------------------
 
     def _doubly_held(self, pool: BlockPool) -> list[int]:
-        """The blocks of the pool that several requests hold, once for each but the first."""
+        """Return the pool's shared blocks, each once per holder after the first."""
         holders = self._holders if pool is self._device else {}
         return [block for block, requests in holders.items() for _ in requests[1:]]
 
     def _check_sharing(self) -> None:
-        """Raise `LedgerError` unless each block with a key is held by those that are known to hold it, and counted in
-        one claim."""
+        """Raise `LedgerError` unless blocks with keys have exactly their recorded holders and count once."""
         for pool in (self._device, self._host):
             if problem := pool.problem():
                 raise LedgerError(problem)
         if not (self._holders or any(held.adopted or held.shared for held in self._held.values())):
-            return  # no block is in two places, as `check` has found
+            return  # `check` has found no block in two places
         several, seen = set(self._holders), set[int]()
         for held in self._held.values():
             several |= seen.intersection(held.device)

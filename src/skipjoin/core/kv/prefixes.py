@@ -1,4 +1,4 @@
-"""The keys of KV: what lets one request use the KV that another one computed."""
+"""Keys of KV blocks, by which requests find KV that others have computed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ _KEY_BYTES = 16
 
 
 class Prefix(Protocol):
-    """The keys of one request's blocks: equal keys mean equal tokens up to the end of the block."""
+    """Keys of one request's blocks. Equal keys mean equal tokens up to the end of the block."""
 
     def keys(self, request: Request, tokens: int) -> Sequence[Key]:
-        """Of the full blocks within the first `tokens` tokens, which are known, as far as they have keys. The sequence
-        may hold more keys, and is not to be kept."""
+        """Return the keys of the full blocks in the first `tokens` tokens, as far as they have keys.
+
+        All these tokens must be known. The sequence may contain further keys. Callers must not keep it.
+        """
         ...
 
 
 class ContentPrefix:
-    """Keys from the tokens themselves: each block's is the hash of the key before it and of its tokens, so that equal
-    keys mean equal prompts from the first token on.
+    """Keys that are hashes of the tokens.
 
-    block_size: tokens per block. salt: requests with another one share nothing. Nor do requests that fill their blocks
-    from different ends.
+    Each key is the hash of the previous key and the block's tokens, so equal keys mean equal prompts from the first
+    token on. Requests share no keys if their salts differ, or if they fill their blocks from different ends.
     """
 
     __slots__ = ("_block_size", "_keys", "_last")
@@ -54,17 +55,18 @@ class ContentPrefix:
         return keys
 
     def copy(self) -> ContentPrefix:
-        """For another request with the same prompt and salt: what is hashed is not hashed again."""
+        """Return a copy for another request with the same prompt and salt, to save hashing again."""
         other = ContentPrefix(self._block_size)
         other._keys, other._last = list(self._keys), self._last
         return other
 
 
 class NamedPrefix:
-    """Keys that are given, as those of a trace, which names blocks of text and has no text.
+    """Keys from given names, for traces that name blocks of text without containing the text. Output has no keys.
 
-    names: of the prompt's parts of `part` tokens each; equal names mean equal parts, at the same place, after equal
-    ones. part: a multiple of block_size. What is generated has no keys.
+    Args:
+        names: Names of the prompt's slices. Equal names mean equal slices at the same position after equal ones.
+        part: Tokens per slice, a multiple of `block_size`.
     """
 
     __slots__ = ("_keys", "_reversed")
@@ -88,5 +90,5 @@ class NamedPrefix:
 
 
 def _reversed(key: Key) -> Key:
-    """Another key for blocks that are filled from their last slot down."""
+    """Return the key of the same content in a block that is filled from its last slot down."""
     return blake2b(key + b"<", digest_size=_KEY_BYTES).digest()

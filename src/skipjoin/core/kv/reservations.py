@@ -1,4 +1,4 @@
-"""Claims on KV blocks: how many a holder may have in all, and out of which other claim they are lent."""
+"""Reservations of KV blocks: how many blocks an owner may have, and which parent reservation they come from."""
 
 from __future__ import annotations
 
@@ -10,25 +10,32 @@ from skipjoin.core.request import Request
 
 
 class Account(NamedTuple):
-    """A lender that is no request: blocks that are kept for one purpose."""
+    """Parent reservation that belongs to no request: blocks reserved for one purpose."""
 
     name: str
 
 
-# What a claim is lent out of; None: what no claim has.
+# Owner of a parent reservation; None for the root, the shared pool.
 Lender = Request | Account | None
 
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """Blocks that are spoken for. A claim is a count and has no place: what its owner does not use yet can be lent to
-    guests, whatever blocks they then get (EconoServe section 3.2 lends regions).
+    """Reservation of a number of blocks; concrete blocks are assigned on allocation.
 
-    owner: None: of the root, whose guests have all that is claimed. lender: None for the root alone. promised: blocks
-    that the owner may have in all, those that it holds and lends included. device: the blocks that it holds. adopted:
-    how many of those are counted in another claim, whose owner holds them too. shared: how many are counted in this
-    one and held by others too. guests: the claims that are lent out of this one. lent: their sizes together. size: what
-    it takes out of its lender, the larger one of what is promised and what is held and lent, but for what is adopted.
+    Reservations form a tree: unused blocks of one can be lent to nested ones (guests), whatever blocks these then get
+    (EconoServe section 3.2 lends regions).
+
+    Attributes:
+        owner: None for the root, whose guests hold everything that is reserved.
+        lender: Parent reservation; None only for the root.
+        promised: Number of blocks that the owner may have in total, including those that it holds and lends.
+        device: Blocks that the owner holds.
+        adopted: Number of held blocks that are counted in the reservation of another holder.
+        shared: Number of blocks counted here that others hold too.
+        guests: Nested reservations.
+        lent: Total size of the guests.
+        size: Blocks taken from the parent: the maximum of `promised` and of blocks held and lent, minus `adopted`.
     """
 
     owner: Lender = None
@@ -43,24 +50,26 @@ class Claim:
 
     @property
     def unused(self) -> int:
-        """Blocks that it takes out of its lender, and that are neither held nor lent."""
+        """Number of blocks taken from the parent that are neither held nor lent."""
         return self.size + self.adopted - len(self.device) - self.lent
 
     @property
     def alone(self) -> int:
-        """Blocks that its lender gets back when it ends: what it lends stays with its guests, and what is shared with
-        those that share it."""
+        """Number of blocks that return to the parent when this reservation ends.
+
+        Lent and shared blocks stay with their users.
+        """
         return self.size - self.lent - self.shared
 
     def lenders(self) -> Iterator[Claim]:
-        """Its lender, the lender's lender and so on; the root comes last."""
+        """Iterate over the ancestors, from the parent to the root."""
         lender = self.lender
         while lender is not None:
             yield lender
             lender = lender.lender
 
     def resize(self) -> None:
-        """Follow a change of what is promised, held or lent, here and in the claims that it is lent out of."""
+        """Update `size` and the ancestors after a change of what is promised, held or lent."""
         claim = self
         while (lender := claim.lender) is not None:
             promised, used = claim.promised, len(claim.device) + claim.lent
@@ -73,7 +82,7 @@ class Claim:
             claim = lender
 
     def join(self, lender: Claim) -> None:
-        """Be lent out of `lender` from now on, guests included."""
+        """Move this reservation, with its guests, to another parent."""
         self._part()
         self.lender = lender
         lender.guests[self] = None
@@ -81,13 +90,13 @@ class Claim:
         lender.resize()
 
     def hand_over(self) -> None:
-        """Let the lender lend to the guests from now on."""
+        """Move the guests to the parent."""
         assert self.lender is not None
         for guest in list(self.guests):
             guest.join(self.lender)
 
     def leave(self) -> None:
-        """End; the guests stay."""
+        """Remove this reservation from the tree; its guests move to the parent."""
         self.hand_over()
         self._part()
 
@@ -99,7 +108,7 @@ class Claim:
             self.lender = None
 
     def problem(self) -> str:
-        """What is wrong with this claim, in words; empty: nothing."""
+        """Return what is inconsistent about this reservation, or an empty string."""
         lent = 0
         for guest in self.guests:
             lent += guest.size

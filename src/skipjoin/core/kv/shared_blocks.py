@@ -1,4 +1,4 @@
-"""Blocks that two requests fill from both ends, and the slots that one takes from the other (BROS section 5)."""
+"""Bidirectional block sharing between a real-time and a best-effort request (BROS section 5)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skipjoin.core.step import Direction, Move, Span
 
 
 class Copies(NamedTuple):
-    """What a move copies, block by block."""
+    """Builder of a move that copies spans of blocks."""
 
     source: list[int]
     target: list[int]
@@ -23,31 +23,26 @@ class Copies(NamedTuple):
         return cls([], [], [])
 
     def add(self, source: int, target: int, span: Span) -> None:
-        """Copy these slots, if there are any."""
         if span.slots:
             self.source.append(source)
             self.target.append(target)
             self.spans.append(span)
 
     def move(self, direction: Direction, request: Request) -> Move:
-        """The move that does it."""
         tokens = sum(span.slots for span in self.spans)
         return Move(direction, request, tuple(self.source), tuple(self.target), tokens, tuple(self.spans))
 
 
 class TwoEnds(PrefixCache):
-    """The device's blocks, some of which two requests fill from both ends.
+    """Prefix cache with bidirectional blocks.
 
-    A request that fills its blocks from their last slot down (`Request.reverse`), and that is in no plan, lends blocks
-    to one that goes up. The borrower takes the empty slots first. Before it writes to one of the owner's, that slot is
-    saved in a host block (a lazy checkpoint); the owner runs again once it has all of its KV on the device: in place
-    where the borrower has left, else in a block of its own.
+    A request that fills its blocks from the last slot down (`Request.reverse`) lends blocks to one that fills upward,
+    while no plan contains the owner. The borrower takes the empty slots first. Before it overwrites a slot of the
+    owner, the slot is saved to a CPU-tier block (a lazy checkpoint). The owner runs again once all of its KV is on the
+    device: in place if the borrower has left, otherwise in a block of its own.
 
-    A lent block counts in the claim of its owner as long as that holds it. At most one request borrows a block, and
-    what is lent has no key: no third one holds it.
-
-    device_blocks, host_blocks: pool sizes in blocks. block_size: tokens per block. is_exact: whether KV comes back from
-    the host as it went there.
+    A lent block counts in its owner's reservation while the owner holds it. A block has at most one borrower and no
+    key, so no third request holds it.
     """
 
     def __init__(self, device_blocks: int, host_blocks: int, block_size: int, *, is_exact: bool) -> None:
@@ -56,42 +51,38 @@ class TwoEnds(PrefixCache):
         self._idle_parts: set[Move] = set()
         self.blocks_in_transit = dict.fromkeys(Direction, 0)
 
-    # -- questions ----------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------
 
     @property
     def has_two_ends(self) -> bool:
-        """Whether blocks can be lent: what is overwritten has to come back as it was."""
         return self.host_total > 0 and self._is_exact
 
     @property
     def lent_blocks(self) -> int:
-        """Device blocks that two requests fill from both ends."""
         return sum(end.borrower is not None for end in self._ends.values())
 
     def copies(self) -> Iterator[int]:
-        """The host blocks that are kept for slots of lent blocks."""
+        """Iterate over the CPU-tier blocks reserved for slots of lent blocks."""
         return (end.copy for end in self._ends.values() if end.copy is not None)
 
     def empty_slots(self, request: Request) -> int:
-        """Slots of the request's last block with KV that have none."""
         return -request.computed % self.block_size
 
     def in_the_way(self, request: Request, tokens: int) -> Iterator[Request]:
-        """The owners of slots that are to be saved before the request has `tokens` tokens."""
         held = self._held.get(request)
         for end in held.borrows.values() if held is not None else ():
             if tokens - end.at * self.block_size > end.split and self._reach(end, tokens) > self._limit(end):
                 yield end.owner.request
 
     def extra(self, request: Request, tokens: int) -> int:
-        """Device blocks that the request needs, beside those that carry `tokens` tokens, in place of blocks in which
-        another one has its slots."""
+        """Return how many device blocks the request needs beyond those for `tokens` tokens.
+
+        They replace blocks in which a borrower has taken slots.
+        """
         held = self._held.get(request)
         return sum(self._is_contested(end, tokens) for end in held.lends.values()) if held is not None else 0
 
     def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
-        """Return how many device blocks fewer the request needs for `tokens` tokens if the others hold nothing: those
-        in place of blocks that it lends them."""
         held = self._held.get(request)
         if held is None or not held.lends:
             return 0
@@ -99,19 +90,16 @@ class TwoEnds(PrefixCache):
         some = {self._held.get(other) for other in others}
         return sum(borrower in some for borrower in contested)
 
-    # -- lending ------------------------------------------------------------------------------------------
+    # -- sharing ------------------------------------------------------------------------------------------
 
     def can_lend(self, owner: Request, borrower: Request) -> bool:
-        """Whether the one may lend blocks to the other now."""
         lends, borrows = self._held.get(owner), self._held.get(borrower)
         if lends is None or not owner.reverse or borrower.reverse or owner.in_flight:
             return False
         return lends.moving is None and (borrows is None or not (borrows.moving or borrows.away))
 
     def lend(self, owner: Request, keep: int, borrower: Request) -> bool:
-        """Append the owner's blocks with KV, but for the first `keep`, to those of the borrower: the last ones first,
-        which have the most empty slots. False, and nothing is lent: there is not a host block for each, or other
-        requests share some of them."""
+        """Lend blocks, the last ones first because they have the most empty slots. Each needs one CPU-tier block."""
         lends = self._held[owner]
         some: list[int] = []
         for index in range(len(lends.device) - 1, keep - 1, -1):
@@ -147,8 +135,6 @@ class TwoEnds(PrefixCache):
         self._holders[block] = [owner, borrower]
 
     def take_slots(self, request: Request, tokens: int) -> list[Move]:
-        """Let the request fill the blocks that it borrows as far as `tokens` tokens reach. Returns the moves that save
-        what it overwrites, which are to be carried out before. None of the owners may run meanwhile."""
         held, moves = self._held[request], []
         for end in held.borrows.values():
             need = self._reach(end, tokens)
@@ -157,14 +143,13 @@ class TwoEnds(PrefixCache):
             if (count := need - self._limit(end)) > 0:
                 moves.append(self._save(end, count))
                 end.split = need
-            else:  # half of the slots that are left are the owner's
+            else:  # divide the remaining slots equally
                 end.split = (need + self._limit(end) + 1) // 2
             self._refresh_owner(end)
         held.room = self._room(request, held)
         return moves
 
     def _save(self, end: SharedBlock, count: int) -> Move:
-        """Begin to save so many of the owner's slots."""
         owner = end.owner
         assert end.copy is not None
         copies = Copies.none()
@@ -176,12 +161,16 @@ class TwoEnds(PrefixCache):
         self.blocks_in_transit[Direction.OUT] += 1
         return move
 
-    # -- getting back -------------------------------------------------------------------------------------
+    # -- restoring the owner's KV -------------------------------------------------------------------------
 
     def take_back(self, request: Request, tokens: int, more: Sequence[tuple[int, int, Span]] = ()) -> list[Move]:
-        """Let the request have `tokens` tokens in the slots of blocks that it lends or lent: those that another one has
-        taken it gets in other blocks. Ask `extra` first. Returns the moves that bring the KV there, before the slices
-        run. more: what is to be copied from the host besides: all that it has there."""
+        """Give the owner slots for `tokens` tokens. Check `extra` first.
+
+        Slots that a borrower has taken are replaced in other blocks.
+
+        Args:
+            more: Copies of all that the request has on the CPU tier, as (source, target, span).
+        """
         held = self._held[request]
         if not (held.lends or more):
             return []
@@ -196,8 +185,11 @@ class TwoEnds(PrefixCache):
         return moves
 
     def _settle(self, held: RequestBlocks, tokens: int) -> tuple[Copies, Copies]:
-        """Give the request slots for `tokens` tokens. What is to be copied from other device blocks, and from the host;
-        the host blocks are the caller's then."""
+        """Give the request slots for `tokens` tokens.
+
+        Returns:
+            Copies from other device blocks and copies from the CPU tier. The caller takes over the CPU-tier blocks.
+        """
         within, back = Copies.none(), Copies.none()
         for index, end in sorted(held.lends.items()):
             filled, size = self._filled_slots(held, index), self.block_size
@@ -218,7 +210,7 @@ class TwoEnds(PrefixCache):
         return within, back
 
     def _part_ways(self, end: SharedBlock, held: RequestBlocks) -> None:
-        """The owner uses the block no more as one of two; if another one borrows it, that has it for itself."""
+        """Stop sharing the block; a borrower keeps it alone."""
         if end.borrower is not None:
             self._part(held, end.block)
         else:
@@ -237,8 +229,12 @@ class TwoEnds(PrefixCache):
         return move
 
     def _end(self, move: Move) -> tuple[RequestBlocks | None, int | None]:
-        """The move is in transit no more. Returns what its request holds, and the place of the block of which it saved
-        slots, if that is what it did. None: no request depends on it, or none does any more."""
+        """Unregister a move in transit.
+
+        Returns:
+            The record of its request, and the index of the block if the move saved slots. (None, None) if no request
+                depends on the move.
+        """
         if move.request is None or move in self._idle_parts:
             self._idle_parts.discard(move)
             self.blocks_in_transit[move.direction] -= len(move.source)
@@ -259,37 +255,39 @@ class TwoEnds(PrefixCache):
         return held, index
 
     def _forget_parts(self, held: RequestBlocks, keep: int = 0) -> None:
-        """What saves slots of the request's blocks behind the first `keep` does so for nothing: they are given up. Its
-        host blocks may be handed out: what is written there next is written after."""
+        """Detach moves that save slots of blocks after the first `keep`, whose KV is dropped.
+
+        Their CPU-tier blocks can be reused at once, because later writes are ordered after these moves.
+        """
         for move in [move for move, index in held.parts.items() if index >= keep]:
             del held.parts[move]
             self._idle_parts.add(move)
 
-    # -- counting -----------------------------------------------------------------------------------------
+    # -- slots --------------------------------------------------------------------------------------------
 
     def _filled_slots(self, held: RequestBlocks, index: int) -> int:
-        """Slots of the request's block that have KV of it, on the device or saved, or get some in plans in flight."""
+        """Return how many of the block's slots have KV of the request: in place, saved, or planned."""
         return min(self.block_size, max(0, held.request.planned - index * self.block_size))
 
     def _limit(self, end: SharedBlock) -> int:
-        """The first slot of the owner that is not saved."""
+        """Return the first slot of the owner that is not saved."""
         return self.block_size - self._filled_slots(end.owner, end.index) + end.saved
 
     def _reach(self, end: SharedBlock, tokens: int) -> int:
-        """How many slots of the block the borrower fills with `tokens` tokens."""
+        """Return the number of slots that the borrower fills with `tokens` tokens."""
         return min(self.block_size, tokens - end.at * self.block_size)
 
     def _taken(self, end: SharedBlock) -> int:
-        """Slots that the borrower has filled, or fills in plans in flight."""
+        """Return the number of slots that the borrower has filled, including plans in flight."""
         borrower = end.borrower
         return max(0, self._reach(end, borrower.request.planned)) if borrower is not None else 0
 
     def _need(self, end: SharedBlock, tokens: int) -> int:
-        """Slots that the owner fills with `tokens` tokens."""
+        """Return the number of slots that the owner fills with `tokens` tokens."""
         return min(self.block_size, tokens - end.index * self.block_size)
 
     def _is_contested(self, end: SharedBlock, tokens: int) -> bool:
-        """Whether the owner cannot have `tokens` tokens without another block in place of this one."""
+        """Return whether the owner needs another block in place of this one to have `tokens` tokens."""
         if end.borrower is None:
             return False
         return end.saved > 0 or self._need(end, tokens) > self.block_size - self._taken(end)
@@ -308,7 +306,7 @@ class TwoEnds(PrefixCache):
                 return min(room, at * self.block_size + end.split)
         return room
 
-    # -- leaving ------------------------------------------------------------------------------------------
+    # -- end of sharing -----------------------------------------------------------------------------------
 
     def _part(self, held: RequestBlocks, block: int) -> bool:
         stays = super()._part(held, block)
@@ -318,7 +316,7 @@ class TwoEnds(PrefixCache):
         return stays
 
     def _leave(self, end: SharedBlock, held: RequestBlocks) -> None:
-        """One of the two does not use the block any more, or has it for itself."""
+        """Remove one of the two requests from the block."""
         if end.borrower is not None:
             del end.borrower.borrows[end.at]
         if held is end.borrower:
@@ -357,11 +355,10 @@ class TwoEnds(PrefixCache):
         self._idle_parts.clear()
         self.blocks_in_transit = dict.fromkeys(Direction, 0)
 
-    # -- the proof ----------------------------------------------------------------------------------------
+    # -- consistency check --------------------------------------------------------------------------------
 
     def _check_ends(self) -> None:
-        """Raise `LedgerError` unless each shared block has one owner and at most one borrower, which know of it, and
-        no slot of either is the other's."""
+        """Raise `LedgerError` unless each shared block has one owner and at most one borrower, with disjoint slots."""
         if not (self._ends or any(held.lends or held.borrows or held.overwritten for held in self._held.values())):
             return
         known = {id(end) for held in self._held.values() for end in (*held.lends.values(), *held.borrows.values())}

@@ -1,1 +1,1 @@
-"""The scheduler: plans engine steps and decides which requests hold device KV."""
+"""Scheduler: plans engine steps and decides which requests hold device KV."""

@@ -1,4 +1,4 @@
-"""Which requests a step could run, before it is filled: what batchers look at."""
+"""Candidates for a step, determined for the batcher before the batch is filled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext, eligible_tokens
 from skipjoin.core.scheduling.evictor import Evictor
 
-# Longest that a request waits for KV that another one computes, in seconds.
+# Maximum time that a request waits for a prefix that another one computes, in seconds.
 MOST_BEHIND_S = 5.0
 
 
 def find_candidates(
     policies: Policies, kv: KVAccounts, evictor: Evictor, context: StepContext
 ) -> Iterator[tuple[Request, int]]:
-    """See `StepContext.candidates`."""
+    """Iterate over `StepContext.candidates`."""
     admission, blocks_of, returns_overlapped = policies.admission, kv.blocks_of, policies.eviction.returns_overlapped
     space = _Space(kv, evictor)
     for request in policies.ordering.ranked(context.now):
@@ -49,8 +49,11 @@ def find_candidates(
 
 
 def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
-    """Whether a request that runs, and matters as much, computes KV that this one can use: it does better to wait, for
-    `MOST_BEHIND_S` at most, since the other one may be slowed down."""
+    """Return whether the request should wait for a running request that computes a prefix it can reuse.
+
+    It waits only for a leader of at least equal importance, for at most `MOST_BEHIND_S`, as the leader may be slowed
+    down.
+    """
     leader = hit.leader
     if leader is None or leader.finish_reason is not None or leader.band > request.band:
         return False
@@ -63,8 +66,9 @@ def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
 class _Space:
     """Device blocks that candidates can still take.
 
-    given_up: best-effort requests whose blocks real-time candidates take, the least important ones. What the last of
-    them has too many is no best-effort candidate's: an eviction may leave it where it is.
+    Attributes:
+        given_up: Least important best-effort requests, whose blocks real-time candidates take. Surplus blocks of the
+            last one are not offered to best-effort candidates, because an eviction may leave them in place.
     """
 
     def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
@@ -72,11 +76,11 @@ class _Space:
         self._kv = kv
         self._evictor = evictor
         self._free = kv.available
-        self._given = 0  # of best-effort requests, for real-time ones
+        self._given = 0  # blocks that best-effort requests give up for real-time ones
         self._donors: Iterator[Request] | None = None
 
     def take(self, request: Request, blocks: int, spare: int) -> bool:
-        """Blocks for the request, and that many more that stay; False: there are too few."""
+        """Take `blocks` blocks for the request, with `spare` more remaining. Return False if there are too few."""
         if request.is_best_effort:
             if blocks + spare > self._free:
                 return False
@@ -91,9 +95,9 @@ class _Space:
         return True
 
     def _collect(self, request: Request, blocks: int) -> None:
-        """Let best-effort requests give up theirs until there are that many, as far as they reach."""
+        """Add best-effort donors until they give up `blocks` blocks, as far as possible."""
         while self._given < blocks:
-            if self._donors is None:  # all real-time requests come before them
+            if self._donors is None:  # real-time requests precede all of them in rank order
                 self._donors = iter(self._evictor.best_effort_below(request))
             if (donor := next(self._donors, None)) is None:
                 return

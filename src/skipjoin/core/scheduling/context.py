@@ -1,4 +1,4 @@
-"""The situation that one step is decided in, and what a request can contribute to it."""
+"""Context of one scheduling step, and what a request can contribute to it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ def _none_away(request: Request) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a decision depends on besides requests and KV.
+    """Inputs of a scheduling decision besides requests and KV.
 
-    now: seconds on the driver's clock. plan_id: of the plan that it becomes. latest: a request whose last slice was in
-    this plan or a later one runs. depth, overlap: the scheduler's. may_leave: whether KV may leave with an overlapped
-    move. decision: the number of this decision, whether a plan comes of it or not. in_flight: the plans that have not
-    committed, oldest first.
-    candidates: requests that could run, best first, each with the tokens that it has to compute; of those without KV
-    on the device, the ones that find blocks: free ones, or for real-time requests those of best-effort ones, which then
-    are no candidates. It is made while it is read, and is to be read once, before any request is offered. The requests
-    that are offered, and that get space in the end, may differ.
-    blocks_away: of a request, the KV blocks that a step which runs it has to bring from the host.
-    pausing: requests that do not run in this step, so that they can be evicted once no plan in flight holds them.
+    Attributes:
+        now: Seconds on the driver's clock.
+        plan_id: Id of the plan to build.
+        latest: Requests whose last slice was in this plan or a later one are running.
+        depth: Maximum number of plans in flight.
+        overlap: Whether a request may be scheduled while its input token is being sampled.
+        may_leave: Whether overlapped swap-outs may start.
+        decision: Number of this decision; decisions without a plan count too.
+        in_flight: Plans that have not committed, oldest first.
+        candidates: Requests that could run, in rank order, with the number of tokens to compute. Requests without KV
+            are included only if they find blocks: free ones, or for real-time requests those of best-effort ones, which
+            are then left out. The iterator is lazy, and may be read once, before the first offer. The requests that are
+            offered and get blocks may differ.
+        blocks_away: Returns how many KV blocks of a request must be swapped in before it runs.
+        pausing: Requests that skip this step, so that they can be evicted once no plan in flight contains them.
     """
 
     now: float = 0.0
@@ -43,8 +48,11 @@ class StepContext:
 
 
 def eligible_tokens(request: Request, context: StepContext) -> int:
-    """Tokens of the request that a plan may take up now; 0 if it is not eligible: plans in flight sample all that it
-    may generate, its next input token has to be known first, or it pauses for an eviction. Pure."""
+    """Return how many tokens of the request a plan may compute now. Pure.
+
+    The result is 0 if the request is pausing, if its next input token is unknown, or if plans in flight sample its last
+    token.
+    """
     pending_samples = request.pending_samples
     end = request.known + pending_samples
     if end >= request.max_total_tokens or (pending_samples and not context.overlap):

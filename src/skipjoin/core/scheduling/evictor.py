@@ -1,4 +1,4 @@
-"""Which requests give up their device blocks in a step, so that a request that matters more can have them."""
+"""Evicts requests from the device, so that more important ones get their KV blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from skipjoin.core.step import Move
 
 
 class Evictor:
-    """Makes room on the device in one step.
+    """Frees device blocks within one step.
 
-    blocking: the step's blocking moves, to which it adds those out. evicted: the requests that lost device blocks; the
-    ordering must hear of them when it is not iterated over any more. takes_all: whether victims give up all their
-    blocks, whatever the policy asks of them.
+    Attributes:
+        blocking: Blocking moves of the step; swap-outs are added.
+        evicted: Requests that lost device blocks. Policies are notified when the iteration over the ordering has ended.
+        takes_all: Whether victims are always evicted whole, whatever the policy decides.
     """
 
     def __init__(self, policies: Policies, kv: Ledger, events: list[Event], context: StepContext) -> None:
@@ -32,22 +33,24 @@ class Evictor:
         self._kv = kv
         self._events = events
         self._context = context
-        self._leaving: dict[Request, Move | None] = {}  # of whose KV `blocking` moves a part out
-        self._floor: Any = None  # best rank of an evicted request: none ranked below it takes new space
-        self._holders: list[Request] | None = None  # best first; sorted when first needed
+        self._leaving: dict[Request, Move | None] = {}  # requests with partial swap-outs in `blocking`
+        self._floor: Any = None  # best rank of an evicted request; none ranked after it gets new blocks
+        self._holders: list[Request] | None = None  # best first; sorted on first use
 
     def is_below_floor(self, request: Request) -> bool:
-        """Whether a request that matters at least as much was evicted in this step, the request itself included."""
+        """Return whether this request, or one of at least equal importance, was evicted in this step."""
         return self._floor is not None and self._rank(request) >= self._floor
 
     def holders_after(self, last: Request) -> list[Request]:
-        """The requests ranked below `last` that hold KV and that this step may run, best first."""
+        """Return the holders of KV ranked after `last` that this step may run, best first."""
         floor, rank = self._rank(last), self._rank
         return [request for request in self._holders_ranked() if rank(request) > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
-        """The best-effort requests that this one may evict at once to get in: first those that wait for KV on the host
-        anyway, then the least important."""
+        """Return the best-effort requests that this one may evict immediately.
+
+        Requests that already wait for swapped-out KV come first, then the least important.
+        """
         lenders = self._kv.lenders(request, None)
         below = self._evictable(request, lenders, newcomer=True)
         able = [victim for victim in below if victim.is_best_effort and not victim.in_flight]
@@ -56,14 +59,13 @@ class Evictor:
     def make_room(
         self, request: Request, missing: Callable[[], int], *, tokens: int, lender: Lender, newcomer: bool
     ) -> WaitReason | None:
-        """Evict until nothing is missing, or evict nothing and return why the request waits.
+        """Evict until nothing is missing, or evict nothing and return the wait reason.
 
         Args:
-            request: The request that needs blocks.
-            missing: Returns how many blocks are short now; positive when this method is called.
-            tokens: How many tokens the request is to hold.
-            lender: What lends the request its claim.
-            newcomer: Whether some of the request's KV is not on the device; otherwise the request runs and grows.
+            missing: Returns how many blocks are missing now; positive at the time of the call.
+            tokens: Number of tokens that the request is to hold.
+            lender: Parent of the request's reservation.
+            newcomer: Whether some of the request's KV is not on the device; otherwise the request is running and grows.
         """
         if self.takes_all:
             return self._force_room(request, missing, tokens)
@@ -83,7 +85,7 @@ class Evictor:
             return None if evictions else WaitReason.HELD_BY_EVICTION
         if self._freed_by_all(settled, request, tokens) >= short:
             return self._clear(settled, missing, comes)
-        # Plans in flight hold some of them. A request that runs in every plan could never be evicted: it pauses.
+        # Plans in flight contain some victims. They pause, because a request in every plan could never be evicted.
         if sum(map(footprint, candidates)) >= short:
             evictions = eviction.victims(short, candidates, self._kv, now, comes)
             self._context.pausing.update(one.request for one in evictions)
@@ -92,7 +94,7 @@ class Evictor:
         return WaitReason.NO_KV
 
     def refusal(self, request: Request, short: int, *, lender: Lender) -> WaitReason | None:
-        """Return why evictions cannot give `short` blocks to a request without KV, or None if they may."""
+        """Return why evictions cannot free `short` blocks for a request without KV, or None if they may."""
         candidates = self._evictable(request, self._kv.lenders(request, lender), newcomer=True)
         if sum(map(self._kv.footprint, candidates)) + self._kv.shared_within(candidates) < short:
             return WaitReason.NO_KV
@@ -103,13 +105,12 @@ class Evictor:
         return None if evictions else WaitReason.HELD_BY_EVICTION
 
     def _freed_by_all(self, victims: Sequence[Request], request: Request, tokens: int) -> int:
-        """Return how many blocks the request gains for `tokens` tokens if none of the victims holds anything."""
+        """Return how many blocks the request gains for `tokens` tokens if all victims are evicted."""
         kv = self._kv
         return sum(map(kv.footprint, victims)) + kv.shared_within(victims) + kv.relief(request, tokens, victims)
 
     def _clear(self, victims: list[Request], missing: Callable[[], int], comes: Request | None) -> WaitReason | None:
-        """Evict whole victims until nothing is missing: shared blocks come free with the last request that holds
-        them."""
+        """Evict whole victims until nothing is missing. Shared blocks are freed with their last holder."""
         kv, eviction = self._kv, self._policies.eviction
         while victims and (short := missing()) > 0:
             most = max(1, min(short, sum(map(kv.footprint, victims))))
@@ -117,9 +118,9 @@ class Evictor:
             if not evictions:
                 return WaitReason.HELD_BY_EVICTION
             for one in evictions:
-                self._evict(one._replace(blocks=None))  # a part of what is shared would free nothing
+                self._evict(one._replace(blocks=None))  # a part of the shared blocks would free nothing
                 victims.remove(one.request)
-            comes = None  # once begun, it goes on: the first victims would have been evicted for nothing
+            comes = None  # a refusal now would waste the first evictions
         return None if missing() <= 0 else WaitReason.NO_KV
 
     def _force_room(self, request: Request, missing: Callable[[], int], tokens: int) -> WaitReason | None:
@@ -136,13 +137,13 @@ class Evictor:
         return self._clear(victims, missing, None)
 
     def _others(self, request: Request) -> list[Request]:
-        """Return all other requests that hold device blocks, the least important first."""
+        """Return all other holders of device blocks, least important first."""
         blocks_of = self._kv.blocks_of
         found = reversed(self._holders_ranked())
         return [one for one in found if one is not request and (held := blocks_of(one)) is not None and held.device]
 
     def force(self) -> None:
-        """Let any other request make room from now on, whatever its rank, and give up all that it holds."""
+        """From now on, evict any other request regardless of rank, and always whole."""
         self.takes_all, self._floor = True, None
 
     def hindered(self, request: Request, tokens: int) -> WaitReason | None:
@@ -157,7 +158,7 @@ class Evictor:
         return WaitReason.NO_KV if owners else None
 
     def take_slots(self, request: Request, tokens: int) -> None:
-        """Save what others have in the slots that the request is to fill. None of them may run: ask `hindered`."""
+        """Save the KV in shared slots that the request is about to overwrite. Check `hindered` first."""
         kv = self._kv
         whole = {owner for owner in kv.in_the_way(request, tokens) if not kv.footprint_on_host(owner)}
         self.blocking += kv.take_slots(request, tokens)
@@ -166,7 +167,7 @@ class Evictor:
             owner.is_fresh = True
 
     def swap_ahead(self, request: Request) -> Move:
-        """Begin an overlapped move of the request's KV to the host."""
+        """Start an overlapped swap-out of the request."""
         move = self._kv.move_out(request, blocking=False)
         assert move is not None
         self.evicted.append(request)
@@ -175,9 +176,9 @@ class Evictor:
         return move
 
     def _holders_ranked(self) -> list[Request]:
-        """The holders of KV that this step may still run or evict, best first.
+        """Return the holders that this step may still run or evict, best first.
 
-        Requests that the step runs already rank above every request that is looked at from now on.
+        Requests that the step already runs can be left out: they outrank every request examined later.
         """
         if self._holders is None:
             blocks_of, returns_overlapped = self._kv.blocks_of, self._policies.eviction.returns_overlapped
@@ -195,11 +196,11 @@ class Evictor:
         return self._holders
 
     def _evictable(self, request: Request, lenders: frozenset[Lender], *, newcomer: bool) -> list[Request]:
-        """Requests that may be evicted for this one, least important first, once no plan in flight holds them. What one
-        gives back must go to one of the lenders.
+        """Return requests that may be evicted for this one once no plan in flight contains them, least important first.
 
-        A request that runs has generated a token since it got its KV before it makes way for a newcomer: so every
-        eviction of one that runs is paid for by progress, and two requests cannot evict each other in turn for nothing.
+        The blocks that a victim frees must return to one of `lenders`. A running request is evicted for a newcomer only
+        after it has generated a token since it got its KV. Each such eviction is therefore paid for by progress, and
+        two requests cannot evict each other endlessly.
         """
         outranks, latest = self._policies.ordering.outranks, self._context.latest
         own = self._rank(request)
@@ -221,8 +222,7 @@ class Evictor:
         return found
 
     def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
-        """Let the request have blocks of the victim to fill from the other end, if that is what is to become of them.
-        The victim loses nothing yet."""
+        """Share the victim's blocks bidirectionally if the eviction asks for it. The victim loses no KV yet."""
         victim, kv = eviction.request, self._kv
         if not eviction.lent or self.takes_all or borrower is None:
             return False
@@ -233,7 +233,6 @@ class Evictor:
         return kv.lend(victim, keep, borrower)
 
     def _note(self, victim: Request, how: Preemption, kept: int) -> None:
-        """KV of the victim left the device."""
         rank = self._rank(victim)
         if self._floor is None or rank < self._floor:
             self._floor = rank
@@ -243,7 +242,7 @@ class Evictor:
         self._events.append(Preempted(victim, self._context.now, how, kept))
 
     def _evict(self, eviction: Eviction) -> int:
-        """Take KV of the victim off the device before the slices run; of how many tokens it is dropped."""
+        """Evict the victim before the slices run, and return the number of dropped tokens."""
         victim, kv = eviction.request, self._kv
         computed = victim.computed
         keep = 0 if eviction.blocks is None or self.takes_all else kv.filled_after(victim, eviction.blocks)
@@ -251,14 +250,14 @@ class Evictor:
         how = self._take(victim, eviction.how, keep)
         if how is Preemption.DROP:
             victim.computed = victim.planned = kept
-        victim.is_fresh = victim.is_fresh or keep > 0  # what it keeps does not come to the device again
+        victim.is_fresh = victim.is_fresh or keep > 0  # the kept part is not swapped in again
         self._note(victim, how, kept)
         return computed - victim.computed
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
-        """Take all but the first `keep` blocks with KV from the victim; returns what becomes of what they held."""
+        """Remove all but the first `keep` blocks with KV from the victim, and return what happened to their KV."""
         kv = self._kv
-        if keep and keep == kv.filled(victim):  # blocks without KV are enough
+        if keep and keep == kv.filled(victim):  # freeing blocks without KV is enough
             kv.trim(victim)
             self._context.pausing.add(victim)
             return Preemption.SPILL

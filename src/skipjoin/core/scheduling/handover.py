@@ -1,4 +1,4 @@
-"""Requests that go on where another engine left off: their KV is copied from there while this engine works."""
+"""Requests that continue from another engine, whose KV is copied here while this engine works."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from skipjoin.core.scheduling.planner import begin_decision
 
 
 class Incoming:
-    """The requests whose KV is on its way. Until it is there, no policy knows them but the one that admitted them."""
+    """Requests whose KV is in transit from another engine.
+
+    Until it has arrived, only the admission policy knows them.
+    """
 
     def __init__(self, policies: Policies, kv: Ledger) -> None:
         self._policies = policies
@@ -18,8 +21,11 @@ class Incoming:
         self._grants: dict[Request, Grant] = {}
 
     def expect(self, request: Request, now: float) -> bool:
-        """Admit a request, and fence device blocks for its computed tokens. False: the admission policy refuses, or
-        there is no room beside what waits on the host; nothing is evicted."""
+        """Admit a request and fence device blocks for its computed tokens. Nothing is evicted.
+
+        Returns:
+            False if the admission policy refuses, or if there is no room beyond what swapped-out requests need.
+        """
         kv = self._kv
         begin_decision(self._policies, kv, now)
         grant = self._policies.admission.claim(request, request.known, kv)
@@ -35,7 +41,7 @@ class Incoming:
         return True
 
     def receive(self, request: Request, now: float) -> list[Event]:
-        """The request enters the engine: if it was expected, its KV is there. Returns what that means."""
+        """Return the events of a request that enters the engine with its expected KV; none if it was not expected."""
         grant = self._grants.pop(request, None)
         if grant is None:
             return []

@@ -1,4 +1,4 @@
-"""How one step is decided: overlapped moves begin, the batch is filled best requests first, and the rest waits."""
+"""Plans one engine step: starts asynchronous swaps, fills the batch in rank order and records why the others wait."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from skipjoin.core.step import Move, Slice, StepPlan
 
 
 def begin_decision(policies: Policies, kv: Ledger, now: float) -> None:
-    """Let accounts have the blocks that the policies want them to have."""
+    """Reserve the blocks that policies request for accounts."""
     for begin in policies.on_begin:
         for account, blocks in begin(now, kv):
             kv.reserve(account, blocks)
 
 
 class StepPlanner:
-    """One step while it is being decided.
+    """Planner of one step.
 
-    waiting: the requests that were examined and wait. tail: why the requests wait that were not examined. started: how
-    many requests of the batch did not run until now.
+    Attributes:
+        waiting: Examined requests that wait.
+        tail: Wait reason of the requests that were not examined.
+        started: Number of requests in the batch that were not running before.
     """
 
     def __init__(self, policies: Policies, kv: Ledger, events: list[Event], context: StepContext) -> None:
@@ -45,7 +47,7 @@ class StepPlanner:
         self._residency = self._new_residency()
 
     def plan(self) -> StepPlan:
-        """Decide; the plan may be empty."""
+        """Return the plan, which may be empty."""
         context, evictor = self._context, self._evictor
         begin_decision(self._policies, self._kv, context.now)
         overlapped = self._move_ahead() if self._kv.host_total else []
@@ -54,7 +56,7 @@ class StepPlanner:
             self._begin_anew()
         residency = self._residency
         overlapped += residency.overlapped
-        # Last: what this step takes is lost.
+        # Last, because blocks that this step allocates lose their cached KV.
         if self._slices and context.may_leave and (copy := self._kv.keep_cached(context.depth)) is not None:
             overlapped.append(copy)
         for request in evictor.evicted:
@@ -76,7 +78,7 @@ class StepPlanner:
         return replace(context, candidates=found, blocks_away=self._kv.footprint_on_host)
 
     def _move_ahead(self) -> list[Move]:
-        """Begin overlapped moves, of requests that then cannot join this step."""
+        """Start overlapped swaps. Their requests cannot join this step."""
         kv, context, ordering = self._kv, self._context, self._policies.ordering
         settled = [request for request in kv.holders() if request.finish_reason is None and kv.is_settled(request)]
         out, back = self._policies.eviction.ahead(settled, ordering, kv, context.now)
@@ -86,7 +88,7 @@ class StepPlanner:
         moves: list[Move] = []
         for request in out if context.may_leave else ():
             if request is self._residency.first:
-                continue  # its turn has come: it could be moved back and forth and never run
+                continue  # the next to run could be swapped back and forth forever
             if request.in_flight:
                 context.pausing.add(request)
             elif kv.can_move_out(request, blocking=False):
@@ -98,8 +100,12 @@ class StepPlanner:
         return moves
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
-        """Offer the requests of the queue to the batch. Returns the request at which the step was closed to newcomers,
-        where it was open before; the queue is then read no further."""
+        """Offer the queue's requests to the batch.
+
+        Returns:
+            The request at which the step was closed to newcomers, if that happened here. The rest of the queue is then
+                unread.
+        """
         context, residency, blocks_of = self._context, self._residency, self._kv.blocks_of
         offer, take, add = builder.offer, builder.take, self._slices.append
         plan_id, latest, was_closed = context.plan_id, context.latest, residency.closed is not None
@@ -118,7 +124,7 @@ class StepPlanner:
                     held = self._secure(request, held, target)
                 if held is not None:
                     take(request, verdict)
-                    samples = verdict == tokens  # the slice reaches the end of what is known or awaited
+                    samples = verdict == tokens  # the slice ends at the last known or awaited token
                     add(Slice(request, start, verdict, samples, target > request.known, held.table))
                     request.planned = target
                     request.pending_samples += samples
@@ -139,8 +145,10 @@ class StepPlanner:
         return None
 
     def _meet(self, request: Request) -> int:
-        """For the batcher, a request that holds nothing is as far as the KV that it finds. Returns its eligible tokens:
-        none if more of its KV comes soon."""
+        """Credit prefix-cache hits before the batcher sees the request, and return its eligible tokens.
+
+        The result is 0 if the request waits for a prefix that is being computed.
+        """
         hit = self._kv.hit(request)
         if not self._is_forced and comes_soon(request, hit, self._context):
             self._wait(request, WaitReason.BEHIND_PREFIX)
@@ -154,18 +162,16 @@ class StepPlanner:
         )
 
     def _fill_from_first(self, builder: BatchBuilder) -> None:
-        """Offer all requests to the batch, the best first."""
         last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
-        if last is not None:  # only requests that hold KV can still run: a long queue behind them costs nothing
+        if last is not None:  # only holders can still run, so skip the long queue
             self._fill(self._evictor.holders_after(last), builder)
 
     def _begin_anew(self) -> None:
-        """No request was chosen, and nothing is under way that would change that. The batch begins anew, without
-        candidates: those that there were find no space."""
+        """Restart an empty batch without candidates, because the earlier candidates found no space."""
         before, self._residency = self._residency, self._new_residency()
         self._residency.first, self._residency.claimed = before.first, before.claimed
         self._residency.overlapped = before.overlapped
-        self._context.pausing.clear()  # no plan in flight holds what they would be evicted from
+        self._context.pausing.clear()  # no plan in flight delays their eviction
         self.waiting.clear()
         builder = self._policies.batcher.open(self._context)
         self._fill_from_first(builder)
@@ -173,11 +179,11 @@ class StepPlanner:
             self._force(builder)
 
     def _force(self, builder: BatchBuilder) -> None:
-        """Run the first request that the batcher takes, whatever the other policies say.
+        """Run the first request that the batcher accepts, whatever the other policies decide.
 
-        No plan is in flight and no KV in transit, so every other request can be evicted. Then the request finds the
-        blocks for its next step, since `EngineCore.add` refuses requests that are larger than the pool. Only blocks
-        that another engine still reads or writes (`Request.keeps_kv`, `Incoming`) may be in its way.
+        No plan is in flight and no KV in transit, so every other request can be evicted. The request then fits, since
+        `EngineCore.add` refuses requests larger than the pool. Only blocks that another engine still reads or writes
+        (`Request.keeps_kv`, `Incoming`) can prevent that.
         """
         self._is_forced = True
         for account in self._kv.accounts:
@@ -189,7 +195,6 @@ class StepPlanner:
                 return
 
     def _secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | None:
-        """Device space for `target` tokens of the request, or None if it waits."""
         found = self._residency.secure(request, held, target)
         if isinstance(found, WaitReason):
             self._wait(request, found, self._residency.short)
@@ -197,7 +202,6 @@ class StepPlanner:
         return found
 
     def _refuse(self, request: Request, refusal: Refusal) -> Scope:
-        """The batcher does not take the request; returns which others it does not take either."""
         self._wait(request, refusal.reason)
         if refusal.scope is Scope.ALL:
             self.tail = refusal.reason
@@ -208,13 +212,13 @@ class StepPlanner:
     # -- waiting ------------------------------------------------------------------------------------------
 
     def _pass_over(self, request: Request) -> None:
-        """The request is not eligible; one that plans in flight hold does not wait."""
+        """Handle an ineligible request. It does not wait while plans in flight contain it."""
         waits = request.examined == self._context.decision
         if not (request.in_flight or request.is_satisfied or waits):
             self._wait(request, WaitReason.HELD_BY_EVICTION)
 
     def _wait(self, request: Request, reason: WaitReason, short: int = 0) -> None:
-        """Record why the request waits; an event tells when that changes."""
+        """Record why the request waits. An event reports each change."""
         if request.in_flight:
             return
         self.waiting.append(request)

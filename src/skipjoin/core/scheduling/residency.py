@@ -1,4 +1,4 @@
-"""How a request comes to have its KV on the device: it is admitted, it returns from the host, it grows."""
+"""Allocates device KV for requests: admission, swap-in and growth."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from skipjoin.core.scheduling.evictor import Evictor
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move, Slice
 
-# Requests that an admission policy may refuse in a step while others still get in: a long queue is not read to its end.
+# Number of admission refusals that close a step to newcomers. It bounds how much of a long queue is read.
 _MOST_PASSES = 64
 
 
 class Residency:
-    """Device space for the requests of one step.
+    """Allocator of device KV for the requests of one step.
 
-    closed: why no request without KV gets in any more in this step, or None. short: blocks that were missing for the
-    last request that got none. first: the request that matters most, or None where nothing depends on it.
-    waiting_for_kv: requests that would run if all their KV were on the device. claimed: those that were granted claims,
-    of which the policies must hear when the ordering is not iterated over any more. overlapped: moves of KV that
-    requests found on the host, and wait for.
-
-    slices: of the step, as far as it is filled.
+    Attributes:
+        closed: Reason why no more requests without KV are admitted in this step, or None.
+        short: Number of blocks missing for the last request that got none.
+        first: The most important request, or None where nothing depends on it.
+        waiting_for_kv: Requests that would run if all their KV were on the device.
+        claimed: Requests that got reservations. Policies are notified when the iteration over the ordering has ended.
+        overlapped: Swap-ins of prefix-cache hits on the CPU tier, whose requests wait for them.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Residency:
         self.claimed: list[Request] = []
         self.overlapped: list[Move] = []
         self._is_forced = False
-        self._drawn = 0  # blocks that an account gave up for the claim at hand
-        self._passes = 0  # requests that the admission policy refused
+        self._drawn = 0  # blocks that an account cedes to the current reservation
+        self._passes = 0  # refusals of the admission policy
         self._policies = policies
         self._kv = kv
         self._events = events
         self._context = context
         self._evictor = evictor
         self._slices = slices
-        self._taken = self._counted = 0  # device blocks of the first slices, and how many slices those are
-        self._owed = 0  # blocks that requests passed over while their KV is on the host need to come back
-        self._first_waits = False  # for space, with plans in flight
+        self._taken = self._counted = 0  # device blocks of the counted slices, and their number
+        self._owed = 0  # blocks that skipped, swapped-out requests need
+        self._first_waits = False  # whether `first` waits for space with depth > 1
 
     def secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | WaitReason:
-        """Device space for `target` tokens of the request, or why it waits."""
+        """Allocate device KV for `target` tokens, or return the wait reason."""
         self.short = 0
         found = self._admit(request, target) if held is None else self._extend(request, held, target)
         if isinstance(found, WaitReason):
@@ -68,8 +68,10 @@ class Residency:
         return found
 
     def _admit(self, request: Request, target: int) -> HeldBlocks | WaitReason:
-        """First blocks for a request that holds none. A refusal closes the step: no request overtakes it, unless the
-        admission policy lets others pass."""
+        """Admit a request without KV.
+
+        A refusal closes the step to newcomers, unless the admission policy lets others pass.
+        """
         if self._evictor.is_below_floor(request):
             self.closed = WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
@@ -113,7 +115,7 @@ class Residency:
 
         def missing() -> int:
             room = need - kv.shortfall_of_claim(request, need, grant.lender)
-            # Requests that matter more and are on their way back from the host come first to what is free.
+            # More important swapped-out requests have precedence for free blocks.
             return need - max(0, room - self._owed)
 
         if (reason := self._make_room_for(request, grant, missing, target, newcomer=True)) is not None:
@@ -133,11 +135,13 @@ class Residency:
         self._evictor.take_slots(request, target)
         return held
 
-    # -- claims -------------------------------------------------------------------------------------------
+    # -- reservations -------------------------------------------------------------------------------------
 
     def force(self) -> None:
-        """From now on grant what a request needs for its next step and no more, without asking the admission policy.
-        Any other request is evicted for it, and whole: parts of KV may fill the device between them."""
+        """From now on, grant what a request needs for its next step without asking the admission policy.
+
+        Other requests are evicted whole, because kept parts of their KV could fill the device.
+        """
         self.closed = None
         self._first_waits = False
         self._owed = 0
@@ -145,7 +149,6 @@ class Residency:
         self._evictor.force()
 
     def _ask(self, request: Request, target: int) -> Grant | WaitReason:
-        """The admission policy's answer to a request that has no claim, or one that does not reach `target` tokens."""
         kv = self._kv
         if self._is_forced:
             blocks = max(kv.blocks_for(target), kv.footprint(request))
@@ -160,7 +163,7 @@ class Residency:
         return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
 
     def _renew(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
-        """Another claim for a request whose own does not reach `target` tokens, or why it waits."""
+        """Replace a reservation that does not cover `target` tokens, or return the wait reason."""
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
@@ -168,7 +171,7 @@ class Residency:
         need = max(grant.now, grant.blocks, kv.blocks_for(target))
 
         def missing() -> int:
-            # What is claimed is to be had at once: a claim of a request that waits all the same would help none.
+            # Free blocks must suffice as well: a reservation of a request that still waits would help no request.
             of_claim = kv.shortfall_of_claim(request, need, grant.lender) + grant.spare
             return max(of_claim, kv.shortfall_of_blocks(request, target))
 
@@ -190,7 +193,6 @@ class Residency:
     def _make_room(
         self, request: Request, missing: Callable[[], int], target: int, *, lender: Lender, newcomer: bool
     ) -> WaitReason | None:
-        """Evict until nothing is missing for `target` tokens of the request, or return why it waits."""
         self.short = missing()
         if self.short <= 0:
             return None
@@ -205,14 +207,14 @@ class Residency:
         now = self._context.now
         self._events.append(Claimed(request, now, grant.lender, grant.blocks, self._drawn, grant.group))
 
-    # -- of holders ---------------------------------------------------------------------------------------
+    # -- holders ------------------------------------------------------------------------------------------
 
     def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | WaitReason:
-        """Space for a request that holds KV, on either tier or on its way."""
+        """Allocate for a request that holds KV, on either tier or in transit."""
         if held.moving is not None or held.parts:
             self._miss(request, self._kv.blocks_for(request.computed))
             return WaitReason.KV_IN_TRANSIT
-        # The first request does not wait for overlapped moves: the space that they need may never be left over.
+        # The first request does not wait for overlapped moves, because they may never find enough spare blocks.
         is_hasty = self._is_forced or request is self.first
         if held.host and not is_hasty and self._policies.eviction.returns_overlapped(request):
             self._owed += len(held.host)
@@ -220,13 +222,13 @@ class Residency:
             return WaitReason.KV_ON_HOST
         if self._evictor.is_below_floor(request):
             return WaitReason.BEHIND_MEMORY
-        # A request that returned is spared until the plan commits that runs it. With other plans in flight there would
-        # always be one that the first request may not evict: while that waits, no other returns.
+        # A swapped-in request is not evicted until a plan that runs it commits. With several plans in flight, one of
+        # them would always block the first request, so none is swapped in while that waits.
         if held.away and self._first_waits:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
-        # One whose last tokens were dropped is a newcomer until it has them again: two could take each other's in turn
-        # for nothing.
+        # A request whose last tokens were dropped counts as a newcomer until it has recomputed them. Otherwise two
+        # requests could evict each other endlessly.
         newcomer = held.away > 0 or request.planned < held.regains
         if target > request.claimed:
             waits = self._renew(request, target, newcomer=newcomer)
@@ -234,7 +236,7 @@ class Residency:
                 return waits
         found = (self._return if held.away else self._grow)(request, target, newcomer=newcomer)
         if isinstance(found, WaitReason):
-            # Newcomers ranked below would take the space that it waits for, one after the other.
+            # Otherwise newcomers ranked after it would take the space that it waits for.
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         return found
 
@@ -253,7 +255,6 @@ class Residency:
         return held
 
     def _return(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
-        """Bring the request's KV back from the host with a blocking move."""
         kv = self._kv
         reason = self._make_room(
             request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
@@ -265,9 +266,12 @@ class Residency:
         return kv.grow(request, target)
 
     def _miss(self, request: Request, blocks: int) -> None:
-        """The request is passed over because not all of its KV is on the device. blocks: its own that are there or in
-        transit."""
-        if request.in_flight:  # its KV arrives just before the slices of a plan that has not committed
+        """Skip a request because not all of its KV is on the device.
+
+        Args:
+            blocks: Number of its blocks on the device or in transit to it.
+        """
+        if request.in_flight:  # a plan in flight swaps its KV in before its slices
             return
         for piece in self._slices[self._counted :]:
             self._taken += len(piece.blocks)
@@ -275,5 +279,5 @@ class Residency:
         if self._taken + self._owed + blocks <= self._kv.device_total:
             self.waiting_for_kv.append(request)
         else:
-            # The requests that matter more than all from here on fill the device.
+            # More important requests fill the device.
             self.closed = self.closed or WaitReason.BEHIND_MEMORY

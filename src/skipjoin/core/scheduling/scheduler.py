@@ -1,4 +1,4 @@
-"""The one generic preemptive scheduler. It names no policy, reads no clock and touches no tensor."""
+"""Generic preemptive scheduler, independent of policies, clocks and tensors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from skipjoin.core.step import StepPlan, StepResult
 
 
 class Scheduler:
-    """Turns requests into plans: `schedule(now)` decides a step, `commit(result, now)` applies its outcome.
+    """Preemptive scheduler: `schedule(now)` plans a step, `commit(result, now)` applies its outcome.
 
-    policies: what makes this a particular serving system. kv: the ledger, which the scheduler alone changes.
-    depth: plans that may be in flight at once, at least 1; with overlap at most 2.
-    overlap: whether a request may be chosen while its input token is still being sampled (one device that runs plans
-        back to back). Without it such a request keeps its place but cannot be chosen again until its plan commits
-        (pipeline stages). Chunks of a prompt wait for no token: they may follow each other through the stages.
+    Args:
+        policies: Policies that define the serving system.
+        kv: Ledger, modified only by the scheduler.
+        depth: Maximum number of plans in flight, at least 1; at most 2 with `overlap`.
+        overlap: Whether a request may be scheduled while its input token is being sampled, for one device that runs
+            plans back to back. Otherwise, as with pipeline stages, it is not scheduled again until its plan commits.
+            Prompt chunks await no token, so they may follow each other through the stages either way.
     """
 
     def __init__(
@@ -54,36 +56,34 @@ class Scheduler:
         self.kv = kv
         self.depth = depth
         self.overlap = overlap
-        self.events: list[Event] = []  # what happened since the engine core last took them
-        # Why the requests wait that the last decision did not examine, and since when that is so.
+        self.events: list[Event] = []  # events since the engine core last took them
+        # Wait state of the requests that the last decision did not examine.
         self.tail = WaitState(WaitReason.NOT_EXAMINED, 0.0)
         self._incoming = Incoming(policies, kv)
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
         self._decisions = 0
-        self._waiting: list[Request] = []  # examined by the last decision, and not run
-        # The plans in which a request that still runs must have had a slice: the last one, or with stages the
-        # last `depth` ones, because a request is chosen once every `depth` plans.
+        self._waiting: list[Request] = []  # examined by the last decision and not run
+        # A running request is in one of this many latest plans: `depth` with pipeline stages, where it is scheduled
+        # once every `depth` plans.
         self._window = depth if not overlap else 1
         self._recent: deque[StepPlan] = deque()
-        # Whether a move failed since the last decision. The next step then begins no overlapped move out: a request
-        # that keeps trying, and cannot be evicted meanwhile, would hold up those that need its blocks for ever.
+        # Whether a move failed since the last decision. The next step then starts no overlapped swap-out: a request
+        # that keeps retrying cannot be evicted meanwhile, and would block requests that need its blocks indefinitely.
         self._has_failed_move = False
 
     @property
     def latest_plan(self) -> int:
-        """A request whose last slice was in this plan or a later one runs."""
+        """Id of the oldest plan whose requests still count as running."""
         return self._next_id - self._window
 
     @property
     def has_plans(self) -> bool:
-        """Whether any plan is in flight."""
         return bool(self._in_flight)
 
-    # -- the life of a request ----------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Let the request compete for the device."""
         request.reverse = self.policies.eviction.lends and self.kv.has_two_ends and request.is_best_effort
         received = self._incoming.receive(request, now)
         self.events.extend(received)
@@ -96,29 +96,38 @@ class Scheduler:
             claimed(request, now)
 
     def expect(self, request: Request, now: float) -> bool:
-        """Make room for a request whose computed KV is to come from another engine before it is added; False: not
-        now."""
+        """Allocate blocks for a request whose computed KV arrives from another engine before `add`.
+
+        Returns:
+            False if there is no room now.
+        """
         return self._incoming.expect(request, now)
 
     def remove(self, request: Request, now: float) -> None:
-        """The request is finished or aborted (its finish_reason is set). Its blocks come home now, or when the
-        last plan that holds or moves them commits, or if it keeps its KV with `release`."""
+        """Remove a request whose `finish_reason` is set.
+
+        Its blocks are freed now, or when the last plan that contains or moves them commits. If it keeps its KV,
+        `release` frees them.
+        """
         for finished in self.policies.on_finished:
             finished(request, now)
         self.kv.forget_prefix(request)
         self._release_if_settled(request)
 
     def release(self, request: Request, now: float) -> None:
-        """The KV of a finished request is needed no more."""
+        """Free the KV that a finished request has kept."""
         request.keeps_kv = False
         self._release_if_settled(request)
         self.events.append(Released(request, now, self.kv.device_total - self.kv.available))
 
-    # -- deciding -----------------------------------------------------------------------------------------
+    # -- planning -----------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Decide the next step; None when the pipeline is full or nothing can be done. Where all that can be done is to
-        wait for moves, the plan is empty."""
+        """Plan the next step.
+
+        Returns:
+            None if the pipeline is full or nothing can be done; an empty plan if only moves in transit remain.
+        """
         if len(self._in_flight) >= self.depth:
             return None
         context = StepContext(
@@ -136,7 +145,7 @@ class Scheduler:
         planner = StepPlanner(self.policies, self.kv, self.events, context)
         plan = planner.plan()
         self._note_waits(planner, now)
-        # With a plan in flight, its result is what to wait for.
+        # With a plan in flight, the driver waits for its result instead.
         is_empty = not (plan.slices or plan.blocking or plan.overlapped)
         if is_empty and (self._in_flight or not self.kv.is_moving):
             return None
@@ -150,7 +159,7 @@ class Scheduler:
         return plan
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:
-        """Report the requests that waited for a reason of their own and were not examined in this decision."""
+        """Report earlier waiting requests that this decision did not examine."""
         for request in self._waiting:
             if request.wait is not None and request.examined != self._decisions - 1 and request.finish_reason is None:
                 request.wait = None
@@ -160,14 +169,17 @@ class Scheduler:
             self.tail = WaitState(planner.tail, now)
 
     def _note_pauses(self, plan: StepPlan, started: int, now: float) -> None:
-        """Report the requests that ran until now and were passed over in this plan. started: requests in it that did
-        not run until now."""
+        """Report running requests that this plan skips.
+
+        Args:
+            started: Number of requests in the plan that were not running before.
+        """
         self._recent.append(plan)
         if len(self._recent) <= self._window:
             return
         old = self._recent.popleft()
         if self._window == 1 and len(plan.slices) - started == len(old.slices):
-            return  # all of them run on
+            return  # all of them continue
         old_id = old.id
         for piece in old.slices:
             request = piece.request
@@ -175,8 +187,10 @@ class Scheduler:
                 self.events.append(Preempted(request, now, Preemption.PAUSE))
 
     def steady(self, live: int) -> StepPlan | None:
-        """The plan in flight, if steps like it can follow as far as blocks and tokens last: it decodes all `live`
-        requests, nothing is in transit, and the policies rest. Otherwise None."""
+        """Return the plan in flight if equal steps can follow while blocks and tokens last, else None.
+
+        It must decode all `live` requests, with nothing in transit and policies that decode-only steps leave unchanged.
+        """
         if self.depth > 1 or self.overlap or not self._in_flight or self.kv.is_moving:
             return None
         (plan,) = self._in_flight
@@ -187,14 +201,15 @@ class Scheduler:
         )
         return plan if decodes else None
 
-    # -- settling -----------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now: float) -> set[Request]:
-        """Apply the outcome of the oldest plan in flight: counters, moves, order. Tokens are the engine core's.
+        """Apply the outcome of the oldest plan in flight, except its tokens.
 
-        Return the requests whose slices are void: the KV that they read was lost in transit, or the executor gave them
-        up. The engine core ends the latter. A slice of a request that has finished is void too, because the executor
-        may have given up an earlier slice of it: no key is registered for its KV.
+        Returns:
+            Requests whose slices are void, because KV that they read was lost in transit, or because the executor
+                dropped them. The engine core ends the latter. Slices of finished requests are void too and register no
+                keys: the executor may have dropped an earlier slice.
         """
         if not self._in_flight or result.plan is not self._in_flight[0]:
             raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
@@ -230,8 +245,7 @@ class Scheduler:
         return void
 
     def restart(self, now: float) -> None:
-        """The executor was started anew: its KV, and the plans in flight, are lost. Requests with computed tokens
-        compute them again."""
+        """Reset after an executor restart; all KV is recomputed."""
         self.events.append(Restarted(tuple(self._in_flight), now))
         holders = [request for request in self.kv.holders() if request.finish_reason is None]
         self.kv.clear()
@@ -243,8 +257,11 @@ class Scheduler:
             self._drop(request, 0, now)
 
     def _settle_moves(self, result: StepResult, now: float) -> dict[Request, int]:
-        """Lift the fences of the moves that ended. Returns the requests whose KV was lost, each with how many device
-        blocks still hold some."""
+        """Lift the fences of finished moves.
+
+        Returns:
+            Requests that lost KV, with the number of device blocks that still hold some.
+        """
         lost: dict[Request, int] = {}
         settled: list[tuple[int | None, Moved | MoveFailed]] = []
         settled += [(self.kv.land(move), Moved(move, now)) for move in result.landed]
@@ -257,8 +274,7 @@ class Scheduler:
         return lost
 
     def _forget(self, request: Request, keep: int, now: float) -> None:
-        """KV of the request was lost on its way, all but its first `keep` device blocks: compute it again. No other
-        plan holds it, as it was in transit."""
+        """Recompute what the request lost in transit, after its first `keep` blocks. No other plan contains it."""
         if request.finish_reason is not None:
             self.kv.release(request)
             return
@@ -266,7 +282,7 @@ class Scheduler:
         self._drop(request, self.kv.tokens_in(request, keep), now)
 
     def _drop(self, request: Request, kept: int, now: float) -> None:
-        """The request has only the KV of its first `kept` tokens any more, though no other request needed the space."""
+        """Reset the request to its first `kept` tokens with KV, after a loss that was not an eviction."""
         request.computed = request.planned = kept
         request.is_fresh = request.is_fresh or kept > 0
         request.last_plan = NEVER

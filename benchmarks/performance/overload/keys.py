@@ -1,4 +1,4 @@
-"""A flood of one API key beside chats of others, under `--fair-by key`: who is admitted, and how long a chat takes.
+"""Measure chats of other API keys during a flood from one key, with and without `--fair-by key`.
 
     python benchmarks/performance/overload/keys.py [--keys 1,10,1000] [--seconds 15] [--out FILE]
 

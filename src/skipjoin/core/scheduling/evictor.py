@@ -124,12 +124,12 @@ class Evictor:
         return None if missing() <= 0 else WaitReason.NO_KV
 
     def _force_room(self, request: Request, missing: Callable[[], int], tokens: int) -> WaitReason | None:
-        """Evict any other requests until nothing is missing."""
+        """Evict other requests, regardless of rank, until nothing is missing."""
         kv, victims = self._kv, self._others(request)
         held = ((one, kv.blocks_of(one)) for one in kv.holders())
         if any(one.finish_reason is not None or (blocks is not None and blocks.moving) for one, blocks in held):
-            # Another engine still reads or writes KV here. It may be the blocks of that which are missing, so no
-            # request is evicted in vain, nor one that ranks higher.
+            # Another engine still uses blocks here, and these may be the missing ones. Evict only lower-ranked
+            # requests, and only if that suffices.
             own = self._rank(request)
             victims = [victim for victim in victims if self._rank(victim) > own]
             if self._freed_by_all(victims, request, tokens) < missing():
@@ -147,8 +147,10 @@ class Evictor:
         self.takes_all, self._floor = True, None
 
     def hindered(self, request: Request, tokens: int) -> WaitReason | None:
-        """Return the wait reason if a co-owner of a block whose slots the request needs runs, or keeps its KV for
-        another engine, else None."""
+        """Return the wait reason if a co-owner of a needed shared block must keep its slots, else None.
+
+        A co-owner keeps them while it runs, or while another engine reads its KV. A running co-owner pauses.
+        """
         owners = [
             owner
             for owner in self._kv.in_the_way(request, tokens)

@@ -87,9 +87,9 @@ class Residency:
         return found
 
     def _refuse_early(self, request: Request, target: int, hit: Hit) -> WaitReason | None:
-        """Return why the request cannot get in, if that shows before it holds what it finds.
+        """Return the wait reason if the request cannot be admitted, before it adopts its prefix-cache hit.
 
-        To hold a long prefix and release it again takes time, which is not spent at every step of a request that waits.
+        Adopting and releasing a long prefix is slow, so a waiting request must not do it at every step.
         """
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):

@@ -798,6 +798,17 @@ async def test_an_engine_has_no_folder_before_its_server_handles_signals(
     assert not list(tmp_path.iterdir())
 
 
+async def test_an_engine_killed_while_its_process_is_created_ends() -> None:
+    handle = EngineHandle(EngineClient(Metrics()), command=("sleep", "60"))
+    starting = asyncio.create_task(handle.start(EngineConfig()))
+    await asyncio.sleep(0)
+    assert handle.pid is None
+    handle.kill()
+    with pytest.raises(EngineStartError, match="SIGKILL"):
+        await asyncio.wait_for(starting, 30)
+    await handle.stop()
+
+
 async def test_tier_priority_is_the_operators_to_open(api: Api) -> None:
     for post in (api.chat, api.complete):
         error = error_of(await post(service_tier="priority"), 400)

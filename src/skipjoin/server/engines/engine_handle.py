@@ -60,6 +60,7 @@ class EngineHandle:
         self._pulse_watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
         self._failure: str | None = None
+        self._is_killed = False
 
     @property
     def pid(self) -> int | None:
@@ -96,6 +97,8 @@ class EngineHandle:
         pulse.started()
         self._process.stdin.write(msgspec.json.encode(setup))
         self._process.stdin.write_eof()
+        if self._is_killed:  # while the process was being created, when there was nothing to kill
+            self.kill()
         self._watcher = asyncio.create_task(self._watch(self._process))
         self._pulse_watcher = asyncio.create_task(self._watch_pulse(pulse, self._process, limits))
         return await self._ready
@@ -120,7 +123,8 @@ class EngineHandle:
         self._close_folder()
 
     def kill(self) -> None:
-        """Kill the process immediately."""
+        """Kill the process immediately, or once it is created if that is under way."""
+        self._is_killed = True
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
 

@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-cluster test-chaos soak fuzz fuzz-core lint check format lock audit clean
+.PHONY: help serve test test-cluster test-chaos soak fuzz fuzz-core lint check docs format lock audit clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests"
@@ -25,6 +25,7 @@ help:
 	@echo "make fuzz-core   random worlds of the core for an hour; MINUTES=5 makes it shorter, SEED=7 repeats a run"
 	@echo "make lint    format, lint, words and types"
 	@echo "make check   the same, core tests and import rules, in two minutes"
+	@echo "make docs    build the site of the documentation in build/docs"
 	@echo "make format  format the code"
 	@echo "make lock    write the locks and THIRD_PARTY.md after a change of pyproject.toml or constraints.txt (needs a network)"
 	@echo "make audit   look the locked versions up in a database of known vulnerabilities (needs a network)"
@@ -79,6 +80,9 @@ lint: $(VENV)/.dev
 
 check: lint
 	$(PYTEST) -q --ignore tests/sim/experiments $(addprefix tests/,core core_fuzz policies recipes sim observe test_import_rules.py)
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet .

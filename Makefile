@@ -74,9 +74,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_words.py
-	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -p skipjoin.observe -p skipjoin.workload -p skipjoin.loadtest -p skipjoin.report -p skipjoin.forecast \
-		-p skipjoin.recipes -p skipjoin.config -m skipjoin.options -m skipjoin.sampling -m skipjoin.exec.base \
-		-m skipjoin.exec.simulated
+	$(BIN)/mypy -p skipjoin
 
 check: lint
 	$(PYTEST) -q --ignore tests/sim/experiments $(addprefix tests/,core core_fuzz policies recipes sim observe test_import_rules.py)

@@ -283,7 +283,7 @@ WITHOUT_HTTP = {
 # does.
 LAZY = (
     *("exec", "model", "forecast", "__init__.py", "cli", "engine"),
-    *("server/launch.py", "server/batches/database.py"),
+    *("server/lifecycle.py", "server/batches/database.py"),
 )
 
 

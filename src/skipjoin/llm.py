@@ -18,7 +18,7 @@ from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.engine.build import Engine, assemble
-from skipjoin.engine.forecasting import Predicted, chosen_forecasts, is_exact, open_keeper
+from skipjoin.engine.forecasting import ForecastKeeper, Predicted, chosen_forecasts, is_exact, open_keeper
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
@@ -105,9 +105,11 @@ class LLM:
             )
         info = self.engine.info
         try:
-            self._forecasts = forecasts and open_keeper(
-                forecasts, model=info.model, folder=info.folder, text_of=self.tokenizer.decode
-            )
+            self._forecasts: ForecastKeeper | None = None
+            if forecasts is not None:
+                self._forecasts = open_keeper(
+                    forecasts, model=info.model, folder=info.folder, text_of=self.tokenizer.decode
+                )
         except BaseException:
             self.engine.executor.close()
             raise
@@ -210,9 +212,9 @@ class LLM:
                 self._drain(running, bars, bars.add_task("generating", total=len(ids)), ahead=ahead)
         finally:
             # After a refused prompt or an interrupt, the other requests must not keep running.
-            for request_id, one in running.items():
+            for request_id, unfinished in running.items():
                 self._loop.abort(request_id)
-                self._learn(one, FinishReason.ABORT)
+                self._learn(unfinished, FinishReason.ABORT)
         return results
 
     def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:

@@ -149,7 +149,8 @@ def test_serve_and_its_options_of_memory_and_objective(
 ) -> None:
     configs: list[tuple[EngineConfig, ServerConfig]] = []
     monkeypatch.setattr(
-        "skipjoin.server.launch.run_server", lambda engine, server, *rest, **kw: configs.append((engine, server)) or 0
+        "skipjoin.server.lifecycle.run_server",
+        lambda engine, server, *rest, **kw: configs.append((engine, server)) or 0,
     )
     run = CliRunner().invoke(app, ["serve", *options])
     assert run.exit_code == 0, run.output
@@ -233,7 +234,7 @@ def test_a_bound_on_waiting_counts_the_requests_that_the_server_lets_in(monkeypa
         async def stop(self) -> None:
             pass
 
-    monkeypatch.setattr("skipjoin.server.launch.EngineHandle", Noted)
+    monkeypatch.setattr("skipjoin.server.lifecycle.EngineHandle", Noted)
     args = ["serve", "--port", "0", "--starvation-bound", "60", "--max-num-queued-reqs", "77"]
     run = CliRunner().invoke(app, args)
     assert run.exit_code == 1, run.output

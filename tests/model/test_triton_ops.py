@@ -155,7 +155,7 @@ def test_sums_and_the_norm_that_follows(dtype):
         without = total.double() + x.double() @ weight.double().T
         for linear, expected in zip(linears, (without, without + bias.double()), strict=True):
             plain = total.clone()
-            assert linear.add_to(x, plain) is None
+            assert linear.add_to(x, plain) is plain
             assert_near(plain, expected)
             for norm, centre in ((ops.rms_norm(scale, 1e-5), False), (ops.layer_norm(80, scale, bias, 1e-5), True)):
                 fused = total.clone()

@@ -22,12 +22,14 @@ from fastapi import FastAPI
 from skipjoin.config import ServerConfig
 from skipjoin.server.api import errors
 from skipjoin.server.api.auth import AccessGuard
-from skipjoin.server.api.http import ConnectionLimits, HttpServer, listen
+from skipjoin.server.api.connections import ConnectionLimits
+from skipjoin.server.api.http import HttpServer
 from skipjoin.server.batches import desk as desks
 from skipjoin.server.batches import files
 from skipjoin.server.batches.blobs import FILES, Blobs
 from skipjoin.server.batches.records import BlobMissing, NoSpace, StoreError, StoreUnavailable
 from skipjoin.server.batches.store import Store
+from skipjoin.server.listeners import listen
 from support.pace import most_stall_s
 
 pytestmark = pytest.mark.anyio

@@ -63,14 +63,15 @@ class Task:
         Raises:
             ParameterError: If an option is out of bounds.
         """
-        filters = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return replace(
             defaults,
             max_tokens=self.max_tokens,
             seed=self.sampling_seed,
             stop=self.stop,
             ignore_eos=self.ignore_eos,
-            **{name: value for name, value in filters.items() if value is not None},
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
         )
 
 

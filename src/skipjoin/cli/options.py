@@ -197,7 +197,6 @@ def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
         kind = kind | None if setting.optional else kind
     if knob.positional:
         info = typer.Argument(help=setting.help, envvar=envvar, show_envvar=False)
-        place = inspect.Parameter.POSITIONAL_OR_KEYWORD
     else:
         info = typer.Option(
             *_flags(setting),
@@ -208,7 +207,7 @@ def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
             envvar=None if knob.envvar and get_origin(kind) is list else envvar,
             show_envvar=knob.envvar is not None,
         )
-        place = inspect.Parameter.KEYWORD_ONLY
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD if knob.positional else inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(setting.name, place, default=default, annotation=Annotated[kind, info])
 
 

@@ -145,7 +145,8 @@ class LoadOptions:
         return Slo(*map(self._seconds, ("slo_ttft", "slo_tpot", "slo_jct")))
 
     def _seconds(self, name: str) -> float | None:
-        seconds, ms = getattr(self, name), getattr(self, f"{name}_ms")
+        seconds: float | None = getattr(self, name)
+        ms: float | None = getattr(self, f"{name}_ms")
         return seconds if ms is None else ms / 1000
 
     @property

@@ -22,7 +22,7 @@ class StepDriver:
     def __init__(
         self,
         core: EngineCore,
-        executor: Executor,
+        executor: Executor[Handle],
         clock: Callable[[], float],
         on_result: Callable[[StepResult], object] = lambda result: None,
         on_plan: Callable[[StepPlan], object] = lambda plan: None,

@@ -88,7 +88,9 @@ def host_blocks(
     """
     block_bytes = sum(spec.host_block_bytes for spec in rank_specs)
     pairs = list(zip(rank_specs, budgets, strict=True))
-    spec, budget = min(pairs, key=lambda pair: _most_host_bytes(*pair, device_blocks) // pair[0].host_block_bytes)
+    spec, budget = min(
+        pairs, key=lambda pair: _most_host_bytes(pair[0], pair[1], device_blocks) // pair[0].host_block_bytes
+    )
     left = _most_host_bytes(spec, budget, device_blocks)
     asked = config.swap_space_gib
     if asked is None:

@@ -38,7 +38,7 @@ def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCos
         for _ in range(_TURNS):
             # In weight-bound steps, tokens cost nothing and the last term counts once.
             features = np.column_stack([counts, hidden])
-            features[np.ix_(hidden, (1, 3))] = 0
+            features[np.ix_(hidden, np.array((1, 3)))] = 0
             terms = fit_times(features, times)
             now_hidden = terms[1] * counts[:, 1] + terms[3] * counts[:, 3] < terms[5]
             if (now_hidden == hidden).all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -44,7 +45,7 @@ class Decoder(Protocol):
         ...
 
 
-_FAMILIES = {
+_FAMILIES: dict[str, Callable[[Builder, torch.device], Decoder]] = {
     "llama": LlamaDecoder,
     "opt": OPTDecoder,
     "gpt_neox": GPTNeoXDecoder,

@@ -191,7 +191,7 @@ class FolderWeights:
             if found != shape:
                 raise ModelError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
             wanted = _wanted(shape, rows, columns)
-            tensor = file.get_tensor(known) if wanted is None else stored[wanted].contiguous()
+            tensor: torch.Tensor = file.get_tensor(known) if wanted is None else stored[wanted].contiguous()
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._folder / self._where[known]} cannot be read: {error}") from error
         self._taken += 1

@@ -42,8 +42,8 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
     settings = _optional_json(folder / "tokenizer_config.json")
-    special = {name: _text(settings[name]) for name in settings if name.endswith("_token") and settings[name]}
-    special = {name: text for name, text in special.items() if text is not None}
+    texts = {name: _text(settings[name]) for name in settings if name.endswith("_token") and settings[name]}
+    special = {name: text for name, text in texts.items() if text is not None}
     backend = _load_backend(folder, settings)
     eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
     for file in ("generation_config.json", "config.json"):

@@ -42,9 +42,7 @@ class _NeoXLayer:
         self.norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
 
-    def __call__(
-        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
-    ) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
         if self._parallel:
             overlapped = self._mlp_norm(x)
             self._attention.add_to(normed, x, step)

@@ -29,7 +29,8 @@ class _LlamaLayer:
         projections = [f"{name}.self_attn.{p}_proj" for p in "qkv"]
         norms = None
         if config.qk_norm:
-            norms = tuple(builder.rms_norm(f"{name}.self_attn.{p}_norm", dim) for p in "qk")
+            of_query, of_key = (builder.rms_norm(f"{name}.self_attn.{p}_norm", dim) for p in "qk")
+            norms = of_query, of_key
         self._attention = SelfAttention(
             builder,
             index,
@@ -45,8 +46,6 @@ class _LlamaLayer:
         self.norm = builder.rms_norm(f"{name}.input_layernorm", hidden)
         self._mlp_norm = builder.rms_norm(f"{name}.post_attention_layernorm", hidden)
 
-    def __call__(
-        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
-    ) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._gate_up(normed), x, then)

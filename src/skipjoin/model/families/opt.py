@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, LayerInputs, SelfAttention, advance
-from skipjoin.model.ops.base import Norm
+from skipjoin.model.layers import Builder, Embedding, LayerInputs, SelfAttention, advance
+from skipjoin.model.ops.base import Linear, Norm
 
 # The first two rows of OPT's position table are padding.
 POSITION_OFFSET = 2
@@ -21,7 +21,11 @@ class OPTDecoder:
     def __init__(self, builder: Builder, device: torch.device | str) -> None:
         config, shard, name = builder.config, builder.shard, "model.decoder"
         hidden, embed = config.hidden_size, config.embed_dim
-        self.embedding = self._positions = self._project_in = self._project_out = self._norm = None
+        self.embedding: Embedding | None = None
+        self._positions: torch.Tensor | None = None
+        self._project_in: Linear | None = None
+        self._project_out: Linear | None = None
+        self._norm: Norm | None = None
         if shard.is_first:
             self.embedding = builder.embedding(self.EMBEDDING)
             positions = config.max_positions + POSITION_OFFSET
@@ -36,6 +40,8 @@ class OPTDecoder:
             self._norm = builder.layer_norm(f"{name}.final_layer_norm") if config.final_norm else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
+        assert self.embedding is not None  # on the first stage
+        assert self._positions is not None
         x = self.embedding(batch.token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
@@ -73,9 +79,7 @@ class _OptLayer:
         self.norm = builder.layer_norm(f"{name}.self_attn_layer_norm")
         self._mlp_norm = builder.layer_norm(f"{name}.final_layer_norm")
 
-    def __call__(
-        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
-    ) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._up(normed), x, then)
 

@@ -39,8 +39,6 @@ class _Starcoder2Layer:
         self.norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
 
-    def __call__(
-        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
-    ) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._up(normed), x, then)

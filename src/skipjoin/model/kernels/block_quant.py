@@ -25,7 +25,7 @@ _IDS = ["target_ids", "source_ids"]
 
 
 @triton.jit
-def _cut(x, UP: tl.constexpr):
+def _cut(x: tl.tensor, UP: tl.constexpr) -> tl.tensor:
     """The nearest bfloat16 not above x, or not below it, in a float32."""
     bits = x.to(tl.int32, bitcast=True)
     cut = bits & -65536
@@ -35,16 +35,26 @@ def _cut(x, UP: tl.constexpr):
 
 
 @triton.jit
-def _head_of(work, heads, ids):
+def _head_of(work: tl.tensor, heads: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The block and the head of a piece of work."""
     return tl.load(ids + work // heads).to(tl.int64), (work % heads).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["blocks", "last"], do_not_specialize_on_alignment=_IDS)
 def _quantize(
-    codes, scales, device, target_ids, source_ids, blocks, last, heads,
-    TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    codes: tl.tensor,
+    scales: tl.tensor,
+    device: tl.tensor,
+    target_ids: tl.tensor,
+    source_ids: tl.tensor,
+    blocks: tl.tensor,
+    last: tl.tensor,
+    heads: tl.tensor,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
     """Heads of all blocks are split among the programs; each goes over a head's tokens twice, ROWS at a time."""
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
@@ -87,9 +97,19 @@ def _quantize(
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=_IDS)
 def _dequantize(
-    device, codes, scales, target_ids, source_ids, blocks, heads, most,
-    TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    device: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    target_ids: tl.tensor,
+    source_ids: tl.tensor,
+    blocks: tl.tensor,
+    heads: tl.tensor,
+    most: tl.tensor,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
     """As `_quantize`. most: the largest number of the device's type."""
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)

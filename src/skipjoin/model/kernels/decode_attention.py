@@ -54,7 +54,7 @@ def most_chunks(slots: int) -> int:
 
 
 @triton.jit
-def _chunks(context, window):
+def _chunks(context: tl.tensor, window: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """(first key, keys, keys of a chunk, chunks) of sequences of these lengths, at least one chunk."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     keys = context - low
@@ -64,18 +64,18 @@ def _chunks(context, window):
 
 @jit
 def _share_out(
-    items,
-    sequences,
-    total,
-    context_lens,
-    offsets,
-    backward,
-    segments,
-    query_start,
-    count,
-    window,
+    items: tl.tensor,
+    sequences: tl.tensor,
+    total: tl.tensor,
+    context_lens: tl.tensor,
+    offsets: tl.tensor,
+    backward: tl.tensor,
+    segments: tl.tensor,
+    query_start: tl.tensor,
+    count: tl.tensor,
+    window: tl.tensor,
     INDEXED: tl.constexpr,
-):
+) -> None:
     """Program (sequence): finds the place of its items among those of all `count` sequences, and writes them."""
     own = tl.program_id(0)
     segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
@@ -94,8 +94,8 @@ def _share_out(
         their_chunks = tl.where(there, their_chunks, 0)
         more = tl.minimum(their_keys, their_size) - tl.minimum(keys, size)
         earlier = (more > 0) | ((more == 0) & (other < own))
-        first += tl.sum(tl.where(earlier, their_chunks, 0), 0)
-        everything += tl.sum(their_chunks, 0)
+        first += tl.sum(tl.where(earlier, their_chunks, 0), 0)  # type: ignore[assignment]  # no longer a constant
+        everything += tl.sum(their_chunks, 0)  # type: ignore[assignment]  # no longer a constant
     if own == 0:
         tl.store(total, everything)
     tl.store(sequences + own * _SEQUENCE, first)
@@ -117,20 +117,20 @@ def _share_out(
 
 @jit
 def _decode(
-    out,
-    sums,
-    stats,
-    query,
-    keys,
-    values,
-    tables,
-    items,
-    total_items,
-    scale,
-    query_token,
-    query_head,
-    block_stride,
-    table_width,
+    out: tl.tensor,
+    sums: tl.tensor,
+    stats: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    items: tl.tensor,
+    total_items: tl.tensor,
+    scale: tl.tensor,
+    query_token: tl.tensor,
+    query_head: tl.tensor,
+    block_stride: tl.tensor,
+    table_width: tl.tensor,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -142,7 +142,7 @@ def _decode(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-):
+) -> None:
     """Program (key-value head, number): all query heads of the group over the chunks of every so many-th item. Heads
     are the first grid axis: the keys of a block's heads are adjacent, so programs that start together read one run of
     memory. The only chunk of a sequence is its result; others are kept for `_reduce`.
@@ -160,7 +160,7 @@ def _decode(
     # Vectors without DOT, not tiles of one row: the layout of such a tile would become that of the keys.
     heads = tl.arange(0, BLOCK_H) if DOT else 0
     there = heads < GROUP if DOT else True
-    asked = there[:, None] & (columns < DIM)[None, :] if DOT else columns < DIM
+    asked = there[:, None] & (columns < DIM)[None, :] if DOT else columns < DIM  # type: ignore[index]  # a tile if DOT
     num_heads = tl.num_programs(0) * GROUP
     head = kv_head * GROUP + heads
     query += kv_head * GROUP * query_head
@@ -179,7 +179,8 @@ def _decode(
         step = tl.where(down > 0, -SLOT_STRIDE, SLOT_STRIDE)
         asking = query + token * query_token
         if DOT:
-            q = tl.load(asking + heads[:, None] * query_head + columns[None, :], mask=asked, other=0.0)
+            place = heads[:, None] * query_head + columns[None, :]  # type: ignore[index]  # a tile if DOT
+            q = tl.load(asking + place, mask=asked, other=0.0)
             q = q.to(tl.float32) if UPCAST else q
             top = tl.full((BLOCK_H,), _LOWEST, tl.float32)
             total = tl.zeros((BLOCK_H,), tl.float32)
@@ -241,7 +242,9 @@ def _decode(
 
 
 @jit
-def _reduce(out, sums, stats, sequences, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _reduce(
+    out: tl.tensor, sums: tl.tensor, stats: tl.tensor, sequences: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+) -> None:
     """Program (sequence, head): combines the results of the sequence's chunks, where there are several. The order of
     the sums follows from their number alone."""
     record = sequences + tl.program_id(0) * _SEQUENCE

@@ -18,15 +18,15 @@ _PER_PROGRAM = 2048
 # The number of rows varies between steps, so one version serves all.
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    x,
-    product,
-    weight,
-    bias,
-    out,
-    rows,
-    x_stride,
-    head_stride,
-    eps,
+    x: tl.tensor,
+    product: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    head_stride: tl.tensor,
+    eps: tl.tensor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     CENTRE: tl.constexpr,
@@ -35,7 +35,7 @@ def norm_kernel(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """ROWS rows of WIDTH values in a program. Row r of `x` lies at (r // HEADS) * x_stride + (r % HEADS) * head_stride;
     `product` and `out` are contiguous. ADD: x += product first, in place. CENTRE: by mean and variance, else by the
     root mean square. BLOCK: the power of two from WIDTH on."""

@@ -20,29 +20,29 @@ SHORT_ROWS = 64
 
 @triton.jit
 def _tiles(
-    acc,
-    total,
-    top,
-    q,
-    own,
-    low,
-    high,
-    context,
-    keys,
-    values,
-    table,
-    offset,
-    block_stride,
-    step,
-    scale,
-    window,
+    acc: tl.tensor,
+    total: tl.tensor,
+    top: tl.tensor,
+    q: tl.tensor,
+    own: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    context: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    offset: tl.tensor,
+    block_stride: tl.tensor,
+    step: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,
     MASKED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Continue the softmax over keys [low, high). MASKED: some rows do not attend to all of them. own: [rows]
     positions."""
     tokens = tl.arange(0, BLOCK_N)
@@ -77,22 +77,22 @@ def _tiles(
 
 @jit
 def _prefill(
-    out,
-    query,
-    keys,
-    values,
-    tables,
-    context_lens,
-    offsets,
-    backward,
-    query_start,
-    tiles,
-    scale,
-    window,
-    query_token,
-    query_head,
-    block_stride,
-    table_width,
+    out: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    context_lens: tl.tensor,
+    offsets: tl.tensor,
+    backward: tl.tensor,
+    query_start: tl.tensor,
+    tiles: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,
+    query_token: tl.tensor,
+    query_head: tl.tensor,
+    block_stride: tl.tensor,
+    table_width: tl.tensor,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -103,7 +103,7 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+) -> None:
     """Program (key-value head, tile): BLOCK_M // GROUP tokens of one segment, with every query head of the group.
 
     Row r of the tile is token r // GROUP, head r % GROUP.

@@ -16,7 +16,7 @@ OPTIONS = {"num_warps": 16, "maxnreg": 128}
 
 
 @triton.jit
-def _magnitudes(row, start, vocab, BLOCK: tl.constexpr):
+def _magnitudes(row: tl.tensor, start: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The next values of a row and the bits of their magnitudes; infinite beyond the row's end."""
     at = start + tl.arange(0, BLOCK)
     values = tl.load(row + at, mask=at < vocab, other=float("-inf"))
@@ -24,7 +24,9 @@ def _magnitudes(row, start, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _counts(row, vocab, first, second, third, BLOCK: tl.constexpr):
+def _counts(
+    row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """How many values of a row have a magnitude of at most `first`, `second` and `third`, all of them finite."""
     one = tl.zeros((BLOCK,), tl.int32)
     two = tl.zeros((BLOCK,), tl.int32)
@@ -38,7 +40,9 @@ def _counts(row, vocab, first, second, third, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sums(row, vocab, first, second, third, BLOCK: tl.constexpr):
+def _sums(
+    row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """As `_counts`, the sums of the values' exponentials."""
     one = tl.zeros((BLOCK,), tl.float32)
     two = tl.zeros((BLOCK,), tl.float32)
@@ -53,7 +57,9 @@ def _sums(row, vocab, first, second, third, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _least(row, vocab, limit, enough, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _least(
+    row: tl.tensor, vocab: tl.tensor, limit: tl.tensor, enough: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
     """The smallest magnitude below `limit` that keeps `enough` values, or enough of their sum; else `limit`. Each pass
     over the row leaves a quarter of the magnitudes."""
     low = tl.zeros((), tl.int32)
@@ -72,7 +78,15 @@ def _least(row, vocab, limit, enough, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def thresholds_kernel(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexpr):
+def thresholds_kernel(
+    scaled: tl.tensor,
+    row_stride: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    out: tl.tensor,
+    vocab: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     """One row: the smallest magnitude that keeps enough values."""
     index = tl.program_id(0).to(tl.int64)  # rows times vocabulary may pass 2**31
     row = scaled + index * row_stride

@@ -369,7 +369,7 @@ class EngineServer:
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
         kv = loop.core.kv
-        metrics.recovered(recover_blocks(kv, is_idle=loop.idle))
+        metrics.recovered(recover_blocks(loop.core.scheduler.kv, is_idle=loop.idle))
         metrics.shares(
             cached=kv.cached_blocks,
             cached_on_host=kv.cached_host_blocks,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import os
@@ -25,21 +24,20 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import uvloop
 
-from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig, check_not_one_card
-from skipjoin.config.access import is_loopback, with_keys_of_files
-from skipjoin.engine.forecasting import chosen_forecasts, open_keeper
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
+from skipjoin.config.access import is_loopback
+from skipjoin.engine.forecasting import open_keeper
 from skipjoin.model.config import ModelError
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.server import logs
 from skipjoin.server.api.app import build_app, build_metrics_app
 from skipjoin.server.api.errors import unavailable
-from skipjoin.server.api.http import ConnectionLimits, HttpServer, listen, room_for
+from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
 from skipjoin.server.batches.service import Batches
@@ -47,8 +45,10 @@ from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
 from skipjoin.server.engines.messages import Ready
+from skipjoin.server.listeners import connection_limits, open_listeners, url_of
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.progress import ProgressDisplay
+from skipjoin.server.settings import Settings, check_settings
 
 if TYPE_CHECKING:
     from skipjoin.server.api.length_server import Questions
@@ -62,9 +62,6 @@ _OPEN_WARNING = (
     "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
     "listen on 127.0.0.1 (docs/server.md: keys, TLS and proxies)"
 )
-# Fraction of all connections that one client may have, so that others find room. If keys are needed, connections of one
-# address without a key have a smaller fraction, because clients send their key with the first request.
-_CLIENT_SHARE, _KEYLESS_SHARE = 0.75, 0.125
 # Interval in which the drain checks for open requests.
 _POLL_S = 0.05
 
@@ -123,108 +120,41 @@ def run_server(
         spell: Converts setting names in errors to the operator's names for them.
     """
     logs.configure(server_config.log_level, server_config.log_format, spell)
-    template = server_config.chat_template
-    if template is not None and not Path(template).is_file():
-        logs.fail(f"chat_template {template} is not a file")
-        return EXIT_SETTING
     try:
-        server_config = with_keys_of_files(server_config)
-        _check_together(engine_config, server_config)
-        if server_config.fair_by == "key":
-            engine_config = replace(engine_config, fair_output_weight=server_config.fair_output_weight)
-        forecasts = chosen_forecasts(forecast_config, engine_config, url=server_config.forecast_url)
-    except ConfigError as error:
-        logs.fail(f"{error}")
-        return EXIT_SETTING
-    if engine_config.timeline is not None:
-        try:
-            Path(engine_config.timeline).open("a").close()
-        except OSError as error:
-            logs.fail(f"timeline {engine_config.timeline} cannot be written: {error.strerror}")
-            return EXIT_SETTING
-    try:
+        settings = check_settings(engine_config, server_config, forecast_config)
         # Before the model is loaded, so that a port in use is reported immediately.
-        listeners = _listen(server_config)
+        listeners = open_listeners(settings.server)
     except ConfigError as error:
         logs.fail(f"{error}")
         return EXIT_SETTING
-    if not (server_config.api_keys or is_loopback(listeners[0].getsockname()[0])):
-        logger.warning(_OPEN_WARNING, server_config.host)
+    if not (settings.server.api_keys or is_loopback(listeners[0].getsockname()[0])):
+        logger.warning(_OPEN_WARNING, settings.server.host)
     with contextlib.ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener)
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(Server(engine_config, server_config, forecasts, engine_command, make_engines).run(*listeners))
-
-
-def _check_together(engine: EngineConfig, server: ServerConfig) -> None:
-    if server.replicas > 1:
-        check_not_one_card(engine.device)
-    if engine.slo_jct_scale is not None and server.slo_jct_ms is not None:
-        raise ConfigError("slo_jct_scale and slo_jct_ms exclude each other: both are for requests without an objective")
-
-
-def _listen(config: ServerConfig) -> list[socket.socket]:
-    """Return the listening socket of the API, and of /metrics if it has its own port."""
-    ports = {"--port": config.port, "--metrics-port": config.metrics_port}
-    listeners: list[socket.socket] = []
-    for flag, port in ports.items():
-        try:
-            listeners += [] if port is None else [listen(config.host, port)]
-        except OSError as error:
-            for listener in listeners:
-                listener.close()
-            raise ConfigError(_explain(error, config.host, port, flag)) from error
-    return listeners
-
-
-def _explain(error: OSError, host: str, port: int | None, flag: str) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use; choose another with {flag}"
-    return f"cannot listen on {host} port {port}: {error.strerror or error}"
-
-
-def _connection_limits(config: ServerConfig) -> ConnectionLimits:
-    """Return the limits that the settings and the operating system allow."""
-    room = room_for(config.max_connections, config.replicas)
-    if room < config.max_connections:
-        logger.warning("the limit of open files allows %d connections, not %d", room, config.max_connections)
-    per_address = _KEYLESS_SHARE if config.api_keys else _CLIENT_SHARE
-    return ConnectionLimits(
-        max_header_bytes=config.max_header_bytes,
-        max_connections=room,
-        max_per_address=config.max_connections_per_address or max(1, int(per_address * room)),
-        max_per_key=config.max_connections_per_key or max(1, int(_CLIENT_SHARE * room)),
-        write_s=config.write_timeout_s,
-    )
+        return runner.run(Server(settings, engine_command, make_engines).run(*listeners))
 
 
 class Server:
     """Components of a running server, with their start and shutdown."""
 
-    def __init__(
-        self,
-        engine_config: EngineConfig,
-        config: ServerConfig,
-        forecasts: ForecastConfig | None,
-        command: Sequence[str],
-        make_engines: MakeEngines,
-    ) -> None:
-        self._config = config
-        self._forecasts = forecasts
+    def __init__(self, settings: Settings, command: Sequence[str], make_engines: MakeEngines) -> None:
+        self._config = config = settings.server
+        self._forecasts = settings.forecasts
         self._progress = ProgressDisplay()
         metrics = Metrics(config.metrics_compat)
-        client = EngineClient(metrics, wanted=config.replicas, seed=engine_config.seed)
+        client = EngineClient(metrics, wanted=config.replicas, seed=settings.engine.seed)
         self._engine = make_engines(client, command, self._progress.update)
         self._service = Service(config, client, metrics)
-        most = config.batch_inflight or 2 * engine_config.max_num_seqs * config.replicas
+        most = config.batch_inflight or 2 * settings.engine.max_num_seqs * config.replicas
         self._batches = Batches(self._service, most=most)
         # After failures of the others, one engine may hold all admitted requests.
         live_requests = config.max_queued_requests + self._batches.live_requests
-        self._engine_config = replace(engine_config, max_live_requests=live_requests)
+        self._engine_config = replace(settings.engine, max_live_requests=live_requests)
         app = build_app(self._service, self._batches.add_routes, self._batches.body_limits)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
-        limits = _connection_limits(config)
+        limits = connection_limits(config)
         proxies = config.forwarded_allow_ips
         self._http = [HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies) for app in apps]
         self._questions: Questions | None = None
@@ -245,7 +175,7 @@ class Server:
             asyncio.create_task(http.serve(sockets=[one])) for http, one in zip(self._http, listeners, strict=True)
         ]
         try:
-            code = await self._serve([_url(one) for one in listeners])
+            code = await self._serve([url_of(one) for one in listeners])
         finally:
             for http in self._http:
                 http.should_exit = True
@@ -389,11 +319,6 @@ class Server:
             await asyncio.sleep(_POLL_S)
         await closing
         service.client.fail_all(unavailable("the server is shutting down", "shutting_down"))
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:

@@ -243,6 +243,7 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
             return False
         return not lends or request.is_best_effort or request is requests[0] or steps >= _APART * request.id
 
+    core.on_finished = executor.on_finished
     handles: deque = deque()
     events: list[Event] = []
     steps = 0

@@ -66,6 +66,9 @@ class LocalOnVirtualClock(SimulatedExecutor):
             self._early.remove(move)
         return SimulatedHandle(replace(timed.outcome, tokens=result.tokens), timed.ready_at)
 
+    def on_finished(self, request: Request) -> None:
+        self._local.on_finished(request)
+
 
 def trace() -> list[Request]:
     draw = random.Random(4)

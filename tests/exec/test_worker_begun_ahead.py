@@ -37,6 +37,9 @@ class Ahead:
         self.most_begun = max(self.most_begun, len(self._begun))
         return self
 
+    def on_finished(self, request: Request) -> None:
+        self.worker.on_finished(request)
+
     def done(self) -> bool:
         return self.worker.is_done(self._begun[0])
 

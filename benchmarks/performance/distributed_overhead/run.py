@@ -168,6 +168,7 @@ class Decoder:
         self._core = EngineCore(
             Scheduler(build("fcfs", Settings(LinearCost(0.01, 1e-4), 64, 4096)), KVLedger(BLOCKS, 0, BLOCK_SIZE))
         )
+        self._core.on_finished = executor.on_finished
         self._number = 0
 
     def empty(self) -> None:

@@ -131,7 +131,7 @@ def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: 
     batch = PackedBatch.build(work, BLOCK)
     sampler = Sampler(model.config.vocab_size)
     greedy = SamplingParams(temperature=0)
-    rows = [SampleRow(greedy, 0, (), (), (2,))] * batch.num_rows
+    rows = [SampleRow(sampler.start(greedy, 0, (), (2,)), 0)] * batch.num_rows
     logits = model.forward(batch, kv)
     parts = Parts(model, batch, kv)
 

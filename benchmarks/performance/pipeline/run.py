@@ -102,6 +102,7 @@ def serve(core: EngineCore, executor: Executor, load: list[Request], cost: CostM
     """Run all requests to their end. Returns the figures. cost: the reference of `speed`."""
     use, flying, steps = StageUse(), deque[Any](), 0
     taken = expected = 0.0
+    core.on_finished = executor.on_finished
     begin = time.perf_counter()
     for request in load:
         core.add(request, 0.0)

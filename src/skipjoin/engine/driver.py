@@ -29,6 +29,7 @@ class StepDriver:
     ) -> None:
         self.core = core
         self.executor = executor
+        core.on_finished = executor.on_finished
         self.clock = clock
         self._on_result = on_result
         self._on_plan = on_plan

@@ -10,10 +10,7 @@ import torch
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.families.gpt_neox import GPTNeoXDecoder
-from skipjoin.model.families.llama import LlamaDecoder
-from skipjoin.model.families.opt import OPTDecoder
-from skipjoin.model.families.starcoder2 import Starcoder2Decoder
+from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Builder, Embedding, LayerInputs, Weights
 from skipjoin.model.ops.base import LayerOps, Linear
@@ -32,6 +29,8 @@ class Decoder(Protocol):
     OUTPUT: str
     embedding: Embedding | None
 
+    def __init__(self, builder: Builder, device: torch.device | str) -> None: ...
+
     def embed(self, batch: PackedBatch) -> torch.Tensor:
         """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
         ...
@@ -43,14 +42,6 @@ class Decoder(Protocol):
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to the input of the output projection, on the last stage."""
         ...
-
-
-_FAMILIES: dict[str, Callable[[Builder, torch.device], Decoder]] = {
-    "llama": LlamaDecoder,
-    "opt": OPTDecoder,
-    "gpt_neox": GPTNeoXDecoder,
-    "starcoder2": Starcoder2Decoder,
-}
 
 
 class CausalLM:
@@ -81,7 +72,7 @@ class CausalLM:
         self.shard = group.shard
         check_shards(config, self.shard.tp_size, self.shard.pp_size)
         builder = Builder(config, weights, ops, group)
-        self._decoder: Decoder = _FAMILIES[config.family](builder, device)
+        self._decoder: Decoder = family_named(config.family).decoder(builder, device)
         self._vocabulary = self.shard.vocabulary_sizes(config)
         self._output = self._make_output(builder) if self.shard.is_last else None
         self.weight_bytes = builder.weight_bytes

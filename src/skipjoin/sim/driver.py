@@ -42,6 +42,7 @@ class Replica:
     def __init__(self, core: EngineCore, executor: SimulatedExecutor, *, decision_s: float = 0.0) -> None:
         self.core = core
         self._executor = executor
+        core.on_finished = executor.on_finished
         self.decisions = DecisionTimes()
         self._decision_s = decision_s
         self._in_flight: deque[SimulatedHandle] = deque()

@@ -99,6 +99,8 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
         times.append(begin - before - result.seconds)
     for handle in driver.in_flight:
         handle.result()
+    for request_id in tuple(core.requests):
+        core.abort(request_id, time.perf_counter())
     return max(0.0, statistics.median(times))
 
 

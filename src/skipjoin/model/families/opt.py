@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.config import activation
+from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Embedding, LayerInputs, SelfAttention, advance
 from skipjoin.model.ops.base import Linear, Norm
 
@@ -13,6 +18,38 @@ from skipjoin.model.ops.base import Linear, Norm
 POSITION_OFFSET = 2
 
 
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    before = bool(raw.get("do_layer_norm_before", True))
+    bias = bool(raw.get("enable_bias", True))
+    return {
+        "num_layers": int(raw["num_hidden_layers"]),
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": int(raw["ffn_dim"]),
+        "max_positions": int(raw["max_position_embeddings"]),
+        "norm_eps": 1e-5,
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        "activation": activation(raw.get("activation_function", "relu")),
+        "rope": None,
+        "embed_dim": int(raw.get("word_embed_proj_dim") or hidden),
+        "attention_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+        "norm_before": before,
+        "final_norm": before and not raw.get("_remove_final_layer_norm", False),
+        "norm_affine": bool(raw.get("layer_norm_elementwise_affine", True)),
+    }
+
+
+@family(
+    "opt",
+    architectures={
+        "OPTForCausalLM": "opt",
+    },
+    fields=_fields,
+    prefix="model.",
+)
 class OPTDecoder:
     """Token and position embeddings, attention and MLP layers, final norm."""
 

@@ -261,7 +261,7 @@ class Device:
         size = self._size
         for request, prefix in self._prefixes.items():
             tags = self._tags_of(request, request.known)
-            for index, key in enumerate(prefix.keys(request, request.known)):
+            for index, key in enumerate(prefix.keys(request.tokens, request.known, reverse=request.reverse)):
                 if key not in self._content:
                     want = tags[1 + index * size : 1 + (index + 1) * size]
                     self._content[key] = want[::-1] if request.reverse else want

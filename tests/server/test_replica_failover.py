@@ -137,7 +137,7 @@ async def test_choices_of_a_prompt_share_its_keys_and_one_engine_needs_none() ->
     assert one is not None
     assert two is not None
     assert one is not two
-    assert one.keys(first.request, 96) == two.keys(second.request, 96)
+    assert one.keys(first.request.tokens, 96) == two.keys(second.request.tokens, 96)
     assert World(engines=1).submit(prompt=prompt).request.prefix is None
 
 

@@ -279,11 +279,9 @@ class PrefixAware(LeastWork):
 
     def _keys(self, request: Request, last: int) -> Sequence[Key]:
         """Return up to `MOST_KEYS` keys of the request's tokens except the `last` ones."""
-        if request.prefix is None:
-            return ()
         size = self._block_size
         count = min(MOST_KEYS, (len(request.prompt) + len(request.output) - last) // size)
-        return request.prefix.keys(request, count * size)[:count]
+        return request.keys(count * size)[:count]
 
 
 DISPATCH_RULES = ("round-robin", "least-work", "least-work-oracle", "prefix-aware")

@@ -210,24 +210,24 @@ def test_a_long_prefix_costs_nothing_while_its_request_waits(monkeypatch: pytest
 
 def test_keys_are_the_same_by_parts_at_once_and_in_a_copy() -> None:
     one, two = asking(0, TEXT), asking(1, TEXT)
-    begun = list(one.prefix.keys(one, 30))
+    begun = list(one.keys(30))
     copy = one.prefix.copy()
-    assert list(one.prefix.keys(one, 100)) == list(two.prefix.keys(two, 100))
+    assert list(one.keys(100)) == list(two.keys(100))
     other = asking(2, [*TEXT[:30], *range(50)])
-    assert [list(copy.keys(other, 80))[index] in begun for index in range(8)] == [True] * 7 + [False]
+    assert [list(copy.keys(other.tokens, 80))[index] in begun for index in range(8)] == [True] * 7 + [False]
 
 
 def test_keys_of_reversed_blocks_do_not_depend_on_earlier_questions() -> None:
     requests = [asking(number, TEXT[:4], reverse=True) for number in range(2)]
-    requests[0].prefix.keys(requests[0], 3)
-    first, second = (list(request.prefix.keys(request, 4)) for request in requests)
-    assert first == second != list(asking(2, TEXT[:4]).prefix.keys(asking(2, TEXT[:4]), 4))
+    requests[0].keys(3)
+    first, second = (list(request.keys(4)) for request in requests)
+    assert first == second != list(asking(2, TEXT[:4]).keys(4))
 
 
 def test_names_of_a_trace_cover_whole_blocks() -> None:
-    keys = NamedPrefix([7, 8], 8, BLOCK).keys(make(0), 16)
+    keys = NamedPrefix([7, 8], 8, BLOCK).keys(make(0).tokens, 16)
     assert len(set(keys)) == 4
-    assert keys[:2] == NamedPrefix([7, 9], 8, BLOCK).keys(make(0), 16)[:2]
+    assert keys[:2] == NamedPrefix([7, 9], 8, BLOCK).keys(make(0).tokens, 16)[:2]
     with pytest.raises(ValueError, match="whole blocks of 4"):
         NamedPrefix([7], 6, BLOCK)
 

@@ -358,7 +358,7 @@ class KVLedger(TwoEnds):
         if request.prefix is None or held.is_private or not held.host or held.host[0] != move.target[0]:
             return
         first = len(held.device)
-        keys = request.prefix.keys(request, request.computed)[first : request.computed // self.block_size]
+        keys = request.keys(request.computed)[first : request.computed // self.block_size]
         for block, key in zip(move.target, keys, strict=False):
             self._host_cache.name(block, key)
 

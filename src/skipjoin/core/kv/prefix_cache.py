@@ -125,7 +125,7 @@ class PrefixCache(ClaimTree):
         full = min(request.computed // self.block_size, len(held.device))
         if full <= held.keyed:
             return
-        keys = request.prefix.keys(request, full * self.block_size)
+        keys = request.keys(full * self.block_size)
         for index in range(held.keyed, min(full, len(keys))):
             block = held.device[index]
             if not self._is_whole(block):
@@ -161,9 +161,8 @@ class PrefixCache(ClaimTree):
 
     def _usable(self, request: Request) -> Iterable[Key]:
         """Return the keys of blocks that the request could use. At least one known token is always computed."""
-        assert request.prefix is not None
         tokens = request.known - 1
-        return islice(request.prefix.keys(request, tokens), tokens // self.block_size)
+        return islice(request.keys(tokens), tokens // self.block_size)
 
     # -- holders ------------------------------------------------------------------------------------------
 

@@ -272,10 +272,9 @@ def test_prompts_without_parameters_have_those_of_the_model_and_a_closed_llm_say
         ({"kv_cache_gib": 0.0001}, ConfigError, "kv_cache_gib to at least"),
         ({"block_size": 0}, ConfigError, "block_size"),
         ({"dtype": "int3"}, ConfigError, "float32"),
-        ({"starvation_s": float("nan")}, ConfigError, "starvation_s"),
-        ({"starvation_s": 0.0}, ConfigError, r"starvation_s must be in \(0, 1e\+09\], got 0"),
+        ({"recipe_params": {"starvation_s": float("nan")}}, ConfigError, "starvation_s"),
+        ({"recipe_params": {"starvation_s": 0.0}}, ConfigError, r"starvation_s must be in \(0, 1e\+09\], got 0"),
         ({"recipe_params": {"starvation_s": "3"}}, ConfigError, "starvation_s must be a number, got '3'"),
-        ({"recipe_params": {"starvation_s": 3}, "starvation_s": 3}, ConfigError, "starvation_s is given twice"),
         ({"block_size": 16.5}, ConfigError, "block_size must be an integer, got 16.5"),
         ({"slo_s": 0.0}, ConfigError, r"slo_s must be in \(0, 1e\+06\], got 0"),
         ({"slo_jct_scale": -2.0}, ConfigError, r"slo_jct_scale must be in \(0, 1e\+09\], got -2"),
@@ -451,7 +450,6 @@ def test_little_kv_and_a_host_pool_give_the_same_texts_as_much_kv(recipe: str) -
         ({}, 30.0),
         ({"slo_s": 2.0}, 200.0),
         ({"slo_s": 2.0, "recipe_params": {"starvation_s": 4}}, 4.0),
-        ({"recipe": "mlfq", "starvation_s": 5.0}, 5.0),  # the deprecated alias
     ],
 )
 def test_the_threshold_of_starvation_follows_the_objective(settings: dict[str, Any], threshold_s: float) -> None:

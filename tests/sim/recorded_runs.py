@@ -55,7 +55,7 @@ RESERVING = ("orca", "static")
 # Pools of some twenty requests and arrivals above capacity: every way to make room is gone.
 _COMMON = (
     "--model opt-13b --kv-gib 4 --rates 12 --requests 30 --max-num-seqs 24 --lengths sharegpt --seeds 0,1 --jobs 1 "
-    f"--starvation-s 4 --best-effort-share 0.2 --max-tokens exact --recipes {RECIPES}"
+    f"--set starvation_s=4 --best-effort-share 0.2 --max-tokens exact --recipes {RECIPES}"
 )
 RUNS = {
     f"{hardware}, swap {swap}": f"{_COMMON} --hardware {hardware} --swap-space {swap}"

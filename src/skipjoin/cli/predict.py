@@ -21,7 +21,7 @@ from rich.table import Table
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, plain_errors, takes
 from skipjoin.config import ForecastConfig
-from skipjoin.options import ConfigError, Knob, check
+from skipjoin.options import ConfigError, Option, check
 from skipjoin.system.machine import cpu_name
 from skipjoin.workload.traces import Trace, read_trace
 
@@ -57,14 +57,35 @@ class EvaluateOptions:
         ConfigError: If a value is out of bounds.
     """
 
-    trace: Annotated[Path, Knob("JSONL with prompts and with lengths or texts of outputs.", metavar="FILE")]
+    trace: Annotated[
+        Path, Option("JSONL file with prompts and with lengths or texts of outputs.", metavar="FILE", is_common=True)
+    ]
     second_run: Annotated[
-        str | None, Knob("Lengths of a second run of the same prompts, which are the oracle's.", metavar="COLUMN")
+        str | None,
+        Option(
+            "Column with the lengths of a second run of the same prompts, which the oracle predicts from.",
+            metavar="COLUMN",
+            is_common=True,
+        ),
     ] = None
-    encoder: Annotated[str, Knob("'hashed', or the folder of an encoder of texts.", metavar="NAME")] = "hashed"
-    entries: Annotated[int, Knob("Most past requests to find similar ones among.", low=1, high=1_000_000)] = 10_000
-    max_tokens: Annotated[int, Knob("Longer outputs are cut off here.", low=1, high=1 << 20)] = 2048
-    rows: Annotated[int | None, Knob("Use the first rows of the file only.", low=20, high=1 << 40)] = None
+    encoder: Annotated[str, Option("'hashed', or the folder of a text encoder.", metavar="NAME", is_common=True)] = (
+        "hashed"
+    )
+    entries: Annotated[
+        int, Option("Maximum number of past requests to predict from.", low=1, high=1_000_000, is_common=True)
+    ] = 10_000
+    max_tokens: Annotated[
+        int, Option("Length at which outputs are truncated.", low=1, high=1 << 20, is_common=True)
+    ] = 2048
+    rows: Annotated[
+        int | None,
+        Option(
+            "Number of rows to use, from the beginning of the file (default: all).",
+            low=20,
+            high=1 << 40,
+            is_common=True,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)

@@ -41,7 +41,7 @@ def _parameters(recipe: Recipe) -> Table | str:
         table.add_column(no_wrap=not wraps)
     for setting in recipe.parameters.values():
         default = "" if setting.default is None else f"={_value(setting.default)}"
-        bounds = f" {setting.bounds}" if setting.bounds and not setting.knob.choices else ""
+        bounds = f" {setting.bounds}" if setting.bounds and not setting.option.choices else ""
         table.add_row(f"{setting.name}{default}", f"{setting.kind.__name__}{bounds}", setting.help)
     return table
 
@@ -59,8 +59,13 @@ def _described(recipe: Recipe) -> dict[str, Any]:
 
 
 def _parameter(setting: Setting) -> dict[str, Any]:
-    knob = setting.knob
-    bounds = {"at_least": knob.low, "above": knob.above, "at_most": knob.high, "choices": list(knob.choices) or None}
+    option = setting.option
+    bounds = {
+        "at_least": option.low,
+        "above": option.above,
+        "at_most": option.high,
+        "choices": list(option.choices) or None,
+    }
     return {
         "type": setting.kind.__name__,
         "default": setting.default,

@@ -31,7 +31,7 @@ def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
 
     for warning in unknown_variables(variables_of(SECTIONS.values())):
         print(f"warning: {warning}", file=sys.stderr)
-    flags = typed_flags((section.settings() for section in SECTIONS.values()), engine | forecasts | server)
+    flags = typed_flags(section.settings() for section in SECTIONS.values())
     http = ServerConfig(**server)
     make_engines: MakeEngines = one_engine
     if http.replicas > 1:

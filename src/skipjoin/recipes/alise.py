@@ -9,7 +9,7 @@ from typing import Annotated
 
 from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.core.request import Request
-from skipjoin.options import Knob
+from skipjoin.options import Option
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.predictors import ForecastQuantile
@@ -25,7 +25,7 @@ class AgingParams(Params):
 
     aging_s: Annotated[
         float,
-        Knob(
+        Option(
             "Seconds of age that make a request as good as one that has e times less to do; 0: age does not count.",
             low=0,
             high=1e9,
@@ -39,7 +39,7 @@ class ForecastParams(AgingParams):
 
     length_quantile: Annotated[
         float,
-        Knob(
+        Option(
             "Share of a forecast's distribution below the length that a request is taken to get; where it gets longer, "
             "that doubles.",
             above=0,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from skipjoin.core.policy import Batcher, Policies
-from skipjoin.options import Knob
+from skipjoin.options import Option
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import RunToCompletion
 from skipjoin.policies.eviction import Recompute
@@ -51,7 +51,7 @@ class ChunkParams(Params):
     """Prompt chunking parameters."""
 
     chunk_tokens: Annotated[
-        int, Knob("Most tokens in a step, decodes and chunks of prompts together.", low=1, high=1 << 20)
+        int, Option("Most tokens in a step, decodes and chunks of prompts together.", low=1, high=1 << 20)
     ] = 512
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.core.request import Target
-from skipjoin.options import Knob
+from skipjoin.options import Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
@@ -25,14 +25,14 @@ class PackingParams(Params):
     """Deadlines of tokens and sizes of steps (BROS sections 4.2 and 7.1)."""
 
     ttft_s: Annotated[
-        float, Knob("Time to the first token, of real-time requests without an objective.", above=0, high=1e6)
+        float, Option("Time to the first token, of real-time requests without an objective.", above=0, high=1e6)
     ] = 0.4
     tpot_s: Annotated[
-        float, Knob("Time per token after it, of real-time requests without an objective.", above=0, high=1e6)
+        float, Option("Time per token after it, of real-time requests without an objective.", above=0, high=1e6)
     ] = 0.2
     base_batch: Annotated[
         int,
-        Knob(
+        Option(
             "Up to how many requests a step takes best-effort ones when real-time requests ran late.",
             low=1,
             high=1 << 20,
@@ -40,7 +40,7 @@ class PackingParams(Params):
     ] = 128
     overdue_s: Annotated[
         float,
-        Knob(
+        Option(
             "A real-time request that misses its deadline by so many seconds comes before all others.",
             above=0,
             high=1e9,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.options import ConfigError, Knob
+from skipjoin.options import ConfigError, Option
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.eviction import Vacate
@@ -26,12 +26,12 @@ class ClaimParams(Params):
     padding: Padding = -0.25
     reserve: Annotated[
         float,
-        Knob("Share of the KV pool kept for prompts and for requests that outgrow a claim.", low=0, high=0.9),
+        Option("Share of the KV pool kept for prompts and for requests that outgrow a claim.", low=0, high=0.9),
     ] = 0.03
     forward_tokens: ForwardTokens = None
     overdue_s: Annotated[
         float,
-        Knob(
+        Option(
             "A request that has been here for so many seconds waits no longer for others to fit better.",
             above=0,
             high=1e9,
@@ -52,12 +52,12 @@ class OrderParams(GroupParams):
 
     time_ranges_s: Annotated[
         str,
-        Knob("Borders of the ranges of time that objectives leave, in seconds, rising, separated by commas."),
+        Option("Borders of the ranges of time that objectives leave, in seconds, rising, separated by commas."),
     ] = "0.5,2"
-    kv_range: Annotated[int, Knob("Width of the ranges of held KV, in tokens.", low=1, high=1 << 20)] = 128
-    order: Annotated[str, Knob("Which lengths come first within the same ranges", choices=("shortest", "longest"))] = (
-        "shortest"
-    )
+    kv_range: Annotated[int, Option("Width of the ranges of held KV, in tokens.", low=1, high=1 << 20)] = 128
+    order: Annotated[
+        str, Option("Which lengths come first within the same ranges", choices=("shortest", "longest"))
+    ] = "shortest"
 
     def __post_init__(self) -> None:
         # super() does not work with slots=True, which replaces the class.
@@ -85,7 +85,7 @@ class HostParams(OrderParams):
     """Parameters of nested reservations."""
 
     buffer: Annotated[
-        float, Knob("Share of its steps by which a request that was lent KV may be late.", low=0, high=10)
+        float, Option("Share of its steps by which a request that was lent KV may be late.", low=0, high=10)
     ] = 0.15
 
 

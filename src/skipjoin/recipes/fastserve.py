@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
 from skipjoin.core.policy import EvictionPolicy, Policies
-from skipjoin.options import ConfigError, Knob
+from skipjoin.options import ConfigError, Option
 from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
 from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within
@@ -21,14 +21,14 @@ class QueueParams(Params):
 
     starvation_s: Annotated[
         float | None,
-        Knob("Seconds without running until a request is promoted (default: 100 x --slo).", above=0, high=1e9),
+        Option("Seconds without running until a request is promoted (default: 100 x --slo).", above=0, high=1e9),
     ] = None
     quantum_s: Annotated[
         float | None,
-        Knob("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
+        Option("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
     ] = None
     paced: Annotated[
-        bool, Knob("Whether promotions, and what newcomers make others compute again, get a small share of the time.")
+        bool, Option("Whether promotions, and what newcomers make others compute again, get a small share of the time.")
     ] = True
 
     def resolved(self, s: Settings, policies: Policies) -> Self:
@@ -41,7 +41,7 @@ class BoundedQueueParams(QueueParams):
 
     starvation_bound_s: Annotated[
         float | None,
-        Knob(
+        Option(
             "No request goes longer without running, in seconds; not beside starvation_s and quantum_s, and lifts "
             "paced (default: no bound).",
             above=0,

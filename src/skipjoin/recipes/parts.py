@@ -7,7 +7,7 @@ from typing import Annotated
 
 from skipjoin.core.policy import AdmissionPolicy, Batcher, EvictionPolicy, Ordering, Policies
 from skipjoin.core.request import Request
-from skipjoin.options import ConfigError, Knob
+from skipjoin.options import ConfigError, Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort
@@ -21,7 +21,7 @@ from skipjoin.recipes.registry import Settings
 # Source of true output lengths for an oracle.
 Oracle = Annotated[
     str,
-    Knob(
+    Option(
         "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
         "knows the lengths",
         choices=("none", "max-tokens"),
@@ -31,7 +31,7 @@ Oracle = Annotated[
 # Margin of reservations (EconoServe section 2.3).
 Padding = Annotated[
     float,
-    Knob(
+    Option(
         "Share of the expected output that is claimed besides; below 0: that is not claimed at first.",
         above=-1,
         high=10,
@@ -39,9 +39,9 @@ Padding = Annotated[
 ]
 ForwardTokens = Annotated[
     int | None,
-    Knob("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),
+    Option("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),
 ]
-LengthRange = Annotated[int, Knob("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)]
+LengthRange = Annotated[int, Option("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)]
 # Tokens of a KV pool of unknown size.
 _ANY_POOL = 1 << 16
 

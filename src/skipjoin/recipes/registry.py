@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params:
-    """Parameters of a recipe, none by default. Subclasses add fields with knobs.
+    """Parameters of a recipe, none by default. Subclasses add fields with options.
 
     Raises:
         ConfigError: A value is out of bounds.

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from skipjoin.config import ConfigError, SwapType, check_swap_type
 from skipjoin.config.profile import read_profile
-from skipjoin.options import Knob, check
+from skipjoin.options import Option, check
 from skipjoin.recipes import check_names, find
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.hardware import parse_hardware
@@ -33,49 +33,61 @@ class Machine:
 
     hardware: Annotated[
         str,
-        Knob("a100-40gb, a100-40gb:tp8pp2, ... or the JSON file of `skipjoin profile`.", metavar="NAME", group=_GROUP),
+        Option(
+            "GPUs of the catalog, such as a100-40gb or a100-40gb:tp8pp2, or the JSON file of `skipjoin profile`.",
+            metavar="NAME",
+            group=_GROUP,
+            is_common=True,
+        ),
     ] = "a100-40gb"
     prefill_hardware: Annotated[
         str | None,
-        Knob(
-            "As --hardware, of the copies that --prefill-replicas sets apart (default: the same).",
+        Option(
+            "Hardware of the replicas of --prefill-replicas (default: --hardware).",
             metavar="NAME",
             group=_GROUP,
         ),
     ] = None
     model: Annotated[
         str | None,
-        Knob("Model of the catalogue, such as opt-13b (default: the profile's).", metavar="NAME", group=_GROUP),
+        Option(
+            "Model of the catalog, such as opt-13b (default: the profile's).",
+            metavar="NAME",
+            group=_GROUP,
+            is_common=True,
+        ),
     ] = None
     kv_gib: Annotated[
         float | None,
-        Knob(
-            "Size of the KV pool, all GPUs together (default: what the memory leaves; a profile needs it).",
+        Option(
+            "Size of the KV cache over all GPUs (default: the memory that the weights leave; required for a profile).",
             above=0,
             high=1e6,
             flags=("--kv-gib", "--kv-cache-gib"),
             metavar="GIB",
             group=_GROUP,
+            is_common=True,
         ),
     ] = None
     swap_gib: Annotated[
         float | None,
-        Knob(
-            "Size of the host pool; 0: none (default: half of the GPUs' share of RAM, or with a profile as the KV "
-            "pool).",
+        Option(
+            "Size of the KV cache's CPU tier; 0 disables swapping (default: half of the GPUs' share of RAM, "
+            "or for a profile as the KV cache).",
             low=0,
             high=1e6,
             flags=("--swap-space", "--kv-offloading-size"),
             metavar="GIB",
             group=_GROUP,
+            is_common=True,
         ),
     ] = None
     swap_dtype: SwapType = "auto"
     block_size: Annotated[
-        int | None, Knob("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
+        int | None, Option("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
     ] = None
     max_model_len: Annotated[
-        int | None, Knob("Most tokens of prompt and output together (default: the model's).", group=_GROUP)
+        int | None, Option("Maximum tokens of prompt and output together (default: the model's).", group=_GROUP)
     ] = None
 
     def __post_init__(self) -> None:

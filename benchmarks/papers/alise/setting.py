@@ -17,6 +17,14 @@ V100 = {
 # The setting of `benchmarks/papers/fastserve`.
 A100 = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0)
 
+# What tests compare with a result's settings.
+KEPT = (
+    *(
+        f"settings.{name}"
+        for name in ("kv_blocks", "host_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
+    ),
+)
+
 
 def alise(predictor: str, recipe: str = "alise") -> Variant:
     """A recipe of ALISE with forecasts of this predictor."""

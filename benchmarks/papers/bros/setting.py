@@ -151,6 +151,8 @@ def said(systems: Sequence[System], loads: Sequence[Load], options: Options, *, 
 
 # -- tables -----------------------------------------------------------------------------------------------
 
+# A test checks that no request of a result is unfinished.
+KEPT = ("real_time.requests.unfinished",)
 Column = str | Callable[[Record], float]
 LATENCY, BATCHED = "real_time.normalized_latency_s.mean", "best_effort.window.throughput_rps"
 TTFT_KEPT, TPOT_KEPT = "real_time.slo.ttft_attained", "real_time.slo.tpot_attained"

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.alise.setting import A100, alise
+from papers.alise.setting import A100, KEPT, alise
 from papers.figures.pictures import legend_of, look
 from papers.figures.report import latencies, main, settings_of
 from papers.figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
@@ -73,4 +73,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, "normalized_latency_s.mean", "ttft_s.p95", "prediction.r_log"))

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100
+from papers.alise.setting import BOUND, KEPT, NEAR_TRUE, REGRESSED, V100
 from papers.figures.panels import Panels
 from papers.figures.report import latencies, main, settings_of
 from papers.figures.runs import Kept, Options, Result, cells, grid, pick, poisson, run_plans
@@ -111,4 +111,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw, docs={"latency.png": "alise-latency.png"})
+    main(
+        __file__,
+        __doc__,
+        measure,
+        draw,
+        keeps=(*KEPT, "normalized_latency_s.mean"),
+        docs={"latency.png": "alise-latency.png"},
+    )

@@ -17,7 +17,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.alise.setting import NEAR_TRUE, V100
+from papers.alise.setting import KEPT, NEAR_TRUE, V100
 from papers.figures.pictures import curves, legend_of
 from papers.figures.report import latencies, main, settings_of, table
 from papers.figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
@@ -108,4 +108,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, "normalized_latency_s.mean"))

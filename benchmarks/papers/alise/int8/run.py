@@ -90,7 +90,6 @@ def measure(options: Options) -> Result:
                 for dataset in STARTS
             ),
         ],
-        "rates": rates,
         "tried": {", ".join(key): search.tried() for key, search in searches.items()},
         "records": records,
     }

@@ -68,7 +68,6 @@ def measure(options: Options) -> Result:
                 for dataset in PANELS.datasets
             ),
         ],
-        "finished": finished,
         "records": records,
     }
 

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.alise.setting import A100, alise
+from papers.alise.setting import A100, KEPT, alise
 from papers.figures.pictures import curves, legend_of
 from papers.figures.report import latencies, main, settings_of, table
 from papers.figures.runs import Kept, Options, Result, cells, grid, pick, run_plans
@@ -118,4 +118,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, "normalized_latency_s.mean"))

@@ -22,6 +22,7 @@ from papers.bros.setting import (
     BLIND,
     BROS,
     FIELDS,
+    KEPT,
     LATENCY,
     SHAREGPT,
     VARIANTS,
@@ -94,4 +95,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, LATENCY, BATCHED))

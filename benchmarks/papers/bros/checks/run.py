@@ -20,6 +20,7 @@ from papers.bros.setting import (
     BATCHED,
     BROS,
     FIELDS,
+    KEPT,
     LATENCY,
     PAPER_TIMES,
     SHAREGPT,
@@ -118,5 +119,5 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    result = main(__file__, __doc__, measure, draw)
+    result = main(__file__, __doc__, measure, draw, keeps=(*KEPT, LATENCY, BATCHED, TTFT_KEPT))
     sys.exit(any(row[-1] == "no" for row in result["tables"][0]["rows"]))

@@ -20,10 +20,13 @@ from papers.bros.setting import (
     BATCHED,
     BLIND,
     DATASETS,
+    KEPT,
     LATENCY,
     MACHINES,
     RATES,
     ROUND_ROBIN,
+    TPOT_KEPT,
+    TTFT_KEPT,
     VARIANTS,
     Load,
     against_rate,
@@ -93,4 +96,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw, docs={"sharegpt.png": "bros-latency.png"})
+    main(
+        __file__,
+        __doc__,
+        measure,
+        draw,
+        keeps=(*KEPT, LATENCY, BATCHED, TTFT_KEPT, TPOT_KEPT),
+        docs={"sharegpt.png": "bros-latency.png"},
+    )

@@ -19,6 +19,7 @@ from papers.bros.setting import (
     BROS,
     DATASETS,
     FIELDS,
+    KEPT,
     RECOMPUTE,
     SWAP,
     TPOT_KEPT,
@@ -76,4 +77,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, TTFT_KEPT, TPOT_KEPT))

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.bros.setting import SHAREGPT, VARIANTS, compared, records_of, said, system, window
+from papers.bros.setting import KEPT, SHAREGPT, VARIANTS, compared, records_of, said, system, window
 from papers.figures.pictures import bars, look
 from papers.figures.report import main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
@@ -87,4 +87,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, "decision_ms.mean"))

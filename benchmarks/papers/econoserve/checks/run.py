@@ -31,6 +31,13 @@ from skipjoin.workload.workload import Synthetic, synthetic
 MIXED = synthetic("fixed:64,960", "poisson", ["name=short,share=0.5,lengths=fixed:16,100,arrivals=poisson"])
 ALIKE, PROMPTS, SPREAD = map(poisson, ("fixed:64,256", "fixed:128,32", "uniform:16-512,16-900"))
 _S = 60.0
+# What the checks read.
+KEPT = (
+    *("watch.most_claimed", "watch.hosted", "watch.vacated", "watch.synced", "watch.forwards", "watch.first"),
+    *("requests.finished", "requests.unfinished", "jct_s.mean", "normalized_latency_s.mean", "throughput_tps"),
+    *("kv.swapped_out_bytes", "kv.swapped_in_bytes", "kv.preemptions", "kv.allocated_mean", "kv.used_mean"),
+    *("groups.mean_size", "forward.target", "slo.jct_attained"),
+)
 CASES: dict[str, tuple[str, str | None, dict[str, Value], Synthetic, float]] = {
     "mixed, econoserve": ("econoserve", "oracle", {}, MIXED, 5.0),
     "mixed, econoserve-sdo": ("econoserve-sdo", "oracle", {}, MIXED, 5.0),
@@ -181,4 +188,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=KEPT)

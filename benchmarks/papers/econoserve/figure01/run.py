@@ -99,4 +99,4 @@ def _height(record: Record, field: str) -> float:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("throughput_tps", "jct_s.mean", "kv.used_mean", "kv.allocated_mean"))

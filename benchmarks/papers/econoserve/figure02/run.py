@@ -78,4 +78,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("length_range", "watch.group_sizes"))

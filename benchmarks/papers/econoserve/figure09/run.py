@@ -40,6 +40,19 @@ BOUND_S, ATTAINED = 0.07, 0.9
 NAMES = ["orca", "fcfs", "sarathi", *MULTIRES[:1]]
 VARIANTS: tuple[Variant, ...] = (*variants(*NAMES), SPLIT, ECONOSERVE, DEFAULTS)
 LOADS = {"opt-13b": (0.5, 0.8, 1.0, 1.25), "llama-33b": (0.6, 0.9, 1.25), "opt-175b": (0.6, 0.9, 1.25)}
+# What the picture of this figure and figures 10 and 11 read.
+KEPT = (
+    *("normalized_latency_s.mean", "jct_s.mean", "slo.jct_attained", "slo.goodput_rps", "kv.used_mean"),
+    *(
+        "kv.allocated_mean",
+        "forward.mean",
+        "forward.target",
+        "forward.at_target",
+        "batch_mean",
+        "throughput_tps",
+        "load",
+    ),
+)
 # ORCA keeps the rest of the context free for every request, and leaves the bound long before the others.
 ORCA_SHARE = {"alpaca": 0.1, "sharegpt": 0.25, "bookcorpus": 0.3}
 PANELS = Panels(list(MACHINES), list(TRACES), [variant.name for variant in VARIANTS], by="variant")
@@ -80,4 +93,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw, docs={"latency.png": "econoserve-latency.png"})
+    main(__file__, __doc__, measure, draw, keeps=KEPT, docs={"latency.png": "econoserve-latency.png"})

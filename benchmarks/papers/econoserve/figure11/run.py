@@ -65,4 +65,6 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(
+        __file__, __doc__, measure, draw, keeps=("kv.used_mean", "kv.allocated_mean", "forward.mean", "forward.target")
+    )

@@ -87,4 +87,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("jct_s.mean", "slo.jct_attained", "slo.jct_scale", "throughput_rps"))

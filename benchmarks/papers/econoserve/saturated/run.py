@@ -109,4 +109,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("load", "slo.jct_attained"))

@@ -68,4 +68,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw, docs={"latency.png": "fastserve-latency.png"})
+    main(
+        __file__,
+        __doc__,
+        measure,
+        draw,
+        keeps=("normalized_latency_s.mean", "normalized_latency_s.p95"),
+        docs={"latency.png": "fastserve-latency.png"},
+    )

@@ -22,7 +22,7 @@ from papers.figures.report import main, settings_of
 from papers.figures.runs import Options, Result, poisson, run_plans
 
 # What is kept of figure 11's records.
-_FIELDS = ("recipe", "model", "hardware", "workload", "settings", "normalized_latency_s")
+_FIELDS = ("recipe", "model", "workload", "normalized_latency_s")
 
 
 def measure(options: Options) -> Result:
@@ -46,4 +46,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("normalized_latency_s.p95",))

@@ -108,15 +108,6 @@ def test_a_plan_without_slices_only_gives_moves_time(world: World) -> None:
 
 
 @every_world
-def test_the_same_seed_gives_the_same_trace(world: World) -> None:
-    """`test_decisions_are_what_they_were` compares all worlds with runs of other processes."""
-    one, other = served(world), run(world, drawn())
-    assert one.trace == other.trace
-    assert [type(event) for event in one.events] == [type(event) for event in other.events]
-    assert one.end == other.end
-
-
-@every_world
 def test_a_later_arrival_never_changes_the_past(world: World) -> None:
     when = 0.4
     without = served(world).trace

@@ -14,10 +14,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-cluster test-chaos soak fuzz fuzz-core lint check docs format lock audit clean
+.PHONY: help serve test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs format lock audit clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
-	@echo "make test    run all tests"
+	@echo "make test    run all tests, with a pairwise set of parameters where these are many"
+	@echo "make test-all   run the tests of all combinations of parameters, too"
+	@echo "make mutations   break ten things on purpose, and check that tests notice each of them"
 	@echo "make test-cluster   cut a machine off while requests stream (two minutes; Linux, needs root and iproute2)"
 	@echo "make test-chaos     faults in the middle of loads, for ten minutes; SEED=7 repeats a run"
 	@echo "make soak    the same load without faults, for an hour: memory has to stay flat"
@@ -53,6 +55,12 @@ serve: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(PYTEST)
+
+test-all: $(VENV)/.dev
+	$(PYTEST) -m ""
+
+mutations: $(VENV)/.dev
+	$(BIN)/python tools/mutations.py
 
 # The exit code of a test that cannot be made here is 77, which is no failure.
 test-cluster: $(VENV)/.dev

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 
@@ -32,11 +32,9 @@ from skipjoin.recipes import RECIPES
 from support.load import load, make
 from support.policies import EVICTIONS, SOME_SYSTEMS
 from support.watch import Run, Stepper, World, run
+from support.worlds import PIPELINES, worlds
 
-RUNS = [
-    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, False), (2, True)], sorted(EVICTIONS))
-]
+RUNS = worlds(SOME_SYSTEMS, PIPELINES[:3])
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-from itertools import product
 
 import pytest
 
@@ -21,13 +20,11 @@ from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from support.load import load, make
-from support.policies import EVICTIONS, SYSTEMS, OnCall, Ranks
+from support.policies import SOME_SYSTEMS, SYSTEMS, OnCall, Ranks
 from support.watch import Stepper, WatchedCore, World
+from support.worlds import worlds
 
-WORLDS = [
-    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SYSTEMS, [(1, False), (2, True), (3, False)], sorted(EVICTIONS))
-]
+PIPELINES = [(1, False, 1), (2, True, 1), (3, False, 1)]
 
 
 def disturbed(world: World, chance: float) -> Stepper:
@@ -50,7 +47,7 @@ def disturbed(world: World, chance: float) -> Stepper:
     return stepper
 
 
-@pytest.mark.parametrize("world", WORLDS[::2])
+@pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES))
 def test_everybody_gets_the_same_tokens_whenever_all_is_lost(world: World) -> None:
     stepper = disturbed(world, 0.05)
     stepper.core.assert_home()
@@ -61,7 +58,7 @@ def test_everybody_gets_the_same_tokens_whenever_all_is_lost(world: World) -> No
         assert stepper.tokens[request.id] == list(range(len(request.prompt), request.max_total_tokens))
 
 
-@pytest.mark.parametrize("world", WORLDS[::7])
+@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, PIPELINES))
 def test_observers_follow(world: World) -> None:
     stepper = disturbed(world, 0.05)
     restarts = sum(isinstance(event, Restarted) for event in stepper.events)

@@ -112,7 +112,7 @@ def test_a_broken_core_is_found(
     break_it(monkeypatch)
     case, kind = first_finding([recipe])
     assert kind in kinds
-    less = shrunk(case, kind, 5.0)
+    less = shrunk(case, kind, 1.0)
     assert len(less.calls) <= len(case.calls)
     found = replay(less)
     assert found is not None

@@ -203,7 +203,7 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize("turn", [0, 3])
+@pytest.mark.parametrize("turn", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", FORCED)
 def test_tokens_are_those_of_a_request_alone(turn: int, case: str) -> None:
     # The families take turns: what is forced is the same for all, and each has a third of the cases.

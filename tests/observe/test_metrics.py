@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from io import StringIO
-from itertools import product
 from typing import Any
 
 import pytest
@@ -30,13 +29,11 @@ from skipjoin.observe.timeline import Timeline
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.eviction import Recompute
 from support.load import load, make
-from support.policies import EVICTIONS, SOME_SYSTEMS, Chaos, SwapAll
+from support.policies import SOME_SYSTEMS, Chaos, SwapAll
 from support.watch import Stepper, World, run
+from support.worlds import worlds
 
-WORLDS = [
-    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, True)], sorted(EVICTIONS))
-]
+WORLDS = worlds(SOME_SYSTEMS, [(1, False, 1), (2, True, 1)])
 BLOCK_BYTES = 1000
 HOW = ("pause", "spill", "swap", "drop")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from decimal import Decimal
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,16 +23,11 @@ from skipjoin.observe.stages import StageUse
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
-from support.policies import EVICTIONS, SOME_SYSTEMS, SwapAll, UnitCost
+from support.policies import SOME_SYSTEMS, SwapAll, UnitCost
 from support.watch import Run, Stepper, World, run
+from support.worlds import PIPELINES, worlds
 
-PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2)]
-WORLDS = [
-    pytest.param(
-        World(recipe, depth, overlap, EVICTIONS[name], stages=stages), id=f"{recipe}-{depth}-{overlap}-{stages}-{name}"
-    )
-    for recipe, (depth, overlap, stages), name in product(SOME_SYSTEMS, PIPELINES, sorted(EVICTIONS))
-]
+WORLDS = worlds(SOME_SYSTEMS, PIPELINES[:4])
 PHASES = {"prefill", "decode"}
 PREEMPTIONS = {how.value for how in Preemption}
 

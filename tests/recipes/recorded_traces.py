@@ -12,7 +12,6 @@ import sys
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -20,16 +19,9 @@ from skipjoin.core.request import Request
 from support.load import load
 from support.policies import EVICTIONS, SYSTEMS
 from support.watch import Run, World, run
+from support.worlds import PIPELINES, world_of
 
 HASHES = Path(__file__).with_suffix(".json")
-# Plans in flight, whether they overlap, and stages that share the work.
-PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2), (3, False, 3)]
-
-
-def world_of(recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, **settings: Any) -> World:
-    depth, overlap, stages = pipeline
-    return World(recipe, depth, overlap, EVICTIONS[eviction] if eviction else None, stages=stages, **settings)
-
 
 WORLDS = {
     f"{recipe}-{'-'.join(map(str, pipeline))}-{name}": world_of(recipe, pipeline, name)

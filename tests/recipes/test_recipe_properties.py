@@ -6,6 +6,7 @@ effect, that nobody idles while requests wait, that victims leave for good reaso
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded_traces import PIPELINES, WORLDS, drawn, served, stored, trace_hash, world_of
+from recorded_traces import WORLDS, drawn, served, stored, trace_hash
 
 from skipjoin.core.events import Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
@@ -32,17 +33,9 @@ from skipjoin.recipes import RECIPES, Forecasts, Settings, build
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS, Patchwork
 from support.watch import Run, Stepper, World, run
+from support.worlds import PIPELINES, combinations, world_of, worlds
 
-every_world = pytest.mark.parametrize("world", [pytest.param(world, id=name) for name, world in WORLDS.items()])
-PLACES = product(range(len(SYSTEMS)), range(len(PIPELINES)), range(len(EVICTIONS)))
-# Worlds in which each recipe meets each pipeline and each eviction, and these meet each other: for properties that
-# need a run of their own.
-PAIRS = [
-    pytest.param(world, id=name)
-    for (name, world), place in zip(WORLDS.items(), PLACES, strict=True)
-    if sum(place) % min(len(PIPELINES), len(EVICTIONS)) == 0
-]
-every_pair = pytest.mark.parametrize("world", PAIRS)
+every_world = pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES))
 STORED = stored()
 # Evictions that no stored world has.
 OTHERS: dict[str | None, Callable[[int], EvictionPolicy]] = {"patchwork": Patchwork, "lend": lambda seed: Lend(COST)}
@@ -67,6 +60,14 @@ def assert_evictions_are_paid_for(done: Run) -> None:
         for earlier in evictions[:at]:
             if later.victim in earlier.newcomers and earlier.victim in later.newcomers:
                 assert later.tokens[later.victim] > earlier.tokens[later.victim]
+
+
+def test_any_two_values_of_the_axes_meet_in_an_unmarked_world() -> None:
+    axes = [SYSTEMS, PIPELINES, sorted(EVICTIONS)]
+    chosen = [values for values, marks in combinations(*axes) if not marks]
+    for one, other in itertools.combinations(range(len(axes)), 2):
+        assert {(values[one], values[other]) for values in chosen} == set(product(axes[one], axes[other]))
+    assert len(chosen) <= len(SYSTEMS) * len(EVICTIONS)
 
 
 @every_world
@@ -106,16 +107,7 @@ def test_a_plan_without_slices_only_gives_moves_time(world: World) -> None:
     assert not transit
 
 
-@every_pair
-def test_the_same_seed_gives_the_same_trace(world: World) -> None:
-    """`test_decisions_are_what_they_were` compares all worlds with runs of other processes."""
-    one, other = served(world), run(world, drawn())
-    assert one.trace == other.trace
-    assert [type(event) for event in one.events] == [type(event) for event in other.events]
-    assert one.end == other.end
-
-
-@every_pair
+@every_world
 def test_a_later_arrival_never_changes_the_past(world: World) -> None:
     when = 0.4
     without = served(world).trace

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from skipjoin.core.request import FinishReason, Request
 from support.load import load, make
 from support.policies import EVICTIONS, SOME_SYSTEMS
 from support.watch import Stepper, World, run
+from support.worlds import worlds
 
 STOP = 0
 
@@ -36,10 +35,9 @@ def until_stop(request: Request) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("recipe", "eviction"), list(product(SOME_SYSTEMS, sorted(EVICTIONS))))
-@pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True), (4, False)])
-def test_output_does_not_depend_on_depth(recipe: str, eviction: str, depth: int, overlap: bool) -> None:
-    done = run(World(recipe, depth, overlap, EVICTIONS[eviction]), stopping_load(2), sample=stopping)
+@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, [(1, False, 1), (2, False, 1), (2, True, 1), (4, False, 1)]))
+def test_output_does_not_depend_on_depth(world: World) -> None:
+    done = run(world, stopping_load(2), sample=stopping)
     assert done.output == {request.id: until_stop(request) for request in done.requests}
 
 

@@ -222,7 +222,7 @@ def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
             envvar=None if option.envvar and get_origin(kind) is list else envvar,
             show_envvar=option.envvar is not None,
         )
-    place = inspect.Parameter.POSITIONAL_OR_KEYWORD if option.positional else inspect.Parameter.KEYWORD_ONLY
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD if option.is_positional else inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(setting.name, place, default=default, annotation=Annotated[kind, info])
 
 

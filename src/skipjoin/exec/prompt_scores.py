@@ -12,7 +12,7 @@ from skipjoin.core.step import Slice
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.sampler import PromptLogprob, prompt_logprobs
 from skipjoin.model.transfer import HostCopy
-from skipjoin.sampling import Scored
+from skipjoin.sampling import TokenLogprob
 
 
 def wants_scores(piece: Slice) -> bool:
@@ -38,17 +38,17 @@ class PromptScores:
     """Prompt logprobs, kept until the request's first output token is reported."""
 
     def __init__(self) -> None:
-        self._scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
+        self._scores: WeakKeyDictionary[Request, list[TokenLogprob]] = WeakKeyDictionary()
 
     def keep(self, piece: Slice, scores: Sequence[PromptLogprob]) -> None:
         request = piece.request
-        known = self._scores.setdefault(request, [Scored(request.prompt[0], None)])
+        known = self._scores.setdefault(request, [TokenLogprob(request.prompt[0], None)])
         # A chunk that is recomputed after an eviction is scored again, with the same result.
         known[piece.start + 1 :] = [
-            Scored(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
+            TokenLogprob(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
         ]
 
-    def take(self, request: Request) -> tuple[Scored, ...]:
+    def take(self, request: Request) -> tuple[TokenLogprob, ...]:
         """Remove and return a request's scores; empty if it has none."""
         return tuple(self._scores.pop(request, ()))
 

@@ -22,7 +22,7 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, joined, needs_output
 from skipjoin.model.transfer import HostCopy, send
-from skipjoin.sampling import Scored, TokenDetail
+from skipjoin.sampling import TokenDetail, TokenLogprob
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Worker:
             tokens[index] = sample.token
             prompt = self._prompts.take(request)
             if sample.logprob is not None or prompt:
-                details[index] = TokenDetail(Scored(sample.token, sample.logprob, sample.top), prompt)
+                details[index] = TokenDetail(TokenLogprob(sample.token, sample.logprob, sample.top), prompt)
         assert in_flight.end is not None
         seconds = self._clock.between(in_flight.start, in_flight.end) - in_flight.waited
         moving = self._clock.between(*in_flight.moving) if in_flight.moving is not None else 0.0

@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.desk import Desk, owner_of
+from skipjoin.server.batches.context import BatchContext, owner_of
 from skipjoin.server.batches.file_rows import check_usage
 from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, StoreError, new_file_id
 from skipjoin.server.batches.store import Store
@@ -34,9 +34,9 @@ def body_limits(most_bytes: int) -> dict[tuple[str, str], int]:
     return {("POST", "/v1/files"): most_bytes + FORM_BYTES}
 
 
-def add_routes(app: FastAPI, desk: Desk) -> None:
+def add_routes(app: FastAPI, context: BatchContext) -> None:
     """Add all of them."""
-    uploads = Uploads(desk)
+    uploads = Uploads(context)
 
     @app.post("/v1/files")
     async def upload_file(request: Request) -> Response:
@@ -50,7 +50,7 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
     async def list_files(request: Request) -> Response:
         """The key's files. Query: purpose, after, limit and order."""
         query = request.query_params
-        found, has_more = await desk.store.files(
+        found, has_more = await context.store.files(
             owner_of(request),
             purpose=one_of(query, "purpose", PURPOSES, None),
             after=query.get("after"),
@@ -62,39 +62,39 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
     @app.get("/v1/files/{file_id}")
     async def show_file(request: Request, file_id: str) -> Response:
         """A file's size, name and purpose."""
-        return json_response(shown(await find(desk.store, request, file_id)))
+        return json_response(shown(await find(context.store, request, file_id)))
 
     @app.get("/v1/files/{file_id}/content")
     async def read_file(request: Request, file_id: str) -> Response:
         """A file's bytes."""
-        row = await find(desk.store, request, file_id)
-        size = await desk.blobs.size(row.id)
+        row = await find(context.store, request, file_id)
+        size = await context.blobs.size(row.id)
         headers = {"Content-Length": str(size)}
-        return StreamingResponse(desk.blobs.iterate(row.id), 200, headers, "application/octet-stream")
+        return StreamingResponse(context.blobs.iterate(row.id), 200, headers, "application/octet-stream")
 
     @app.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> Response:
         """Delete a file. A batch that reads it goes on."""
-        row = await desk.store.delete_file(owner_of(request), file_id)
+        row = await context.store.delete_file(owner_of(request), file_id)
         if row is None:
             raise not_found(file_id)
         with suppress(StoreError):  # the file is deleted; what remains of it is removed within a minute
-            await sweep(desk.store, desk.blobs)
+            await sweep(context.store, context.blobs)
         return json_response({"id": row.id, "object": "file", "deleted": True})
 
 
 class Uploads:
     """Reads uploads to the disk. What arrives counts for its owner's quota from its first byte."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: BatchContext) -> None:
+        self._context = context
         self._arriving: Counter[str] = Counter()  # bytes by owner
 
     async def read(self, request: Request) -> FileRow:
         """The file of a request, which is kept. Raises `ApiError` and `StoreError`; nothing is left then."""
-        desk, owner, file_id = self._desk, owner_of(request), new_file_id()
-        store, blobs = desk.store, desk.blobs
-        most_bytes, most_files = desk.config.batch_max_bytes_per_key, desk.config.batch_max_files_per_key
+        context, owner, file_id = self._context, owner_of(request), new_file_id()
+        store, blobs = context.store, context.blobs
+        most_bytes, most_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
         form = Form(request.headers.get("content-type"))
         used = await store.usage_of(owner)
         check_usage(used.files + 1, most_files, "files")
@@ -103,8 +103,8 @@ class Uploads:
                 async for data in form.file(request.stream()):
                     count(len(data))
                     check_usage(used.bytes + self._arriving[owner], most_bytes, "bytes")
-                    if writer.size + len(data) > desk.config.batch_max_file_bytes:
-                        raise too_large(desk.config.batch_max_file_bytes)
+                    if writer.size + len(data) > context.config.batch_max_file_bytes:
+                        raise too_large(context.config.batch_max_file_bytes)
                     await writer.write(data)
                 expiry = read_fields(form.fields)
                 if not writer.size:
@@ -120,7 +120,7 @@ class Uploads:
                 expires_at=now + expiry,
             )
             await _add(store, blobs, row, most_bytes, most_files)
-        desk.wake()
+        context.wake()
         return row
 
     @contextmanager

@@ -12,7 +12,7 @@ from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.service import Service
-from skipjoin.server.batches.desk import Desk, owner_of
+from skipjoin.server.batches.context import BatchContext, owner_of
 from skipjoin.server.batches.files import limit_of
 from skipjoin.server.batches.objects import BatchRequest, batch_list, batch_object, window_s
 from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_id
@@ -26,16 +26,16 @@ _ASKED = {name: name for name in ("input_file_id", "endpoint", "completion_windo
 }
 
 
-def add_routes(app: FastAPI, service: Service, desk: Desk) -> Mapping[str, type[BaseModel]]:
+def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping[str, type[BaseModel]]:
     """Add all of them; the bodies that they read, by path."""
 
     @app.post("/v1/batches")
     async def create_batch(request: Request) -> Response:
         """Run the requests of an uploaded file."""
-        store = desk.store
+        store = context.store
         body = await service.parse(await json_body(request), BatchRequest)
-        row = _new_batch(body, await _input(desk, request, body.input_file_id), service, store.now())
-        config = desk.config
+        row = _new_batch(body, await _input(context, request, body.input_file_id), service, store.now())
+        config = context.config
         made = await store.add_batch(
             row,
             _idempotency_key(request),
@@ -43,13 +43,13 @@ def add_routes(app: FastAPI, service: Service, desk: Desk) -> Mapping[str, type[
             most_bytes=config.batch_max_bytes_per_key,
         )
         _check_same(row, made)
-        desk.wake()
+        context.wake()
         return json_response(batch_object(made))
 
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> Response:
         """Batches of this key, the newest first."""
-        store, owner, query = desk.store, owner_of(request), request.query_params
+        store, owner, query = context.store, owner_of(request), request.query_params
         after, limit = query.get("after"), limit_of(query, most=_MOST_PAGE, default=_PAGE)
         if after is not None:
             _found(await store.batch(owner, after), after, "after")
@@ -58,13 +58,13 @@ def add_routes(app: FastAPI, service: Service, desk: Desk) -> Mapping[str, type[
     @app.get("/v1/batches/{batch_id}")
     async def show_batch(request: Request, batch_id: str) -> Response:
         """A batch."""
-        return json_response(batch_object(_found(await desk.store.batch(owner_of(request), batch_id), batch_id)))
+        return json_response(batch_object(_found(await context.store.batch(owner_of(request), batch_id), batch_id)))
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> Response:
         """Stop a batch; what it has is its output. One that has ended stays as it is."""
-        row = _found(await desk.store.cancel(owner_of(request), batch_id), batch_id)
-        desk.wake()
+        row = _found(await context.store.cancel(owner_of(request), batch_id), batch_id)
+        context.wake()
         return json_response(batch_object(row))
 
     return {"/v1/batches": BatchRequest}
@@ -105,8 +105,8 @@ def _check_same(asked: BatchRow, made: BatchRow) -> None:
             )
 
 
-async def _input(desk: Desk, request: Request, file_id: str) -> FileRow:
-    file = await desk.store.file(owner_of(request), file_id)
+async def _input(context: BatchContext, request: Request, file_id: str) -> FileRow:
+    file = await context.store.file(owner_of(request), file_id)
     if file is None:
         raise ApiError(404, f"there is no file {file_id!r}", param="input_file_id")
     return file

@@ -1,4 +1,4 @@
-"""/v1/batches: make, list, read and cancel batches."""
+"""Routes of /v1/batches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_
 _PATHS = tuple(kind.path for kind in ENDPOINTS)
 _PAGE, _MOST_PAGE = 20, 100
 _LONGEST_KEY = 255
-# What a client says of a batch: the body's field, and that of the row.
+# Fields of the body that a repeated request must not change, and the row's fields.
 _ASKED = {name: name for name in ("input_file_id", "endpoint", "completion_window", "metadata")} | {
     "output_expires_after": "output_expires_after_s"
 }
 
 
 def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping[str, type[BaseModel]]:
-    """Add all of them; the bodies that they read, by path."""
+    """Add the routes and return their request bodies by path."""
 
     @app.post("/v1/batches")
     async def create_batch(request: Request) -> Response:
-        """Run the requests of an uploaded file."""
+        """Create a batch that runs the requests of an uploaded file."""
         store = context.store
         body = await service.parse(await json_body(request), BatchRequest)
         row = _new_batch(body, await _input(context, request, body.input_file_id), service, store.now())
@@ -48,7 +48,7 @@ def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping
 
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> Response:
-        """Batches of this key, the newest first."""
+        """List the batches of this API key, newest first."""
         store, owner, query = context.store, owner_of(request), request.query_params
         after, limit = query.get("after"), limit_of(query, most=_MOST_PAGE, default=_PAGE)
         if after is not None:
@@ -57,12 +57,12 @@ def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping
 
     @app.get("/v1/batches/{batch_id}")
     async def show_batch(request: Request, batch_id: str) -> Response:
-        """A batch."""
+        """Show a batch."""
         return json_response(batch_object(_found(await context.store.batch(owner_of(request), batch_id), batch_id)))
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> Response:
-        """Stop a batch; what it has is its output. One that has ended stays as it is."""
+        """Cancel a batch. Finished lines become its output. A finished batch does not change."""
         row = _found(await context.store.cancel(owner_of(request), batch_id), batch_id)
         context.wake()
         return json_response(batch_object(row))
@@ -71,7 +71,11 @@ def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping
 
 
 def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) -> BatchRow:
-    """Raises 400, and 503 while the model is not known yet."""
+    """Return the row of a new batch.
+
+    Raises:
+        ApiError: 400 for invalid fields, 503 while the model is being loaded.
+    """
     if body.endpoint not in _PATHS:
         raise bad_request(f"endpoint must be {' or '.join(_PATHS)}, got {body.endpoint!r}", "endpoint")
     seconds = window_s(body.completion_window)
@@ -94,8 +98,7 @@ def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) ->
 
 
 def _check_same(asked: BatchRow, made: BatchRow) -> None:
-    """400 where the key stands for an earlier batch that was asked for in other words. Official clients would try again
-    after a 409."""
+    """Raise 400 if the idempotency key belongs to a different batch. Official clients would retry after a 409."""
     for name, field in _ASKED.items():
         if getattr(asked, field) != getattr(made, field):
             raise bad_request(

@@ -153,6 +153,7 @@ def check_usage(used: int, most: int | None, unit: str) -> None:
 
 
 async def usage_of(connection: AsyncConnection, owner: str) -> OwnerUsage:
+    """Return the files and bytes of an owner."""
     own = sa.select(sa.func.sum(files.c.bytes), sa.func.count()).where(files.c.owner == owner)
     size, count = (await connection.execute(own)).one()
     results = sa.select(sa.func.sum(batches.c.result_bytes)).where(batches.c.owner == owner)

@@ -183,6 +183,7 @@ def expiry_of(anchor: object, seconds: object, field: str) -> int:
 
 
 def shown(row: FileRow) -> dict[str, Any]:
+    """Return OpenAI's file object."""
     return {
         "id": row.id,
         "object": "file",
@@ -228,6 +229,7 @@ async def find(store: Store, request: Request, file_id: str) -> FileRow:
 
 
 def not_found(file_id: str) -> ApiError:
+    """Return the error for a file that does not exist, or belongs to another API key."""
     return ApiError(404, f"there is no file {file_id!r}", param="file_id")
 
 

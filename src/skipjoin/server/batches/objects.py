@@ -136,6 +136,7 @@ _CHANGED = ("metadata", "errors")
 
 
 def batch_object(row: BatchRow) -> BatchObject:
+    """Return the batch object of a row."""
     same = {name: getattr(row, name) for name in _SAME if name not in _CHANGED}
     tokens = row.prompt_tokens, row.completion_tokens
     return BatchObject(
@@ -148,5 +149,6 @@ def batch_object(row: BatchRow) -> BatchObject:
 
 
 def batch_list(rows: list[BatchRow], has_more: bool) -> BatchList:
+    """Return a page of batch objects."""
     first, last = (rows[0].id, rows[-1].id) if rows else (None, None)
     return BatchList([batch_object(row) for row in rows], has_more, first, last)

@@ -132,6 +132,7 @@ def label(name: bytes) -> str:
 
 
 def too_large(most_bytes: int) -> ApiError:
+    """Return the error for a file above the limit."""
     return ApiError(413, f"file must have at most {most_bytes} bytes", param=FILE)
 
 

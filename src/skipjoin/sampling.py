@@ -146,7 +146,7 @@ class SamplingParams:
             _number("logit_bias", bias, -100, 100)
 
 
-class Scored(NamedTuple):
+class TokenLogprob(NamedTuple):
     """Token and its log-probability.
 
     Attributes:
@@ -167,5 +167,5 @@ class TokenDetail(NamedTuple):
         prompt: Entries of the prompt tokens, with a request's first token only, if requested.
     """
 
-    chosen: Scored
-    prompt: tuple[Scored, ...] = ()
+    chosen: TokenLogprob
+    prompt: tuple[TokenLogprob, ...] = ()

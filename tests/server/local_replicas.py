@@ -1,4 +1,4 @@
-"""A replica set without Ray: real engine processes over real links, and a keeper that starts them again."""
+"""A replica set without Ray: real engine processes over real links, and a supervisor that starts them again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skipjoin.server.engines.supervisor import Needs
 from skipjoin.server.metrics import Metrics
 
 
-class LocalKeeper:
+class LocalSupervisor:
     """`ReplicaSupervisor` without Ray, in this process. It starts again what ends, unless `rests`."""
 
     def __init__(self) -> None:
@@ -80,11 +80,11 @@ class LocalReplicas(ReplicaSet):
         self.progress: list[str] = []
         self.client = client
         self.metrics = metrics
-        self.keeper = LocalKeeper()
+        self.supervisor = LocalSupervisor()
 
     def _enter(self, needs: Needs) -> None:
         self._cluster = LocalCluster()  # type: ignore[assignment]
-        self._supervisor = self.keeper  # type: ignore[assignment]
+        self._supervisor = self.supervisor  # type: ignore[assignment]
 
     @property
     def engines(self) -> list[psutil.Process]:

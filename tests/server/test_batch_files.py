@@ -24,7 +24,7 @@ from skipjoin.server.api import errors
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.connections import ConnectionLimits
 from skipjoin.server.api.http import HttpServer
-from skipjoin.server.batches import desk as desks
+from skipjoin.server.batches import context as contexts
 from skipjoin.server.batches import files
 from skipjoin.server.batches.blobs import FILES, Blobs
 from skipjoin.server.batches.records import BlobMissing, NoSpace, StoreError, StoreUnavailable
@@ -44,12 +44,12 @@ class Files:
 
     def __init__(self, folder: Path, store: Store, config: ServerConfig) -> None:
         self.folder, self.store, self.blobs = folder, store, Blobs(folder)
-        self.desk = desks.Desk(config, folder)
-        self.desk.open(store, self.blobs)
+        self.context = contexts.BatchContext(config, folder)
+        self.context.open(store, self.blobs)
         app = FastAPI()
         errors.install(app)
-        desks.install(app)
-        files.add_routes(app, self.desk)
+        contexts.install(app)
+        files.add_routes(app, self.context)
         self.guard = AccessGuard(
             app,
             api_keys=config.api_keys,

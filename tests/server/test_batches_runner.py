@@ -17,7 +17,7 @@ from server_worlds import Api, MakeApi
 
 from skipjoin.core.request import FinishReason, ServiceClass
 from skipjoin.server.api.service import Phase
-from skipjoin.server.batches import chores, intake, runner, service
+from skipjoin.server.batches import input_validator, periodic, runner, service
 from skipjoin.server.batches.line_check import Rules
 from skipjoin.server.batches.records import LinePlace, NoSpace, StoreUnavailable
 from skipjoin.server.batches.service import Batches
@@ -41,7 +41,7 @@ class Place:
 
     @property
     def store(self) -> Store:
-        return self.batches.desk.store
+        return self.batches.context.store
 
     async def submit(self, *lines: bytes, window: str = "24h") -> str:
         data = b"\n".join(lines) + b"\n"
@@ -87,7 +87,7 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 def open_place(make_api: MakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(service, "_LOOK_S", 0.2)
-    monkeypatch.setattr(chores, "_LONGEST_S", 1.0)
+    monkeypatch.setattr(periodic, "_LONGEST_S", 1.0)
 
     @asynccontextmanager
     async def make(most: int = INFLIGHT, **settings: Any) -> AsyncIterator[Place]:
@@ -349,7 +349,7 @@ async def test_a_batch_that_is_cancelled_while_it_is_validated_answers_each_line
             await go_on.wait()
             yield chunk
 
-    monkeypatch.setattr(intake, "validate", slow)
+    monkeypatch.setattr(input_validator, "validate", slow)
     async with open_place() as place:
         for lines, codes, wrong in (
             ([line(str(n), **SHORT) for n in range(5)], {"batch_cancelled"}, None),

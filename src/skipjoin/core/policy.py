@@ -116,6 +116,8 @@ class Scope(Enum):
 
 
 class Refusal(NamedTuple):
+    """Refusal of a request or of all remaining ones, with the reason for which they wait."""
+
     scope: Scope
     reason: WaitReason
 

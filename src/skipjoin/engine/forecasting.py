@@ -64,6 +64,8 @@ class OwnerForecasters(Protocol):
 
 
 class Save(Protocol):
+    """Saves the state of a forecaster and returns whether that succeeded. If `quiet`, failures are not logged."""
+
     def __call__(self, *, quiet: bool) -> bool: ...
 
 

@@ -17,6 +17,7 @@ def depth_of(config: EngineConfig, executor: ModelExecutor) -> int:
 
 
 def make_scheduler(config: EngineConfig, policies: Policies, kv: Ledger, depth: int) -> Scheduler:
+    """Make the scheduler of an engine with up to `depth` plans in flight."""
     # With several stages, the first stage learns a sampled token only with the next plan.
     return Scheduler(policies, kv, depth=depth, overlap=config.pipeline_parallel_size == 1)
 

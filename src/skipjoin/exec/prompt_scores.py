@@ -11,7 +11,7 @@ from skipjoin.core.step import Slice
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.sampler import PromptLogprob, prompt_logprobs
 from skipjoin.model.transfer import HostCopy
-from skipjoin.sampling import Scored
+from skipjoin.sampling import TokenLogprob
 
 
 def wants_scores(piece: Slice) -> bool:
@@ -33,13 +33,13 @@ def score_prompt(
     return prompt_logprobs(rows[: len(targets)], targets, _asked(piece.request) or 0, logits_of)
 
 
-def keep_scores(kept: list[Scored], piece: Slice, scores: Sequence[PromptLogprob]) -> None:
+def keep_scores(kept: list[TokenLogprob], piece: Slice, scores: Sequence[PromptLogprob]) -> None:
     """Add the scores of a slice to those of the chunks before it."""
     if not kept:
-        kept.append(Scored(piece.request.prompt[0], None))
+        kept.append(TokenLogprob(piece.request.prompt[0], None))
     # A chunk that is recomputed after an eviction is scored again, with the same result.
     kept[piece.start + 1 :] = [
-        Scored(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
+        TokenLogprob(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
     ]
 
 

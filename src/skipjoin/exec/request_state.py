@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from skipjoin.model.sampler import SamplingState
-from skipjoin.sampling import Scored
+from skipjoin.sampling import TokenLogprob
 
 
 @dataclass(eq=False, slots=True)
@@ -19,5 +19,5 @@ class RequestState:
     """
 
     sampling: SamplingState | None
-    scores: list[Scored] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
     is_given_up: bool = False

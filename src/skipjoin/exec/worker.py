@@ -22,7 +22,7 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, SamplingState, joined
 from skipjoin.model.transfer import HostCopy, send
-from skipjoin.sampling import Scored, TokenDetail
+from skipjoin.sampling import TokenDetail, TokenLogprob
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Worker:
             state = in_flight.states[index]
             tokens[index] = sample.token
             if sample.logprob is not None or state.scores:
-                chosen, prompt = Scored(sample.token, sample.logprob, sample.top), tuple(state.scores)
+                chosen, prompt = TokenLogprob(sample.token, sample.logprob, sample.top), tuple(state.scores)
                 details[index] = TokenDetail(chosen, prompt)
                 state.scores = []
         assert in_flight.end is not None

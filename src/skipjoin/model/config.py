@@ -159,6 +159,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model folder, or raise `ModelError`."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face format")
     try:

@@ -126,10 +126,12 @@ def _triton() -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: Exception | str) -> str:
+    """Return the first line of an error's text."""
     return str(error).partition("\n")[0]
 
 

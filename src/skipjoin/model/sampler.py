@@ -107,6 +107,8 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
 
 
 class JoinedReports(HostCopy[list[Sampled]]):
+    """Samples of several copies, concatenated."""
+
     def __init__(self, parts: Sequence[HostCopy[list[Sampled]]]) -> None:
         self._parts = parts
 

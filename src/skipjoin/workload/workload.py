@@ -403,8 +403,9 @@ def parse_stream(text: str) -> Stream:
 
 
 def parse_closed(text: str) -> Closed:
-    """Parse a closed-loop stream such as
-    `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
+    """Parse a closed-loop stream.
+
+    An example is `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
 
     name, lengths and size are required. Defaults are mode=batch, priority=0 and class=real-time. Otherwise as
     `parse_stream`.

@@ -26,7 +26,7 @@ _IDS = ["target_ids", "source_ids"]
 
 @triton.jit
 def _cut(x: tl.tensor, UP: tl.constexpr) -> tl.tensor:
-    """The nearest bfloat16 not above x, or not below it, in a float32."""
+    """Return the nearest bfloat16 not above x, or not below it if UP, as float32."""
     bits = x.to(tl.int32, bitcast=True)
     cut = bits & -65536
     # Cutting rounds towards zero, which is right for one sign.
@@ -36,7 +36,7 @@ def _cut(x: tl.tensor, UP: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _head_of(work: tl.tensor, heads: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The block and the head of a piece of work."""
+    """Return the block and the head of a work item."""
     return tl.load(ids + work // heads).to(tl.int64), (work % heads).to(tl.int64)
 
 
@@ -55,7 +55,7 @@ def _quantize(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Heads of all blocks are split among the programs; each goes over a head's tokens twice, ROWS at a time."""
+    """Quantize heads, which are split among the programs. Each reads a head's tokens twice, ROWS at a time."""
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
     row_bytes = heads * DIM * (TOKENS + 4)
@@ -110,7 +110,11 @@ def _dequantize(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """As `_quantize`. most: the largest number of the device's type."""
+    """Dequantize heads as `_quantize` does.
+
+    Args:
+        most: Largest number of the device's type.
+    """
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
     row_bytes = heads * DIM * (TOKENS + 4)

@@ -55,7 +55,7 @@ def most_chunks(slots: int) -> int:
 
 @triton.jit
 def _chunks(context: tl.tensor, window: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(first key, keys, keys of a chunk, chunks) of sequences of these lengths, at least one chunk."""
+    """Return (first key, keys, keys per chunk, chunks) of sequences of these lengths, with at least one chunk."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     keys = context - low
     size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MOST_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
@@ -76,7 +76,7 @@ def _share_out(
     window: tl.tensor,
     INDEXED: tl.constexpr,
 ) -> None:
-    """Program (sequence): finds the place of its items among those of all `count` sequences, and writes them."""
+    """Write the items of a sequence to their position among those of all `count` sequences. A program is a sequence."""
     own = tl.program_id(0)
     segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
     token = tl.load(query_start + segment).to(tl.int32) if INDEXED else own
@@ -143,16 +143,18 @@ def _decode(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Program (key-value head, number): all query heads of the group over the chunks of every so many-th item. Heads
-    are the first grid axis: the keys of a block's heads are adjacent, so programs that start together read one run of
-    memory. The only chunk of a sequence is its result; others are kept for `_reduce`.
+    """Attend for all query heads of a group, over a strided subset of the items.
 
-    DOT: computes the group's scores with tensor cores; otherwise, for a group of one, by multiplying and adding: every
-    row of the tile then has a softmax of its own, so that threads exchange data only at the end.
+    A program is (key-value head, number). Heads are the first grid axis because the keys of a block's heads are
+    adjacent, so programs that start together read contiguous memory. The only chunk of a sequence is its result.
+    Several chunks are kept for `_reduce`.
 
-    STAGES: number of tiles of keys and values in flight, less one. With DOT it is an option of the launch: set on the
-    loop it would hold for the block table too, whose loads of the next tile would then wait for those of this one.
-    Without DOT only a loop that sets it is pipelined, and the table with it.
+    Args:
+        DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add. Every row of
+            the tile then has its own softmax, so that threads exchange data only at the end.
+        STAGES: Number of tiles of keys and values in flight, minus one. With DOT it is a launch option. Set on the
+            loop, it would also apply to the block table, and loads of the next tile's table would wait for this tile.
+            Without DOT, only a loop that sets it is pipelined, including the table.
     """
     kv_head = tl.program_id(0)
     tokens = tl.arange(0, BLOCK_N)
@@ -245,8 +247,10 @@ def _decode(
 def _reduce(
     out: tl.tensor, sums: tl.tensor, stats: tl.tensor, sequences: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ) -> None:
-    """Program (sequence, head): combines the results of the sequence's chunks, where there are several. The order of
-    the sums follows from their number alone."""
+    """Combine the results of a sequence with several chunks. A program is (sequence, head).
+
+    The order of the sums depends on the number of chunks only.
+    """
     record = sequences + tl.program_id(0) * _SEQUENCE
     first = tl.load(record)
     chunks = tl.load(record + 1)

@@ -36,9 +36,15 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """ROWS rows of WIDTH values in a program. Row r of `x` lies at (r // HEADS) * x_stride + (r % HEADS) * head_stride;
-    `product` and `out` are contiguous. ADD: x += product first, in place. CENTRE: by mean and variance, else by the
-    root mean square. BLOCK: the power of two from WIDTH on."""
+    """Normalize ROWS rows of WIDTH values in a program.
+
+    Args:
+        x: Row r begins at (r // HEADS) * x_stride + (r % HEADS) * head_stride.
+        product: Contiguous, as `out`.
+        ADD: Add `product` to `x` first, in place.
+        CENTRE: Normalize by mean and variance instead of the root mean square.
+        BLOCK: Next power of two from WIDTH.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -54,7 +60,7 @@ def norm_kernel(
         values += tl.load(product + packed, mask=inside, other=0.0).to(tl.float32)
         total = values.to(x.dtype.element_ty)
         tl.store(held, total, mask=inside)
-        # Normalise the values as they are stored, which the next sublayer reads.
+        # Normalize the values as they are stored, which the next sublayer reads.
         values = total.to(tl.float32)
     if CENTRE:
         mean = tl.sum(values, axis=1, keep_dims=True) / WIDTH

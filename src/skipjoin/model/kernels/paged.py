@@ -48,7 +48,7 @@ def jit(kernel: Callable[..., R]) -> triton.JITFunction[R]:
 
 @triton.jit
 def token_blocks(table: tl.tensor, index: tl.tensor, last: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Blocks of the tokens at logical indexes `index` of one sequence, int32; those after `last` get its block."""
+    """Return the blocks of a sequence's tokens at logical indexes `index`, int32; `last`'s block for those after it."""
     return tl.load(table + tl.minimum(index, last) // BLOCK_SIZE).to(tl.int32)
 
 
@@ -61,11 +61,13 @@ def token_rows(
     slot_step: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Element offsets of tokens in a layer's cache. Those after `last` get its row, which holds finite values, so that
-    loads need no mask for them.
+    """Return element offsets of tokens in a layer's cache.
 
-    slot_step: elements from a slot to the next in the sequence's direction; the caller's base pointer is at the slot
-    where a block begins in that direction.
+    Tokens after `last` get its row, which holds finite values, so that their loads need no mask.
+
+    Args:
+        slot_step: Elements between consecutive slots in the sequence's direction. The caller's base pointer is at a
+            block's first slot in that direction.
     """
     slot = tl.minimum(index, last) % BLOCK_SIZE
     return blocks.to(tl.int64) * block_stride + slot * slot_step
@@ -75,7 +77,7 @@ def token_rows(
 def load_rows(
     base: tl.tensor, rows: tl.tensor, columns: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ) -> tl.tensor:
-    """[len(rows), BLOCK_D] values; zeros beyond DIM."""
+    """Load values [len(rows), BLOCK_D], with zeros beyond DIM."""
     pointers = base + rows[:, None] + columns[None, :]
     if BLOCK_D > DIM:
         return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)

@@ -43,8 +43,12 @@ def _tiles(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Continue the softmax over keys [low, high). MASKED: some rows do not attend to all of them. own: [rows]
-    positions."""
+    """Continue the softmax over keys [low, high).
+
+    Args:
+        own: Positions of the rows, [rows].
+        MASKED: Some rows do not attend to all of these keys.
+    """
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
     last = offset + tl.maximum(context - 1, 0)
@@ -104,9 +108,9 @@ def _prefill(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Program (key-value head, tile): BLOCK_M // GROUP tokens of one segment, with every query head of the group.
+    """Attend for BLOCK_M // GROUP tokens of a segment and all query heads of a group.
 
-    Row r of the tile is token r // GROUP, head r % GROUP.
+    A program is (key-value head, tile). Row r of the tile is token r // GROUP, head r % GROUP.
     """
     kv_head = tl.program_id(0)
     segment = tl.load(tiles + tl.program_id(1) * 2)

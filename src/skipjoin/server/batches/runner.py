@@ -15,9 +15,9 @@ from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import MAX_N, MAX_PROMPTS
 from skipjoin.server.api.service import Phase, Service
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.commits import Commits
 from skipjoin.server.batches.lines import LineJob, ended, over_quota, prepare
 from skipjoin.server.batches.records import BlobMissing, Line, StoreError
+from skipjoin.server.batches.result_writer import ResultWriter
 from skipjoin.server.batches.store import Store
 from skipjoin.server.engines.errors import EngineDeadError, EngineError, NoReplicaError
 
@@ -54,9 +54,9 @@ class Runner:
     runs alone, and after `MOST_LOST` it fails.
     """
 
-    def __init__(self, service: Service, store: Store, blobs: Blobs, commits: Commits, *, most: int) -> None:
+    def __init__(self, service: Service, store: Store, blobs: Blobs, results: ResultWriter, *, most: int) -> None:
         config = service.config
-        self._service, self._store, self._blobs, self._commits = service, store, blobs, commits
+        self._service, self._store, self._blobs, self._results = service, store, blobs, results
         self._most = most
         self._most_tokens = config.max_queued_tokens
         # A line starts while the counts are below the limits, and with this margin it always fits.
@@ -117,7 +117,7 @@ class Runner:
         lines = list(self._live.values())
         await self.drop([line.key for line in lines])
         for line in lines:
-            self._commits.put_back(line)
+            self._results.put_back(line)
 
     # -- taking lines -------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Runner:
         return (
             service.phase is Phase.OPEN
             and client.alive > 0
-            and not (client.dead or self._commits.is_failing or self._is_closing)
+            and not (client.dead or self._results.is_failing or self._is_closing)
             and asyncio.get_running_loop().time() >= self._resume_at
         )
 
@@ -152,13 +152,13 @@ class Runner:
         full = await self._owners_at(most_bytes, {line.owner for line in lines})
         for line in lines:
             if line.owner in full:
-                self._commits.finish(over_quota(line, most_bytes))
+                self._results.finish(over_quota(line, most_bytes))
             else:
                 self._live[line.key] = line
                 self._held.append(line)
 
     async def _owners_at(self, most_bytes: int, owners: Collection[str]) -> set[str]:
-        """Return the owners at their quota, or none while the store fails, because `Commits` checks again."""
+        """Return the owners at their quota, or none while the store fails, because `ResultWriter` checks again."""
         with suppress(StoreError):
             return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= most_bytes}
         return set()
@@ -243,7 +243,7 @@ class Runner:
             finally:
                 usage = run.usage()
                 self._service.metrics.batch_tokens(usage.completion_tokens)
-        self._commits.finish(ended(line, 200, body, usage))
+        self._results.finish(ended(line, 200, body, usage))
 
     # -- lines that fail ----------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Runner:
         if answer is None or answer.status in _RETRIED:
             self._put_back(line, str(error))
         elif answer.code != "deadline_exceeded" or has_own_deadline:
-            self._commits.finish(ended(line, answer.status, answer.body()))
+            self._results.finish(ended(line, answer.status, answer.body()))
         elif self._store.now() < line.expires_at:  # the clock was set back since the start
             self._put_back(line, str(error))
 
@@ -263,10 +263,10 @@ class Runner:
             self._failed(line, error)
             return
         why = f"the engine ended {line.lost} times while it ran this request, which is not tried again"
-        self._commits.finish(ended(line, 500, ApiError(500, why, code="engine_lost").body()))
+        self._results.finish(ended(line, 500, ApiError(500, why, code="engine_lost").body()))
 
     def _put_back(self, line: Line, why: str) -> None:
-        self._commits.put_back(line)
+        self._results.put_back(line)
         self._service.metrics.batch_requeued()
         self._back_off(f"a line is tried again: {why}")
 

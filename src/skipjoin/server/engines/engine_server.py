@@ -34,6 +34,7 @@ from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server import logs
 from skipjoin.server.engines.block_count import recover_blocks
 from skipjoin.server.engines.engine_program import ORPHANED, describe_error
+from skipjoin.server.engines.heartbeat import Heartbeat, print_stacks
 from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
     Abort,
@@ -55,7 +56,6 @@ from skipjoin.server.engines.messages import (
     StepOutputs,
     ToEngine,
 )
-from skipjoin.server.engines.pulse import Pulse, print_stacks
 from skipjoin.server.engines.stall import StallWatch
 from skipjoin.system.machine import resident_bytes
 
@@ -239,7 +239,7 @@ class EngineServer:
     Args:
         parent: Id of the parent process.
         is_linked: Returns whether the API process is connected.
-        pulse: Heartbeat to the parent. None sends none.
+        heartbeat: Heartbeat to the parent. None sends none.
         stall_s: Time without a plan after which an engine with requests exits.
     """
 
@@ -248,10 +248,10 @@ class EngineServer:
         socket: zmq.Socket[bytes],
         parent: int,
         is_linked: Callable[[], bool] = lambda: True,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
         stall_s: float = math.inf,
     ) -> None:
-        self.pulse = pulse or Pulse(None, math.inf)
+        self.heartbeat = heartbeat or Heartbeat(None, math.inf)
         self._stalls = StallWatch(stall_s)
         self._socket = socket
         self._parent = parent
@@ -273,7 +273,7 @@ class EngineServer:
 
     def progress(self, what: str, share: float) -> None:
         """Report progress of the startup, or of a restart of ranks between two steps."""
-        self.pulse.turned()
+        self.heartbeat.turned()
         self.send(LoadProgress(what, share))
 
     @property
@@ -288,7 +288,7 @@ class EngineServer:
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
             # After an abort of the last request the engine is idle, but has events to send first.
             self._read_inbox(loop, wait=loop.idle and not loop.core.scheduler.events)
-            self.pulse.turned()
+            self.heartbeat.turned()
             begin = time.monotonic()
             events = loop.step()
             done = not loop.core.requests
@@ -418,7 +418,7 @@ def serve_engine(load: LoadEngine) -> int:
         logger.error("the engine ends: %s", error)
         return ORPHANED
     server = EngineServer(
-        socket, setup.parent, is_linked, Pulse(setup.pulse_fd, setup.limits.step_s), setup.limits.hang_s
+        socket, setup.parent, is_linked, Heartbeat(setup.heartbeat_fd, setup.limits.step_s), setup.limits.hang_s
     )
     recorder: TimelineWriter | None = None
     try:
@@ -448,7 +448,7 @@ def serve_engine(load: LoadEngine) -> int:
 def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder: TimelineWriter | None) -> None:
     loop, ready = load(setup, server.progress)
     server.send(ready)
-    server.pulse.start()
+    server.heartbeat.start()
     metrics = EngineMetrics(
         device_blocks=ready.device_blocks,
         block_size=ready.block_size,

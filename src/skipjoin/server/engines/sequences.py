@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.engine.text import Output
-from skipjoin.sampling import SamplingParams, Scored
+from skipjoin.sampling import SamplingParams, TokenLogprob
 from skipjoin.server.engines.messages import Add
 
 # Called at the end of a sequence with the reason and its number of output tokens.
@@ -130,7 +130,7 @@ class EngineSequence:
         self.owner = ""
         self.cached_tokens = 0
         self.patience: asyncio.TimerHandle | None = None
-        self.scores: list[Scored] = []
+        self.scores: list[TokenLogprob] = []
         self.alarm: asyncio.TimerHandle | None = None
         self.has_begun = False
         self.deaths = self.stuck = 0

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from skipjoin.exec.ranks.cluster import ClusterError, import_ray
 from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
-from skipjoin.server.engines.pulse import PULSE_S
+from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S
 from skipjoin.server.engines.replica import EngineReplica
 
 logger = logging.getLogger(__name__)
 
 # Interval of health checks.
-CHECK_S = PULSE_S
+CHECK_S = HEARTBEAT_INTERVAL_S
 # Time without an answer after which to check repeatedly that the replica's node is reachable.
 _LATE_S = 5.0
 # Time without an answer after which to replace a replica on a reachable node, which may only be busy.

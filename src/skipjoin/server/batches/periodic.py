@@ -14,7 +14,7 @@ _LONGEST_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class Chore:
+class PeriodicTask:
     """Periodic task. The first of consecutive failures is logged, and the pauses grow meanwhile.
 
     Args:

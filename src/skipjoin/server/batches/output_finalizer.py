@@ -6,15 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.commits import Commits
 from skipjoin.server.batches.records import OUTPUT, BatchRow, BatchStatus, FileRow, LineState, StoreError, new_file_id
+from skipjoin.server.batches.result_writer import ResultWriter
 from skipjoin.server.batches.runner import Runner
 from skipjoin.server.batches.store import Store
 from skipjoin.server.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Finisher:
+class OutputFinalizer:
     """Finalizer of batches that are complete, expired or cancelled.
 
     All steps can be repeated after a crash: files get new names, and the transaction that ends a batch comes last.
@@ -23,7 +23,7 @@ class Finisher:
     store: Store
     blobs: Blobs
     runner: Runner
-    commits: Commits
+    results: ResultWriter
     metrics: Metrics
 
     async def finish_due(self) -> None:
@@ -45,7 +45,7 @@ class Finisher:
 
     async def _finish(self, row: BatchRow) -> None:
         await self.runner.drop_batch(row.id)
-        await self.commits.flush()  # lines that finished in time
+        await self.results.flush()  # lines that finished in time
         if row.status is BatchStatus.CANCELLING:
             await self._close_lines(row, LineState.CANCELLED)
         elif row.expires_at <= self.store.now():

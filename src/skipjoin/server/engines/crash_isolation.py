@@ -14,7 +14,7 @@ _STUCK, _STUCK_WITH_OTHERS, _MOST_DEATHS = 2, 4, 8
 TRIAL_S = 2.0
 
 
-class Trials:
+class CrashIsolation:
     """Crash isolation for sequences that were running when an engine crashed.
 
     Such sequences are resubmitted one at a time. Each is on trial until it generates another token, so that the next

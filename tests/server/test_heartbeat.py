@@ -8,26 +8,26 @@ import signal
 import pytest
 
 from skipjoin.server.engines.engine_program import describe_end, describe_error
-from skipjoin.server.engines.pulse import PULSE_S, PulseReader
+from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatReader
 
 
 def test_silence_is_what_the_reader_has_seen_of_it() -> None:
     """Not what passed while the reader itself did not run."""
     now = 0.0
-    reader = PulseReader(clock=lambda: now)
+    reader = HeartbeatReader(clock=lambda: now)
     os.write(reader.engine_fd, b".")
     assert reader.wait()
     for _ in range(10):
-        now += PULSE_S
+        now += HEARTBEAT_INTERVAL_S
         silent_s = reader.silent_s()
-    assert silent_s == 10 * PULSE_S
+    assert silent_s == 10 * HEARTBEAT_INTERVAL_S
     now += 3600
-    assert reader.silent_s() == silent_s + 2 * PULSE_S
+    assert reader.silent_s() == silent_s + 2 * HEARTBEAT_INTERVAL_S
     os.write(reader.engine_fd, b"...")
     assert reader.silent_s() == 0
     reader.started()
-    now += PULSE_S
-    assert reader.silent_s() == PULSE_S  # its end is told by others
+    now += HEARTBEAT_INTERVAL_S
+    assert reader.silent_s() == HEARTBEAT_INTERVAL_S  # its end is told by others
     reader.close()
     reader.close()
 

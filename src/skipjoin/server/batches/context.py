@@ -20,7 +20,7 @@ _CODE, NO_SPACE_CODE = "batch_store_unavailable", "insufficient_storage"
 _log = logging.getLogger(__name__)
 
 
-class Desk:
+class BatchContext:
     """Batch context of a server: its store and files while they are open.
 
     Attributes:

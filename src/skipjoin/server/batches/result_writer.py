@@ -20,7 +20,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 _log = logging.getLogger(__name__)
 
 
-class Commits:
+class ResultWriter:
     """Writes finished and requeued lines to the store in groups.
 
     While the store fails, they are kept and retried. Writes are idempotent.

@@ -1,8 +1,9 @@
 """Heartbeat of an engine process: bytes on a pipe to its parent while the engine loop makes progress.
 
-A thread of the engine writes a byte every `PULSE_S`, so that a long step does not look like a hang. It pauses while an
-iteration of the loop takes longer than `HangLimits.step_s`. A stopped process or a blocked interpreter sends no
-heartbeats either. After `HangLimits.hang_s` without one, the parent makes the process print its stacks and kills it.
+A thread of the engine writes a byte every `HEARTBEAT_INTERVAL_S`, so that a long step does not look like a hang. It
+pauses while an iteration of the loop takes longer than `HangLimits.step_s`. A stopped process or a blocked interpreter
+sends no heartbeats either. After `HangLimits.hang_s` without one, the parent makes the process print its stacks and
+kills it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import suppress
 from skipjoin.config import HangLimits
 
 # Interval of heartbeats.
-PULSE_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 # Time without a heartbeat after which an engine counts as hung. A busy machine may be the reason, so it is not killed.
 HUNG_S = 5.0
 # Time for a hung engine to print its stacks.
@@ -28,7 +29,7 @@ _DUMP_SIGNAL = signal.SIGUSR1
 _MOST_BEATS = 1 << 16
 
 
-class Pulse:
+class Heartbeat:
     """Engine side of the heartbeat.
 
     Args:
@@ -46,7 +47,7 @@ class Pulse:
         if self._fd is not None:
             self.turned()
             self._beat(self._fd)
-            threading.Thread(target=self._run, args=(self._fd,), name="skipjoin-pulse", daemon=True).start()
+            threading.Thread(target=self._run, args=(self._fd,), name="skipjoin-heartbeat", daemon=True).start()
 
     def turned(self) -> None:
         """Record an iteration of the engine loop."""
@@ -54,7 +55,7 @@ class Pulse:
 
     def _run(self, fd: int) -> None:
         while True:
-            time.sleep(PULSE_S)
+            time.sleep(HEARTBEAT_INTERVAL_S)
             if time.monotonic() - self._turned_at <= self._limit_s:
                 self._beat(fd)
 
@@ -63,8 +64,8 @@ class Pulse:
             os.write(fd, b".")
 
 
-class PulseReader:
-    """Parent side of the heartbeat. `engine_fd` is the `Setup.pulse_fd` of the engine process."""
+class HeartbeatReader:
+    """Parent side of the heartbeat. `engine_fd` is the `Setup.heartbeat_fd` of the engine process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,7 +86,7 @@ class PulseReader:
         return found
 
     def silent_s(self) -> float:
-        """Return the seconds since the last heartbeat. Call at least every `PULSE_S`.
+        """Return the seconds since the last heartbeat. Call at least every `HEARTBEAT_INTERVAL_S`.
 
         Time in which this process itself did not run does not count.
         """
@@ -94,7 +95,7 @@ class PulseReader:
         if self._pipe.read(_MOST_BEATS):  # None if the pipe is empty, b"" if the engine has closed it
             self._silent_s, self._seen_at = 0.0, now
             return 0.0
-        self._silent_s += min(now - self._seen_at, 2 * PULSE_S)
+        self._silent_s += min(now - self._seen_at, 2 * HEARTBEAT_INTERVAL_S)
         self._seen_at = now
         return self._silent_s
 

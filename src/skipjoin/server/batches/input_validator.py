@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class InputValidator:
     """Input validator, which reads files in another process, and queues their lines or rejects the batch.
 
     Attributes:

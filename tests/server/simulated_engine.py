@@ -86,7 +86,7 @@ class SimulatedLoop:
             request_id,
             now - age_s,
             prompt,
-            params.max_tokens or self._context - len(prompt),
+            params.output_limit,
             min_tokens=params.min_tokens,
             stop_tokens=frozenset(params.stop_token_ids) | eos,
             options=options,

@@ -66,7 +66,6 @@ class SimulatedLoop:
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
         self._plan: StepPlan | None = None
         self._step_s = step_s
-        self._context = context
 
     def add(
         self,

@@ -198,7 +198,8 @@ class LLM:
         salted = [replace(options, cache_salt=salt) for salt in _salts(cache_salt, len(ids))]
         running: dict[int, _Running] = {}
         try:
-            for prompt, text, one, asked in zip(ids, texts, each, salted, strict=True):
+            for prompt, text, given, asked in zip(ids, texts, each, salted, strict=True):
+                one = given.resolved(max(1, self.engine.info.max_model_len - len(prompt)))
                 self._loop.add(self._next_id, prompt, one, options=asked)
                 rules = TextRules(stop=one.stop, min_tokens=one.min_tokens)
                 choice = Choice(0, prompt, text, self.tokenizer, rules)
@@ -249,8 +250,7 @@ class LLM:
         """Predict the output length of a submitted request, or return None without a forecaster."""
         if self._forecasts is None:
             return None
-        most = params.max_tokens or self.engine.info.max_model_len - len(prompt)
-        predicted = self._forecasts.forecast(prompt, most)
+        predicted = self._forecasts.forecast(prompt, params.output_limit)
         self._loop.reforecast(request_id, predicted.forecast)
         return predicted
 

@@ -207,6 +207,19 @@ def test_seeds_repeat_and_differ(llm: LLM) -> None:
     assert sample(1) == sample(1) != sample(2)
 
 
+@pytest.mark.parametrize("min_tokens", [0, 500])
+def test_without_max_tokens_the_output_fills_the_context(llm: LLM, min_tokens: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=None, min_tokens=min_tokens, ignore_eos=True)
+    (answer,) = llm.generate([[5] * 1000], params)
+    assert (len(answer.token_ids), answer.finish_reason) == (24, "length")
+
+
+def test_the_engine_refuses_max_tokens_that_are_not_resolved(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match=r"max_tokens must be a number, got None: call SamplingParams.resolved"):
+        llm._loop.add(10**6, [5], SamplingParams(max_tokens=None))
+    assert llm._loop.idle
+
+
 def test_log_probabilities_of_prompt_and_output(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=1)
     (answer,) = llm.generate("hello\n", params)

@@ -66,7 +66,6 @@ class SimulatedLoop:
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
         self._plan: StepPlan | None = None
         self._step_s = step_s
-        self._context = context
 
     def add(
         self,
@@ -86,7 +85,7 @@ class SimulatedLoop:
             request_id,
             now - age_s,
             prompt,
-            params.max_tokens or self._context - len(prompt),
+            params.output_limit,
             min_tokens=params.min_tokens,
             stop_tokens=frozenset(params.stop_token_ids) | eos,
             options=options,

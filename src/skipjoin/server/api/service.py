@@ -264,10 +264,7 @@ class Service:
         """Return the expected output lengths of an owner's prompts. See `Forecasting.expect`."""
         if self._forecasting is None:
             return [Expectation() for _ in prompts]
-        room = self.info.max_model_len
-        return await self._forecasting.expect(
-            [(ids, params.max_tokens or max(1, room - len(ids))) for ids, params in prompts], owner
-        )
+        return await self._forecasting.expect([(ids, params.output_limit) for ids, params in prompts], owner)
 
     # -- sampling -----------------------------------------------------------------------------------------
 

@@ -274,6 +274,7 @@ class EngineClient:
         """Submit a sequence.
 
         Args:
+            params: Parameters with a number as `max_tokens`; see `SamplingParams.resolved`.
             mailbox: Receives the outputs.
             index: Index of the choice, which each output carries.
             forecast: Predicted output length. See `reforecast`.
@@ -299,7 +300,7 @@ class EngineClient:
             next(self._ids),
             now,
             prompt,
-            params.max_tokens or max(1, info.max_model_len - len(prompt)),
+            params.output_limit,
             options=options,
             forecast=forecast,
             prefix=self._prefix(info, params, options, like),

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "options": set(),
     "recipes": {"core", "options", "policies", "recipes"},
     "sampling": set(),
-    "system": set(),
+    "system": {"system"},
     "version": set(),
     "config": {"config", "config.access", "config.key_files", "options", "recipes"},
     "config.access": {"config.key_files", "options"},
@@ -170,6 +170,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.engines.errors",
         "server.metrics",
         "system.folders",
+        "system.locks",
         "version",
     },
     "server": {

@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-cluster test-chaos soak fuzz fuzz-core lint check format lock audit clean
+.PHONY: help serve test test-cluster test-chaos soak fuzz fuzz-core lint check format lock reference audit clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests"
@@ -27,6 +27,7 @@ help:
 	@echo "make check   the same, core tests and import rules, in two minutes"
 	@echo "make format  format the code"
 	@echo "make lock    write the locks and THIRD_PARTY.md after a change of pyproject.toml or constraints.txt (needs a network)"
+	@echo "make reference   write the generated pages of docs/reference"
 	@echo "make audit   look the locked versions up in a database of known vulnerabilities (needs a network)"
 
 $(BIN)/python:
@@ -88,6 +89,9 @@ lock: $(VENV)/.dev
 	$(BIN)/python tools/lock.py
 	$(INSTALL) --no-deps --require-hashes --requirement requirements-dev.lock
 	$(BIN)/python tools/licenses.py > THIRD_PARTY.md
+
+reference: $(VENV)/.dev
+	$(BIN)/python tools/reference.py
 
 # The tool has an environment of its own: what it needs is not what is examined.
 audit:

@@ -24,7 +24,7 @@ from skipjoin.recipes import Settings, fastserve, parts, registry
 from skipjoin.sim.driver import Replica, simulate
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 
 
 def anchors(text: str) -> set[str]:

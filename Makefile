@@ -14,7 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs format lock audit clean
+.PHONY: help serve test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs reference format \
+	lock audit clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make test    run all tests, with a pairwise set of parameters where these are many"
@@ -30,6 +31,7 @@ help:
 	@echo "make docs    build the site of the documentation in build/docs"
 	@echo "make format  format the code"
 	@echo "make lock    write the locks and THIRD_PARTY.md after a change of pyproject.toml or constraints.txt (needs a network)"
+	@echo "make reference   write the generated pages of docs/reference"
 	@echo "make audit   look the locked versions up in a database of known vulnerabilities (needs a network)"
 
 $(BIN)/python:
@@ -98,6 +100,9 @@ lock: $(VENV)/.dev
 	$(BIN)/python tools/lock.py
 	$(INSTALL) --no-deps --require-hashes --requirement requirements-dev.lock
 	$(BIN)/python tools/licenses.py > THIRD_PARTY.md
+
+reference: $(VENV)/.dev
+	$(BIN)/python tools/reference.py
 
 # The tool has an environment of its own: what it needs is not what is examined.
 audit:

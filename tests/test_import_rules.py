@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "options": set(),
     "recipes": {"core", "options", "policies", "recipes"},
     "sampling": set(),
-    "system": set(),
+    "system": {"system"},
     "version": set(),
     "config": {"config", "config.access", "config.key_files", "options", "recipes"},
     "config.access": {"config.key_files", "options"},
@@ -178,6 +178,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.engines.errors",
         "server.metrics",
         "system.folders",
+        "system.locks",
         "version",
     },
     "server": {

@@ -19,12 +19,12 @@ from prometheus_client.utils import floatToGoString
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import Predicted
 from skipjoin.observe.metric_table import (
+    API_METRICS,
     BATCH_ENDS,
     BATCH_OPEN,
     BATCH_STATUSES,
     CLASSES,
     CONNECTION_REFUSALS,
-    DOOR_METRICS,
     ENGINE_METRICS,
     FORECAST_OUTCOMES,
     FORECAST_SOURCES,
@@ -49,8 +49,8 @@ class Metrics(Collector):
     def __init__(self, compat: str = "none") -> None:
         self._in_vllm = compat == "vllm"
         self._engine = Snapshot.zero()
-        self._api = [metric.zero() for metric in DOOR_METRICS]
-        rows = {metric.name: (metric, row) for metric, row in zip(DOOR_METRICS, self._api, strict=True)}
+        self._api = [metric.zero() for metric in API_METRICS]
+        rows = {metric.name: (metric, row) for metric, row in zip(API_METRICS, self._api, strict=True)}
         rejected, self._refusals = rows["admission_rejected_total"]
         self._rejected = dict(zip(rejected.values, range(len(rejected.values)), strict=True))
         self._statuses = rows["http_responses_total"][1]
@@ -187,7 +187,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Family]:
         """Yield the current metrics for the registry."""
         self._resident_bytes[0] = resident_bytes()
-        numbers = [*zip(ENGINE_METRICS, self._engine.rows, strict=True), *zip(DOOR_METRICS, self._api, strict=True)]
+        numbers = [*zip(ENGINE_METRICS, self._engine.rows, strict=True), *zip(API_METRICS, self._api, strict=True)]
         yield from _families("skipjoin", numbers, {})
         if self._config is not None:
             yield InfoMetricFamily("skipjoin:cache_config", "The KV pool.", self._config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from skipjoin.core.events import Admitted, Claimed, Event
 from skipjoin.core.kv.interface import MISS, HeldBlocks, Hit, Ledger
@@ -94,11 +95,9 @@ class Residency:
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
-        kv = self._kv
-        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare - hit.held
-        self.short = need - max(0, need - kv.shortfall_of_claim(request, need, grant.lender) - self._owed)
+        self.short = self._missing(request, grant, target, found=hit.held)
         if grant.draws is not None:
-            self.short -= max(0, min(self.short, kv.unused_without(grant.draws, request)))
+            self.short -= max(0, min(self.short, self._kv.unused_without(grant.draws, request)))
         if self.short <= 0:
             return None
         reason = self._evictor.refusal(request, self.short, lender=grant.lender)
@@ -107,17 +106,12 @@ class Residency:
         return reason
 
     def _get_in(self, request: Request, target: int, hit: Hit) -> HeldBlocks | WaitReason:
+        # The answer may differ from an earlier one, because an adopted hit is no longer available to others.
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
         kv = self._kv
-        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare
-
-        def missing() -> int:
-            room = need - kv.shortfall_of_claim(request, need, grant.lender)
-            # More important swapped-out requests have precedence for free blocks.
-            return need - max(0, room - self._owed)
-
+        missing = partial(self._missing, request, grant, target)
         if (reason := self._make_room_for(request, grant, missing, target, newcomer=True)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
             return reason
@@ -134,6 +128,14 @@ class Residency:
         held = kv.grow(request, target)
         self._evictor.take_slots(request, target)
         return held
+
+    def _missing(self, request: Request, grant: Grant, target: int, *, found: int = 0) -> int:
+        """Return how many blocks a newcomer lacks, if it gets `found` blocks from the prefix cache."""
+        kv = self._kv
+        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare - found
+        room = need - kv.shortfall_of_claim(request, need, grant.lender)
+        # More important swapped-out requests have precedence for free blocks.
+        return need - max(0, room - self._owed)
 
     # -- reservations -------------------------------------------------------------------------------------
 

@@ -213,10 +213,16 @@ def _dumped(value: object) -> str:
 def fill_readme(path: Path, result: Result) -> None:
     """Put the result's tables between the marks `<!-- table: TITLE -->` and `<!-- /table -->` of a README."""
     if path.exists():
-        tables = {one["title"]: "\n".join(shown_table(one).splitlines()[2:]) for one in result["tables"]}
+        tables = {one["title"]: _compact(one) for one in result["tables"]}
         text = path.read_text(encoding="utf-8")
         text = _TABLE.sub(lambda marks: f"{marks[1]}\n{tables[marks[2]]}\n\n{marks[3]}", text)
         path.write_text(text, encoding="utf-8")
+
+
+def _compact(one: Result) -> str:
+    """Return a table in Markdown without padding."""
+    head, *rows = ("|".join(map(_text, row)) for row in (one["columns"], *one["rows"]))
+    return "\n".join(f"|{line}|" for line in (head, "|".join(["---"] * len(one["columns"])), *rows))
 
 
 def thin(record: Record, keeps: Sequence[str]) -> Record:

@@ -1,10 +1,10 @@
-"""How many best-effort requests are in flight, which the paper does not say, and how many requests a step has.
+"""Effect of the number of best-effort requests in flight, which the paper does not name, and of the batch size.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/batch_size/run.py [--quick]
 
-OPT-13B on two A100s at 8 real-time requests per second of ShareGPT with 32, 128 and 512 best-effort requests in
-batches, and 128 of which each is replaced when it is complete. Then Llama-3-70B on eight, whose KV has room for many
-more requests than a step has seats: 128, 256 and 512 of them (`max_num_seqs`).
+OPT-13B on two A100s at 8 real-time requests per second of ShareGPT, with 32, 128 and 512 best-effort requests in
+batches, and with 128 that are replaced one by one. Then Llama-3-70B on eight A100s, whose KV has room for many more
+requests than a step, with 128, 256 and 512 slots (`max_num_seqs`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from skipjoin.workload.workload import ClosedMode
 RATE, SEEDS = 8.0, 2
 LOADS = {str(size): Load(in_flight=size) for size in (32, 128, 512)}
 LOADS["128, refilled"] = Load(in_flight=128, mode=ClosedMode.REFILL)
-# Most requests in a step: 128 bound both classes, as in the paper.
+# Maximum number of requests in a step; 128 limit both classes, as in the paper.
 SEATS = (128, 256, 512)
 SMALL, LARGE, LARGE_RATES = "opt-13b", "llama-3-70b", (8.0, 15.0)
 

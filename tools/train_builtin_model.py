@@ -175,8 +175,8 @@ def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, fol
         bar = bars.add_task("training", total=steps)
         for step, (inputs, targets) in zip(range(steps), examples.batches(pad), strict=False):
             hidden = model.model(input_ids=inputs).last_hidden_state
-            wanted = targets != IGNORED
-            loss = F.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
+            is_target = targets != IGNORED
+            loss = F.cross_entropy(model.lm_head(hidden[is_target]), targets[is_target])
             model.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

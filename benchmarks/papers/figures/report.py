@@ -52,14 +52,14 @@ def ratio_of(one: MaximumRate | None, other: MaximumRate | None) -> str:
     return f"{sign}{one.rate_rps / other.rate_rps:.2f}x"
 
 
-def rates_table(title: str, searches: Mapping[str, Search], beside: Sequence[str] = ("fcfs", "srpt")) -> Result:
-    """Return the table of largest rates by name, with ratios to those of `beside`."""
+def rates_table(title: str, searches: Mapping[str, Search], relative_to: Sequence[str] = ("fcfs", "srpt")) -> Result:
+    """Return the table of largest rates by name, with ratios to those of `relative_to`."""
     found = {name: search.rate for name, search in searches.items()}
     rows = [
-        (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in beside))
+        (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in relative_to))
         for name, rate in found.items()
     ]
-    return table(title, ("recipe", "largest req/s", *(f"to {other}" for other in beside)), rows)
+    return table(title, ("recipe", "largest req/s", *(f"to {other}" for other in relative_to)), rows)
 
 
 _LATENCIES = {

@@ -34,7 +34,7 @@ from skipjoin.workload.workload import WorkloadRequest
 
 MODEL, DTYPE = "llama-3-8b", "bfloat16"
 # Target: multiple of the peer's tokens per second.
-WANTED = 3.0
+TARGET = 3.0
 TURNS = 2
 _BATCH_TOKENS = 8192
 _PEERS_BLOCK = 256
@@ -60,7 +60,7 @@ def measure(task: Task) -> Figures:
     load = _REHEARSAL if task.is_rehearsal else _CARD
     shape = shape_of(task, MODEL)
     rates: dict[str, list[float]] = {"skipjoin": [], "transformers": []}
-    figures: Figures = {"model": MODEL, **load._asdict(), "wanted": WANTED}
+    figures: Figures = {"model": MODEL, **load._asdict(), "target": TARGET}
     with folder_of(shape, DTYPE) as folder:
         config = settings_for(
             task,

@@ -9,7 +9,7 @@ the link; the target is 0.8 for moves that are large enough to fill it. Block si
 and OPT-13B, and a small one, which a kernel copies (`one_by_one` is the same without the kernel). `int8_us` is the same
 move with 8-bit values on the CPU tier.
 
-`beside` has steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight in
+`concurrent` has steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight in
 both directions alternate with rounds without; `slowdown` is the ratio of their median steps, with a target of at most
 1.05.
 
@@ -38,7 +38,7 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.page_locked import page_locked_bytes
 
 Figures = dict[str, Any]
-WANTED_SHARE, WANTED_SLOWDOWN = 0.8, 1.05
+MIN_SHARE, MAX_SLOWDOWN = 0.8, 1.05
 _KIB, _MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = {"small": 32 * _KIB, "llama-3-8b": 2 * _MIB, "opt-13b": 25 * _MIB // 2}
 # A layer has 256 bytes per token in bfloat16, so the number of layers sets the block size.
@@ -75,13 +75,13 @@ def measure(device: str = "cuda", step: Callable[[], object] | None = None) -> F
     ]
     step = step or decode_like(device)
     sizes = {name: BLOCK_BYTES[name] for name in ("llama-3-8b", "small")}
-    overlapped = [measure_beside(device, step, name, size, link) for name, size in sizes.items()]
+    overlapped = [measure_concurrent(device, step, name, size, link) for name, size in sizes.items()]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "wanted": {"share": WANTED_SHARE, "slowdown": WANTED_SLOWDOWN},
+        "target": {"share": MIN_SHARE, "slowdown": MAX_SLOWDOWN},
         "link": link,
         "moves": moves,
-        "beside": overlapped,
+        "concurrent": overlapped,
     }
 
 
@@ -269,7 +269,7 @@ class Traffic:
             self.moved += self._move_bytes
 
 
-def measure_beside(device: str, step: Callable[[], object], name: str, block_bytes: int, link: Figures) -> Figures:
+def measure_concurrent(device: str, step: Callable[[], object], name: str, block_bytes: int, link: Figures) -> Figures:
     """Measure steps with and without copies of blocks of a size."""
     traffic = Traffic(device, block_bytes)
     seconds(device, step, 3)

@@ -42,7 +42,7 @@ from skipjoin.sim.models import ModelShape
 
 MODEL, DTYPE = "llama-3-8b", "bfloat16"
 # Targets: minimum shares of the lower bound and of the matrix rate, maximum shares of the gap and of scheduling.
-WANTED = {"decode_of_floor": 0.8, "gap_share": 0.05, "scheduling_share": 0.01, "prefill_of_rate": 0.55}
+TARGETS = {"decode_of_floor": 0.8, "gap_share": 0.05, "scheduling_share": 0.01, "prefill_of_rate": 0.55}
 
 
 class _Model(NamedTuple):
@@ -77,7 +77,7 @@ def measure_decode(task: Task) -> Figures:
     """Measure decode steps through the engine's loop, one plan ahead, by batch size."""
     sizes = _REHEARSAL if task.is_rehearsal else _CARD
     shape = shape_of(task, MODEL)
-    figures: Figures = {"model": MODEL, "context": sizes.context, "wanted": WANTED, "batches": {}}
+    figures: Figures = {"model": MODEL, "context": sizes.context, "target": TARGETS, "batches": {}}
     with folder_of(shape, DTYPE) as folder:
         config = _decode_config(task, folder, sizes, shape)
         began = time.monotonic()
@@ -283,7 +283,7 @@ def measure_prefill(task: Task) -> Figures:
     sizes = _REHEARSAL if task.is_rehearsal else _CARD
     longest = max(sum(prompts) for prompts in sizes.prompts)
     shape = shape_of(task, MODEL, max_positions=longest)
-    figures: Figures = {"model": MODEL, "wanted": WANTED["prefill_of_rate"], "steps": {}}
+    figures: Figures = {"model": MODEL, "target": TARGETS["prefill_of_rate"], "steps": {}}
     with folder_of(shape, DTYPE) as folder:
         config = settings_for(
             task,

@@ -44,7 +44,7 @@ RATE, SEEDS = 8.0, 2
 LOADS = {str(size): Load(in_flight=size) for size in (32, 128, 512)}
 LOADS["128, refilled"] = Load(in_flight=128, mode=ClosedMode.REFILL)
 # Maximum number of requests in a step; 128 limit both classes, as in the paper.
-SEATS = (128, 256, 512)
+SLOTS = (128, 256, 512)
 SMALL, LARGE, LARGE_RATES = "opt-13b", "llama-3-70b", (8.0, 15.0)
 
 
@@ -57,7 +57,7 @@ def measure(options: Options) -> Result:
         for variant in VARIANTS
     }
     large = {(LARGE, "128", BLIND.name): (BLIND, system(BLIND, LARGE))}
-    large |= {(LARGE, "128", f"bros, {seats} seats"): (BROS, _with_seats(seats)) for seats in SEATS}
+    large |= {(LARGE, "128", f"bros, {slots} slots"): (BROS, _with_slots(slots)) for slots in SLOTS}
     plans |= {
         key: grid(SHAREGPT.cells(variant, of, LARGE_RATES, options, seeds=1)) for key, (variant, of) in large.items()
     }
@@ -75,8 +75,8 @@ def measure(options: Options) -> Result:
     }
 
 
-def _with_seats(seats: int) -> System:
-    return replace(system(BROS, LARGE), max_num_seqs=seats)
+def _with_slots(slots: int) -> System:
+    return replace(system(BROS, LARGE), max_num_seqs=slots)
 
 
 def draw(result: Result) -> Mapping[str, Figure]:

@@ -49,7 +49,7 @@ MOVED = {
     "GB to the host": lambda record: record["kv"]["swapped_out_bytes"] / 1e9,
     "slots saved": "kv.checkpointed_slots",
     "shared blocks": "kv.shared_blocks_mean",
-    "computed again": "kv.recomputed_tokens",
+    "recomputed tokens": "kv.recomputed_tokens",
 }
 
 

@@ -62,10 +62,10 @@ def measure(options: Options) -> Result:
     asked = [({"variant": name}, _cell(*case)) for name, case in CASES.items()]
     records = watched(asked, options.jobs)
     found = {record["variant"]: record for record in records}
-    rows = [(name, _shown(value), wanted, "yes" if holds else "no") for name, value, wanted, holds in checks(found)]
+    rows = [(name, _shown(value), target, "yes" if holds else "no") for name, value, target, holds in checks(found)]
     return {
         "settings": said([cell.system for _, cell in asked], options, note=f"Every run lasts {_S:g} s."),
-        "tables": [table("Checks", ("check", "value", "wanted", "holds"), rows)],
+        "tables": [table("Checks", ("check", "value", "target", "holds"), rows)],
         "records": records,
     }
 

@@ -1,8 +1,8 @@
-"""Fail on words that speak of requests, ranks and processes as persons, in the package's source and the documents.
+"""Fail on words that describe requests, ranks and processes as persons, in the package and the documents.
 
     python tools/check_words.py
 
-Prints each line with such a word as file:line: text.
+The tool prints each line with such a word as file:line: text.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 WORDS = re.compile(r"\b(who|whom|whoever|somebody|nobody|anybody|everybody)\b", re.IGNORECASE)
 FILES = ("src/**/*.py", "docs/**/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-# Lines with one of these texts may have the words: they quote them, or hold them as data.
+# Lines with one of these texts may contain the words, because they quote them or use them as data.
 ALLOWED = ("tools/check_words.py",)
 
 
 def findings(root: Path) -> list[str]:
-    """The lines with a word, each with its file, relative to `root`, and its number."""
+    """Return the lines with a word, each with its file relative to `root` and its number."""
     return [
         f"{file.relative_to(root)}:{number}: {line.strip()}"
         for pattern in FILES

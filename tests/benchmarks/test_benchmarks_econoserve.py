@@ -79,7 +79,7 @@ def test_tables_go_where_a_readme_has_marks(tmp_path: Path) -> None:
     path.write_text("before\n<!-- table: New -->\nold\n<!-- /table -->\nafter\n")
     tables = [{"title": title, "columns": ["a"], "rows": [[value]]} for title, value in (("Other", 2.5), ("New", 1.5))]
     fill_readme(path, {"tables": tables})
-    wanted = "before\n<!-- table: New -->\n\n| a   |\n|-----|\n| 1.5 |\n\n<!-- /table -->\nafter\n"
+    wanted = "before\n<!-- table: New -->\n\n|a|\n|---|\n|1.5|\n\n<!-- /table -->\nafter\n"
     assert path.read_text() == wanted
     with pytest.raises(KeyError, match="New"):
         fill_readme(path, {"tables": tables[:1]})

@@ -52,14 +52,14 @@ def ratio_of(one: MaximumRate | None, other: MaximumRate | None) -> str:
     return f"{sign}{one.rate_rps / other.rate_rps:.2f}x"
 
 
-def rates_table(title: str, searches: Mapping[str, Search], beside: Sequence[str] = ("fcfs", "srpt")) -> Result:
-    """Return the table of largest rates by name, with ratios to those of `beside`."""
+def rates_table(title: str, searches: Mapping[str, Search], relative_to: Sequence[str] = ("fcfs", "srpt")) -> Result:
+    """Return the table of largest rates by name, with ratios to those of `relative_to`."""
     found = {name: search.rate for name, search in searches.items()}
     rows = [
-        (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in beside))
+        (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in relative_to))
         for name, rate in found.items()
     ]
-    return table(title, ("recipe", "largest req/s", *(f"to {other}" for other in beside)), rows)
+    return table(title, ("recipe", "largest req/s", *(f"to {other}" for other in relative_to)), rows)
 
 
 _LATENCIES = {
@@ -213,10 +213,16 @@ def _dumped(value: object) -> str:
 def fill_readme(path: Path, result: Result) -> None:
     """Put the result's tables between the marks `<!-- table: TITLE -->` and `<!-- /table -->` of a README."""
     if path.exists():
-        tables = {one["title"]: "\n".join(shown_table(one).splitlines()[2:]) for one in result["tables"]}
+        tables = {one["title"]: _compact(one) for one in result["tables"]}
         text = path.read_text(encoding="utf-8")
         text = _TABLE.sub(lambda marks: f"{marks[1]}\n{tables[marks[2]]}\n\n{marks[3]}", text)
         path.write_text(text, encoding="utf-8")
+
+
+def _compact(one: Result) -> str:
+    """Return a table in Markdown without padding."""
+    head, *rows = ("|".join(map(_text, row)) for row in (one["columns"], *one["rows"]))
+    return "\n".join(f"|{line}|" for line in (head, "|".join(["---"] * len(one["columns"])), *rows))
 
 
 def thin(record: Record, keeps: Sequence[str]) -> Record:

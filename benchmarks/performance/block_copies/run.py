@@ -7,9 +7,10 @@ size between these pools, and the same blocks where the CPU tier holds 8-bit val
 turns. `ratio` and `int8_ratio` are bandwidths relative to the memmove in the same repeat; bytes are those on the
 device.
 
-`beside` measures decode steps of 8 requests with contexts of 96 tokens, on a random-weight Llama of 97.5M parameters in
-bfloat16. Rounds with copies in flight alternate with rounds without; `ratio` is the median step of a round relative to
-that of the round before. Copies and model share cores and memory. `beside_int8` is the same with 8-bit conversion.
+`concurrent` measures decode steps of 8 requests with contexts of 96 tokens, on a random-weight Llama of 97.5M
+parameters in bfloat16. Rounds with copies in flight alternate with rounds without; `ratio` is the median step of a
+round relative to that of the round before. Copies and model share cores and memory. `concurrent_int8` is the same with
+8-bit conversion.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ KIB_PER_LAYER = 4
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 96, 16
 STEPS_PER_ROUND = 20
 # Fields of the record and the `--swap-dtype` of each.
-BESIDE = {"beside": "auto", "beside_int8": "int8"}
+CONCURRENT = {"concurrent": "auto", "concurrent_int8": "int8"}
 # Blocks per move, and the number of moves kept in flight, which exceeds what a step can copy.
 MOVE_BLOCKS, ON_WAY = 16, 40
 
@@ -192,7 +193,7 @@ class Decoder:
         return moves
 
 
-def measure_beside(rounds: int, swap_dtype: str) -> dict[str, Any]:
+def measure_concurrent(rounds: int, swap_dtype: str) -> dict[str, Any]:
     """Measure steps with and without copies."""
     with scratch_model(torch.bfloat16) as folder:
         decoder = Decoder(folder, swap_dtype)
@@ -236,8 +237,8 @@ def main() -> None:
             codes = f"int8 {result['int8_gb_per_s']['median']:5.2f} GB/s  {result['int8_ratio']['median']:.0%}"
             share = f"{result['ratio']['median']:.0%}"
             print(f"{block_kib:5} KiB {result['direction']:>3}  {rates}  {share}  {codes}", flush=True)
-    for name, dtype in BESIDE.items():
-        found = record[name] = measure_beside(args.rounds, dtype)
+    for name, dtype in CONCURRENT.items():
+        found = record[name] = measure_concurrent(args.rounds, dtype)
         harness.show(name, {key: value["median"] for key, value in found.items() if isinstance(value, dict)})
     harness.write_record(record, args.out)
 

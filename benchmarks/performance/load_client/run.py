@@ -94,21 +94,23 @@ def figures(keeper: Keeper, seen: Sequence[float]) -> dict[str, float]:
     # Both clocks have the same rate. The start of the run is chosen so that no arrival precedes its sending.
     start = min(arrival - late for arrival, late in zip(seen, sorted(sent), strict=True))
     arrived = sorted(arrival - start - at for arrival, at in zip(seen, due, strict=True))
-    wanted, left, got = ([later - earlier for earlier, later in pairwise(times)] for times in (due, sorted(sent), seen))
+    planned, left, got = (
+        [later - earlier for earlier, later in pairwise(times)] for times in (due, sorted(sent), seen)
+    )
     return {
         "achieved_rps": (len(seen) - 1) / (seen[-1] - seen[0]),
-        "wanted_rps": (len(due) - 1) / (due[-1] - due[0]),
+        "planned_rps": (len(due) - 1) / (due[-1] - due[0]),
         "lag_mean_ms": statistics.fmean(lags) * 1e3,
         "lag_p50_ms": percentile(lags, 50) * 1e3,
         "lag_p99_ms": percentile(lags, 99) * 1e3,
         "lag_max_ms": lags[-1] * 1e3,
         "arrived_p50_ms": percentile(arrived, 50) * 1e3,
         "arrived_p99_ms": percentile(arrived, 99) * 1e3,
-        "cv_wanted": statistics.stdev(wanted) / statistics.fmean(wanted),
+        "cv_planned": statistics.stdev(planned) / statistics.fmean(planned),
         "cv_sent": statistics.stdev(left) / statistics.fmean(left),
         "cv_arrived": statistics.stdev(got) / statistics.fmean(got),
-        "gap_sent": distance(wanted, left),
-        "gap_arrived": distance(wanted, got),
+        "gap_sent": distance(planned, left),
+        "gap_arrived": distance(planned, got),
         "cpu_share": keeper.cpu_s / keeper.wall_s,
         "queued_share": keeper.queued_s / keeper.wall_s,
         "tpot_p50_ms": keeper.record["tpot_s"]["p50"] * 1e3,

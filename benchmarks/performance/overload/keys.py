@@ -75,26 +75,26 @@ async def measure(url: str, keys: list[str], seconds: float) -> Figures:
         alone = [await chats.chat(keys[-1]) for _ in range(ALONE)]
         begin = time.monotonic()
         flood = [asyncio.create_task(client.flood(keys[0], begin + seconds)) for _ in range(IN_FLIGHT)]
-        beside: list[float | None] = []
+        during: list[float | None] = []
         if len(keys) > 1:
             await asyncio.sleep(seconds / 4)
             for key in itertools.cycle(keys[1:]):
                 if time.monotonic() >= begin + seconds:
                     break
-                beside.append(await chats.chat(key))
+                during.append(await chats.chat(key))
         await asyncio.gather(*flood)
         took_s = time.monotonic() - begin
-    admitted = sorted(one for one in beside if one is not None)
+    admitted = sorted(one for one in during if one is not None)
     return {
         "keys": len(keys),
         "flood_tokens_per_s": round(client.tokens / took_s, 1),
         "flood_admitted": client.statuses[200],
         "flood_refused": client.statuses[429],
-        "chats": len(beside),
-        "chats_refused": len(beside) - len(admitted),
+        "chats": len(during),
+        "chats_refused": len(during) - len(admitted),
         "chat_alone_s": round(percentile(sorted(one for one in alone if one is not None), 50), 4),
-        "chat_beside_s": round(percentile(admitted, 50), 4) if admitted else None,
-        "chat_beside_p90_s": round(percentile(admitted, 90), 4) if admitted else None,
+        "chat_during_s": round(percentile(admitted, 50), 4) if admitted else None,
+        "chat_during_p90_s": round(percentile(admitted, 90), 4) if admitted else None,
     }
 
 

@@ -118,7 +118,7 @@ def honesty(admitted: Sequence[Outcome], refused: Sequence[Outcome]) -> Figures 
     if not pairs:
         return None
     told_s, true_s = (sorted(values) for values in zip(*pairs, strict=True))
-    honest = [true <= told for told, true in pairs]
+    honest = [true <= promised for promised, true in pairs]
     return {
         "told_s": {"p50": percentile(told_s, 50), "max": told_s[-1]},
         "true_s": {"p50": round(percentile(true_s, 50), 3), "max": round(true_s[-1], 3)},

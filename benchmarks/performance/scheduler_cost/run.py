@@ -52,8 +52,8 @@ COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-
 
 def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
     """Return an engine with RUNNING decoding requests and `waiting` queued ones that `limit` blocks."""
-    seats = RUNNING if limit == "seats" else 2 * RUNNING
-    settings = Settings(COST, max_seqs=seats, max_tokens=8192)
+    slots = RUNNING if limit == "seats" else 2 * RUNNING
+    settings = Settings(COST, max_seqs=slots, max_tokens=8192)
     policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9, "oracle": "max-tokens"}))
     cached = PREFIX if limit == "prefix" else 0
     # 24 blocks each are enough for 128 + STEPS tokens, and leave too few for a waiting prompt.

@@ -415,14 +415,14 @@ def main() -> None:
     rate = capacity(work, seeds)
     rows: list[Record] = harness.read_record(args.out).get("rows", [])
     done = {(row["entry"], row["seed"], row["load"]) for row in rows}
-    wanted = [row for row in plan(rate, seeds, args.entries) if (row["entry"], row["seed"], row["load"]) not in done]
+    remaining = [row for row in plan(rate, seeds, args.entries) if (row["entry"], row["seed"], row["load"]) not in done]
     header = harness.new_record(settings=settings(work, args.requests, seeds))
-    while wanted and time.monotonic() < until:
-        row = wanted.pop(0)
+    while remaining and time.monotonic() < until:
+        row = remaining.pop(0)
         rows.append(row | {"measured": measure(work, ENTRIES[row["entry"]], row["rate_rps"], row["seed"])})
         show(rows[-1])
         harness.write_record(header | {"summary": summarized(rows), "rows": rows}, args.out)
-    harness.show(f"{len(wanted)} runs remain")
+    harness.show(f"{len(remaining)} runs remain")
 
 
 def settings(work: Work, requests: int, seeds: Sequence[int]) -> Record:

@@ -1,10 +1,10 @@
-"""ALISE figure 9: response latency of 200 consecutive requests, `fcfs` against `alise`.
+"""ALISE figure 9: latency of 200 consecutive requests under `fcfs` and `alise`.
 
     python benchmarks/papers/alise/figure09/run.py
 
-OPT-13B on ShareGPT. At the paper's 2 requests per second a V100 with 32 GB gets more than twice what it can compute,
-and an A100 with 40 GB has no queue: both are shown, and the V100 just above its capacity. The 200 requests are those in
-the middle of 300 s of arrivals.
+OPT-13B on ShareGPT. The paper's 2 requests per second are more than twice the capacity of a V100 with 32 GB and leave
+an A100 with 40 GB without a queue. Both are shown, and the V100 just above its capacity. The 200 requests are in the
+middle of 300 s of arrivals.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = ("case", "variant", "mean latency s", "to fcfs", "faster than with fcf
 
 
 def ended(cell: Cell) -> list[RequestFacts]:
-    """The requests of a run by arrival."""
+    """Return the requests of a run by arrival."""
     facts: list[RequestFacts] = []
     run(cell, on_events=RequestLog(facts.append).observe)
     return sorted(facts, key=lambda one: one.id)

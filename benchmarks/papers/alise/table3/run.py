@@ -2,9 +2,9 @@
 
     python benchmarks/papers/alise/table3/run.py [--quick]
 
-On a V100 with 32 GB. The paper's figures are "processed requests per second" of 12 to 165 where 30 and 2 arrive, which
-no system can finish. Here: requests finished per second until the last has arrived, at those rates (300 s of ShareGPT,
-60 s of Alpaca), and the largest rate with a mean normalized latency of 0.2 s per token, read off curves.
+On a V100 with 32 GB. The paper has 12 to 165 "processed requests per second" at arrival rates of 30 and 2, which no
+system can finish. The script measures the requests finished per second until the last arrival at these rates (300 s of
+ShareGPT, 60 s of Alpaca), and the largest rate with a mean normalized latency of 0.2 s per token, read off curves.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure(options: Options) -> Result:
 
 
 def at_the_papers_rates(options: Options) -> list[tuple[str, Kept]]:
-    """Runs that stop when the last request has arrived."""
+    """Return runs that stop at the last arrival."""
     return [
         (variant.name, grid([replace(cell, extent=replace(cell.extent, until_s=extent.duration_s)) for cell in found]))
         for dataset, rate in PAPERS_RPS.items()
@@ -85,7 +85,7 @@ def at_the_papers_rates(options: Options) -> list[tuple[str, Kept]]:
 
 
 def curves_of(options: Options) -> list[tuple[str, Kept]]:
-    """Runs around the capacity."""
+    """Return runs around the capacity."""
     by_name = {variant.name: variant for variant in VARIANTS}
     return [
         (name, grid(cells(by_name[name].on(V100[model]), poisson(dataset), options.some(rates), extent, seeds=[0])))

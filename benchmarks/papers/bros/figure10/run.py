@@ -1,4 +1,4 @@
-"""BROS figure 10: latency of real-time requests and throughput of best-effort ones, over the rate of the former.
+"""BROS figure 10: latency of real-time requests and throughput of best-effort requests by real-time rate.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure10/run.py [--quick]
 
@@ -71,7 +71,7 @@ def measure(options: Options) -> Result:
 
 
 def summary(records: Sequence[Record]) -> Result:
-    """Changes against class-blind `fcfs` and against `round-robin`, as means over rates."""
+    """Return changes from class-blind `fcfs` and from `round-robin`, as means over rates."""
     rows = []
     for lengths in DATASETS:
         for model in [*MACHINES, "all"]:

@@ -1,9 +1,9 @@
-"""BROS figure 13: what its KV management brings.
+"""BROS figure 13: effect of KV management.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure13/run.py [--quick]
 
-OPT-30B on four A100s at 10 real-time requests per second, 128 best-effort requests in flight. Without it, requests that
-lose KV compute it again (`bros-recompute`, section 7.4.1); beside these `bros-swap`, which moves all KV of a request.
+OPT-30B on four A100s at 10 real-time requests per second, 128 best-effort requests in flight. Without KV management,
+preempted requests are recomputed (`bros-recompute`, section 7.4.1). `bros-swap` moves all KV of a request.
 """
 
 from __future__ import annotations

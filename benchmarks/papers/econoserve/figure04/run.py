@@ -1,9 +1,9 @@
-"""EconoServe figure 4: what is added to the forecast of a length.
+"""EconoServe figure 4: padding of forecasts.
 
     python benchmarks/papers/econoserve/figure04/run.py [--quick]
 
-OPT-13B on one A100, `econoserve-sd` (the paper's SyncDecoupled) at what `fcfs` computes, forecasts with the trace's
-noise, paddings from -50 % (half of the forecast is claimed) to 50 %.
+OPT-13B on one A100 under `econoserve-sd` (the paper's SyncDecoupled) at the capacity of `fcfs`, forecasts with the
+trace's noise, paddings from -50 % (half of the forecast is reserved) to 50 %.
 """
 
 from __future__ import annotations

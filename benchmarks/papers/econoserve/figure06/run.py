@@ -1,10 +1,9 @@
-"""EconoServe figure 6: KV that requests hold while they wait.
+"""EconoServe figure 6: KV of waiting requests.
 
     python benchmarks/papers/econoserve/figure06/run.py [--quick]
 
-OPT-13B on one A100 at 1.2 times what `fcfs` computes, forecasts with the trace's noise. Each waiting request that
-holds KV, at every sixteenth plan: chunked prompts, new generations, and generations that ran before; shares of the
-pool.
+OPT-13B on one A100 at 1.2 times the capacity of `fcfs`, forecasts with the trace's noise. Every sixteenth plan samples
+each waiting request that holds KV: chunked prompts, new generations and preempted generations, as shares of the pool.
 """
 
 from __future__ import annotations

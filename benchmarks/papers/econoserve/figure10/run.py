@@ -1,9 +1,9 @@
-"""EconoServe figure 10: attainment of the objectives, from the runs of figure 9.
+"""EconoServe figure 10: attainment of the objectives in the runs of figure 9.
 
     python benchmarks/papers/econoserve/figure10/run.py
 
-Every request's objective is twice what it takes at light load. Means over the loads that all variants have: `orca`
-runs at lower ones (figure 9).
+The objective of a request is twice its time at light load. Figures are means over the loads that all variants share;
+`orca` runs at lower ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure(options: Options) -> Result:
 
 
 def names_of(records: Sequence[Record]) -> list[str]:
-    """The variants in their order, but for `orca`."""
+    """Return the variants except `orca` in their order."""
     return list(dict.fromkeys(record["variant"] for record in records if record["variant"] != "orca"))
 
 

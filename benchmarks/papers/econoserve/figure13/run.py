@@ -1,9 +1,9 @@
-"""EconoServe figure 13: what each part brings.
+"""EconoServe figure 13: ablation, and other forecasts.
 
     python benchmarks/papers/econoserve/figure13/run.py [--quick]
 
-Queues apart (`-d`), groups (`-sd`), order by objectives (`-sdo`), lent KV (`econoserve`), and that with other
-forecasts; OPT-13B on three traces, the larger models on ShareGPT, at 1.2 times what `fcfs` computes.
+Separate queues (`-d`), groups (`-sd`), order by objectives (`-sdo`), nested reservations (`econoserve`), and the last
+with other forecasts; OPT-13B on three traces, the larger models on ShareGPT, at 1.2 times the capacity of `fcfs`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""EconoServe figure 15: by the scale of objectives, padding, reserve and buffer.
+"""EconoServe figure 15: scale of objectives, padding, reserve and buffer.
 
     python benchmarks/papers/econoserve/figure15/run.py [--quick]
 
-`econoserve` with the trace's noise, OPT-13B on one A100, 1.2 times what `fcfs` computes; one factor changes at a
+`econoserve` with the trace's noise, OPT-13B on one A100, 1.2 times the capacity of `fcfs`; one factor changes at a
 time.
 """
 
@@ -40,7 +40,7 @@ FIELDS = {
 
 
 def run_of(trace: Trace, factor: str, value: float, options: Options) -> Kept:
-    """The run of one value of one factor."""
+    """Return the run of one value of a factor."""
     params = {} if factor == "SLO scale" else {factor: value}
     slo = Slo(jct_scale=value) if factor == "SLO scale" else SLO
     return grid(loaded(system(ECONOSERVE, trace, **params), trace, [LOAD], options, slo=slo))

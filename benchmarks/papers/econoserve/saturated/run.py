@@ -1,10 +1,10 @@
-"""EconoServe where more requests come than can be served: throughput, attainment and the order within ranges.
+"""EconoServe in overload: throughput, attainment, and the order within ranges.
 
     python benchmarks/papers/econoserve/saturated/run.py [--quick]
 
-OPT-13B on one A100. Throughput of 300 to 3,000 requests that come at once, in the first 100 s (ShareGPT, Alpaca) or
-400 s (BookCorpus), and of the requests of an overload until the last one ends, which no order of the queue can
-flatter. Attainment at 1.2 to 2 times what `fcfs` computes. Lengths are known.
+OPT-13B on one A100 with known lengths. Throughput of 3,000, 1,000 and 300 requests at once in the first 30 s (Alpaca),
+100 s (ShareGPT) and 400 s (BookCorpus), and of an overload until the last request finishes, which does not depend on
+the order of the queue. Attainment at 1.2 and 2 times the capacity of `fcfs`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from skipjoin.report.plots import style
 from skipjoin.sim.experiments.simulation import Cell, Extent
 
 LOADS = (1.2, 2.0)
-# How many come at once, more than can be served in the seconds that are watched.
+# Requests at once, and seconds of the run, in which not all can finish.
 QUEUED = {"alpaca": (3000, 30.0), "sharegpt": (1000, 100.0), "bookcorpus": (300, 400.0)}
 LONGEST = [
     Variant(f"{name}, longest first", name, "oracle", {"order": "longest"}) for name in ("econoserve-sdo", "econoserve")
@@ -77,7 +77,7 @@ def measure(options: Options) -> Result:
 
 
 def _throughput(queued: list[Record], over: list[Record]) -> Result:
-    """Tokens per second, and beside those of `fcfs`."""
+    """Return tokens per second, and their ratio to those of `fcfs`."""
     rows = []
     for name in TRACES:
         first = [mean(pick(records, lengths=name, variant="fcfs"), "throughput_tps") for records in (queued, over)]

@@ -1,11 +1,11 @@
-"""FastServe figure 7: the worked example, three jobs one at a time under four schedulers.
+"""FastServe figure 7: worked example of three jobs, one at a time, under four schedulers.
 
     python benchmarks/papers/fastserve/figure07/run.py
 
-The paper shows the jobs' times in a picture only and prints the averages 4.23, 5, 3.3 and 3; no three such completions
-have the mean 4.23, and 13/3 is the nearest. The jobs here, all there at time 0, give 13/3, 5, 10/3 and 3: in half
-seconds J1 takes 5 to prefill and 1 to decode, J2 2 and 1, J3 1 and 1. `tests/recipes/test_worked_example.py` holds the
-same table.
+The paper shows the jobs in a picture only and prints the means 4.23, 5, 3.3 and 3. No three such completions have the
+mean 4.23; 13/3 is the nearest. The jobs here arrive at time 0 and give 13/3, 5, 10/3 and 3: in units of half a second
+J1 takes 5 to prefill and 1 to decode, J2 2 and 1, J3 1 and 1. `tests/recipes/test_worked_example.py` has the same
+table.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import DEFAULT, Closed, WorkloadRequest
 
 UNIT_S = 0.5
-# Prompt and output tokens: a token takes a unit, and the first one comes with the prompt.
+# Prompt and output tokens. A token takes one unit, and the first output token comes with the prompt.
 JOBS = ((5, 2), (2, 2), (1, 2))
 PAPER = {"fcfs": ("FCFS", 4.23), "mlfq": ("MLFQ", 5.0), "fastserve": ("skip-join MLFQ", 3.3), "srpt": ("SRPT", 3.0)}
 
 
 class UnitCost:
-    """One unit of time for every token computed."""
+    """Cost model of one unit of time per token."""
 
     revision = 0
 
@@ -48,7 +48,7 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Example:
-    """The three jobs, all there at once."""
+    """Workload of the three jobs at time 0."""
 
     best_effort: float | None = None
     closed: tuple[Closed, ...] = ()
@@ -65,7 +65,7 @@ class Example:
 
 
 def timeline(recipe: str) -> tuple[list[list[float]], float]:
-    """(start, end, job) of every iteration, and the mean completion time."""
+    """Return (start, end, job) of every iteration, and the mean completion time."""
     system = System(
         recipe=recipe,
         model="units",

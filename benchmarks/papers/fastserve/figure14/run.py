@@ -2,9 +2,9 @@
 
     python benchmarks/papers/fastserve/figure14/run.py [--quick]
 
-OPT-13B with ShareGPT's lengths, where prompts, or outputs, are scaled down: up would push prompts beyond the model's
-2048 positions. The arrival rate is a fixed multiple of what `fcfs` computes at most with the same lengths. Latencies
-are mean normalized latencies, relative to the slowest of the four; all but `fcfs` swap KV ahead of need.
+OPT-13B with ShareGPT's lengths and prompts or outputs scaled down (scaled up, prompts would exceed the 2,048
+positions). The rate is a multiple of the capacity of `fcfs` with the same lengths. Figures are mean normalized
+latencies relative to the slowest recipe. All except `fcfs` swap KV proactively.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Where skip-join MLFQ beats first come, first served, and where it loses: a grid over what decides it.
+"""Grid of mean normalized latency of `fcfs` relative to `fastserve` by load, batch cap, KV and output spread.
 
     python benchmarks/papers/fastserve/regions/run.py [--quick]
 
-OPT-13B on an A100-40GB; KV pools beyond the card's memory are simply given. Prompts have 128 tokens; outputs are
-log-normal with a mean of 128 and a coefficient of variation of 0 (all equal) to 2, within 8 and 1,800. The load is the
-arrival rate over what `fcfs` computes at most with the same lengths, batch cap and KV. Shown is the mean normalized
-latency of `fcfs` over that of `fastserve`: above 1, `fastserve` is faster.
+OPT-13B on an A100-40GB; some KV pools exceed the card's memory. Prompts have 128 tokens. Outputs are log-normal with a
+mean of 128 tokens and a coefficient of variation of 0 (all equal) to 2, clipped to 8 and 1,800. The load is the arrival
+rate relative to the capacity of `fcfs` with the same lengths, batch cap and KV. Above 1 `fastserve` is faster.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from skipjoin.report.plots import style
 LOADS, CAPS, KV_GIB, CVS = (0.6, 0.9, 1.2, 2.0), (8, 16, 64, 256), (6.0, 11.0, 22.0), (0.0, 0.5, 1.0, 2.0)
 RECIPES = ("fcfs", "fastserve")
 PROMPT, OUTPUT, ENDS = 128, 128.0, (8, 1800)
-# Ratios nearer to 1 than this are ties: seeds differ by as much.
+# Ratios closer to 1 than this are ties, because seeds differ by as much.
 TIE = 1.05
-# Where the colours end.
+# Ratio at the ends of the color scale.
 STRONGEST = 8.0
 
 
@@ -69,7 +68,7 @@ def measure(options: Options) -> Result:
 
 
 def summary(rows: Sequence[Sequence[float]]) -> Result:
-    """Wins, ties and losses by coefficient of variation and by whether the load is above 1."""
+    """Return wins, ties and losses by coefficient of variation and by load above or below 1."""
     lines = []
     for cv in sorted({row[2] for row in rows}):
         for over in (False, True):
@@ -102,7 +101,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 def _map(axes: Axes, values: list[list[float]], colours: LinearSegmentedColormap, norm: LogNorm) -> None:
-    """One heat map, each cell with its ratio; ties are grey."""
+    """Draw a heat map with the ratio in each cell; ties are gray."""
     for row, line in enumerate(values):
         for column, ratio in enumerate(line):
             tie = 1 / TIE <= ratio <= TIE

@@ -1,9 +1,9 @@
 """Measure chat with and without a concurrent batch, and compare a batch alone with the same requests over HTTP.
 
-    python benchmarks/performance/batches/beside.py [--recipes fastserve,bros] [--parts beside,alone] [--pairs 4]
+    python benchmarks/performance/batches/chat.py [--recipes fastserve,bros] [--parts chat,alone] [--pairs 4]
         [--seconds 25] [--out FILE]
 
-The script serves the built-in model. `beside` measures chat at a steady rate, in turn without and with a running batch:
+The script serves the built-in model. `chat` measures chat at a steady rate, in turn without and with a running batch:
 times to the first token, their ratio, and the tokens per second of the batch. `alone` measures a batch from its
 creation until it is completed, and the same requests over HTTP with the same number in flight, each at a new server.
 Ratios are of one pair; `pooled` has the quantiles of the requests of all pairs.
@@ -31,7 +31,7 @@ MAX_P99, MIN_ALONE = 1.3, 0.9
 SETTLE_S = 2.0
 
 
-def beside(recipe: str, pairs: int, seconds: float) -> Figures:
+def with_batch(recipe: str, pairs: int, seconds: float) -> Figures:
     """Measure chat without and with a batch in turn."""
     found = []
     with serving("--recipe", recipe, *RECIPES[recipe]) as server:
@@ -40,13 +40,13 @@ def beside(recipe: str, pairs: int, seconds: float) -> Figures:
             batch = submit(server.client, bodies(LINES, PROMPTS, TOKENS))
             wait(server.client, batch, "in_progress")
             time.sleep(SETTLE_S)
-            with_batch = chat(server, RATE, seconds, number)
+            busy = chat(server, RATE, seconds, number)
             if server.client.batches.retrieve(batch.id).status != "in_progress":
                 raise RuntimeError("the batch finished before the chat: raise LINES")
             server.client.batches.cancel(batch.id)
             wait(server.client, batch, "cancelled")
             time.sleep(SETTLE_S)
-            found.append({"without": without, "with": with_batch})
+            found.append({"without": without, "with": busy})
             harness.show(recipe, number, {name: one["cpu"] for name, one in found[-1].items()})
     return compared(found, "without", "with")
 
@@ -78,14 +78,14 @@ def _as_batch(server: BatchServer, requests: Sequence[dict[str, Any]]) -> float:
 
 def main() -> int:
     """Return 1 if a target is missed."""
-    args = arguments(__doc__ or "", pairs=4, seconds=25.0, recipes=RECIPES, parts=("beside", "alone"))
+    args = arguments(__doc__ or "", pairs=4, seconds=25.0, recipes=RECIPES, parts=("chat", "alone"))
     record = harness.new_record(rate=RATE, lines=LINES, objectives=RECIPES, recipes={})
     for recipe in args.recipes:
         one: Figures = {}
         holds = one["holds"] = {}
-        if "beside" in args.parts:
-            one["beside"] = beside(recipe, args.pairs, args.seconds)
-            holds[f"TTFT P99 at most {MAX_P99} times"] = one["beside"]["pooled"]["ratio"]["p99"] <= MAX_P99
+        if "chat" in args.parts:
+            one["chat"] = with_batch(recipe, args.pairs, args.seconds)
+            holds[f"TTFT P99 at most {MAX_P99} times"] = one["chat"]["pooled"]["ratio"]["p99"] <= MAX_P99
         if "alone" in args.parts:
             one["alone"] = alone(recipe, args.pairs)
             holds[f"batch alone at least {MIN_ALONE} of HTTP"] = one["alone"]["ratio"]["median"] >= MIN_ALONE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from skipjoin.core.kv.block_pool import BlockPool, Key
@@ -87,10 +87,10 @@ class Device:
         if shares:
             self._prefixes[request] = ContentPrefix(self._size, salted(salt))
 
-    def fill(self, request: Request) -> None:
-        """Receive the KV of the request's computed tokens from another engine."""
+    def fill(self, request: Request, start: int = 0) -> None:
+        """Receive the KV of the request's computed tokens after the first `start`."""
         tags = self._tags_of(request, request.computed)
-        self._write(request, tags, self._kv.slots(request), 0, request.computed)
+        self._write(request, tags, self._kv.slots(request), start, request.computed)
 
     def run(self, plan: StepPlan, seconds: float, *, gives_up: Collection[int], fails: Fails, held: int) -> StepResult:
         """Carry out a plan.
@@ -113,6 +113,33 @@ class Device:
                 failed.append(copy.move)
         landed = [move for move in ended if not any(move is other for other in failed)]
         return StepResult(plan, tokens, seconds, landed=landed, failed=failed, given_up=given_up)
+
+    def follow(self, result: StepResult) -> None:
+        """Do what another executor has done. Slices that read other KV than their own are in `tainted`."""
+        plan, failed = result.plan, result.failed
+
+        def fails(move: Move) -> bool:
+            return any(move is other for other in failed)
+
+        for move in sorted(plan.blocking, key=lambda move: _ORDER.index(move.direction)):
+            self._copy(move, fails)
+        for move in plan.overlapped:
+            self._begin(move)
+        self.tainted = {}
+        gives_up = {plan.slices[index].request.id for index in result.given_up}
+        if plan.slices:
+            self._compute(plan.slices, gives_up, [None] * len(plan.slices))
+        ended = [*result.landed, *failed]
+        for copy in [copy for copy in self._transit if any(copy.move is move for move in ended)]:
+            self._end(copy, fails)
+
+    def lose(self, moves: Iterable[Move]) -> None:
+        """Undo blocking moves whose failure is reported late, except where their targets were written again."""
+        for move in moves:
+            tags = set(self._tags_of(move.request, move.request.computed))
+            for _, target, slot in self._pairs(move):
+                if target[slot] in tags:
+                    target[slot] = GARBAGE
 
     # -- slices -------------------------------------------------------------------------------------------
 
@@ -159,6 +186,8 @@ class Device:
 
     def _tags_of(self, request: Request, end: int) -> list[int]:
         """The tags of the request's tokens, from index 1 on: of `end` tokens, or of all that are known if less."""
+        if request not in self._tags:
+            self.meet(request, 0)
         tags = self._tags[request]
         have = len(tags) - 1
         if have < end:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from core_fuzz.device import Device
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.kv.ledger import KVLedger
@@ -21,7 +22,6 @@ from skipjoin.options import Value
 from skipjoin.recipes import EngineLimits, Settings, build, own
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST
-from support.shadow import Shadow
 
 # One entry per plan: when, and the plan with request ids in place of requests.
 Trace = list[tuple[float, Any]]
@@ -109,7 +109,7 @@ class WatchedCore(EngineCore):
         self.trace: Trace = []
         self.plans: deque[StepPlan] = deque()
         self.newcomer_evictions: list[NewcomerEviction] = []
-        self._shadow = Shadow(self.kv)
+        self._device = Device(self.kv, is_exact=True, voids=True)
         self._fruitless = 0  # plans since somebody got a token
 
     def start_step(self, now: float) -> StepPlan | None:
@@ -128,7 +128,6 @@ class WatchedCore(EngineCore):
         self._check_effect(plan)
         self._check_slices(plan, before)
         self._check_evictions(plan, before)
-        self._shadow.run(plan)
         self.plans.append(plan)
         self.trace.append((now, plan_value(plan)))
         self._fruitless += bool(plan.slices or plan.blocking or plan.overlapped)
@@ -139,14 +138,19 @@ class WatchedCore(EngineCore):
         before = {request: request.computed for request in self.requests.values()}
         super().decode(since, ends)
         for request, start in before.items():
-            self._shadow.fill(request, self.kv.slots(request), start, request.computed)
+            self._device.fill(request, start)
 
     def finish_step(self, result: StepResult, now: float) -> None:
         self.plans.popleft()
         tokens = sum(len(request.output) for request in self.requests.values())
         live = len(self.requests)
-        self._shadow.lose(result.failed)
+        slices = result.plan.slices
+        was_live = [piece.request.finish_reason is None for piece in slices]
+        self._device.follow(result)
         super().finish_step(result, now)
+        for index, problem in self._device.tainted.items():
+            end = slices[index].start + slices[index].tokens
+            assert not was_live[index] or slices[index].request.computed < end, f"a wrong read is kept: {problem}"
         if len(self.requests) < live or tokens < sum(len(request.output) for request in self.requests.values()):
             self._fruitless = 0
         self.kv.check()
@@ -158,7 +162,7 @@ class WatchedCore(EngineCore):
 
     def restart(self, now: float) -> None:
         self.plans.clear()
-        self._shadow.clear()
+        self._device.clear()
         super().restart(now)
         self.kv.check()
         assert list(self.kv.holders()) == []

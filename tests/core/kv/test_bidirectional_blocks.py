@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
+from core_fuzz.device import Device
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.kv.reservation_tree import LedgerError
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Direction, Move, Slice, Span, StepPlan
+from skipjoin.core.step import Direction, Move, Slice, Span, StepPlan, StepResult
 from support.load import make
-from support.shadow import Shadow
 
 SIZE = 4
 DEVICE, HOST, MACHINE_SIZE = 14, 12, 6
@@ -30,11 +30,11 @@ def request_of(number: int, *, reverse: bool, tokens: int = 60) -> Request:
 
 class EndsMachine:
     """Requests of both directions that grow, lend, overwrite, leave and come back in any order, one after the other.
-    Moves land or fail when they are told to; a shadow knows what lies in each slot."""
+    Moves land or fail when they are told to; a model of the device knows what lies in each slot."""
 
     def __init__(self) -> None:
         self.kv = KVLedger(DEVICE, HOST, MACHINE_SIZE)
-        self.shadow = Shadow(self.kv)
+        self.device = Device(self.kv, is_exact=True, voids=True)
         self.numbers, self.plans = count(), count()
         self.requests = [self.new(number) for number in range(REQUESTS)]
         self.transit: list[Move] = []
@@ -58,13 +58,17 @@ class EndsMachine:
         self.go(kv.take_slots(request, tokens))
         assert held.room >= tokens
         piece = Slice(request, request.computed, tokens - request.computed, False, False, kv.slots(request))
-        self.shadow.run(StepPlan(next(self.plans), (piece,)))
+        self.follow(StepPlan(next(self.plans), (piece,)))
         request.computed = request.planned = tokens
         kv.offer(request)
 
     def go(self, moves: list[Move]) -> None:
-        self.shadow.run(StepPlan(next(self.plans), (), blocking=tuple(moves)))
+        self.follow(StepPlan(next(self.plans), (), blocking=tuple(moves)))
         self.transit += moves
+
+    def follow(self, plan: StepPlan) -> None:
+        self.device.follow(StepResult(plan, [None] * len(plan.slices), 0.0))
+        assert not self.device.tainted
 
     def lend(self, lends: int, borrows: int, keep: int) -> None:
         kv, owner, borrower = self.kv, self.requests[lends], self.requests[borrows]
@@ -107,7 +111,7 @@ class EndsMachine:
         ended, self.transit = self.transit[:some], self.transit[some:]
         lost: dict[Request, int] = {}
         if fails:
-            self.shadow.lose(ended)
+            self.device.lose(ended)
         for move in ended:
             keep = (self.kv.fail if fails else self.kv.land)(move)
             if keep is not None:

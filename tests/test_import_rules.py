@@ -138,7 +138,7 @@ ALLOWED: dict[str, set[str]] = {
         "core",
         "core.kv.interface",
         "core.kv.prefixes",
-        "core.kv.reservation_tree",
+        "core.kv.block_pool",
         "engine",
         "exec.ranks.cluster",
         "exec.ranks.nodes",
@@ -241,9 +241,8 @@ STDLIB_ONLY = {
     "exec.simulated",
 }
 # Of `core/kv`: the modules of one ledger. `reservations` and `block_pool` have words that others use too.
-LEDGER = {
-    f"skipjoin.core.kv.{name}" for name in ("ledger", "shared_blocks", "prefix_cache", "cpu_cache", "reservation_tree")
-}
+PARTS = ("shared_blocks", "prefix_cache", "cpu_cache", "request_blocks", "transfers")
+LEDGER = {f"skipjoin.core.kv.{name}" for name in ("ledger", *PARTS)}
 # Nobody below the server knows of it.
 BELOW_SERVER = {
     "core",

@@ -131,12 +131,12 @@ def test_a_ledger_that_is_cleared_hands_out_the_same_blocks_again() -> None:
     for request in (one, two):
         kv.grow(request, 8)
         request.computed = 8
-    first = kv.slots(one)
-    kv.claim(two, 4)
+    first = kv.blocks_of(one).table
+    kv.reserve(two, 4)
     kv.move_out(two, blocking=False)
     kv.clear()
     one.computed = two.computed = 0
     kv.check()
-    assert (kv.device_free, kv.host_free, kv.available, kv.is_moving) == (6, 6, 6, False)
+    assert (kv.device_free, kv.cpu_free, kv.available, kv.is_moving) == (6, 6, 6, False)
     kv.grow(two, 8)
-    assert kv.slots(two) == first
+    assert kv.blocks_of(two).table == first

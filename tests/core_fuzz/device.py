@@ -73,7 +73,7 @@ class Device:
     def clear(self) -> None:
         """Lose everything, as with a restart."""
         self._device: Pool = [[GARBAGE] * self._size for _ in range(self._kv.device_total)]
-        self._host: Pool = [[GARBAGE] * self._size for _ in range(self._kv.host_total)]
+        self._host: Pool = [[GARBAGE] * self._size for _ in range(self._kv.cpu_total)]
         self._transit: deque[_Copy] = deque()
         # The tokens that the latest plan with slices sampled: their positions, and whether they are right.
         self._rows: dict[Request, tuple[int, bool]] = {}
@@ -90,7 +90,7 @@ class Device:
     def fill(self, request: Request, start: int = 0) -> None:
         """Receive the KV of the request's computed tokens after the first `start`."""
         tags = self._tags_of(request, request.computed)
-        self._write(request, tags, self._kv.slots(request), start, request.computed)
+        self._write(request, tags, self._kv.blocks_of(request).table, start, request.computed)
 
     def run(self, plan: StepPlan, seconds: float, *, gives_up: Collection[int], fails: Fails, held: int) -> StepResult:
         """Carry out a plan.
@@ -272,7 +272,7 @@ class Device:
 
     def check_keys(self) -> None:
         """Raise `FindingError` unless every prefix-cache key leads to the KV that it stands for."""
-        for name, pool, blocks in (("device", self._kv._device, self._device), ("CPU", self._kv._host, self._host)):
+        for name, pool, blocks in (("device", self._kv._device, self._device), ("CPU", self._kv._cpu, self._host)):
             self._check_pool(name, pool, blocks)
 
     def _check_pool(self, name: str, pool: BlockPool, blocks: Pool) -> None:

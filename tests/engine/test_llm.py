@@ -355,7 +355,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
         engine = assemble(EngineConfig(threads=1, device="cpu", profile="off", **settings))
         engine.executor.close()
         host = engine.executor.store.host
-        assert engine.info.host_blocks == engine.core.kv.host_total == (host.num_blocks if host else 0)
+        assert engine.info.host_blocks == engine.core.kv.cpu_total == (host.num_blocks if host else 0)
         return engine.info
 
     return started
@@ -424,7 +424,7 @@ def test_a_host_pool_takes_no_memory_before_it_is_used() -> None:
     with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, swap_space_gib=1.0) as llm:
         llm.generate(["hello"], GREEDY)
         assert psutil.Process().memory_info().rss - before < GIB / 2
-        assert llm.engine.core.kv.host_free == llm.engine.core.kv.host_total == GIB // BLOCK_BYTES
+        assert llm.engine.core.kv.cpu_free == llm.engine.core.kv.cpu_total == GIB // BLOCK_BYTES
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
@@ -448,7 +448,7 @@ def test_little_kv_and_a_host_pool_give_the_same_texts_as_much_kv(recipe: str) -
             answers = [answer.text for answer in llm.chat(conversations, GREEDY)]
             while not llm._loop.idle:  # cached KV may still be on its way to the host
                 llm._loop.step()
-            assert (kv.device_free, kv.host_free) == (kv.device_total, kv.host_total)
+            assert (kv.device_free, kv.cpu_free) == (kv.device_total, kv.cpu_total)
         return answers, made_way
 
     much, unhurried = texts(swap_space_gib=0)

@@ -211,10 +211,10 @@ def findable(core: EngineCore) -> Keeps:
     start_step = core.start_step
 
     def start_and_note(now: float) -> StepPlan | None:
-        shared = set(core.kv._ends)
+        shared = set(core.kv._shared.of)
         if (plan := start_step(now)) is not None:
             kv = core.kv
-            recent.append((set(kv._device._keys), set(kv._host._keys), shared.union(kv._ends)))
+            recent.append((set(kv._device._keys), set(kv._cpu._keys), shared.union(kv._shared.of)))
         return plan
 
     core.start_step = start_and_note  # type: ignore[method-assign]
@@ -262,7 +262,7 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
     executor.close()
     assert core.kv.device_free == core.kv.device_total
     # The cache may still copy.
-    assert core.kv.host_free + core.kv.blocks_in_transit[Direction.OUT] == core.kv.host_total
+    assert core.kv.cpu_free + core.kv.blocks_in_transit[Direction.OUT] == core.kv.cpu_total
     return events
 
 

@@ -181,7 +181,7 @@ def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> N
         assert running >= (len(core.plans[-1].slices) if core.plans and not overlap else 0)
         holdings = ((one, core.kv.blocks_of(one)) for one in core.kv.holders())
         on_host = {
-            one: len(held.host) for one, held in holdings if held and held.host and held.moving is not Direction.OUT
+            one: len(held.cpu) for one, held in holdings if held and held.cpu and held.moving is not Direction.OUT
         }
         for piece in (piece for plan in core.plans for piece in plan.slices):
             on_host.pop(piece.request, None)

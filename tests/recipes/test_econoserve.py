@@ -209,7 +209,7 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
     while core.requests:
         plan = stepper.start()
         assert plan is not None
-        room = core.kv.unused(PROMPTS) * core.kv.block_size
+        room = core.kv.reservations.unused(PROMPTS) * core.kv.block_size
         waiting = [request for request in core.requests.values() if not request.in_flight]
         if any(phase_of(one, one.known) is Phase.PROMPT and one.known <= room for one in waiting):
             assert sum(piece.tokens for piece in plan.slices) >= 0.9 * target

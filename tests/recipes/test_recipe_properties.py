@@ -277,7 +277,7 @@ def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int
         evicted = evictions != sum(request.evictions for request in core.requests.values())
         if len(plan.slices) < world.max_seqs and tokens > 0 and not evicted:
             idle = [request for request in core.requests.values() if not request.in_flight]
-            away = [r for r in idle if (held := kv.blocks_of(r)) and (held.host or held.moving)]
+            away = [r for r in idle if (held := kv.blocks_of(r)) and (held.cpu or held.moving)]
             short = [
                 r
                 for r in idle
@@ -290,7 +290,7 @@ def test_no_seat_stays_empty_while_somebody_could_take_it(recipe: str, seed: int
             if queue and not short and queue[0].pending <= tokens:
                 promise = policies.admission.claim(queue[0], queue[0].known, kv)
                 rank = policies.ordering.rank
-                owed = sum(kv.footprint_on_host(r) for r in away if kv.is_settled(r) and rank(r) < rank(queue[0]))
+                owed = sum(kv.cpu_footprint(r) for r in away if kv.blocks_of(r).is_settled and rank(r) < rank(queue[0]))
                 if isinstance(promise, Grant):
                     assert max(promise.now, promise.blocks) + promise.spare > kv.available - owed
         stepper.finish()

@@ -174,9 +174,9 @@ class WatchedCore(EngineCore):
         assert not self.plans
         assert not self.requests
         copied = kv.blocks_in_transit[Direction.OUT]
-        assert (kv.device_free, kv.host_free + copied) == (kv.device_total, kv.host_total)
+        assert (kv.device_free, kv.cpu_free + copied) == (kv.device_total, kv.cpu_total)
         assert list(kv.holders()) == []
-        assert kv._awaited == kv._announced == kv._coming == {}
+        assert kv.cache.awaited == kv.cache._announced == kv.cache._coming == {}
 
     # -- what is checked of a plan ------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class WatchedCore(EngineCore):
             assert end <= was.known + was.pending_samples < piece.request.max_total_tokens
             assert piece.samples == (end == was.known + was.pending_samples)
             assert piece.awaits == (end > was.known)
-            assert piece.blocks == kv.slots(piece.request)
+            assert piece.blocks == kv.blocks_of(piece.request).table
             assert len(piece.blocks) >= kv.blocks_for(end)
             if piece.awaits:
                 assert self.scheduler.overlap
@@ -223,7 +223,7 @@ class WatchedCore(EngineCore):
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
         grown = [r for r in ran if before[r].device and before[r].claim != _State.of(r, self.kv, 0).claim]
-        grown += [r for r in ran if (held := self.kv.blocks_of(r)) is not None and held.borrows]
+        grown += [r for r in ran if (held := self.kv.blocks_of(r)) is not None and held.sharing.borrows]
         grown += [move.request for move in plan.blocking if move.direction is Direction.WITHIN]
         new = [r for r in ran if before[r].device == 0]
         # What finds KV on the host may have to wait for it: it has its blocks from now on.
@@ -243,6 +243,11 @@ class WatchedCore(EngineCore):
             if not by_growth and runs:
                 tokens = {number: len(request.output) for number, request in self.requests.items()}
                 self.newcomer_evictions.append(NewcomerEviction(victim.id, newcomers, tokens))
+
+
+def nested_in(kv: KVLedger, owner: Lender) -> list[Request]:
+    """The requests whose reservations are nested in that of `owner`, oldest holder first."""
+    return [request for request in kv.holders() if kv.reservations.parent_of(request) == owner]
 
 
 class _State(NamedTuple):
@@ -268,7 +273,8 @@ class _State(NamedTuple):
         if held is not None:
             device = len(held.device) if held.moving is None and not held.away else 0
             has_room = device > 0 and held.room >= request.known + request.pending_samples
-            claim = held.size + held.adopted - held.lent, kv.lender_of(request)
+            own = held.reservation
+            claim = own.size + own.adopted - own.lent, kv.reservations.parent_of(request)
         known, planned, pending = request.known, request.planned, request.pending_samples
         evictions, is_fresh, last_plan = request.evictions, request.is_fresh, request.last_plan
         return cls(known, planned, pending, evictions, device, has_room, claim, is_fresh, last_plan, latest)

@@ -125,8 +125,8 @@ class WholeClaims(Callbacks):
     def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
         tokens = self._lengths.kv_tokens(request, max(0, target - len(request.prompt)))
         blocks = kv.blocks_for(tokens)
-        fits = kv.shortfall_of_claim(request, blocks, None) <= 0
-        if not kv.holds(request):
+        fits = kv.shortfall_of_reservation(request, blocks, None) <= 0
+        if kv.blocks_of(request) is None:
             group = None if self._group is None else self._group(request, self._now)
             return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Wait.WAIT
         if not fits:

@@ -165,11 +165,11 @@ def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
         request.finish_reason = None
         kv.grow(request, 12)
         request.computed = request.planned = 12
-        kv.offer(request)
+        kv.cache.offer(request)
         request.finish_reason = FinishReason.STOP
         kv.release(request)
     again, filler = asking(2, range(100, 113)), make(3, 12)
-    kv.await_prefix(again)
+    kv.cache.await_prefix(again)
     kv.grow(filler, 12)
     assert kv.hit(again).tokens == 12
     assert kv.hit(asking(4, range(200, 213))).tokens == 0

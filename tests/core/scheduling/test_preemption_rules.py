@@ -240,10 +240,10 @@ def test_paused_requests_keep_their_blocks() -> None:
     paused = make(0, 8, 5)
     stepper.add(paused)
     ran(stepper)
-    table = stepper.core.kv.slots(paused)
+    table = stepper.core.kv.blocks_of(paused).table
     stepper.add(make(1, 8, 3))
     assert ran(stepper) == {1}
-    assert stepper.core.kv.slots(paused) == table
+    assert stepper.core.kv.blocks_of(paused).table == table
     assert [event.how for event in stepper.events if isinstance(event, Preempted)] == [Preemption.PAUSE]
     ordering.numbers[0] = 0
     assert ran(stepper) == {0}

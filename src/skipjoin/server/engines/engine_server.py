@@ -172,7 +172,7 @@ def _describe(core: EngineCore, request: Request, place: int, now: float) -> Req
         output_tokens=len(request.output),
         computed_tokens=request.computed,
         device_blocks=len(held.device) if held is not None else 0,
-        host_blocks=len(held.host) if held is not None else 0,
+        host_blocks=len(held.cpu) if held is not None else 0,
         wait_reason=wait.reason.value if wait is not None else None,
         wait_s=now - wait.since if wait is not None else None,
         short_blocks=wait.short if wait is not None else 0,
@@ -185,7 +185,7 @@ def _state_name(core: EngineCore, request: Request) -> str:
     if request.last_plan >= core.scheduler.latest_plan:
         return "running"
     held = core.kv.blocks_of(request)
-    if held is not None and (held.host or held.moving is not None):
+    if held is not None and (held.cpu or held.moving is not None):
         return "swapped"
     has_run = request.computed or request.evictions or len(request.output) > request.resumed_tokens
     return "preempted" if has_run else "waiting"
@@ -368,13 +368,13 @@ class EngineServer:
         now = time.monotonic()
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
-        kv = loop.core.kv
+        kv, cache = loop.core.kv, loop.core.kv.cache
         metrics.recovered(recover_blocks(loop.core.scheduler.kv, is_idle=loop.idle))
         metrics.shares(
-            cached=kv.cached_blocks,
-            cached_on_host=kv.cached_host_blocks,
-            shared=kv.shared_blocks,
-            lent=kv.lent_blocks,
+            cached=cache.cached_blocks if cache is not None else 0,
+            cached_on_host=cache.cached_cpu_blocks if cache is not None else 0,
+            shared=cache.shared_blocks if cache is not None else 0,
+            lent=kv.sharing.lent_blocks if kv.sharing is not None else 0,
         )
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:

@@ -10,7 +10,7 @@ import pytest
 
 from skipjoin.core.events import Arrived, Claimed, Event, Finished, Planned, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Callbacks, Grant
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepPlan
@@ -38,7 +38,7 @@ class Lending(Callbacks):
 
     def claim(self, request: Request, target: int, kv: KVLedger) -> Grant:
         blocks = kv.blocks_for(target) + 1 + request.id % 4
-        earlier: list[Lender] = [one for number, one in self._claimants.items() if number < request.id]
+        earlier: list[Owner] = [one for number, one in self._claimants.items() if number < request.id]
         lender = [*earlier, RESERVE, None][target % (len(earlier) + 2)]
         if kv.shortfall_of_reservation(request, blocks, lender) > 0:
             lender, blocks = None, kv.blocks_for(target)

@@ -38,7 +38,7 @@ def on_device(kv: KVLedger, request: Request) -> int:
     """Tokens of the request whose KV lies on the device; what a move carries lies nowhere."""
     held = kv.blocks_of(request)
     assert held is not None
-    move, blocks = held.move, held.device
+    move, blocks = held.transit.move, held.device
     carried = () if move is None else move.source if move.direction is Direction.OUT else move.target
     return kv.tokens_in(request, blocks.index(carried[0]) if carried and carried[0] in blocks else len(blocks))
 

@@ -12,7 +12,7 @@ from core_fuzz.device import Device
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.reservations import Lender
+from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduling.scheduler import Scheduler
@@ -245,7 +245,7 @@ class WatchedCore(EngineCore):
                 self.newcomer_evictions.append(NewcomerEviction(victim.id, newcomers, tokens))
 
 
-def nested_in(kv: KVLedger, owner: Lender) -> list[Request]:
+def nested_in(kv: KVLedger, owner: Owner) -> list[Request]:
     """The requests whose reservations are nested in that of `owner`, oldest holder first."""
     return [request for request in kv.holders() if kv.reservations.parent_of(request) == owner]
 
@@ -261,7 +261,7 @@ class _State(NamedTuple):
     evictions: int
     device: int
     has_room: bool
-    claim: tuple[int, Lender]
+    claim: tuple[int, Owner]
     is_fresh: bool
     last_plan: int
     latest: int

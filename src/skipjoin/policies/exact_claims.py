@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Callbacks, Grant, Wait
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
@@ -79,7 +79,7 @@ class Hosts:
     @staticmethod
     def _lends_to(guest: Request, host: Request, kv: KVAccounts) -> bool:
         """Return whether `host` is nested, directly or indirectly, in the reservation of `guest`."""
-        lender: Lender = host
+        lender: Owner = host
         while isinstance(lender, Request):
             if lender is guest:
                 return True
@@ -241,5 +241,5 @@ def _unused(owner: Request | Account, kv: KVAccounts) -> int:
     return kv.reservations.unused(owner) if kv.reservations is not None else 0
 
 
-def _parent_of(request: Request, kv: KVAccounts) -> Lender:
+def _parent_of(request: Request, kv: KVAccounts) -> Owner:
     return kv.reservations.parent_of(request) if kv.reservations is not None else None

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from skipjoin.core.kv.ledger import KVLedger, LedgerError
 from skipjoin.core.kv.prefixes import NamedPrefix
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move
 from support.load import make
@@ -83,7 +83,7 @@ class LedgerMachine(RuleBasedStateMachine):
         tokens=st.none() | st.integers(0, DEVICE * BLOCK),
         lender=st.none() | st.just(ACCOUNT) | requests,
     )
-    def claim(self, request: Request, blocks: int, tokens: int | None, lender: Lender) -> None:
+    def claim(self, request: Request, blocks: int, tokens: int | None, lender: Owner) -> None:
         kv = self.kv
         if not self.on_device(request):
             return
@@ -103,10 +103,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert held is not None
             assert held.room == min(len(held.device) * BLOCK, request.claimed)
 
-    def lenders(self, lender: Lender) -> set[Request]:
+    def lenders(self, lender: Owner) -> set[Request]:
         """The lender, where it is a request, and all that lend it its own claim."""
         found: set[Request] = set()
-        one: Lender = lender
+        one: Owner = lender
         while isinstance(one, Request):
             found.add(one)
             one = self.kv.reservations.parent_of(one)

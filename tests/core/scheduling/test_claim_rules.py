@@ -9,7 +9,7 @@ import pytest
 
 from skipjoin.core.events import Admitted, Claimed, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import EvictionPolicy, Grant, Policies, Wait
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.scheduling.scheduler import Scheduler
@@ -59,7 +59,7 @@ class Scene:
             tokens = self.stepper.tokens.get(request)
             assert tokens is None or tokens == list(range(tokens[0], tokens[0] + len(tokens)))
 
-    def claims(self, number: int) -> Iterator[tuple[Lender, int, int]]:
+    def claims(self, number: int) -> Iterator[tuple[Owner, int, int]]:
         """What the request was granted, in order: the lender, the blocks in all and those that an account gave up."""
         for event in self.stepper.events:
             if isinstance(event, Claimed) and event.request.id == number:
@@ -69,7 +69,7 @@ class Scene:
         return [(event.request.id, event.how) for event in self.stepper.events if isinstance(event, Preempted)]
 
 
-def granting(blocks: int, tokens: int | None = None, lender: Lender = None, *, draws: Account | None = None) -> Answer:
+def granting(blocks: int, tokens: int | None = None, lender: Owner = None, *, draws: Account | None = None) -> Answer:
     """So many blocks in all, which must be available at once."""
     return lambda *_: Grant(blocks, blocks, tokens=tokens, lender=lender, draws=draws)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import NamedTuple, Protocol
 
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
 
@@ -229,16 +229,16 @@ class Shared(Protocol):
 class Reserving(Protocol):
     """Nested reservations: a request or an account lends unused blocks of its reservation."""
 
-    def parent_of(self, request: Request) -> Lender:
+    def parent_of(self, request: Request) -> Owner:
         """Return the parent of the request's reservation; None for the shared pool or without a reservation."""
 
-    def beneficiaries(self, request: Request, parent: Lender) -> frozenset[Lender]:
+    def beneficiaries(self, request: Request, parent: Owner) -> frozenset[Owner]:
         """Return the owners whose freed blocks help a reservation of the request from `parent`.
 
         They are the request, the parent and the parent's ancestors up to None, the shared pool.
         """
 
-    def returns_to(self, request: Request, owners: frozenset[Lender]) -> bool:
+    def returns_to(self, request: Request, owners: frozenset[Owner]) -> bool:
         """Return whether evicting the request returns its whole footprint to one of `owners`."""
 
     def unused(self, owner: Request | Account) -> int:
@@ -327,7 +327,7 @@ class KVAccounts(Protocol):
         The result is negative if more than enough blocks are free.
         """
 
-    def shortfall_of_reservation(self, request: Request, blocks: int, parent: Lender) -> int:
+    def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner) -> int:
         """Return how many blocks must become available before the request can reserve `blocks` in total from `parent`.
 
         The result is negative if more than enough blocks are available.
@@ -360,7 +360,7 @@ class BlockLedger(KVAccounts, Protocol):
     Only the scheduler calls them, and only where the queries allow it.
     """
 
-    def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Lender = None) -> None:
+    def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
         """Replace the request's reservation. Check `shortfall_of_reservation` first.
 
         Args:

@@ -10,7 +10,7 @@ from skipjoin.core.kv.block_pool import BlockPool, LedgerError
 from skipjoin.core.kv.interface import Hit
 from skipjoin.core.kv.prefix_cache import PrefixCache
 from skipjoin.core.kv.request_blocks import Holders, RequestBlocks
-from skipjoin.core.kv.reservations import Lender, Reservations
+from skipjoin.core.kv.reservations import Owner, Reservations
 from skipjoin.core.kv.shared_blocks import Copy, SharedBlocks, move_of
 from skipjoin.core.kv.transfers import Transfers
 from skipjoin.core.request import UNLIMITED, Request
@@ -57,8 +57,6 @@ class KVLedger:
         self.blocks_of: Callable[[Request], RequestBlocks | None] = held.get
         self.footprint: Callable[[Request], int] = self.reservations.footprint
         self.hit: Callable[[Request], Hit] = self.cache.hit
-
-    # -- queries ------------------------------------------------------------------------------------------
 
     @property
     def device_free(self) -> int:
@@ -128,7 +126,7 @@ class KVLedger:
         held, need = self._held.get(request), self.blocks_for(tokens) - self._device.free
         return need if held is None else need - len(held.device) + self._shared.extra(held, tokens)
 
-    def shortfall_of_reservation(self, request: Request, blocks: int, parent: Lender = None) -> int:
+    def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner = None) -> int:
         return self.reservations.shortfall(request, blocks, parent)
 
     def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
@@ -153,7 +151,7 @@ class KVLedger:
             self.cache.adopt(self._hold(request), hit)
         return hit
 
-    def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Lender = None) -> None:
+    def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
         self.reservations.find(parent)  # raises before anything changes
         held = self._hold(request)
         self.reservations.promise(request, blocks, parent)
@@ -245,10 +243,7 @@ class KVLedger:
             reservation.join(self.reservations.root)
 
     def _give_back(self, held: RequestBlocks, blocks: Sequence[int]) -> None:
-        """Remove the request from the holders of blocks, and free those without other holders.
-
-        The caller resizes its reservation.
-        """
+        """Remove the request, whose reservation the caller resizes, from the holders of blocks; free those without."""
         if self._holders.of or self._shared.of:
             remove = self._shared.remove if self._shared.of else self._holders.remove
             blocks = [block for block in blocks if not remove(block, held)]

@@ -115,11 +115,8 @@ class RequestBlocks:
     def _room(self) -> int:
         size, sharing = self.block_size, self.sharing
         room = min(len(self.device) * size, self.request.claimed)
-        if (
-            sharing.lends
-            and (last := sharing.lends.get(len(self.device) - 1)) is not None
-            and last.borrower is not None
-        ):
+        last = sharing.lends.get(len(self.device) - 1) if sharing.lends else None
+        if last is not None and last.borrower is not None:
             room = min(room, (last.index + 1) * size - last.split)
         for at, shared in sharing.borrows.items():
             if shared.split < size:
@@ -128,9 +125,10 @@ class RequestBlocks:
 
     def check(self) -> None:
         """Raise `LedgerError` unless the blocks carry the computed tokens and the summaries are current."""
-        request, direction = self.request, self.transit.direction
-        need = -(-request.computed // self.block_size)
-        there = len(self.device) + len(self.cpu) - self._held_twice()
+        request, move, direction = self.request, self.transit.move, self.transit.direction
+        need, there = -(-request.computed // self.block_size), len(self.device) + len(self.cpu)
+        if move is not None and (direction is not Direction.OUT or self.holds_source(move)):
+            there -= len(move.source)  # on both tiers meanwhile
         if need > there:
             raise LedgerError(f"request {request.id} has computed more than its blocks carry")
         if need < there and self.cpu and direction is not Direction.IN:
@@ -143,13 +141,6 @@ class RequestBlocks:
     def holds_source(self, move: Move) -> bool:
         """Return whether the request still holds the source of a swap-out, as it does if the move is overlapped."""
         return bool(self.device) and self.device[-1] == move.source[-1]
-
-    def _held_twice(self) -> int:
-        """Return the number of KV blocks in transit for which the request holds blocks on both tiers."""
-        move = self.transit.move
-        if move is None or (move.direction is Direction.OUT and not self.holds_source(move)):
-            return 0
-        return len(move.source)
 
 
 class Holders:

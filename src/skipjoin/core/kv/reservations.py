@@ -17,7 +17,7 @@ class Account(NamedTuple):
 
 
 # Owner of a parent reservation; None for the root, the shared pool.
-Lender = Request | Account | None
+Owner = Request | Account | None
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +38,7 @@ class Reservation:
         size: Blocks taken from the parent: the maximum of `promised` and of blocks held and lent, minus `adopted`.
     """
 
-    owner: Lender = None
+    owner: Owner = None
     held: Sized = ()
     parent: Reservation | None = None
     promised: int = 0
@@ -142,7 +142,7 @@ class Reservations:
         """Remove the request's reservation; its nested ones move to the parent."""
         self._of.pop(request).leave()
 
-    def find(self, parent: Lender) -> Reservation:
+    def find(self, parent: Owner) -> Reservation:
         if parent is None:
             return self.root
         reservation = self._of.get(parent)
@@ -154,14 +154,14 @@ class Reservations:
         reservation = self._of.get(request)
         return reservation.alone if reservation is not None else 0
 
-    def shortfall(self, request: Request, blocks: int, parent: Lender) -> int:
+    def shortfall(self, request: Request, blocks: int, parent: Owner) -> int:
         this = self._of.get(request)
         if this is None:
             return blocks - self.headroom(parent)
         blocks = max(blocks, len(this.held) + this.lent)
         return blocks - this.adopted - self._freed(this, self.find(parent)) - self.headroom(parent)
 
-    def headroom(self, parent: Lender) -> int:
+    def headroom(self, parent: Owner) -> int:
         """Return the number of unused blocks of the parent and its ancestors, and of the available ones."""
         return self.available + self.unused_in_all(self.find(parent))
 
@@ -174,15 +174,15 @@ class Reservations:
         lent = reservation.lent - (nested.size if nested is not None and nested.parent is reservation else 0)
         return max(0, reservation.promised - lent)
 
-    def parent_of(self, request: Request) -> Lender:
+    def parent_of(self, request: Request) -> Owner:
         this = self._of.get(request)
         return this.parent.owner if this is not None and this.parent is not None else None
 
-    def beneficiaries(self, request: Request, parent: Lender) -> frozenset[Lender]:
+    def beneficiaries(self, request: Request, parent: Owner) -> frozenset[Owner]:
         this = self.find(parent)
         return frozenset((request, parent, *(one.owner for one in this.ancestors())))
 
-    def returns_to(self, request: Request, owners: frozenset[Lender]) -> bool:
+    def returns_to(self, request: Request, owners: frozenset[Owner]) -> bool:
         # An ancestor in between keeps the blocks if it is promised as much as it has.
         this = self._of[request]
         parent, blocks = this.parent, this.alone
@@ -213,7 +213,7 @@ class Reservations:
             one = one.parent
         return freed
 
-    def promise(self, request: Request, blocks: int, parent: Lender) -> None:
+    def promise(self, request: Request, blocks: int, parent: Owner) -> None:
         """Replace the request's open reservation by one of `blocks` blocks from `parent`."""
         lends, this = self.find(parent), self._of[request]
         if this is lends or this in lends.ancestors():
@@ -244,7 +244,7 @@ class Reservations:
 
     def check(self) -> None:
         """Raise `LedgerError` unless the reservations form a tree in which all sizes add up."""
-        left, found = [self.root], set[Lender]()
+        left, found = [self.root], set[Owner]()
         while left:
             reservation = left.pop()
             reservation.check()
@@ -254,7 +254,7 @@ class Reservations:
             raise LedgerError(f"{len(self._of)} reservations are known, and {len(found) - 1} are in the tree")
 
 
-def _name(owner: Lender) -> str:
+def _name(owner: Owner) -> str:
     if owner is None:
         return "the pool"
     return f"request {owner.id}" if isinstance(owner, Request) else f"account {owner.name}"

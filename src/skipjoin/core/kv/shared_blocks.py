@@ -80,10 +80,7 @@ class SharedBlocks:
                 yield shared.owner.request
 
     def extra(self, held: RequestBlocks, tokens: int) -> int:
-        """Return how many device blocks the request needs beyond those for `tokens` tokens.
-
-        They replace blocks in which a borrower has taken slots.
-        """
+        """Return how many more device blocks the request needs, for those in which a borrower has taken slots."""
         return sum(self._is_contested(shared, tokens) for shared in held.sharing.lends.values())
 
     def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
@@ -224,8 +221,6 @@ class SharedBlocks:
         if shared.borrower is None:
             return False
         return shared.saved > 0 or self._slots(shared.index, tokens) > self._size - self._taken(shared)
-
-    # -- end of sharing -----------------------------------------------------------------------------------
 
     def remove(self, block: int, held: RequestBlocks) -> bool:
         """Remove a holder of any device block, and return whether others remain."""

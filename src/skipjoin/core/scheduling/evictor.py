@@ -7,7 +7,7 @@ from typing import Any
 
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv.interface import BlockLedger
-from skipjoin.core.kv.reservations import Lender
+from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.scheduling.context import StepContext
@@ -57,27 +57,27 @@ class Evictor:
         return sorted(able, key=lambda victim: not self.blocks_away(victim))
 
     def make_room(
-        self, request: Request, missing: Callable[[], int], *, tokens: int, lender: Lender, newcomer: bool
+        self, request: Request, missing: Callable[[], int], *, tokens: int, parent: Owner, newcomer: bool
     ) -> WaitReason | None:
         """Evict until nothing is missing, or evict nothing and return the wait reason.
 
         Args:
             missing: Returns how many blocks are missing now; positive at the time of the call.
             tokens: Number of tokens that the request is to hold.
-            lender: Parent of the request's reservation.
+            parent: Parent of the request's reservation.
             newcomer: Whether some of the request's KV is not on the device; otherwise the request is running and grows.
         """
         if self.takes_all:
             return self._force_room(request, missing, tokens)
         short = missing()
         footprint, eviction = self._kv.footprint, self._policies.eviction
-        candidates = self._evictable(request, lender, newcomer=newcomer)
+        candidates = self._evictable(request, parent, newcomer=newcomer)
         settled = [victim for victim in candidates if not victim.in_flight]
         comes = request if newcomer else None
         now = self._context.now
         if sum(map(footprint, settled)) >= short:
             evictions = eviction.victims(short, settled, self._kv, now, comes)
-            borrower = request if lender is None else None
+            borrower = request if parent is None else None
             dropped = sum(self._evict(one) for one in evictions if not self._lend(one, borrower))
             if newcomer and dropped:
                 eviction.dropped(dropped, now)
@@ -92,9 +92,9 @@ class Evictor:
             self._context.pausing.update(candidates)
         return WaitReason.NO_KV
 
-    def refusal(self, request: Request, short: int, *, lender: Lender) -> WaitReason | None:
+    def refusal(self, request: Request, short: int, *, parent: Owner) -> WaitReason | None:
         """Return why evictions cannot free `short` blocks for a request without KV, or None if they may."""
-        candidates = self._evictable(request, lender, newcomer=True)
+        candidates = self._evictable(request, parent, newcomer=True)
         if sum(map(self._kv.footprint, candidates)) + self._shared_within(candidates) < short:
             return WaitReason.NO_KV
         settled = [victim for victim in candidates if not victim.in_flight]
@@ -208,7 +208,7 @@ class Evictor:
             self._holders = sorted(able, key=self._rank)
         return self._holders
 
-    def _evictable(self, request: Request, parent: Lender, *, newcomer: bool) -> list[Request]:
+    def _evictable(self, request: Request, parent: Owner, *, newcomer: bool) -> list[Request]:
         """Return requests that may be evicted for this one once no plan in flight contains them, least important first.
 
         The blocks that a victim frees must help a reservation from `parent`. A running request is evicted for a
@@ -217,7 +217,7 @@ class Evictor:
         """
         outranks, latest = self._policies.ordering.outranks, self._context.latest
         own, reservations = self._rank(request), self._reservations
-        owners = reservations.beneficiaries(request, parent) if reservations is not None else frozenset[Lender]()
+        owners = reservations.beneficiaries(request, parent) if reservations is not None else frozenset[Owner]()
         found: list[Request] = []
         for victim in reversed(self._holders_ranked()):
             if self._rank(victim) <= own:

@@ -7,7 +7,7 @@ from functools import partial
 
 from skipjoin.core.events import Admitted, Claimed, Event
 from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Grant, Policies, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
@@ -101,7 +101,7 @@ class Residency:
             self.short -= self._drawable(grant.draws, request, self.short)
         if self.short <= 0:
             return None
-        reason = self._evictor.refusal(request, self.short, lender=grant.lender)
+        reason = self._evictor.refusal(request, self.short, parent=grant.lender)
         if reason is not None:
             self.closed = WaitReason.BEHIND_MEMORY
         return reason
@@ -192,28 +192,27 @@ class Residency:
         self._drawn = 0
         if grant.draws is not None:
             self._drawn = self._drawable(grant.draws, request, missing())
-        return self._make_room(request, lambda: missing() - self._drawn, target, lender=grant.lender, newcomer=newcomer)
+        return self._make_room(request, lambda: missing() - self._drawn, target, parent=grant.lender, newcomer=newcomer)
 
     def _make_room(
-        self, request: Request, missing: Callable[[], int], target: int, *, lender: Lender, newcomer: bool
+        self, request: Request, missing: Callable[[], int], target: int, *, parent: Owner, newcomer: bool
     ) -> WaitReason | None:
         self.short = missing()
         if self.short <= 0:
             return None
         newcomer = newcomer and not self._is_forced
-        return self._evictor.make_room(request, missing, tokens=target, lender=lender, newcomer=newcomer)
+        return self._evictor.make_room(request, missing, tokens=target, parent=parent, newcomer=newcomer)
 
     def _make_room_within(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
         """Make room for `target` tokens within the request's reservation."""
         kv, reservations = self._kv, self._reservations
         parent = reservations.parent_of(request) if reservations is not None else None
-        return self._make_room(request, lambda: kv.shortfall(request, target), target, lender=parent, newcomer=newcomer)
+        return self._make_room(request, lambda: kv.shortfall(request, target), target, parent=parent, newcomer=newcomer)
 
     def _drawable(self, account: Account, request: Request, blocks: int) -> int:
         """Return how many of `blocks` blocks the account can cede to the request."""
-        if self._reservations is None:
-            return 0
-        return max(0, min(blocks, self._reservations.unused_without(account, request)))
+        unused = self._reservations.unused_without(account, request) if self._reservations is not None else 0
+        return max(0, min(blocks, unused))
 
     def _claim(self, request: Request, grant: Grant) -> None:
         self._kv.reserve(request, grant.blocks, tokens=grant.tokens, parent=grant.lender)

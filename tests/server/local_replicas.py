@@ -26,6 +26,7 @@ class LocalSupervisor:
     def __init__(self) -> None:
         self.replicas: list[EngineReplica] = []
         self.rests = False
+        self.failures = 0  # consecutive failed starts
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._is_over = threading.Event()
 
@@ -35,7 +36,7 @@ class LocalSupervisor:
         self._thread.start()
 
     def check(self) -> str | None:
-        return None
+        return f"{self.failures} starts in a row failed" if self.failures >= 3 else None
 
     def close(self) -> None:
         self._is_over.set()
@@ -59,8 +60,10 @@ class LocalSupervisor:
                 try:
                     replica.start(*self._arguments)
                     self.replicas.append(replica)
+                    self.failures = 0
                 except RuntimeError:  # an engine that does not start is tried again
                     replica.close()
+                    self.failures += 1
 
 
 class LocalCluster:

@@ -140,7 +140,7 @@ def test_where_requests_end_together_retry_after_is_until_the_next_do() -> None:
             slot.ended()
     for slot in admission.reserve([10] * 10):
         slot.started()
-    assert retry_after(admission, 10) == 4  # the longest recent gap, because no step has run since
+    assert retry_after(admission, 10) == 6  # 30 % more than 4
     clock.now += 1.5
     assert retry_after(admission, 10) == 4
     clock.now += 8.5  # 6 s later than those before

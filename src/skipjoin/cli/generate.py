@@ -63,10 +63,9 @@ class Task:
     ignore_eos: Annotated[
         bool, Option("Continue after the end-of-sequence token.", flags=("--ignore-eos/--no-ignore-eos",), group=_GROUP)
     ] = False
-    service: Annotated[
-        str,
-        Option("Service class of the prompts", choices=tuple(ServiceClass), group=_GROUP),
-    ] = ServiceClass.REAL_TIME.value
+    service: Annotated[str, Option("Service class of the prompts", choices=tuple(ServiceClass), group=_GROUP)] = (
+        ServiceClass.REAL_TIME.value
+    )
     as_json: Annotated[
         bool, Option("Print one JSON object per prompt.", flags=("--json",), group=_GROUP, is_common=True)
     ] = False

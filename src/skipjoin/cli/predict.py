@@ -32,18 +32,7 @@ predict = Commands(help="Forecasts of output lengths: how good they are, and wha
 
 # Value of the column 'split' for training rows.
 _TRAIN = "train"
-_COLUMNS = (
-    "forecaster",
-    "R",
-    "R of logs",
-    "MAE",
-    "within 25 %",
-    "accuracy",
-    "pairs",
-    "coverage",
-    "by prompt",
-    "ms",
-)
+_COLUMNS = ("forecaster", "R", "R of logs", "MAE", "within 25 %", "accuracy", "pairs", "coverage", "by prompt", "ms")
 ForecastDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where forecasters keep what they learn (default: the user's cache).")
 ]

@@ -103,8 +103,8 @@ class RunOptions:
     find_min_replicas: Annotated[
         str | None,
         Option(
-            "Search for the smallest number of replicas, from --replicas up, that meets a bound at each rate, "
-            "such as 'slo.goodput_rps>=100'.",
+            "Search for the smallest number of replicas, from --replicas up, that meets a bound at each rate, such as "
+            "'slo.goodput_rps>=100'.",
             metavar="BOUND",
             group=_RUNS,
         ),
@@ -121,8 +121,8 @@ class RunOptions:
     slo_jct_scale: Annotated[
         float | None,
         Option(
-            "JCT objective of each request as a multiple of its prefill and decode steps at light load. "
-            "Policies get the objective of the predicted length.",
+            "JCT objective of each request as a multiple of its prefill and decode steps at light load. Policies get "
+            "the objective of the predicted length.",
             above=0,
             high=1e9,
             group="Objectives",
@@ -150,8 +150,7 @@ class RunOptions:
         ),
     ] = None
     record_requests: Annotated[
-        Path | None,
-        Option("File for the times of each request, as JSON lines.", metavar="FILE", group="Results"),
+        Path | None, Option("File for the times of each request, as JSON lines.", metavar="FILE", group="Results")
     ] = None
 
     def __post_init__(self) -> None:

@@ -43,8 +43,8 @@ class LoadOptions:
     lengths: Annotated[
         str,
         Option(
-            "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32, "
-            "fixed:128,64 or trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them.",
+            "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32, fixed:128,64 or "
+            "trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them.",
             metavar="LENGTHS",
             group=_WORKLOAD,
             is_common=True,
@@ -76,8 +76,8 @@ class LoadOptions:
         Path | None,
         Option(
             "Trace instead of --lengths: a CSV or JSONL file with prompt_tokens, output_tokens and optionally "
-            "arrival_s, deadline_s, priority, class, ttft_s, tpot_s and jct_s, a JSONL file with the texts "
-            "prompt and output, or Mooncake's JSONL, whose hash_ids identify common prefixes.",
+            "arrival_s, deadline_s, priority, class, ttft_s, tpot_s and jct_s, a JSONL file with the texts prompt and "
+            "output, or Mooncake's JSONL, whose hash_ids identify common prefixes.",
             metavar="FILE",
             group=_WORKLOAD,
             is_common=True,
@@ -96,11 +96,7 @@ class LoadOptions:
     ] = None
     ignore_columns: Annotated[
         str | None,
-        Option(
-            "Unknown columns of a trace to ignore, separated by commas.",
-            metavar="NAMES",
-            group=_WORKLOAD,
-        ),
+        Option("Unknown columns of a trace to ignore, separated by commas.", metavar="NAMES", group=_WORKLOAD),
     ] = None
     speedup: Annotated[float, Option("Factor by which a trace's arrivals are sped up.", group=_WORKLOAD)] = 1.0
     best_effort_share: Annotated[
@@ -122,8 +118,8 @@ class LoadOptions:
         Option(
             "Additional closed loop with a fixed number of requests in flight until --duration: "
             "name=be,lengths=uniform:512-1024,32-128,size=128,class=best-effort (default: "
-            "real-time),priority=0,prefix=TOKENS:GROUPS,mode=batch (send size requests when all have "
-            "finished; default) or mode=refill (send one when one has finished); may be repeated.",
+            "real-time),priority=0,prefix=TOKENS:GROUPS,mode=batch (send size requests when all have finished; "
+            "default) or mode=refill (send one when one has finished); may be repeated.",
             metavar="STREAM",
             group=_WORKLOAD,
         ),

@@ -33,8 +33,8 @@ class AccessConfig:
     api_keys: Annotated[
         tuple[str, ...],
         Option(
-            "API key of clients; may be repeated. Other users of the machine can see it; --api-key-file "
-            "and the variable SKIPJOIN_API_KEY hide it (default: none is required).",
+            "API key of clients; may be repeated. Other users of the machine can see it; --api-key-file and the "
+            "variable SKIPJOIN_API_KEY hide it (default: none is required).",
             flags=("--api-key",),
             envvar="SKIPJOIN_API_KEY",
             metavar="KEY",
@@ -55,8 +55,8 @@ class AccessConfig:
     metrics_keys: Annotated[
         tuple[str, ...],
         Option(
-            "API key for /metrics only; may be repeated (default: the variable SKIPJOIN_METRICS_KEY, "
-            "or else an --api-key, if one is required).",
+            "API key for /metrics only; may be repeated (default: the variable SKIPJOIN_METRICS_KEY, or else an "
+            "--api-key, if one is required).",
             flags=("--metrics-key",),
             envvar="SKIPJOIN_METRICS_KEY",
             metavar="KEY",
@@ -70,8 +70,8 @@ class AccessConfig:
     metrics_port: Annotated[
         int | None,
         Option(
-            "Additional port that serves only /metrics and accepts only --metrics-key, if there is one; 0 "
-            "picks a free port (default: none).",
+            "Additional port that serves only /metrics and accepts only --metrics-key, if there is one; 0 picks a "
+            "free port (default: none).",
             low=0,
             high=65535,
             group=ACCESS,
@@ -80,8 +80,8 @@ class AccessConfig:
     allowed_hosts: Annotated[
         tuple[str, ...],
         Option(
-            "Host names of this server, separated by commas, or *. IP addresses and localhost are always "
-            "allowed (default: * on a server with keys or a public address, else none).",
+            "Host names of this server, separated by commas, or *. IP addresses and localhost are always allowed "
+            "(default: * on a server with keys or a public address, else none).",
             separator=",",
             metavar="NAMES",
             group=ACCESS,
@@ -90,8 +90,8 @@ class AccessConfig:
     cors_origins: Annotated[
         tuple[str, ...],
         Option(
-            "Origins whose pages may use this server from a browser, such as https://chat.example.com, "
-            "separated by commas, or * (default: none).",
+            "Origins whose pages may use this server from a browser, such as https://chat.example.com, separated by "
+            "commas, or * (default: none).",
             separator=",",
             metavar="ORIGINS",
             group=ACCESS,
@@ -100,8 +100,8 @@ class AccessConfig:
     forwarded_allow_ips: Annotated[
         tuple[str, ...],
         Option(
-            "Addresses and networks of trusted proxies, separated by commas, or *: connection limits apply to "
-            "the client in their X-Forwarded-For (default: none).",
+            "Addresses and networks of trusted proxies, separated by commas, or *: connection limits apply to the "
+            "client in their X-Forwarded-For (default: none).",
             separator=",",
             metavar="ADDRESSES",
             group=ACCESS,

@@ -149,8 +149,8 @@ class EngineConfig:
     slo_jct_scale: Annotated[
         float | None,
         Option(
-            "Time from arrival to the last token, as a multiple of the time of the request alone: its prefill "
-            "and one decode step for each predicted token (default: none).",
+            "Time from arrival to the last token, as a multiple of the time of the request alone: its prefill and one "
+            "decode step for each predicted token (default: none).",
             above=0,
             high=1e9,
             group=OBJECTIVES,
@@ -159,8 +159,8 @@ class EngineConfig:
     pipeline_depth: Annotated[
         int | None,
         Option(
-            "Plans in flight; 2 plans the next step while one runs (default: 2 on a GPU, else 1, because the "
-            "model needs the CPU's cores).",
+            "Plans in flight; 2 plans the next step while one runs (default: 2 on a GPU, else 1, because the model "
+            "needs the CPU's cores).",
             low=1,
             high=2,
             group=SCHEDULING,
@@ -201,8 +201,8 @@ class EngineConfig:
     swap_space_gib: Annotated[
         float | None,
         Option(
-            "Size of the KV cache's CPU tier; 0 disables swapping, so that evicted KV is recomputed (default: "
-            "a share of free RAM).",
+            "Size of the KV cache's CPU tier; 0 disables swapping, so that evicted KV is recomputed (default: a share "
+            "of free RAM).",
             low=0,
             high=1e6,
             flags=("--swap-space", "--kv-offloading-size"),
@@ -240,18 +240,12 @@ class EngineConfig:
     ] = 1
     distributed_executor_backend: Annotated[
         str,
-        Option(
-            "Let Ray place the ranks if there are several, or always",
-            choices=("auto", "ray"),
-            group=PARALLELISM,
-        ),
+        Option("Let Ray place the ranks if there are several, or always", choices=("auto", "ray"), group=PARALLELISM),
     ] = "auto"
     ray_address: Annotated[
         str | None,
         Option(
-            "Ray cluster of the ranks (default: a new one on this machine).",
-            metavar="HOST:PORT",
-            group=PARALLELISM,
+            "Ray cluster of the ranks (default: a new one on this machine).", metavar="HOST:PORT", group=PARALLELISM
         ),
     ] = None
     max_restarts: Annotated[
@@ -266,8 +260,8 @@ class EngineConfig:
     profile: Annotated[
         str,
         Option(
-            "Step costs: measured at the first start and cached, estimated, or from a file of `skipjoin "
-            "profile --out FILE`.",
+            "Step costs: measured at the first start and cached, estimated, or from a file of `skipjoin profile --out "
+            "FILE`.",
             metavar="auto|off|FILE",
             group=MEASUREMENT,
         ),

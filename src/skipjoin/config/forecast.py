@@ -30,8 +30,8 @@ class ForecastConfig:
     forecast_encoder: Annotated[
         str,
         Option(
-            "Representation by which prompts are compared: hashed tokens, the model's embeddings, or a "
-            "Hugging Face encoder in a folder.",
+            "Representation by which prompts are compared: hashed tokens, the model's embeddings, or a Hugging Face "
+            "encoder in a folder.",
             metavar="hashed|embeddings|FOLDER",
             group=FORECASTS,
         ),
@@ -45,8 +45,7 @@ class ForecastConfig:
         ),
     ] = None
     forecast_entries: Annotated[
-        int,
-        Option("Maximum number of past requests to predict from.", low=1, high=10_000_000, group=FORECASTS),
+        int, Option("Maximum number of past requests to predict from.", low=1, high=10_000_000, group=FORECASTS)
     ] = 10_000
     forecast_max_age_s: Annotated[
         float,

@@ -138,8 +138,7 @@ class ServerConfig(AccessConfig):
         float | None, _objective("Time to the first token with service_tier priority", "half of --slo-ttft-ms")
     ] = None
     priority_tpot_ms: Annotated[
-        float | None,
-        _objective("Time per token after the first with service_tier priority", "half of --slo-tpot-ms"),
+        float | None, _objective("Time per token after the first with service_tier priority", "half of --slo-tpot-ms")
     ] = None
     min_slo_ttft_ms: Annotated[
         float | None, _objective("Minimum time to the first token that a request may ask for", "any above 0", ASKED)
@@ -152,8 +151,7 @@ class ServerConfig(AccessConfig):
         _objective("Minimum time per token after the first that a request may ask for", "any above 0", ASKED),
     ] = None
     max_slo_tpot_ms: Annotated[
-        float | None,
-        _objective("Maximum time per token after the first that a request may ask for", "a week", ASKED),
+        float | None, _objective("Maximum time per token after the first that a request may ask for", "a week", ASKED)
     ] = None
     shutdown_timeout_s: Annotated[
         float,
@@ -248,8 +246,8 @@ class ServerConfig(AccessConfig):
     forecast_url: Annotated[
         str | None,
         Option(
-            "OpenAI-compatible server that predicts output lengths, such as http://127.0.0.1:9000. Requests "
-            "do not wait for it.",
+            "OpenAI-compatible server that predicts output lengths, such as http://127.0.0.1:9000. Requests do not "
+            "wait for it.",
             metavar="URL",
             group=FORECASTS,
         ),
@@ -258,14 +256,7 @@ class ServerConfig(AccessConfig):
         str | None, Option("Model of that server (default: the one that it serves).", metavar="NAME", group=FORECASTS)
     ] = None
     forecast_timeout_s: Annotated[
-        float,
-        Option(
-            "Timeout of a prediction by that server.",
-            above=0,
-            high=600,
-            metavar="SECONDS",
-            group=FORECASTS,
-        ),
+        float, Option("Timeout of a prediction by that server.", above=0, high=600, metavar="SECONDS", group=FORECASTS)
     ] = 5.0
     metrics_compat: Annotated[
         str, Option("Also export metrics under vLLM's names", choices=METRICS_COMPAT, group=MEASUREMENT)
@@ -293,8 +284,8 @@ class ServerConfig(AccessConfig):
     enable_debug_routes: Annotated[
         bool,
         Option(
-            "Serve GET /debug/requests, the state of live requests: all of them for keys with operator=yes in "
-            "the key file, own ones for other keys.",
+            "Serve GET /debug/requests, the state of live requests: all of them for keys with operator=yes in the key "
+            "file, own ones for other keys.",
             group=SERVER,
         ),
     ] = False
@@ -309,8 +300,8 @@ class ServerConfig(AccessConfig):
     batch_db: Annotated[
         str | None,
         Option(
-            "PostgreSQL database of the batches, which servers may share if they also share the folder "
-            "(default: SQLite in the folder).",
+            "PostgreSQL database of the batches, which servers may share if they also share the folder (default: "
+            "SQLite in the folder).",
             metavar="postgresql://...",
             group=BATCHES,
         ),
@@ -318,8 +309,8 @@ class ServerConfig(AccessConfig):
     batch_inflight: Annotated[
         int | None,
         Option(
-            "Maximum number of batch sequences in the engines, waiting and running (default: twice "
-            "--max-num-seqs for each replica).",
+            "Maximum number of batch sequences in the engines, waiting and running (default: twice --max-num-seqs for "
+            "each replica).",
             low=1,
             high=1 << 20,
             metavar="SEQUENCES",

@@ -25,8 +25,8 @@ MaxBatchedTokens = Annotated[
 Objective = Annotated[
     float,
     Option(
-        "Acceptable time per output token, from which recipes derive their parameters. It is not an "
-        "objective of a request.",
+        "Acceptable time per output token, from which recipes derive their parameters. It is not an objective of a "
+        "request.",
         above=0,
         high=1e6,
         flags=("--slo",),
@@ -37,8 +37,8 @@ Objective = Annotated[
 BestEffortWait = Annotated[
     float,
     Option(
-        "Time after which the oldest best-effort request is served as a real-time one until it finishes, "
-        "one at a time.",
+        "Time after which the oldest best-effort request is served as a real-time one until it finishes, one at a "
+        "time.",
         above=0,
         high=1e9,
         metavar="SECONDS",
@@ -47,8 +47,7 @@ BestEffortWait = Annotated[
 ]
 # See `docs/scheduling.md`.
 FairBy = Annotated[
-    str,
-    Option("Clients between which the service is shared fairly", choices=("none", "key"), group=SCHEDULING),
+    str, Option("Clients between which the service is shared fairly", choices=("none", "key"), group=SCHEDULING)
 ]
 OutputWeight = Annotated[
     float,
@@ -62,8 +61,8 @@ OutputWeight = Annotated[
 SwapType = Annotated[
     str,
     Option(
-        "Type of swapped-out KV: unchanged, or rounded to 8 bits, which fits 1.6 to 1.8 times as much but "
-        "may change outputs of swapped requests",
+        "Type of swapped-out KV: unchanged, or rounded to 8 bits, which fits 1.6 to 1.8 times as much but may change "
+        "outputs of swapped requests",
         choices=("auto", "int8"),
         group=MEMORY,
     ),

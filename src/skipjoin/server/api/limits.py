@@ -30,6 +30,8 @@ _MAX_SAMPLES = 64
 _MIN_EVENTS = 32
 # Window of the throughput estimate.
 _WINDOW_S = 10.0
+# Minimum window of the step duration. A mean over whole sequences would follow a changed load too late.
+_PACE_S = 0.5
 # Fraction of either limit that best-effort requests leave free for real-time requests.
 _KEPT_SHARE = 0.25
 # Fraction of a shared limit that clients over their share leave free.
@@ -87,6 +89,35 @@ class Throughput:
         return (self._clock() - self._since) * amount / self._sum if self._sum else 0.0
 
 
+class Pace:
+    """Duration of an engine step, averaged over the last 0.5 to 1 s.
+
+    Args:
+        clock: Returns seconds.
+        steps: Returns the total number of steps.
+    """
+
+    def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
+        self._clock, self._steps = clock, steps
+        self._latest_s = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Restart the measurement after an idle time."""
+        self._before = self._mark = (self._clock(), self._steps())
+
+    def seconds(self) -> float:
+        """Return the seconds per step. While no step finishes, return the elapsed time if that is longer."""
+        now = (self._clock(), self._steps())
+        if now[0] - self._mark[0] >= _PACE_S:
+            self._before, self._mark = self._mark, now
+        passed_s, steps = now[0] - self._before[0], now[1] - self._before[1]
+        if not steps > 0:
+            return max(self._latest_s, passed_s)
+        self._latest_s = passed_s / steps
+        return self._latest_s
+
+
 class Runs:
     """Predicts when running sequences finish from the lengths of recent ones.
 
@@ -94,8 +125,9 @@ class Runs:
     """
 
     def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
-        self._clock, self._steps = clock, steps
-        self._live: dict[AdmissionSlot, tuple[float, float]] = {}  # time and step of each start, in this order
+        self._steps = steps
+        self._pace = Pace(clock, steps)
+        self._live: dict[AdmissionSlot, float] = {}  # first step of each running sequence, in this order
         self._lengths: deque[float] = deque(maxlen=_MIN_EVENTS)
 
     def __len__(self) -> int:
@@ -104,29 +136,28 @@ class Runs:
 
     def begin(self, slot: AdmissionSlot) -> None:
         """Record that a sequence runs. Idempotent."""
-        self._live.setdefault(slot, (self._clock(), self._steps()))
+        if not self._live:
+            self._pace.start()
+        self._live.setdefault(slot, self._steps())
 
     def end(self, slot: AdmissionSlot) -> None:
         """Record the end of a sequence, which may not have run."""
         if (start := self._live.pop(slot, None)) is not None:
-            self._lengths.append(self._steps() - start[1])
+            self._lengths.append(self._steps() - start)
+            self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
         """Predict the time in seconds until `count` running sequences (or all) have finished.
 
-        None if no sequence has finished yet, or no step since half of the running ones started.
+        None if no sequence has finished yet, or none is running.
         """
         every = -(-len(self._live) // _MAX_SAMPLES)  # sample every n-th sequence
         starts = list(islice(self._live.values(), 0, None, every or 1))
         if not (self._lengths and starts):
             return None
         step, lengths = self._steps(), sorted(self._lengths)
-        since_s, since_step = starts[len(starts) // 2]
-        if step <= since_step:
-            return None
-        step_s = (self._clock() - since_s) / (step - since_step)
-        remaining = (_remaining(lengths, step - start) for _, start in starts)
-        return RETRY_AFTER_MARGIN * step_s * nsmallest(-(-count // every), remaining)[-1]
+        remaining = (_remaining(lengths, step - start) for start in starts)
+        return RETRY_AFTER_MARGIN * self._pace.seconds() * nsmallest(-(-count // every), remaining)[-1]
 
 
 def _remaining(lengths: Sequence[float], age: float) -> float:

@@ -27,7 +27,7 @@ _LATE_S = 5.0
 _ANSWER_S = 60.0
 # Interval of warnings that no node has room for a replica.
 _PLACE_S = 30.0
-# Consecutive failed starts after which `check` reports them.
+# Consecutive failed starts after which `check` reports them, and the server exits if it has no engine.
 _MAX_FAILURES = 3
 # Exponential backoff after failed starts: the first and the maximum delay.
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0

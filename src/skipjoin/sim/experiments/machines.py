@@ -42,11 +42,7 @@ class Machine:
     ] = "a100-40gb"
     prefill_hardware: Annotated[
         str | None,
-        Option(
-            "Hardware of the replicas of --prefill-replicas (default: --hardware).",
-            metavar="NAME",
-            group=_GROUP,
-        ),
+        Option("Hardware of the replicas of --prefill-replicas (default: --hardware).", metavar="NAME", group=_GROUP),
     ] = None
     model: Annotated[
         str | None,
@@ -72,8 +68,8 @@ class Machine:
     swap_gib: Annotated[
         float | None,
         Option(
-            "Size of the KV cache's CPU tier; 0 disables swapping (default: half of the GPUs' share of RAM, "
-            "or for a profile as the KV cache).",
+            "Size of the KV cache's CPU tier; 0 disables swapping (default: half of the GPUs' share of RAM, or for a "
+            "profile as the KV cache).",
             low=0,
             high=1e6,
             flags=("--swap-space", "--kv-offloading-size"),

@@ -82,8 +82,8 @@ class System:
     max_tokens: Annotated[
         int | Literal["room", "exact"],
         Option(
-            "max_tokens of requests: the rest of the context, the exact output length (which reveals it to "
-            "policies), or N, raised to the output length if that is longer.",
+            "max_tokens of requests: the rest of the context, the exact output length (which reveals it to policies), "
+            "or N, raised to the output length if that is longer.",
             low=1,
             metavar="room|exact|N",
             group="Workload",
@@ -92,10 +92,9 @@ class System:
     predictor: Annotated[
         str | None,
         Option(
-            "Source of forecasts for recipes that read them: a forecaster that learns (learnt, alise, prior, "
-            "...), or the true length with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, "
-            "constant:TOKENS, column:NAME of the trace (default: learnt if the trace has texts, otherwise "
-            "prior).",
+            "Source of forecasts for recipes that read them: a forecaster that learns (learnt, alise, prior, ...), or "
+            "the true length with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, constant:TOKENS, "
+            "column:NAME of the trace (default: learnt if the trace has texts, otherwise prior).",
             metavar="NAME",
             group="Workload",
         ),
@@ -125,8 +124,8 @@ class System:
     prefill_replicas: Annotated[
         int,
         Option(
-            "Number of the replicas that only prefill, as in DistServe. KV then crosses the network to "
-            "another replica, which generates all tokens after the first. 0 lets every replica do both.",
+            "Number of the replicas that only prefill, as in DistServe. KV then crosses the network to another "
+            "replica, which generates all tokens after the first. 0 lets every replica do both.",
             low=0,
             group="System",
         ),

@@ -60,7 +60,7 @@ DEATH_GRACE_S = 10.0
 DEFAULT_FORECASTS = ForecastConfig()
 _OPEN_WARNING = (
     "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
-    "listen on 127.0.0.1 (docs/server.md: keys, TLS and proxies)"
+    "listen on 127.0.0.1 (docs/secure.md)"
 )
 # Fraction of all connections that one client may have, so that others find room. If keys are needed, connections of one
 # address without a key have a smaller fraction, because clients send their key with the first request.

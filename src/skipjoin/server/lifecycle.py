@@ -60,7 +60,7 @@ DEATH_GRACE_S = 10.0
 DEFAULT_FORECASTS = ForecastConfig()
 _OPEN_WARNING = (
     "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
-    "listen on 127.0.0.1 (docs/server.md: keys, TLS and proxies)"
+    "listen on 127.0.0.1 (docs/secure.md)"
 )
 # Interval in which the drain checks for open requests.
 _POLL_S = 0.05

@@ -49,14 +49,14 @@ class BatchRows(Base):
         row: BatchRow,
         idempotency_key: str | None = None,
         *,
-        most_active: int | None = None,
-        most_bytes: int | None = None,
+        max_active: int | None = None,
+        max_bytes: int | None = None,
     ) -> BatchRow:
         """Add a batch to be validated. Return the earlier batch if its owner has used the idempotency key before.
 
         Args:
-            most_active: Maximum number of unfinished batches of the owner.
-            most_bytes: Maximum size of the owner's files.
+            max_active: Maximum number of unfinished batches of the owner.
+            max_bytes: Maximum size of the owner's files.
 
         Raises:
             QuotaExceeded: The owner has reached one of the limits.
@@ -68,10 +68,10 @@ class BatchRows(Base):
                 if earlier := await _one(connection, sa.select(batches).where(same)):
                     return earlier
             active = await _active_of(connection, row.owner)
-            if most_active is not None and active >= most_active:
-                raise QuotaExceeded(f"this key has {active} batches that have not ended, and may have {most_active}")
+            if max_active is not None and active >= max_active:
+                raise QuotaExceeded(f"this key has {active} batches that have not ended, and may have {max_active}")
             # At least a byte of output must fit.
-            check_usage((await usage_of(connection, row.owner)).bytes + 1, most_bytes, "bytes")
+            check_usage((await usage_of(connection, row.owner)).bytes + 1, max_bytes, "bytes")
             values = asdict(row) | {"idempotency_key": idempotency_key}
             await connection.execute(sa.insert(batches), values)
         return row

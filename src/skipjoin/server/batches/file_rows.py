@@ -18,12 +18,12 @@ from skipjoin.server.batches.tables import batches, files
 class FileRows(Base):
     """File operations of `Store`."""
 
-    async def add_file(self, row: FileRow, *, most_bytes: int | None = None, most_files: int | None = None) -> None:
+    async def add_file(self, row: FileRow, *, max_bytes: int | None = None, max_files: int | None = None) -> None:
         """Add a file whose content is already written.
 
         Args:
-            most_bytes: Maximum size of the owner's files.
-            most_files: Maximum number of the owner's files.
+            max_bytes: Maximum size of the owner's files.
+            max_files: Maximum number of the owner's files.
 
         Raises:
             QuotaExceeded: The file would exceed one of the limits.
@@ -31,8 +31,8 @@ class FileRows(Base):
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             used = await usage_of(connection, row.owner)
-            check_usage(used.bytes + row.bytes, most_bytes, "bytes")
-            check_usage(used.files + 1, most_files, "files")
+            check_usage(used.bytes + row.bytes, max_bytes, "bytes")
+            check_usage(used.files + 1, max_files, "files")
             await connection.execute(sa.insert(files), asdict(row))
 
     async def file(self, owner: str, file_id: str) -> FileRow | None:

@@ -26,12 +26,12 @@ FORM_BYTES = 64 << 10
 EXPIRY_S = (3600, 2_592_000)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = {"purpose", _ANCHOR, _SECONDS}
-_MOST_LISTED = 10_000
+_MAX_LISTED = 10_000
 
 
-def body_limits(most_bytes: int) -> dict[tuple[str, str], int]:
+def body_limits(max_bytes: int) -> dict[tuple[str, str], int]:
     """Return the maximum body size of uploads, for `AccessGuard`."""
-    return {("POST", "/v1/files"): most_bytes + FORM_BYTES}
+    return {("POST", "/v1/files"): max_bytes + FORM_BYTES}
 
 
 def add_routes(app: FastAPI, context: BatchContext) -> None:
@@ -54,7 +54,7 @@ def add_routes(app: FastAPI, context: BatchContext) -> None:
             owner_of(request),
             purpose=one_of(query, "purpose", PURPOSES, None),
             after=query.get("after"),
-            limit=limit_of(query, most=_MOST_LISTED, default=_MOST_LISTED),
+            limit=limit_of(query, most=_MAX_LISTED, default=_MAX_LISTED),
             order=one_of(query, "order", ("asc", "desc"), "desc") or "desc",
         )
         return json_response(listed([shown(row) for row in found], has_more))
@@ -99,15 +99,15 @@ class Uploads:
         """
         context, owner, file_id = self._context, owner_of(request), new_file_id()
         store, blobs = context.store, context.blobs
-        most_bytes, most_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
+        max_bytes, max_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
         form = Form(request.headers.get("content-type"))
         used = await store.usage_of(owner)
-        check_usage(used.files + 1, most_files, "files")
+        check_usage(used.files + 1, max_files, "files")
         with self._counting(owner) as count:
             async with blobs.writing(file_id) as writer:
                 async for data in form.file(request.stream()):
                     count(len(data))
-                    check_usage(used.bytes + self._arriving[owner], most_bytes, "bytes")
+                    check_usage(used.bytes + self._arriving[owner], max_bytes, "bytes")
                     if writer.size + len(data) > context.config.batch_max_file_bytes:
                         raise too_large(context.config.batch_max_file_bytes)
                     await writer.write(data)
@@ -124,7 +124,7 @@ class Uploads:
                 created_at=now,
                 expires_at=now + expiry,
             )
-            await _add(store, blobs, row, most_bytes, most_files)
+            await _add(store, blobs, row, max_bytes, max_files)
         context.wake()
         return row
 
@@ -144,9 +144,9 @@ class Uploads:
             self._arriving[owner] -= arrived
 
 
-async def _add(store: Store, blobs: Blobs, row: FileRow, most_bytes: int, most_files: int) -> None:
+async def _add(store: Store, blobs: Blobs, row: FileRow, max_bytes: int, max_files: int) -> None:
     try:
-        await store.add_file(row, most_bytes=most_bytes, most_files=most_files)
+        await store.add_file(row, max_bytes=max_bytes, max_files=max_files)
     except (QuotaExceeded, NoSpace):
         await blobs.delete(row.id)
         raise

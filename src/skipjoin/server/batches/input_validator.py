@@ -15,7 +15,7 @@ from skipjoin.server.batches.runner import Runner, is_folder_gone
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.validate import Refused, validate
 
-_MOST_TRIES = 3
+_MAX_TRIES = 3
 _FAILED = LineError(
     code="validation_failed", message="the file could not be validated; the server's log has the details"
 )
@@ -40,7 +40,7 @@ class InputValidator:
     async def take_new(self) -> None:
         """Validate all waiting batches, including cancelled ones, whose lines do not run.
 
-        A batch that fails `_MOST_TRIES` times is rejected, so that it does not block the others.
+        A batch that fails `_MAX_TRIES` times is rejected, so that it does not block the others.
 
         Raises:
             Exception: A validation failed and has to be retried.
@@ -66,7 +66,7 @@ class InputValidator:
             raise
         except Exception:
             self.tries[row.id] += 1
-            if self.tries[row.id] < _MOST_TRIES:
+            if self.tries[row.id] < _MAX_TRIES:
                 await self.store.release(row.id)
                 raise
             _log.exception("the file of batch %s cannot be validated", row.id)

@@ -19,7 +19,7 @@ from skipjoin.server.batches.records import LineError, LinePlace
 # Lines of one report, which the server reads in a millisecond.
 CHUNK = 500
 # Number of errors after which validation stops.
-MOST_ERRORS = 100
+MAX_ERRORS = 100
 LONGEST_ID = 512
 # Lower priority than serving requests.
 NICENESS = 10
@@ -75,7 +75,7 @@ def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
         except LineFaultError as fault:
             message = f"line {number}: {fault.message}"
             errors.append(LineError(code=fault.code, message=message, line=number, param=fault.param))
-            if len(errors) == MOST_ERRORS:
+            if len(errors) == MAX_ERRORS:
                 break
             continue
         places.append(LinePlace(number, custom_id, offset, len(text)))

@@ -13,9 +13,9 @@ from skipjoin.server.api.protocol import Body
 from skipjoin.server.batches.records import BatchRow, BatchStatus, LineError
 
 # OpenAI's bounds of metadata and of the expiry of output files.
-_MOST_KEYS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+_MAX_KEYS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 _SHORTEST_S, _LONGEST_S = 3600, 30 * 86400
-_MOST_WINDOW_S = 7 * 86400
+_MAX_WINDOW_S = 7 * 86400
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _WINDOW = re.compile(r"([0-9]{1,6})([smh])")
 
@@ -36,7 +36,7 @@ class BatchRequest(Body):
     input_file_id: Annotated[str, Field(max_length=_LONGEST_VALUE)]
     endpoint: Annotated[str, Field(max_length=_LONGEST_VALUE)]
     completion_window: Annotated[str, Field(max_length=_LONGEST_KEY)]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=_MOST_KEYS)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=_MAX_KEYS)] | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
@@ -44,7 +44,7 @@ def window_s(text: str) -> int:
     """Return the seconds of a completion window such as 24h, 90m or 20s, or raise 400."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
-    if not 1 <= seconds <= _MOST_WINDOW_S:
+    if not 1 <= seconds <= _MAX_WINDOW_S:
         raise bad_request(
             f"completion_window must be such as 24h, 90m or 20s, from 1s to 168h, got {text!r}",
             "completion_window",

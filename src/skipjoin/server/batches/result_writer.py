@@ -15,7 +15,7 @@ from skipjoin.server.metrics import Metrics
 # Delay of writes. A shorter delay means more transactions, a longer one more lines to generate again after a crash.
 GROUP_S = 0.1
 # Maximum lines of one transaction, because routes wait for SQLite's only writer.
-_MOST_LINES = 256
+_MAX_LINES = 256
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 _log = logging.getLogger(__name__)
 
@@ -26,16 +26,16 @@ class ResultWriter:
     While the store fails, they are kept and retried. Writes are idempotent.
 
     Args:
-        most_bytes: Maximum bytes of an owner's files. A response that exceeds it becomes an error.
+        max_bytes: Maximum bytes of an owner's files. A response that exceeds it becomes an error.
 
     Attributes:
         on_written: Called after lines were written.
     """
 
-    def __init__(self, store: Store, metrics: Metrics, *, most_bytes: int) -> None:
+    def __init__(self, store: Store, metrics: Metrics, *, max_bytes: int) -> None:
         self._store = store
         self._metrics = metrics
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self.on_written: Callable[[], None] = lambda: None
         self._results: list[LineResult] = []
         self._returned: list[Line] = []
@@ -110,7 +110,7 @@ class ResultWriter:
         return fitting
 
     async def _write_some(self) -> None:
-        results, returned = self._results[:_MOST_LINES], self._returned[:_MOST_LINES]
+        results, returned = self._results[:_MAX_LINES], self._returned[:_MAX_LINES]
         if results:
             fitting = await self._within_quotas(results)
             await self._store.finish(fitting)

@@ -18,7 +18,7 @@ from skipjoin.server.batches.objects import BatchRequest, batch_list, batch_obje
 from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_id
 
 _PATHS = tuple(kind.path for kind in ENDPOINTS)
-_PAGE, _MOST_PAGE = 20, 100
+_PAGE, _MAX_PAGE = 20, 100
 _LONGEST_KEY = 255
 # Fields of the body that a repeated request must not change, and the row's fields.
 _ASKED = {name: name for name in ("input_file_id", "endpoint", "completion_window", "metadata")} | {
@@ -39,8 +39,8 @@ def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping
         made = await store.add_batch(
             row,
             _idempotency_key(request),
-            most_active=config.batch_max_active_per_key,
-            most_bytes=config.batch_max_bytes_per_key,
+            max_active=config.batch_max_active_per_key,
+            max_bytes=config.batch_max_bytes_per_key,
         )
         _check_same(row, made)
         context.wake()
@@ -50,7 +50,7 @@ def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping
     async def list_batches(request: Request) -> Response:
         """List the batches of this API key, newest first."""
         store, owner, query = context.store, owner_of(request), request.query_params
-        after, limit = query.get("after"), limit_of(query, most=_MOST_PAGE, default=_PAGE)
+        after, limit = query.get("after"), limit_of(query, most=_MAX_PAGE, default=_PAGE)
         if after is not None:
             _found(await store.batch(owner, after), after, "after")
         return json_response(batch_list(*await store.batches(owner, after=after, limit=limit)))

@@ -148,19 +148,19 @@ class Runner:
             self._back_off("no lines can be taken")
         if len(lines) < wanted:
             self._look_at = asyncio.get_running_loop().time() + _IDLE_S
-        most_bytes = self._service.config.batch_max_bytes_per_key
-        full = await self._owners_at(most_bytes, {line.owner for line in lines})
+        max_bytes = self._service.config.batch_max_bytes_per_key
+        full = await self._owners_at(max_bytes, {line.owner for line in lines})
         for line in lines:
             if line.owner in full:
-                self._results.finish(over_quota(line, most_bytes))
+                self._results.finish(over_quota(line, max_bytes))
             else:
                 self._live[line.key] = line
                 self._held.append(line)
 
-    async def _owners_at(self, most_bytes: int, owners: Collection[str]) -> set[str]:
+    async def _owners_at(self, max_bytes: int, owners: Collection[str]) -> set[str]:
         """Return the owners at their quota, or none while the store fails, because `ResultWriter` checks again."""
         with suppress(StoreError):
-            return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= most_bytes}
+            return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= max_bytes}
         return set()
 
     async def _begin_some(self) -> bool:

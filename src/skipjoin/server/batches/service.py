@@ -186,7 +186,7 @@ class _Work:
 
 def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
     """Create the tasks of an open store. The last results of a batch wake the finalizer."""
-    results = ResultWriter(store, service.metrics, most_bytes=service.config.batch_max_bytes_per_key)
+    results = ResultWriter(store, service.metrics, max_bytes=service.config.batch_max_bytes_per_key)
     runner = Runner(service, store, blobs, results, most=most)
     finalizer = OutputFinalizer(store, blobs, runner, results, service.metrics)
     finish = PeriodicTask("ending batches", finalizer.finish_due, _LOOK_S)

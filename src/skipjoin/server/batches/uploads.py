@@ -13,7 +13,7 @@ from skipjoin.server.api.errors import ApiError, bad_request
 
 FILE = "file"
 # A form has a file, its purpose and its expiry.
-_MOST_PARTS, _LONGEST_FIELD = 16, 1024
+_MAX_PARTS, _LONGEST_FIELD = 16, 1024
 _LONGEST_NAME = 255
 # The response reports an invalid form, so the parser must not log it.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -84,8 +84,8 @@ class Form:
 
     def _begin(self) -> None:
         self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise bad_request(f"a form must have at most {_MOST_PARTS} parts")
+        if self._parts > _MAX_PARTS:
+            raise bad_request(f"a form must have at most {_MAX_PARTS} parts")
         self._disposition, self._value = "", bytearray()
 
     # Headers and values may arrive in several calls.
@@ -131,9 +131,9 @@ def label(name: bytes) -> str:
     return shown[:_LONGEST_NAME] or "upload"
 
 
-def too_large(most_bytes: int) -> ApiError:
+def too_large(max_bytes: int) -> ApiError:
     """Return the error for a file above the limit."""
-    return ApiError(413, f"file must have at most {most_bytes} bytes", param=FILE)
+    return ApiError(413, f"file must have at most {max_bytes} bytes", param=FILE)
 
 
 def _refuse() -> NoReturn:

@@ -451,7 +451,7 @@ def test_little_kv_and_a_host_pool_give_the_same_texts_as_much_kv(recipe: str) -
         ({}, 30.0),
         ({"slo_s": 2.0}, 200.0),
         ({"slo_s": 2.0, "recipe_params": {"starvation_s": 4}}, 4.0),
-        ({"recipe": "mlfq", "starvation_s": 5.0}, 5.0),  # the deprecated alias
+        ({"recipe": "fastserve[eviction=recompute]", "starvation_s": 5.0}, 5.0),  # the deprecated alias
     ],
 )
 def test_the_threshold_of_starvation_follows_the_objective(settings: dict[str, Any], threshold_s: float) -> None:

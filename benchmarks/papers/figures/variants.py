@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from papers.figures.runs import Kept, Options
+from papers.recipes import SPELLED
 from skipjoin.observe.record import Record
 from skipjoin.options import Value
 from skipjoin.sim.experiments.machines import Machine
@@ -19,8 +20,8 @@ BATCH_CAP = 256
 class Variant:
     """A recipe with what foresees its lengths.
 
-    name: in pictures and tables. predictor: None: the recipe reads no forecasts, or reads true ones. params: of the
-    recipe, those that it does not have are left out.
+    name: in pictures and tables. recipe: its label in `papers.recipes`. predictor: None: the recipe reads no forecasts,
+    or reads true ones. params: of the recipe, those that it does not have are left out.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Variant:
 
     def on(self, machine: Machine, *, batch_cap: int = BATCH_CAP, **settings: object) -> System:
         """The variant on a machine. settings: further fields of `System`."""
-        (found,) = machine.systems(self.recipe, predictor=self.predictor, max_num_seqs=batch_cap, **settings)
+        (found,) = machine.systems(SPELLED[self.recipe], predictor=self.predictor, max_num_seqs=batch_cap, **settings)
         return replace(found, recipe_params=self.params) if self.params else found
 
 

@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from machine import describe_machine
+from papers.recipes import SPELLED
 from performance.prefix.accesses import Prompt, hit_rate
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import ContentPrefix
@@ -75,7 +76,7 @@ def _names(group: int, conversation: int, tokens: int) -> tuple[int, ...]:
 def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000, host_gib: float = 0) -> System:
     """A GPU with so much KV; without a host pool what makes way is computed again."""
     machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=host_gib)
-    (found,) = machine.systems(recipe)
+    (found,) = machine.systems(SPELLED[recipe])
     return replace(found, kv_blocks=blocks, max_model_len=length, max_num_batched_tokens=8192)
 
 

@@ -32,13 +32,14 @@ from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.observe.record import preempted
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import RECIPES, Settings, build, own
+from skipjoin.recipes import Settings, build, own
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import Cell, Extent, run
 from skipjoin.workload.workload import synthetic
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from machine import describe_machine
+from papers.recipes import SPELLED
 
 RUNNING = 128
 WAITING = (0, 100, 1_000, 10_000, 100_000)
@@ -53,7 +54,8 @@ def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
     """An engine in which RUNNING requests decode and `waiting` others queue behind what `limit` names."""
     seats = RUNNING if limit == "seats" else 2 * RUNNING
     settings = Settings(COST, max_seqs=seats, max_tokens=8192)
-    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9, "oracle": "max-tokens"}))
+    name = SPELLED[recipe]
+    policies = build(name, settings, own(name, {"starvation_s": 1e9, "oracle": "max-tokens"}))
     cached = PREFIX if limit == "prefix" else 0
     # 24 blocks each: enough for 128 + STEPS tokens, too few for a waiting prompt besides.
     core = EngineCore(Scheduler(policies, KVLedger(RUNNING * 24 + cached // BLOCK_SIZE, 0, BLOCK_SIZE)))
@@ -114,7 +116,7 @@ def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
 
 def measure_swapping(recipe: str) -> dict[str, float]:
     """Median and 95th percentile of the microseconds per decision while KV moves, and how much goes on."""
-    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(recipe)
+    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(SPELLED[recipe])
     schedule, commit = Scheduler.schedule, Scheduler.commit
     seconds: list[float] = []
 
@@ -153,7 +155,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--recipes", nargs="*", default=sorted(RECIPES))
+    parser.add_argument("--recipes", nargs="*", default=sorted(SPELLED))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     gc.freeze()

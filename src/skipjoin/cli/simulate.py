@@ -12,14 +12,14 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.cli.options import Section, Values, read_assignments, takes
+from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.cli.simulate_report import Goal, SimulationReport, kept_requests, single_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import DEPRECATED, ConfigError, with_aliases
 from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.options import Knob, check
-from skipjoin.recipes import DEFAULT, find
+from skipjoin.recipes import DEFAULT, find, names_in, read_assignments
 from skipjoin.report.bound import parse_bound
 from skipjoin.report.results import ResultsFile
 from skipjoin.sim.experiments.machines import Machine
@@ -64,7 +64,8 @@ class RunOptions:
     recipes: Annotated[
         str,
         Knob(
-            "Separated by commas; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own.",
+            "Separated by commas; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own. "
+            "NAME[PARAMETER=VALUE,...]: with parameters of its own.",
             flags=("--recipes", "--recipe"),
             metavar="NAMES",
             group=_SCHEDULING,
@@ -73,7 +74,7 @@ class RunOptions:
     params: Annotated[
         tuple[str, ...],
         Knob(
-            "A parameter of those of the recipes that have it; may be repeated.",
+            "A parameter of those of the recipes that have it, unless in brackets; may be repeated.",
             flags=("--set",),
             metavar="NAME=VALUE",
             group=_SCHEDULING,
@@ -157,7 +158,7 @@ class RunOptions:
 
     def system_values(self) -> Values:
         """Return the fields of `System` that these options set."""
-        given = read_assignments([find(name.strip()) for name in self.recipes.split(",")], self.params)
+        given = read_assignments([find(name) for name in names_in(self.recipes)], self.params, "set")
         values: Values = {"recipe_params": with_aliases(given, starvation_s=self.starvation_s)}
         return values if self.decision_ms is None else values | {"decision_s": self.decision_ms / 1000}
 

@@ -41,6 +41,7 @@ from served import Served
 
 from builtin_tasks import Task, draw_task
 from machine import describe_machine
+from papers.recipes import SPELLED
 from skipjoin.observe.record import percentile
 
 Record = dict[str, Any]
@@ -152,7 +153,7 @@ class Work:
     def server(self, entry: Entry, state: Path | str = "none") -> Iterator[Served]:
         """A fresh server. state: the folder of what it learnt."""
         options = ["--profile", str(self.profile), "--attention", self.attention]
-        options += ["--recipe", entry.recipe, *entry.options]
+        options += ["--recipe", SPELLED[entry.recipe], *entry.options]
         options += ["--max-num-seqs", str(SEATS), "--kv-cache-gib", str(KV_GIB), "--swap-space", str(SWAP_GIB)]
         # No request is refused: the comparison is about order.
         options += ["--max-num-queued-reqs", "100000", "--max-num-queued-tokens", "100000000"]

@@ -32,6 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from machine import describe_machine
+from papers.recipes import SPELLED
 from random_model import make_model
 from skipjoin.config.profile import read_profile
 from skipjoin.core.step import StepShape
@@ -107,7 +108,7 @@ def system(setup: Setup, recipe: str) -> System:
     """What the server is, for the simulator."""
     machine = Machine(hardware=str(setup.profile), kv_gib=KV_GIB, swap_gib=SWAP_GIB)
     settings = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_tokens": "exact"}
-    (found,) = machine.systems(recipe, slo_s=setup.bound_s, **settings)
+    (found,) = machine.systems(SPELLED[recipe], slo_s=setup.bound_s, **settings)
     return found
 
 
@@ -137,7 +138,7 @@ def server(setup: Setup, recipe: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [SKIPJOIN, "serve", setup.model, "--recipe", recipe, "--port", port, "--profile", setup.profile]
+    command = [SKIPJOIN, "serve", setup.model, "--recipe", SPELLED[recipe], "--port", port, "--profile", setup.profile]
     command += ["--set", "oracle=max-tokens"] if recipe == "srpt" else []
     command += ["--threads", THREADS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB, "--slo", setup.bound_s]
     command += ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS]

@@ -53,7 +53,7 @@ $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
 	@touch $@
 
 serve: $(VENV)/.runtime
-	$(BIN)/skipjoin serve $(MODEL) --recipe $(RECIPE) --host $(HOST) --port $(PORT)
+	$(BIN)/skipjoin serve $(MODEL) --recipe '$(RECIPE)' --host $(HOST) --port $(PORT)
 
 test: $(VENV)/.dev
 	$(PYTEST)

@@ -28,7 +28,7 @@ _KINDS: Mapping[type, tuple[str, type]] = {
     float: ("a number", Real),
     bool: ("true or false", bool),
 }
-_BOOLS = {"true": True, "false": False}
+_BOOLS = {"true": True, "false": False, "on": True, "off": False}
 _FOUND: dict[type, Mapping[str, Setting]] = {}  # cache of `settings_of`
 
 

@@ -28,9 +28,9 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, StepResult
-from skipjoin.recipes import RECIPES
 from support.load import load, make
 from support.policies import EVICTIONS, SOME_SYSTEMS
+from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
 from support.worlds import PIPELINES, worlds
 

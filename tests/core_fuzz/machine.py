@@ -19,8 +19,9 @@ from skipjoin.core.step import Direction, Move, StepPlan, StepResult
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Lend
-from skipjoin.recipes import EngineLimits, Settings, build
+from skipjoin.recipes import EngineLimits, Settings
 from support import policies as others
+from support.recipes import build
 
 STEP_S = 0.01
 # Evictions that a world may have instead of its recipe's.

@@ -14,7 +14,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduling.planner import StepPlanner
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Move
-from skipjoin.recipes import RECIPES
+from support.recipes import RECIPES
 
 SEED = 32
 WORLDS = 160

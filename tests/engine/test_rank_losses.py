@@ -16,8 +16,9 @@ from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.base import RankError, RankMemoryError
 from skipjoin.policies.cost import LearningCost, LinearCost
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings
 from skipjoin.sampling import SamplingParams
+from support.recipes import build
 
 COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 

@@ -33,8 +33,9 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.model.ops.build import load_library
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings
 from support.policies import DropTails, LendAll, SpillAll
+from support.recipes import build
 
 
 class Fails:

@@ -18,9 +18,9 @@ from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.stages import EvenStages
-from skipjoin.recipes import RECIPES
 from support.load import load, make
 from support.policies import COST, SYSTEMS, SwapAll
+from support.recipes import RECIPES
 from support.watch import Stepper, World
 
 ROOMY = World(device_blocks=1000, host_blocks=0, block_size=16, max_seqs=200, max_tokens=4096)

@@ -8,8 +8,8 @@ import pytest
 
 from skipjoin.core.events import Started
 from skipjoin.core.request import Request, RequestOptions, ServiceClass, Target
-from skipjoin.recipes import RECIPES
 from support.load import make
+from support.recipes import RECIPES
 from support.watch import Stepper, World
 
 # An objective that is missed already puts an urgent request behind no other.

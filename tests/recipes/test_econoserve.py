@@ -30,6 +30,7 @@ from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Workload, WorkloadRequest, synthetic
 from support.load import load, make
 from support.policies import EVICTIONS
+from support.recipes import SPELLED
 from support.simulated import SYSTEM
 from support.watch import Stepper, WatchedCore, World
 
@@ -133,7 +134,7 @@ def seen(
     """The run of a recipe, without padding unless the parameters say otherwise."""
     system = replace(
         SYSTEM,
-        recipe=recipe,
+        recipe=SPELLED[recipe],
         kv_blocks=kv_blocks,
         host_blocks=host_blocks,
         max_num_seqs=256,

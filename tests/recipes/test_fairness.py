@@ -15,10 +15,11 @@ from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.options import ConfigError
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
 from support.policies import COST, SOME_SYSTEMS, SYSTEMS
+from support.recipes import build
 from support.watch import Run, World, run
 
 WEIGHT = 2.0

@@ -45,7 +45,7 @@ def test_an_engine_finds_it_from_any_folder_and_the_package_has_no_other_recipes
     known = dict(RECIPES)
     config = EngineConfig(recipe="./my_policy.py:edf")
     monkeypatch.chdir("/")
-    assert find(config.recipe) is find(str(folder / "my_policy.py:edf"))
+    assert find(config.recipe).function is find(str(folder / "my_policy.py:edf")).function
     assert find(config.recipe).name == "my_policy.py:edf"
     assert known == RECIPES
     assert "edf" not in RECIPES

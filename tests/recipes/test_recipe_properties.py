@@ -29,9 +29,10 @@ from skipjoin.options import ConfigError
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.eviction import Lend
-from skipjoin.recipes import RECIPES, Forecasts, Settings, build
+from skipjoin.recipes import Forecasts, Settings, find
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS, Patchwork
+from support.recipes import RECIPES, build
 from support.watch import Run, Stepper, World, run
 from support.worlds import PIPELINES, combinations, world_of, worlds
 
@@ -332,8 +333,8 @@ def test_whole_maximum_never_runs_short() -> None:
 
 
 def test_an_unknown_recipe_is_refused_with_the_names_that_exist() -> None:
-    with pytest.raises(ValueError, match="fastserve-recompute, fcfs"):
-        build("lifo", Settings(COST))
+    with pytest.raises(ValueError, match="fastserve, fcfs"):
+        find("lifo")
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
@@ -352,5 +353,7 @@ def test_an_oracle_is_refused_without_true_lengths(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.needs_lossless_swap])
 def test_lossless_swapping_is_insisted_on(recipe: str) -> None:
     assert build(recipe, Settings(COST))
-    with pytest.raises(ConfigError, match=f"recipe {recipe} needs KV that returns .* swap_dtype must be auto"):
+    with pytest.raises(
+        ConfigError, match=f"recipe {RECIPES[recipe].name} needs KV that returns .* swap_dtype must be auto"
+    ):
         build(recipe, Settings(COST, lossless_swap=False))

@@ -24,9 +24,10 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Prioritized
 from skipjoin.policies.starvation import WorstCase, least_bound, starvation_within
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings
 from support.load import make
 from support.policies import COST
+from support.recipes import build
 
 LONGEST, BLOCK_SIZE = 64, 4
 MOST = WorstCase(

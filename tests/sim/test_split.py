@@ -20,11 +20,11 @@ from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.dispatch import make_dispatch
 from skipjoin.policies.eviction import KeepKv
 from skipjoin.policies.predictors import most_tokens
-from skipjoin.recipes import RECIPES
 from skipjoin.sim.driver import Arrivals, Replica, simulate_traffic
 from skipjoin.sim.hardware import NETWORK_LATENCY_S
 from skipjoin.sim.split import Handover, Network, SplitTraffic, SplitWatcher
 from support.load import load, make
+from support.recipes import RECIPES
 from support.watch import World
 
 order = attrgetter("request.id")

@@ -15,7 +15,7 @@ from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap
-from skipjoin.recipes import RECIPES
+from support.recipes import RECIPES
 
 # A machine on which every term of the cost counts. Moving any KV takes less than to compute it again, and long enough
 # to be done ahead of need.

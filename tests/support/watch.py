@@ -19,9 +19,10 @@ from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
 from skipjoin.options import Value
-from skipjoin.recipes import EngineLimits, Settings, build, own
+from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST
+from support.recipes import build, own
 
 # One entry per plan: when, and the plan with request ids in place of requests.
 Trace = list[tuple[float, Any]]

@@ -11,9 +11,10 @@ from typing import Any
 from papers.figures.report import settings_of, table
 from papers.figures.runs import Kept, Options, Result, cells, poisson
 from papers.figures.variants import Variant, lasting
+from papers.recipes import LABELLED
 from skipjoin.observe.record import Record, Slo
 from skipjoin.options import Value
-from skipjoin.recipes import RECIPES, Forecasts
+from skipjoin.recipes import Forecasts
 from skipjoin.report.bound import field_value
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import Cell
@@ -74,7 +75,7 @@ NOISE = "noise"
 
 def variants(*names: str) -> tuple[Variant, ...]:
     """Return variants of recipes; those that read forecasts get forecasts with the trace's noise."""
-    return tuple(Variant(name, name, NOISE if RECIPES[name].forecasts is Forecasts.LEARNT else None) for name in names)
+    return tuple(Variant(name, name, NOISE if LABELLED[name].forecasts is Forecasts.LEARNT else None) for name in names)
 
 
 def known(variant: Variant) -> Variant:
@@ -82,7 +83,7 @@ def known(variant: Variant) -> Variant:
     return variant if variant.predictor is None else replace(variant, predictor="oracle")
 
 
-MULTIRES = [name for name in ("multires", "synccoupled") if name in RECIPES]
+MULTIRES = ("multires", "synccoupled")
 BASELINES = variants("orca", "srpt", "fastserve", "fcfs", "sarathi", *MULTIRES)
 ABLATIONS = variants("econoserve-d", "econoserve-sd", "econoserve-sdo", "econoserve")
 SYNCED, ECONOSERVE = ABLATIONS[1], ABLATIONS[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from papers.recipes import SPELLED
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.system import System
 
@@ -23,6 +24,6 @@ RECIPES = ("static", "fcfs", "fastserve", "srpt")
 
 
 def system(recipe: str, model: str = "opt-13b", *, batch_cap: int = BATCH_CAP) -> System:
-    """Return a recipe in the standard setting."""
-    (found,) = MACHINES[model].systems(recipe, max_num_seqs=batch_cap, max_tokens=MAX_TOKENS)
+    """Return a recipe, by its label, in the standard setting."""
+    (found,) = MACHINES[model].systems(SPELLED[recipe], max_num_seqs=batch_cap, max_tokens=MAX_TOKENS)
     return found

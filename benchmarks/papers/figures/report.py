@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 import harness
 from papers.figures.runs import DURATION_S, SEEDS, Options, Result, Search, by_rate, mean, pick
+from papers.recipes import label_of
 from skipjoin.observe.record import Record
 from skipjoin.report.bound import MaximumRate
 from skipjoin.report.plots import style
@@ -97,7 +98,8 @@ def settings_of(
         name += "" if of.swap_dtype == "auto" else f", {of.swap_dtype} on the host"
         name += f", {of.max_tokens} tokens asked for" if isinstance(of.max_tokens, int) else ""
         recipes = groups.setdefault(name, {"recipes": [], **of.describe()})["recipes"]
-        recipe = of.recipe if of.predictor is None else f"{of.recipe} {of.predictor}"
+        label = label_of(of.recipe)
+        recipe = label if of.predictor is None else f"{label} {of.predictor}"
         if recipe not in recipes:
             recipes.append(recipe)
     return {

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from papers.recipes import label_of
 from skipjoin.observe.record import NO_SLO, Record, Slo
 from skipjoin.report.bound import MaximumRate, field_value, maximum_rate, parse_bound
 from skipjoin.sim.experiments.simulation import Cell, Extent
@@ -83,9 +84,12 @@ def cells(
 
 
 def slim(record: Record) -> Record:
-    """Return a record without its curves, but with the longest completion time."""
+    """Return a record without its curves, but with the recipe's label and the longest completion time."""
     kept = {name: value for name, value in record.items() if name not in ("series", "quantiles")}
-    return kept | {"longest_jct_s": max(record["quantiles"]["jct_s"], default=None)}
+    return kept | {
+        "recipe": label_of(record["recipe"]),
+        "longest_jct_s": max(record["quantiles"]["jct_s"], default=None),
+    }
 
 
 class Kept:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from papers.figures.runs import Kept, Options
+from papers.recipes import SPELLED
 from skipjoin.observe.record import Record
 from skipjoin.options import Value
 from skipjoin.sim.experiments.machines import Machine
@@ -21,6 +22,7 @@ class Variant:
 
     Attributes:
         name: Name in pictures and tables.
+        recipe: Label in `papers.recipes`.
         predictor: Forecaster, or None if the recipe reads no forecasts or true lengths.
         params: Parameters of the recipe; unknown ones are ignored.
     """
@@ -32,7 +34,7 @@ class Variant:
 
     def on(self, machine: Machine, *, batch_cap: int = BATCH_CAP, **settings: object) -> System:
         """Return the variant on a machine; `settings` are further fields of `System`."""
-        (found,) = machine.systems(self.recipe, predictor=self.predictor, max_num_seqs=batch_cap, **settings)
+        (found,) = machine.systems(SPELLED[self.recipe], predictor=self.predictor, max_num_seqs=batch_cap, **settings)
         return replace(found, recipe_params=self.params) if self.params else found
 
 

@@ -42,6 +42,7 @@ from common import (
 )
 from grid import FAR, next_place
 
+from papers.recipes import SPELLED
 from skipjoin.config import EngineConfig
 from skipjoin.config.profile import read_profile, write_profile
 from skipjoin.engine.build import engine_around
@@ -149,9 +150,9 @@ class Bench:
         assert self._config is not None
         config = dataclasses.replace(
             self._config,
-            recipe=recipe,
+            recipe=SPELLED[recipe],
             profile=str(self.profile),
-            recipe_params=own(recipe, {"oracle": "max-tokens"}),
+            recipe_params=own(SPELLED[recipe], {"oracle": "max-tokens"}),
             **({"slo_s": self.bound_s} if math.isfinite(self.bound_s) else {}),
         )
         return drive(engine_around(self._loaded, config), jobs, until_s)
@@ -165,7 +166,7 @@ class Bench:
             max_model_len=setting.max_model_len,
         )
         (found,) = machine.systems(
-            recipe,
+            SPELLED[recipe],
             slo_s=self.bound_s,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,

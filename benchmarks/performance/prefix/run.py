@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
+from papers.recipes import SPELLED
 from performance.prefix.accesses import Prompt, hit_rate
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import ContentPrefix
@@ -76,7 +77,7 @@ def _names(group: int, conversation: int, tokens: int) -> tuple[int, ...]:
 def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000, host_gib: float = 0) -> System:
     """Return a GPU with `blocks` of KV; without a CPU pool, preempted requests are recomputed."""
     machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=host_gib)
-    (found,) = machine.systems(recipe)
+    (found,) = machine.systems(SPELLED[recipe])
     return replace(found, kv_blocks=blocks, max_model_len=length, max_num_batched_tokens=8192)
 
 

@@ -33,13 +33,14 @@ from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.observe.record import preempted
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import RECIPES, Settings, build, own
+from skipjoin.recipes import Settings, build, own
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import Cell, Extent, run
 from skipjoin.workload.workload import synthetic
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
+from papers.recipes import SPELLED
 
 RUNNING = 128
 WAITING = (0, 100, 1_000, 10_000, 100_000)
@@ -54,7 +55,8 @@ def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
     """Return an engine with RUNNING decoding requests and `waiting` queued ones that `limit` blocks."""
     slots = RUNNING if limit == "seats" else 2 * RUNNING
     settings = Settings(COST, max_seqs=slots, max_tokens=8192)
-    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9, "oracle": "max-tokens"}))
+    name = SPELLED[recipe]
+    policies = build(name, settings, own(name, {"starvation_s": 1e9, "oracle": "max-tokens"}))
     cached = PREFIX if limit == "prefix" else 0
     # 24 blocks each are enough for 128 + STEPS tokens, and leave too few for a waiting prompt.
     core = EngineCore(Scheduler(policies, KVLedger(RUNNING * 24 + cached // BLOCK_SIZE, 0, BLOCK_SIZE)))
@@ -115,7 +117,7 @@ def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
 
 def measure_swapping(recipe: str) -> dict[str, float]:
     """Return the microseconds per decision while KV is swapped, and the load of the run."""
-    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(recipe)
+    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(SPELLED[recipe])
     schedule, commit = Scheduler.schedule, Scheduler.commit
     seconds: list[float] = []
 
@@ -148,7 +150,7 @@ def measure_swapping(recipe: str) -> dict[str, float]:
 
 def main() -> None:
     parser = harness.parser(__doc__, repeats=5)
-    parser.add_argument("--recipes", nargs="*", default=sorted(RECIPES))
+    parser.add_argument("--recipes", nargs="*", default=sorted(SPELLED))
     args = parser.parse_args()
     gc.freeze()
     record = harness.new_record(steps=STEPS, rows=[])

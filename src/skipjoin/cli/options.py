@@ -20,8 +20,8 @@ import typer
 from skipjoin.cli.settings_file import read_settings, variable
 from skipjoin.config.profile import read_profile
 from skipjoin.model.config import ModelError
-from skipjoin.options import ConfigError, Setting, Value, settings_of
-from skipjoin.recipes import Recipe, check_names, described, find
+from skipjoin.options import ConfigError, Setting, settings_of
+from skipjoin.recipes import find, read_assignments
 from skipjoin.sampling import ParameterError
 
 BAD_INPUT = 2
@@ -267,25 +267,6 @@ def _check_conflicts(parameters: Sequence[inspect.Parameter]) -> None:
             seen.add(name)
 
 
-def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str]) -> dict[str, Value]:
-    """Parse parameters of recipes from texts such as "starvation_s=3".
-
-    Raises:
-        ConfigError: If a text is malformed, a name is repeated, or no recipe has the parameter. The message lists the
-            recipes' parameters.
-    """
-    found: dict[str, Value] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not (name and equals):
-            raise ConfigError(f"set must be NAME=VALUE, got {text!r}: {described(recipes)}")
-        if name in found:
-            raise ConfigError(f"set: {name} is given twice")
-        check_names(recipes, [name])
-        found[name] = next(one.parameters[name] for one in recipes if name in one.parameters).read(value)
-    return found
-
-
 def engine_values(values: Values) -> Values:
     """Parse the texts of `--set`, and validate the profile's file before slow work begins.
 
@@ -295,4 +276,4 @@ def engine_values(values: Values) -> Values:
     if values["profile"] not in ("auto", "off", ""):
         read_profile(Path(values["profile"]))
     texts = values["recipe_params"] or ()
-    return values | {"recipe_params": read_assignments([find(values["recipe"])], texts)}
+    return values | {"recipe_params": read_assignments([find(values["recipe"])], texts, "set")}

@@ -12,14 +12,14 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.cli.options import Section, Values, read_assignments, takes
+from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.cli.simulate_report import Goal, SimulationReport, kept_requests, single_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.options import Option, check
-from skipjoin.recipes import DEFAULT, find
+from skipjoin.recipes import DEFAULT, find, names_in, read_assignments
 from skipjoin.report.bound import parse_bound
 from skipjoin.report.results import ResultsFile
 from skipjoin.sim.experiments.machines import Machine
@@ -64,7 +64,8 @@ class RunOptions:
     recipes: Annotated[
         str,
         Option(
-            "Separated by commas; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own.",
+            "Separated by commas; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own. "
+            "NAME[PARAMETER=VALUE,...]: with parameters of its own.",
             flags=("--recipes", "--recipe"),
             metavar="NAMES",
             group=_SCHEDULING,
@@ -74,7 +75,7 @@ class RunOptions:
     params: Annotated[
         tuple[str, ...],
         Option(
-            "A parameter of those of the recipes that have it; may be repeated.",
+            "A parameter of those of the recipes that have it, unless in brackets; may be repeated.",
             flags=("--set",),
             metavar="NAME=VALUE",
             group=_SCHEDULING,
@@ -166,7 +167,7 @@ class RunOptions:
 
     def system_values(self) -> Values:
         """Return the fields of `System` that these options set."""
-        given = read_assignments([find(name.strip()) for name in self.recipes.split(",")], self.params)
+        given = read_assignments([find(name) for name in names_in(self.recipes)], self.params, "set")
         values: Values = {"recipe_params": given}
         return values if self.decision_ms is None else values | {"decision_s": self.decision_ms / 1000}
 

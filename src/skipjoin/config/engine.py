@@ -116,7 +116,8 @@ class EngineConfig:
     recipe: Annotated[
         str,
         Option(
-            "The scheduler; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own.",
+            "The scheduler; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own. "
+            "NAME[PARAMETER=VALUE,...]: with parameters.",
             flags=("--recipe", "--scheduling-policy"),
             metavar="NAME",
             group=SCHEDULING,

@@ -11,7 +11,7 @@ from skipjoin.options import ConfigError, Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort
-from skipjoin.policies.eviction import ProactiveSwap
+from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.fairness import Fair, FairSteps
 from skipjoin.policies.ordering import Prioritized
 from skipjoin.policies.predictors import forecast_tokens, most_tokens
@@ -25,6 +25,16 @@ Oracle = Annotated[
         "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
         "knows the lengths",
         choices=("none", "max-tokens"),
+    ),
+]
+
+# What happens to KV when blocks run short.
+EvictionChoice = Annotated[
+    str,
+    Option(
+        "When memory runs short, KV is swapped ahead of need, swapped when a step lacks blocks, or dropped and "
+        "recomputed, or new requests wait",
+        choices=("proactive", "reactive", "recompute", "defer"),
     ),
 ]
 
@@ -106,6 +116,19 @@ def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: Eviction
     """Return the policies that preemptive systems share, with proactive swapping if `eviction` is None."""
     batcher = greedy(s, s.max_tokens, chunked=True)
     return classed(s, ordering, batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
+
+
+def eviction_of(s: Settings, name: str, *, drop_share: float = DROP_SHARE) -> EvictionPolicy:
+    """Return the policy of an `EvictionChoice`."""
+    match name:
+        case "reactive":
+            return Swap(s.cost, drop_share=drop_share)
+        case "recompute":
+            return Recompute()
+        case "defer":
+            return Defer()
+        case _:
+            return ProactiveSwap(s.cost, drop_share=drop_share)
 
 
 def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], float]:

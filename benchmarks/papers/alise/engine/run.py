@@ -36,6 +36,7 @@ from served import serve
 
 import harness
 from builtin_tasks import Task, draw_task
+from papers.recipes import SPELLED
 from servers import Skipjoin
 from skipjoin.observe.record import percentile
 
@@ -151,7 +152,7 @@ class Work:
     def server(self, entry: Entry, state: Path | str = "none") -> Skipjoin:
         """Start a server with the forecast folder `state`."""
         options: list[object] = ["--profile", self.profile, "--attention", self.attention]
-        options += ["--recipe", entry.recipe, *entry.options]
+        options += ["--recipe", SPELLED[entry.recipe], *entry.options]
         options += ["--max-num-seqs", MAX_SEQS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
         # The comparison is about order, so no request is refused.
         options += ["--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000]

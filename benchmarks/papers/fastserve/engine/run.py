@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 import harness
+from papers.recipes import SPELLED
 from random_model import make_model
 from servers import Skipjoin
 from skipjoin.config.profile import read_profile
@@ -102,7 +103,7 @@ def system(setup: Setup, recipe: str) -> System:
     """Return the simulated counterpart of the server."""
     machine = Machine(hardware=str(setup.profile), kv_gib=KV_GIB, swap_gib=SWAP_GIB)
     settings = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_tokens": "exact"}
-    (found,) = machine.systems(recipe, slo_s=setup.bound_s, **settings)
+    (found,) = machine.systems(SPELLED[recipe], slo_s=setup.bound_s, **settings)
     return found
 
 
@@ -128,7 +129,7 @@ def light_iteration(profile: Path) -> float:
 
 def start(setup: Setup, recipe: str) -> Skipjoin:
     """Start a server."""
-    options: list[object] = ["--recipe", recipe, "--profile", setup.profile, "--slo", setup.bound_s]
+    options: list[object] = ["--recipe", SPELLED[recipe], "--profile", setup.profile, "--slo", setup.bound_s]
     options += ["--set", "oracle=max-tokens"] if recipe == "srpt" else []
     options += ["--threads", THREADS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
     options += ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS]

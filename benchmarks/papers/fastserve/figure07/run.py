@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 from papers.figures.report import main, table
 from papers.figures.runs import Options, Result
+from papers.recipes import SPELLED
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.step import StepShape
 from skipjoin.report.plots import style
@@ -67,7 +68,7 @@ class Example:
 def timeline(recipe: str) -> tuple[list[list[float]], float]:
     """Return (start, end, job) of every iteration, and the mean completion time."""
     system = System(
-        recipe=recipe,
+        recipe=SPELLED[recipe],
         model="units",
         hardware="units",
         cost=UnitCost(),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from skipjoin.config import ConfigError, SwapType, check_swap_type
 from skipjoin.config.profile import read_profile
 from skipjoin.options import Option, check
-from skipjoin.recipes import check_names, find
+from skipjoin.recipes import check_names, find, names_in
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.hardware import parse_hardware
 from skipjoin.sim.models import model_shape
@@ -91,7 +91,7 @@ class Machine:
         check_swap_type(self.swap_dtype, "swap_gib", self.swap_gib)
 
     def systems(self, recipes: str, **settings: Any) -> list[System]:
-        """Return one system per recipe of a comma-separated list.
+        """Return one system per recipe of a list such as "fcfs,fastserve[eviction=recompute],./mine.py:edf".
 
         Recipes that need lossless swapping get it regardless of `swap_dtype`.
 
@@ -99,12 +99,14 @@ class Machine:
             settings: Further fields of `System`.
 
         Raises:
-            ConfigError: If a name is unknown, the model does not fit, or a setting is out of bounds.
+            ConfigError: If a recipe is unknown or named twice, the model does not fit, or a setting is out of bounds.
         """
-        names = [name.strip() for name in recipes.split(",")]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"recipes must differ, but {twice} is named twice")
-        check_names([find(name) for name in names], settings.get("recipe_params", {}))
+        names = names_in(recipes)
+        found = [find(name) for name in names]
+        shown = [recipe.name for recipe in found]
+        if twice := next((name for name in shown if shown.count(name) > 1), None):
+            raise ConfigError(f"recipes must differ in results, but two are called {twice}: drop or rename one of them")
+        check_names(found, settings.get("recipe_params", {}))
         return [System(recipe=name, **self._for_recipe(name)._values(name, settings)) for name in names]
 
     def _values(self, recipe: str, settings: dict[str, Any]) -> dict[str, Any]:

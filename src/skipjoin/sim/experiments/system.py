@@ -48,7 +48,7 @@ class System:
     """Simulated system: a recipe on a machine.
 
     Attributes:
-        recipe_params: Parameters of any recipes; others than this recipe's are ignored.
+        recipe_params: Parameters of any recipes; those that this recipe lacks, or has in its name, are ignored.
         model, hardware: Names for the record.
         cost: Cost model of steps and transfers.
         stages: Number of pipeline stages.
@@ -239,11 +239,12 @@ class System:
 
     @property
     def own_params(self) -> dict[str, Value]:
-        """Those of `recipe_params` that this recipe has."""
+        """Those of `recipe_params` that this recipe has and does not have in its name."""
         return own(self.recipe, self.recipe_params)
 
     def describe(self) -> Record:
         """Return the record's settings: everything besides the workload that affects the figures."""
+        given = {**self.recipe_params, **find(self.recipe).fixed}
         return {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -255,7 +256,7 @@ class System:
             "swap_dtype": self.swap_dtype,
             "max_model_len": self.max_model_len,
             # Always present, for compatibility with earlier records.
-            "starvation_s": self.recipe_params.get("starvation_s", starvation_after(self.slo_s)),
+            "starvation_s": given.get("starvation_s", starvation_after(self.slo_s)),
             "max_tokens": self.max_tokens,
             "stages": self.stages,
             "stage_shares": [round(share, 4) for share in self.stage_shares] or None,

@@ -1,4 +1,4 @@
-"""Predecessors of EconoServe with exact reservations for whole requests (EconoServe section 2)."""
+"""Ablations of EconoServe (section 4), and its predecessors with exact reservations for whole requests (section 2)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,22 @@ from skipjoin.core.request import Request
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholeClaims, WholePrompts
 from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths, Phase
 from skipjoin.policies.eviction import Swap
+from skipjoin.recipes import Forecasts, Params, Settings, recipe
+from skipjoin.recipes.econoserve import ClaimParams, GroupParams, decoupled
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
-from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
+
+
+@recipe(forecasts=Forecasts.LEARNT)
+def econoserve_sd(s: Settings, p: GroupParams) -> Policies:
+    """EconoServe without nested reservations and its order: separate queues, groups (EconoServe section 4, -SD)."""
+    lengths = PaddedLengths(p.padding)
+    return decoupled(s, p, lengths, ByGroup(lengths, p.length_range), groups=True)
+
+
+@recipe(forecasts=Forecasts.LEARNT)
+def econoserve_d(s: Settings, p: ClaimParams) -> Policies:
+    """EconoServe with separate queues and exact reservations only (EconoServe section 4, -D)."""
+    return decoupled(s, p, PaddedLengths(p.padding), ByArrival(), groups=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from skipjoin.core.kv.block_pool import BlockPool, Key
 from skipjoin.core.kv.ledger import KVLedger
@@ -64,8 +65,8 @@ class Device:
         self._size = kv.block_size
         self._is_exact = is_exact
         self._voids = voids
-        self._tags: dict[Request, list[int]] = {}
-        self._prefixes: dict[Request, ContentPrefix] = {}
+        self._tags: MutableMapping[Request, list[int]] = WeakKeyDictionary()
+        self._prefixes: MutableMapping[Request, ContentPrefix] = WeakKeyDictionary()
         self._content: dict[Key, list[int]] = {}  # of the block that a prefix-cache key stands for
         self._marker = _TAGS
         self.clear()
@@ -76,7 +77,7 @@ class Device:
         self._host: Pool = [[GARBAGE] * self._size for _ in range(self._kv.cpu_total)]
         self._transit: deque[_Copy] = deque()
         # The tokens that the latest plan with slices sampled: their positions, and whether they are right.
-        self._rows: dict[Request, tuple[int, bool]] = {}
+        self._rows: MutableMapping[Request, tuple[int, bool]] = WeakKeyDictionary()
         self._given_up: set[Request] = set()
         self.tainted: dict[int, str] = {}
 
@@ -181,7 +182,7 @@ class Device:
             end = piece.start + piece.tokens
             if index not in self.tainted and (text := self._problem(piece.request, tags, piece.blocks, end)):
                 raise FindingError("race", f"two slices of one plan use a slot: {text}")
-        self._rows = rows
+        self._rows = WeakKeyDictionary(rows)
         return given_up
 
     def _tags_of(self, request: Request, end: int) -> list[int]:

@@ -252,7 +252,7 @@ def test_outputs_that_end_by_a_stop_token_are_the_same(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_aborts_disturb_nobody(case: str) -> None:
+def test_aborts_leave_the_tokens_of_others_unchanged(case: str) -> None:
     alone = outputs_alone("opt")
     victims = {1: (1, 3), 4: (6,), 9: (4,)}  # by the number of plans that are made before they are aborted
     core, executor = forced(case, "opt")

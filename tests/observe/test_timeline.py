@@ -229,7 +229,7 @@ def test_parts_whose_times_do_not_fit_together_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_why_requests_left(overlap: bool) -> None:
+def test_finish_reasons_are_drawn(overlap: bool) -> None:
     """Stopped by a token, given up while a step ran, given up before it ever ran, and out of time."""
     stepper = Stepper(World("fcfs", 1 + overlap, overlap, max_seqs=3).core())  # tokens are positions
     stepper.add(

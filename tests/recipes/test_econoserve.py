@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded_traces import PIPELINES
 
 from skipjoin.core.events import Claimed, Event, Finished, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
@@ -33,6 +32,7 @@ from support.policies import EVICTIONS
 from support.recipes import SPELLED
 from support.simulated import SYSTEM
 from support.watch import Stepper, WatchedCore, World
+from support.worlds import PIPELINES
 
 VARIANTS = ("econoserve", "econoserve-sdo", "econoserve-sd", "econoserve-d")
 # Half of the requests are long, half of them short: 64 + 960 and 16 + 100 tokens.

@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from skipjoin.model.causal_lm import Decoder
+from typing import Any, TypeVar
 
 # Entry points of this group name the decoder class of a family.
 ENTRY_POINTS = "skipjoin.families"
@@ -29,7 +26,8 @@ class Family:
     """Model family; see `family` for the fields."""
 
     name: str
-    decoder: type[Decoder]
+    # A `Decoder`, whose module imports the configuration, which imports this one.
+    decoder: type[Any]
     architectures: Mapping[str, str]
     fields: ReadFields
     prefix: str

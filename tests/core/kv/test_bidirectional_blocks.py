@@ -184,7 +184,7 @@ def fill(kv: KVLedger, request: Request, tokens: int) -> list[Move]:
     return moves
 
 
-def test_the_empty_slots_go_first_then_only_what_is_overwritten_leaves() -> None:
+def test_a_borrower_fills_empty_slots_first_and_only_overwritten_slots_are_saved() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 6, reverse=True), request_of(1, reverse=False)
     assert kv.sharing.lend(owner, 1, borrower)
@@ -201,7 +201,7 @@ def test_the_empty_slots_go_first_then_only_what_is_overwritten_leaves() -> None
     assert kv.sharing.tokens_there(owner) == 4
 
 
-def test_slots_come_back_in_place_once_the_borrower_has_left() -> None:
+def test_slots_are_restored_in_place_after_the_borrower_has_left() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 1, borrower)
@@ -217,7 +217,7 @@ def test_slots_come_back_in_place_once_the_borrower_has_left() -> None:
     assert (kv.cpu_free, kv.blocks_of(owner).room, kv.sharing.lent_blocks) == (4, 8, 0)
 
 
-def test_or_in_another_block_with_what_was_left() -> None:
+def test_slots_are_restored_in_another_block_while_the_borrower_remains() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 1, borrower)
@@ -236,7 +236,7 @@ def test_or_in_another_block_with_what_was_left() -> None:
     assert (kv.footprint(owner), kv.footprint(borrower), kv.sharing.lent_blocks) == (2, 1, 0)
 
 
-def test_both_run_in_one_block_until_it_is_full() -> None:
+def test_owner_and_borrower_run_in_one_block_until_it_is_full() -> None:
     kv = KVLedger(2, 4, 8)
     owner, borrower = filled(kv, 0, 2, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 0, borrower)
@@ -247,7 +247,7 @@ def test_both_run_in_one_block_until_it_is_full() -> None:
     assert fill(kv, borrower, 8) == []
 
 
-def test_what_is_shared_by_its_key_is_not_lent_and_what_is_lent_has_no_key() -> None:
+def test_blocks_of_the_prefix_cache_are_not_lent_and_lent_blocks_have_no_key() -> None:
     kv = KVLedger(6, 4, SIZE)
     owner, other, borrower = (request_of(number, reverse=number < 2) for number in range(3))
     for one in (owner, other):
@@ -267,7 +267,7 @@ def test_what_is_shared_by_its_key_is_not_lent_and_what_is_lent_has_no_key() -> 
     assert kv.hit(other).tokens == 8
 
 
-def test_nothing_is_lent_without_a_host_block_for_each() -> None:
+def test_lending_needs_a_cpu_tier_block_for_each_block() -> None:
     kv = KVLedger(4, 1, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
     assert not kv.sharing.lend(owner, 0, borrower)
@@ -293,7 +293,7 @@ def lose_a_copy(kv: KVLedger) -> None:
 
 
 @pytest.mark.parametrize("corrupt", [lose_a_slot, forget_a_borrower, miscount, lose_a_copy])
-def test_the_proof_finds_what_is_broken(corrupt: Callable[[KVLedger], None]) -> None:
+def test_check_finds_corrupted_shared_blocks(corrupt: Callable[[KVLedger], None]) -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 7, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 1, borrower)

@@ -115,7 +115,7 @@ def test_without_overlap_a_request_in_flight_is_not_chosen_again() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
-def test_who_needs_space_gets_it_though_everybody_is_in_flight(recipe: str) -> None:
+def test_a_request_that_needs_blocks_gets_them_while_all_others_are_in_flight(recipe: str) -> None:
     """Whoever is in every plan can never be evicted; so it is passed over once, when its space is needed."""
     stepper = Stepper(World(recipe, 2, True, device_blocks=10).core())
     stepper.add(make(0, 20, 19), make(1, 12, 19))

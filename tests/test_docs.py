@@ -87,7 +87,7 @@ def test_the_examples_of_the_policy_page_make_a_recipe() -> None:
     names["recipe"] = lambda make: built.setdefault(make.__name__, make)
     exec(compile("from __future__ import annotations\n" + code, "add-a-policy.md", "exec"), names)
     make_params, cost = names["LeastServedParams"], LinearCost(floor=0.01, prefill_token=1e-4)
-    policies = built["least_served"](Settings(cost, max_seqs=2), make_params(quantum_tokens=8, swap_tokens=30))
+    policies = built["min_served"](Settings(cost, max_seqs=2), make_params(quantum_tokens=8, swap_tokens=30))
     happened: list[Event] = []
     for one in (built["late_first"](Settings(cost, max_seqs=2)), policies):
         happened.clear()

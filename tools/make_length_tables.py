@@ -41,7 +41,7 @@ class Source:
 
     file: str
     source: str
-    licence: str
+    license: str
     published: dict[str, Any]
     caveat: str
 
@@ -68,7 +68,7 @@ SOURCES = {
         "lmsys_chat_1m_first_turn.csv",
         "First turn of LMSYS-Chat-1M conversations, as token counts of efeslab/Nanoflow @d6b381e5 "
         "datasets/traces/lmsys.csv: LLaMA tokenizer with BOS; 50,000 of 100,000 rows, drawn at random.",
-        "Apache-2.0 (Nanoflow); the text of LMSYS-Chat-1M has a licence of its own. Only quantiles of lengths are "
+        "Apache-2.0 (Nanoflow); the text of LMSYS-Chat-1M has a license of its own. Only quantiles of lengths are "
         "here.",
         {"prompt": 90.5, "output": 237.04, "where": "BROS table 2 (RT-LMSYS-CHAT-1M)"},
         "The measured mean output is 12 % below the published one; BROS does not say which rows or tokenizer it "
@@ -109,7 +109,7 @@ def make_table(pairs: Sequence[Pair], source: Source) -> dict[str, Any]:
         )
     return {
         "source": source.source,
-        "licence": source.licence,
+        "license": source.license,
         "caveat": source.caveat,
         "published": source.published,
         "rows": len(pairs),

@@ -43,7 +43,7 @@ METRIC_GROUPS = {
     "Engine": ("engine_", "stage_", "iteration_", "batch_cap"),
     "Requests and latency": ("",),
 }
-FORECASTS = {Forecasts.NONE: "", Forecasts.LEARNT: "predicted", Forecasts.TRUE: "true lengths"}
+FORECASTS = {Forecasts.NONE: "", Forecasts.LEARNED: "predicted", Forecasts.TRUE: "true lengths"}
 
 
 def pages() -> dict[str, str]:

@@ -270,7 +270,7 @@ the {HELD_OUT_PERCENT} % that training never saw, per family:
 {rows}
 
 A bare completion works too if a line break ends the prompt. Long conversations, other wordings and other tasks are
-outside of what it learnt.
+outside of what it learned.
 """
     )
 

@@ -99,7 +99,7 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
         (("serve", "--port", "99999"), "--port must be in [0, 65535]"),
         (("serve", "--load-format", "random"), "--load-format must be one of auto, dummy, got 'random'"),
         (("serve", "--kv-cache-gib", "0"), "--kv-cache-gib must be in (0,"),
-        (("serve", "--forecaster", "magic"), "forecaster must be one of learnt, alise, prior, none, got 'magic'"),
+        (("serve", "--forecaster", "magic"), "forecaster must be one of learned, alise, prior, none, got 'magic'"),
         (("serve", "--forecast-entries", "0"), "--forecast-entries must be in [1,"),
         (("convert", "/no/such/folder", "/tmp/target"), "/no/such/folder"),
     ],

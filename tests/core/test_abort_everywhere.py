@@ -68,7 +68,7 @@ class Scene:
         self.stepper.add(make(9, prompt, 3, priority=-1))
 
     def hold_back(self, prompt: int = 8) -> None:
-        """Requests that take all seats, so that who decodes now becomes idle."""
+        """Requests that take all slots, so that who decodes now becomes idle."""
         self.stepper.add(*(make(number, prompt, 12, priority=-1) for number in range(10, 16)))
 
 

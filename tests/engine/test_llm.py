@@ -125,7 +125,7 @@ def test_stop_strings_of_another_type_are_named(given: Any) -> None:
         SamplingParams(stop_token_ids=given)
 
 
-def test_lengths_are_learnt_from_every_end_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_learned_from_every_end_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop token and a stop string are ends; the most tokens is none, nor is another prompt that is refused."""
     settings: dict[str, Any] = {"recipe": "alise", "forecast_dir": str(tmp_path), "kv_cache_gib": 0.05}
     settings |= {"progress": False, "threads": 1, "profile": "off"}

@@ -148,19 +148,19 @@ def make_core(
     *,
     device_blocks: int,
     host_blocks: int = 0,
-    seats: int = 2,
+    slots: int = 2,
     chunk: int | None = None,
     depth: int = 1,
     overlap: bool = False,
     stages: int = 1,
 ) -> EngineCore:
-    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting. stages:
+    """An engine that rotates its requests through `slots` slots. chunk: most tokens per step; None: no cutting. stages:
     between which batches are shared out, prompts in pieces of two tokens and more."""
     tokens = chunk or 10_000
-    batcher: Batcher = Greedy(seats, tokens, chunked=chunk is not None)
+    batcher: Batcher = Greedy(slots, tokens, chunked=chunk is not None)
     if stages > 1:
         cost, cuts = LinearCost(floor=2.0, prefill_token=1.0, decode=0.5), chunk is not None
-        batcher = EvenStages(batcher, cost, stages, most_seqs=seats * stages, most_tokens=tokens * stages, cuts=cuts)
+        batcher = EvenStages(batcher, cost, stages, max_seqs=slots * stages, max_tokens=tokens * stages, cuts=cuts)
     policies = Policies(Rotating(has_classes=eviction.lends), batcher, OnDemand(), eviction)
     ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
     return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))
@@ -172,7 +172,7 @@ def engine(
     *,
     device_blocks: int,
     host_blocks: int = 0,
-    seats: int = 2,
+    slots: int = 2,
     chunk: int | None = None,
     depth: int = 1,
     late: int | None = None,
@@ -186,7 +186,7 @@ def engine(
         eviction,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
-        seats=seats,
+        slots=slots,
         chunk=chunk,
         depth=depth,
         overlap=depth > 1,

@@ -204,7 +204,7 @@ def test_each_rank_that_samples_has_its_own_states(
 @pytest.mark.parametrize("after", [1, 6, 28])
 def test_states_are_made_again_after_a_restart(after: int, tp: int, pp: int, probes: list[Probe]) -> None:
     requests = mixed_requests()
-    core = make_core(SwapAll(), device_blocks=16, host_blocks=60, seats=2, depth=pp)
+    core = make_core(SwapAll(), device_blocks=16, host_blocks=60, slots=2, depth=pp)
     lost = thread_executor(tp, pp, "llama", device_blocks=16, host_blocks=60)
     drive(core, lost, requests, stop_after=after)
     finished = [request for request in requests if request.finish_reason is not None]

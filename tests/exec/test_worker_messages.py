@@ -28,7 +28,7 @@ class Mirrored(LocalExecutor):
         self._local = local
         self.writer, self.reader = PlanWriter(), PlanReader()
         self.sizes: list[int] = []
-        self.most_mirrored = 0
+        self.max_mirrored = 0
         self._moves: list[Move] = []
 
     def submit(self, plan: StepPlan, now: float):
@@ -38,7 +38,7 @@ class Mirrored(LocalExecutor):
         assert self.reader.checksum == self.writer.checksum
         for request in self.reader.finished:
             self._local.on_finished(request)
-        self.most_mirrored = max(self.most_mirrored, len(self.reader._requests))
+        self.max_mirrored = max(self.max_mirrored, len(self.reader._requests))
         check_same(plan, read)
         self._moves += (*plan.blocking, *plan.overlapped)
         return Back(self, plan, self._local.submit(read, now))
@@ -88,7 +88,7 @@ def check_same_request(ours: Request, theirs: Request, end: int) -> None:
 @pytest.mark.parametrize("eviction", [SwapAll, lambda: Restless(3)])
 def test_ranks_see_the_plans_that_were_made(eviction: Callable, depth: int) -> None:
     model = tiny_model("llama")
-    options = dict(device_blocks=14, host_blocks=60, seats=2, chunk=7)
+    options = dict(device_blocks=14, host_blocks=60, slots=2, chunk=7)
     core, local = engine(model, eviction(), depth=depth, **options)
     executor = Mirrored(local)
     requests = mixed_requests()
@@ -103,7 +103,7 @@ def test_ranks_see_the_plans_that_were_made(eviction: Callable, depth: int) -> N
 
 def test_ranks_forget_who_ended() -> None:
     executor = Mirrored(engine(tiny_model("llama"), SwapAll(), device_blocks=60)[1])
-    core = make_core(SwapAll(), device_blocks=60, seats=4)
+    core = make_core(SwapAll(), device_blocks=60, slots=4)
     core.on_finished = executor.on_finished
     draw = random.Random(0)
     sampling = Sampling(SamplingParams(temperature=0), 0, ())
@@ -116,7 +116,7 @@ def test_ranks_forget_who_ended() -> None:
                 assert plan is not None
                 core.finish_step(executor.submit(plan, 0.0).result(), 0.0)
     executor.close()
-    assert executor.most_mirrored <= 4  # as many as are unfinished at once
+    assert executor.max_mirrored <= 4  # as many as are unfinished at once
 
 
 def request_of(number: int, prompt: int = 5) -> Request:

@@ -61,7 +61,7 @@ def lanes(entries: list[dict[str, Any]]) -> dict[str, list[tuple[Decimal, Decima
     return {name: sorted(times) for name, times in found.items()}
 
 
-def most_running(events: Iterable[Event]) -> int:
+def max_running(events: Iterable[Event]) -> int:
     """Most requests in the running batch after any decision."""
     running = set()
     most = 0
@@ -130,7 +130,7 @@ def test_spans_of_a_lane_never_overlap_and_lanes_are_no_more_than_ran_at_once(wo
         assert all(begin <= end for begin, end in times)
         assert all(one[1] <= other[0] for one, other in pairwise(times))
     slots = [name for name in found if name.startswith("Slot")]
-    assert 1 < len(slots) <= most_running(done.events) <= world.max_seqs * world.depth
+    assert 1 < len(slots) <= max_running(done.events) <= world.max_seqs * world.depth
 
 
 @pytest.mark.parametrize("world", WORLDS)

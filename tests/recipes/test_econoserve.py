@@ -206,7 +206,7 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
     params = (("reserve", 0.5), ("forward_tokens", target))
     stepper = Stepper(World(recipe, device_blocks=80, max_seqs=64, params=params).core())
     core, full = stepper.core, 0
-    stepper.add(*foreseen(load(2, 60, rate=1e6, prompts=(1, 60), outputs=(1, 20)), 0.0))
+    stepper.add(*predicted(load(2, 60, rate=1e6, prompts=(1, 60), outputs=(1, 20)), 0.0))
     while core.requests:
         plan = stepper.start()
         assert plan is not None
@@ -224,7 +224,7 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", VARIANTS[:2])
-def test_what_is_foreseen_right_is_neither_dropped_nor_swapped(recipe: str) -> None:
+def test_what_is_predicted_right_is_neither_dropped_nor_swapped(recipe: str) -> None:
     """Where the KV is allocated in full, and fcfs drops."""
     exact = seen(recipe)
     assert exact.preempted[Preemption.DROP] == exact.preempted[Preemption.SWAP] == 0
@@ -235,7 +235,7 @@ def test_what_is_foreseen_right_is_neither_dropped_nor_swapped(recipe: str) -> N
 
 @pytest.mark.parametrize("recipe", VARIANTS)
 def test_a_request_that_outgrows_its_claim_is_given_the_reserve_then_pauses_then_leaves(recipe: str) -> None:
-    """Four outputs that are ten times as long as foreseen, and fill the pool: each first gets more, one after the other
+    """Four outputs are ten times as long as predicted and fill the pool: each first gets more, one after the other
     pauses with its KV where it is, and only when none runs does one move out."""
     params = (("padding", 0.0), ("reserve", 0.25))
     stepper = Stepper(World(recipe, device_blocks=60, max_seqs=12, params=params).core())
@@ -277,7 +277,7 @@ def test_order_by_objectives_meets_more_of_them_and_fills_the_kv_with_claims() -
 # -- any world --------------------------------------------------------------------------------------------------------
 
 
-def foreseen(requests: list[Request], sigma: float, seed: int = 0) -> list[Request]:
+def predicted(requests: list[Request], sigma: float, seed: int = 0) -> list[Request]:
     """The requests, with forecasts that are the truth times a log-normal factor of median 1."""
     draw = random.Random(seed)
     for request in requests:
@@ -339,7 +339,7 @@ def disturbed(
     )
     core = FrugalCore(world.core().scheduler)
     stepper, draw = Stepper(core), random.Random(seed)
-    todo = foreseen(load(seed, 16, prompts=(1, 30), outputs=(1, 60), priorities=(0, seed % 2)), sigma, seed)
+    todo = predicted(load(seed, 16, prompts=(1, 30), outputs=(1, 60), priorities=(0, seed % 2)), sigma, seed)
 
     def anything() -> None:
         if core.requests and draw.random() < chance:

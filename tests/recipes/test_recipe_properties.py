@@ -256,7 +256,7 @@ def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bo
 @pytest.mark.parametrize("recipe", [name for name in sorted(RECIPES) if name != "static"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_slot_of_a_step_stays_empty_while_a_request_could_use_it(recipe: str, seed: int) -> None:
-    """Work conservation, seat by seat: while the step has seats and tokens left, every holder of KV on the device runs
+    """Work conservation, slot by slot: while the step has slots and tokens left, every holder of KV on the device runs
     unless it lacks a block, and the first in the queue is admitted unless it does not fit beside those who matter more
     and are to come back from the host."""
     world = World(recipe, device_blocks=60, params=NO_HURRY)

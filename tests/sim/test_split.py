@@ -19,7 +19,7 @@ from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.dispatch import make_dispatch
 from skipjoin.policies.eviction import KeepKv
-from skipjoin.policies.predictors import most_tokens
+from skipjoin.policies.predictors import longest_output
 from skipjoin.sim.driver import Arrivals, Replica, simulate_traffic
 from skipjoin.sim.hardware import NETWORK_LATENCY_S
 from skipjoin.sim.split import Handover, Network, SplitTraffic, SplitWatcher
@@ -89,7 +89,7 @@ def split(
         prefill,
         Arrivals(requests),
         prefill=make_dispatch(rule, prefill, WORLD.cost, lambda request: 1),
-        decode=make_dispatch(rule, decode, WORLD.cost, most_tokens),
+        decode=make_dispatch(rule, decode, WORLD.cost, longest_output),
         network=Network(bytes_per_s),
         token_bytes=TOKEN_BYTES,
         watcher=story,

@@ -10,7 +10,7 @@ from skipjoin.recipes.alise import AgingParams, ForecastParams, shortest
 from skipjoin.recipes.parts import Oracle, true_lengths
 
 
-@recipe(forecasts=Forecasts.LEARNT, needs_lossless_swap=True)
+@recipe(forecasts=Forecasts.LEARNED, needs_lossless_swap=True)
 def alise_fp(s: Settings, p: ForecastParams) -> Policies:
     """ALISE without quantization: swapping preserves KV exactly."""
     return alise.alise(s, p)

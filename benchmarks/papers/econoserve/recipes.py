@@ -14,14 +14,14 @@ from skipjoin.recipes.econoserve import ClaimParams, GroupParams, decoupled
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 
 
-@recipe(forecasts=Forecasts.LEARNT)
+@recipe(forecasts=Forecasts.LEARNED)
 def econoserve_sd(s: Settings, p: GroupParams) -> Policies:
     """EconoServe without nested reservations and its order: separate queues, groups (EconoServe section 4, -SD)."""
     lengths = PaddedLengths(p.padding)
     return decoupled(s, p, lengths, ByGroup(lengths, p.length_range), groups=True)
 
 
-@recipe(forecasts=Forecasts.LEARNT)
+@recipe(forecasts=Forecasts.LEARNED)
 def econoserve_d(s: Settings, p: ClaimParams) -> Policies:
     """EconoServe with separate queues and exact reservations only (EconoServe section 4, -D)."""
     return decoupled(s, p, PaddedLengths(p.padding), ByArrival(), groups=False)
@@ -42,7 +42,7 @@ class WholeGroupParams(WholeClaimParams):
     length_range: LengthRange = 32
 
 
-@recipe(forecasts=Forecasts.LEARNT)
+@recipe(forecasts=Forecasts.LEARNED)
 def multires(s: Settings, p: WholeClaimParams) -> Policies:
     """MultiRes (EconoServe section 2.1): requests that best fill both compute and KV, with exact reservations.
 
@@ -59,7 +59,7 @@ def multires(s: Settings, p: WholeClaimParams) -> Policies:
     )
 
 
-@recipe(forecasts=Forecasts.LEARNT)
+@recipe(forecasts=Forecasts.LEARNED)
 def synccoupled(s: Settings, p: WholeGroupParams) -> Policies:
     """SyncCoupled (EconoServe section 2.2): requests of similar length start together, with exact reservations."""
 

@@ -75,7 +75,9 @@ NOISE = "noise"
 
 def variants(*names: str) -> tuple[Variant, ...]:
     """Return variants of recipes; those that read forecasts get forecasts with the trace's noise."""
-    return tuple(Variant(name, name, NOISE if LABELLED[name].forecasts is Forecasts.LEARNT else None) for name in names)
+    return tuple(
+        Variant(name, name, NOISE if LABELLED[name].forecasts is Forecasts.LEARNED else None) for name in names
+    )
 
 
 def known(variant: Variant) -> Variant:

@@ -50,7 +50,7 @@ class Watch:
         self._over: list[float] = []
         self._under: list[float] = []
         self._claims: dict[Request, Claimed] = {}
-        self._claimed = self._most_claimed = 0  # blocks of all reservations
+        self._claimed = self._max_claimed = 0  # blocks of all reservations
         self._prompts = 0  # blocks of prompts in the reserve
         self._hosted: set[Request] = set()
         self._vacated = 0
@@ -83,7 +83,7 @@ class Watch:
         """Return the figures of the run.
 
         Shares are of requests. `over` and `under` are relative to the first exact reservation, `away` to the completion
-        time of preempted requests, and `most_claimed` to the pool.
+        time of preempted requests, and `max_claimed` to the pool.
         """
         count = max(1, self._requests)
         ends = Counter(self._ends_at.values())
@@ -101,7 +101,7 @@ class Watch:
             "synced": self._synced(),
             "hosted": len(self._hosted),
             "vacated": self._vacated,
-            "most_claimed": rounded(self._most_claimed / self._blocks),
+            "max_claimed": rounded(self._max_claimed / self._blocks),
             "forwards": {str(tokens): plans for tokens, plans in sorted(self._forwards.items())},
             "first": self.first,
         }
@@ -163,7 +163,7 @@ class Watch:
 
     def _plan(self, event: Planned) -> None:
         self._plans += 1
-        self._most_claimed = max(self._most_claimed, self._claimed)
+        self._max_claimed = max(self._max_claimed, self._claimed)
         runs = {piece.request for piece in event.plan.slices}
         waiting = next((request for request in self._fresh if request not in runs), None)
         if waiting is not None and self._prompts + -(-len(waiting.prompt) // self._block_size) <= self._reserve:

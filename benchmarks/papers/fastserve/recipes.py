@@ -25,7 +25,7 @@ def _until_all_end(s: Settings) -> Batcher:
         return batcher
     # All stages share one batch, so a request that is held back while it fills would wait for the whole batch.
     tokens = s.stages * s.max_tokens
-    return EvenStages(batcher, s.cost, s.stages, most_seqs=s.max_seqs, most_tokens=tokens, cuts=False, holds_back=False)
+    return EvenStages(batcher, s.cost, s.stages, max_seqs=s.max_seqs, max_tokens=tokens, cuts=False, holds_back=False)
 
 
 @recipe

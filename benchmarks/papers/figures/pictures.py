@@ -36,7 +36,7 @@ _INDEX = {
     "alise regress:0.6": 6,
     "alise regress:0.3": 10,
     "alise prior": 3,
-    "alise learnt": 4,
+    "alise learned": 4,
     "alise retrieval": 5,
     "sarathi": 5,
     "multires": 6,
@@ -80,13 +80,13 @@ def curves(axes: Axes, records: Sequence[Record], names: Sequence[str], field: s
         axes.plot(
             list(points),
             list(map(fmean, values)),
-            color=shape.colour,
+            color=shape.color,
             marker=shape.marker,
             linestyle=shape.dash,
             label=name,
         )
         axes.fill_between(
-            list(points), list(map(min, values)), list(map(max, values)), color=shape.colour, alpha=0.15, lw=0
+            list(points), list(map(min, values)), list(map(max, values)), color=shape.color, alpha=0.15, lw=0
         )
 
 
@@ -95,12 +95,12 @@ def bound_line(axes: Axes, limit: float) -> None:
     axes.axhline(limit, color=style.BLACK, linestyle=(0, (4, 3)), linewidth=0.9, zorder=1.5, label=f"bound {limit:g}")
 
 
-def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
+def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> None:
     """Draw a bar per series in each group, with its value above."""
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         places = [index + (number - (len(series) - 1) / 2) * width for index in range(len(groups))]
-        axes.bar(places, values, width, color=colours[name], edgecolor="black", lw=0.5, label=name)
+        axes.bar(places, values, width, color=colors[name], edgecolor="black", lw=0.5, label=name)
         for place, value in zip(places, values, strict=True):
             axes.annotate(
                 f"{value:.2g}" if value < 99.5 else f"{value:.0f}",
@@ -120,6 +120,6 @@ def legend_of(figure: Figure, axes: Axes, title: str | None = None) -> None:
     style.legend(figure, handles, labels, title)
 
 
-def colours_of(recipes: Sequence[str]) -> dict[str, str]:
+def colors_of(recipes: Sequence[str]) -> dict[str, str]:
     """Return the color of each recipe."""
-    return {recipe: look(recipe).colour for recipe in recipes}
+    return {recipe: look(recipe).color for recipe in recipes}

@@ -16,10 +16,10 @@ import servers
 from harness import show
 from peer_venvs import PeerUnavailableError, python_of
 from skipjoin import LLM, SamplingParams
-from workload import FILL_UP, KV_GIB, SEATS, WARM_UP, Job
+from workload import FILL_UP, KV_GIB, SLOTS, WARM_UP, Job
 
 HERE = Path(__file__).parent
-LIMITS = ("--max-num-seqs", SEATS, "--kv-cache-gib", KV_GIB)
+LIMITS = ("--max-num-seqs", SLOTS, "--kv-cache-gib", KV_GIB)
 
 
 class Engine(Protocol):
@@ -42,7 +42,7 @@ class Ours:
     warm_up = FILL_UP
 
     def __init__(self, folder: Path) -> None:
-        self.llm = LLM(str(folder), progress=False, max_num_seqs=SEATS, kv_cache_gib=KV_GIB)
+        self.llm = LLM(str(folder), progress=False, max_num_seqs=SLOTS, kv_cache_gib=KV_GIB)
         self.weight_bytes = self.llm.engine.info.weight_bytes
 
     def run(self, jobs: list[Job]) -> float:
@@ -192,8 +192,8 @@ def _peer(stack: ExitStack, name: str, folder: Path, dtype: str) -> dict[str, En
             "transformers continuous batching": Transformers(process, "continuous"),
         }
     if name == "llamacpp":
-        server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SEATS)
+        server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SLOTS)
         return {"llama.cpp HTTP": OverHttp(stack.enter_context(server), WARM_UP)}
     is_eager = name == "vllm-eager"
-    server = servers.vllm(python_of("vllm"), folder, seqs=SEATS, dtype=dtype, kv_gib=KV_GIB, is_eager=is_eager)
+    server = servers.vllm(python_of("vllm"), folder, seqs=SLOTS, dtype=dtype, kv_gib=KV_GIB, is_eager=is_eager)
     return {"vLLM eager HTTP" if is_eager else "vLLM HTTP": OverHttp(stack.enter_context(server))}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random_model import VOCAB
 
 # Maximum number of requests in flight in any set, and the KV of each engine that has a pool.
-SEATS, KV_GIB = 64, 1.0
+SLOTS, KV_GIB = 64, 1.0
 
 
 @dataclass(frozen=True)

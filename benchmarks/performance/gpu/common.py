@@ -120,7 +120,7 @@ def seconds_of(device: str, work: Callable[[], object], *, warmup: int = 3, runs
 
 
 def shape_of(task: Task, name: str, *, max_positions: int | None = None) -> ModelShape:
-    """Return a model of the simulator's catalogue, or in a rehearsal a tiny one of the same family."""
+    """Return a model of the simulator's catalog, or in a rehearsal a tiny one of the same family."""
     shape = model_shape(name)
     if task.is_rehearsal:
         heads = {"kv_heads": _TINY["heads"] // (2 if shape.kv_heads < shape.heads else 1)}

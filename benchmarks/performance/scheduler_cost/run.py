@@ -7,7 +7,7 @@ No model runs: every plan is answered immediately with fixed tokens. `decide` is
 stop conditions and events. Each figure is the median over the steps of a run, and the record has the median and the
 range over the repeats.
 
-- `seats`: the queue waits because the batch is full (128 slots).
+- `slots`: the queue waits because the batch is full (128 slots).
 - `memory`: the queue waits because the KV pool is full (256 slots, no free blocks).
 - `prefix`: one request waits for memory and finds the KV of the first 30,000 tokens of its prompt in the cache.
 - `swapping`: OPT-13B on a simulated A100 with 11 GiB of KV and 128 GiB of CPU memory, ShareGPT lengths, 5.5 requests
@@ -53,7 +53,7 @@ COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-
 
 def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
     """Return an engine with RUNNING decoding requests and `waiting` queued ones that `limit` blocks."""
-    slots = RUNNING if limit == "seats" else 2 * RUNNING
+    slots = RUNNING if limit == "slots" else 2 * RUNNING
     settings = Settings(COST, max_seqs=slots, max_tokens=8192)
     name = SPELLED[recipe]
     policies = build(name, settings, own(name, {"starvation_s": 1e9, "oracle": "max-tokens"}))
@@ -156,7 +156,7 @@ def main() -> None:
     record = harness.new_record(steps=STEPS, rows=[])
     # There is no steady state under mlfq: queued prompts enter the first queue and displace running requests.
     steady = [recipe for recipe in args.recipes if recipe != "mlfq"]
-    queues = [*itertools.product(("seats", "memory"), WAITING), ("prefix", 1)]
+    queues = [*itertools.product(("slots", "memory"), WAITING), ("prefix", 1)]
     for recipe, (limit, waiting) in itertools.product(steady, queues):
         runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]
         row = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}

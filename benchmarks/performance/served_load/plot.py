@@ -42,7 +42,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
                 list(points),
                 list(points.values()),
                 label=label,
-                color=shape.colour,
+                color=shape.color,
                 marker=shape.marker,
                 linestyle=shape.dash,
             )

@@ -28,7 +28,7 @@ from skipjoin.workload.traces import Trace, read_trace
 if TYPE_CHECKING:
     from skipjoin.forecast.evaluate import Evaluation, Figures, Sample
 
-predict = Commands(help="Forecasts of output lengths: how good they are, and what was learnt.")
+predict = Commands(help="Forecasts of output lengths: how good they are, and what was learned.")
 
 # Value of the column 'split' for training rows.
 _TRAIN = "train"
@@ -234,7 +234,7 @@ def export(
             except (StateError, OSError, KeyError, ValueError) as error:
                 print(f"warning: {folder} is left out: {error}", file=sys.stderr)
         if not lines:
-            raise ConfigError(f"{parent}: nothing was learnt there")
+            raise ConfigError(f"{parent}: nothing was learned there")
         _write_text(out, "".join(lines))
     print(f"{len(lines)} lines: {out}")
 
@@ -244,7 +244,7 @@ def reset(
     *,
     forecast_dir: ForecastDir = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only what was learnt for this model, as it was served.")
+        str | None, typer.Option(metavar="NAME", help="Only what was learned for this model, as it was served.")
     ] = None,
 ) -> None:
     """Remove learned lengths. A running server keeps its state in memory and saves it again."""
@@ -260,4 +260,4 @@ def reset(
     for folder in gone:
         print(f"removed {folder}")
     if not gone:
-        print(f"{parent}: nothing was learnt there")
+        print(f"{parent}: nothing was learned there")

@@ -8,7 +8,7 @@ from typing import Annotated
 from skipjoin.config.shared import FORECASTS
 from skipjoin.options import ConfigError, Option, check
 
-FORECASTERS = ("learnt", "alise", "prior", "none")
+FORECASTERS = ("learned", "alise", "prior", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class ForecastConfig:
     forecaster: Annotated[
         str | None,
         Option(
-            "Predictor of output lengths (default: learnt if the recipe reads forecasts, else none)",
+            "Predictor of output lengths (default: learned if the recipe reads forecasts, else none)",
             choices=FORECASTERS,
             group=FORECASTS,
         ),

@@ -12,7 +12,7 @@ from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
 
 # Cost models divide by their floor.
-_LEAST_S = 1e-6
+_MIN_S = 1e-6
 
 Array = NDArray[np.float64]
 
@@ -44,7 +44,7 @@ def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCos
             if (now_hidden == hidden).all():
                 break
             hidden = now_hidden
-        terms[0] = max(terms[0], _LEAST_S)
+        terms[0] = max(terms[0], _MIN_S)
         cost = LinearCost(**dict(zip(STEP_TERMS, terms.tolist(), strict=True)))
         candidates.append((sum(cost_errors(cost, shapes, seconds)), most, cost))
     return min(candidates)[2]

@@ -121,7 +121,7 @@ class SimulatedExecutor:
     def on_finished(self, request: Request) -> None:
         """Do nothing: a simulated device keeps no state of requests."""
 
-    def foresee(self, handle: SimulatedHandle, most: int) -> list[float]:
+    def predict(self, handle: SimulatedHandle, most: int) -> list[float]:
         """Predict when the step in flight and the identical decode steps that can follow it end.
 
         Assumes one stage and no moves.

@@ -41,7 +41,7 @@ _MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
 # Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
 # variance.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
-_LEAST_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
+_MIN_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
 # Fields of `ModelConfig` and their names in config.json, unless a family reads them by other names.
 _COMMON = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}
 _POSITIVE = (
@@ -187,10 +187,9 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
     _check_sizes(raw, _LARGEST)
     for name in _EPSILONS:
         value = raw.get(name)
-        if value is not None and not (is_number(value) and _LEAST_EPSILON <= value <= _LARGEST_EPSILON):
+        if value is not None and not (is_number(value) and _MIN_EPSILON <= value <= _LARGEST_EPSILON):
             raise ModelError(
-                f"{name} in config.json must be a number in [{_LEAST_EPSILON:g}, {_LARGEST_EPSILON:g}], "
-                f"got {value!r:.80}"
+                f"{name} in config.json must be a number in [{_MIN_EPSILON:g}, {_LARGEST_EPSILON:g}], got {value!r:.80}"
             )
 
 

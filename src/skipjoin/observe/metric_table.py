@@ -79,7 +79,7 @@ _TIERS = ("device", "host")
 # The index is `is_best_effort`.
 CLASSES = (ServiceClass.REAL_TIME.value, ServiceClass.BEST_EFFORT.value)
 # Values of `Forecast.source`.
-FORECAST_SOURCES = ("prior", "learnt", "alise-similar", "alise-mlp", "url")
+FORECAST_SOURCES = ("prior", "learned", "alise-similar", "alise-mlp", "url")
 # States of batch lines and of batches, as in the API.
 BATCH_OPEN, BATCH_ENDS = ("ready", "running"), ("done", "failed", "expired", "cancelled")
 BATCH_STATUSES = (
@@ -366,7 +366,7 @@ API_METRICS = (
     ),
     Metric("forecast_url_seconds", "histogram", "Time of a prediction by that server.", buckets=_ANSWER_SECONDS),
     Metric(
-        "forecasts_learnt_total",
+        "forecasts_learned_total",
         "counter",
         "Outputs learned from; censored ones were cut off.",
         "kind",

@@ -199,7 +199,7 @@ class Lend(Spill):
 
 
 # Share of the device kept free for the growth of running requests, and maximum share kept free for arrivals.
-_GROWTH_SHARE, _MOST_SPARE = 0.01, 0.1
+_GROWTH_SHARE, _MAX_SPARE = 0.01, 0.1
 # Steps by which transfers are started ahead: a transfer decided now completes by the step after next.
 _LEAD_STEPS = 2
 # Transfers are cheap if moving a request's KV takes at most this share of a step.
@@ -285,7 +285,7 @@ class ProactiveSwap(Swap):
         new, self._new = self._new, []
         arrived = sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
         growth = max(1, int(_GROWTH_SHARE * kv.device_total))
-        reserved = min(kv.blocks_for(int(tokens)), int(_MOST_SPARE * kv.device_total))
+        reserved = min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
         return growth + reserved + arrived
 
 

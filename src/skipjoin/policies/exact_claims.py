@@ -18,7 +18,7 @@ from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 # Account of the KV that is set aside for prompts.
 PROMPTS = Account("prompts")
 # Hosting candidates examined per request; others that were hosted in this step may have taken the first.
-_MOST_HOSTS = 8
+_MAX_HOSTS = 8
 
 
 class Hosts:
@@ -54,7 +54,7 @@ class Hosts:
         if not found or found[-1][0] < need:
             return None
         place = bisect_left(found, need, key=itemgetter(0))
-        for _, _, host in found[place : place + _MOST_HOSTS]:
+        for _, _, host in found[place : place + _MAX_HOSTS]:
             if _unused(host, kv) >= need and not self._lends_to(guest, host, kv):
                 return host
         return None

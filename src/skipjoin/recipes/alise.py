@@ -57,7 +57,7 @@ def shortest(s: Settings, p: AgingParams, lengths: Callable[[Request], float]) -
     return preemptive(s, ordering, eviction_of(s, p.eviction))
 
 
-@recipe(forecasts=Forecasts.LEARNT)
+@recipe(forecasts=Forecasts.LEARNED)
 def alise(s: Settings, p: ForecastParams) -> Policies:
     """ALISE: shortest predicted remaining time first, with aging and proactive swapping in the engine's swap_dtype."""
     return shortest(s, p, ForecastQuantile(p.length_quantile))

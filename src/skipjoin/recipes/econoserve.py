@@ -114,7 +114,7 @@ def decoupled(
     )
 
 
-@recipe(forecasts=Forecasts.LEARNT)
+@recipe(forecasts=Forecasts.LEARNED)
 def econoserve(s: Settings, p: OrderParams) -> Policies:
     """EconoServe: prompts fill the compute, decodes the KV, by exact reservations that share their unused blocks."""
     lengths = PaddedLengths(p.padding)

@@ -10,14 +10,14 @@ from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.options import ConfigError, Option
 from skipjoin.policies.eviction import DROP_SHARE, ProactiveSwap, Swap
 from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
-from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within
+from skipjoin.policies.starvation import WorstCase, max_requests, min_bound, starvation_after, starvation_within
 from skipjoin.recipes.parts import EvictionChoice, eviction_of, preemptive
 from skipjoin.recipes.registry import EngineLimits, Params, Settings, recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueParams(Params):
-    """Parameters of feedback queues (FastServe section 4.1); for the bound see `policies.starvation.least_bound`."""
+    """Parameters of feedback queues (FastServe section 4.1); for the bound see `policies.starvation.min_bound`."""
 
     starvation_s: Annotated[
         float | None,
@@ -78,8 +78,8 @@ def _threshold_within(bound_s: float, most: WorstCase) -> float:
     Raises:
         ConfigError: There is none; the error suggests feasible values.
     """
-    if bound_s < (least := least_bound(most)):
-        fits = most_requests(bound_s, most)
+    if bound_s < (least := min_bound(most)):
+        fits = max_requests(bound_s, most)
         hint = f"it would hold with {fits} of them" if fits else "a smaller max_model_len may help"
         raise ConfigError(
             f"starvation_bound_s must be at least {math.ceil(least * 10) / 10:.1f} s "

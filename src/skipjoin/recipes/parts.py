@@ -14,7 +14,7 @@ from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.fairness import Fair, FairSteps
 from skipjoin.policies.ordering import Prioritized
-from skipjoin.policies.predictors import forecast_tokens, most_tokens
+from skipjoin.policies.predictors import forecast_tokens, longest_output
 from skipjoin.policies.stages import EvenStages
 from skipjoin.recipes.registry import Settings
 
@@ -71,7 +71,7 @@ def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Bat
     if s.stages == 1:
         return batcher
     seqs, tokens = s.stages * s.max_seqs, s.stages * max_tokens
-    return EvenStages(batcher, s.cost, s.stages, most_seqs=seqs, most_tokens=tokens, cuts=cuts)
+    return EvenStages(batcher, s.cost, s.stages, max_seqs=seqs, max_tokens=tokens, cuts=cuts)
 
 
 def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
@@ -141,7 +141,7 @@ def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], flo
         ConfigError: True lengths are unknown.
     """
     if oracle == "max-tokens":
-        return most_tokens
+        return longest_output
     if not s.has_true_forecasts:
         raise ConfigError(
             f"recipe {name} needs true output lengths: set oracle to max-tokens if every request runs to max_tokens"

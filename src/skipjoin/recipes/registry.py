@@ -26,7 +26,7 @@ class Forecasts(StrEnum):
     """What a recipe expects in `Request.forecast`, set by an engine or a simulation."""
 
     NONE = "none"  # not read
-    LEARNT = "learnt"  # a forecaster's prediction; requests without one are served, too
+    LEARNED = "learned"  # a forecaster's prediction; requests without one are served, too
     TRUE = "true"  # the true output length, for oracles of experiments
 
 

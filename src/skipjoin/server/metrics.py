@@ -62,7 +62,7 @@ class Metrics(Collector):
         self._moved = rows["requests_moved_total"][1]
         self._lost = rows["requests_lost_total"][1]
         self._forecasts, self._late = rows["forecasts_total"][1], rows["forecasts_late_total"][1]
-        self._learnt, self._entries = rows["forecasts_learnt_total"][1], rows["forecast_index_entries"][1]
+        self._learned, self._entries = rows["forecasts_learned_total"][1], rows["forecast_index_entries"][1]
         self._batch_lines, self._batches = rows["batch_lines"][1], rows["batches"][1]
         self._batch_ends, self._batch_tokens, self._requeued = (
             rows[f"batch_{name}_total"][1] for name in ("lines_ended", "generation_tokens", "lines_requeued")
@@ -165,14 +165,14 @@ class Metrics(Collector):
         """Set the number of outputs in the forecaster's index."""
         self._entries[0] = entries
 
-    def learnt(self, predicted: Predicted, revised: Forecast | None, tokens: int, *, exact: bool) -> None:
+    def learned(self, predicted: Predicted, revised: Forecast | None, tokens: int, *, exact: bool) -> None:
         """Compare the length of an output with its forecast.
 
         Args:
             revised: Forecast of another server that replaced the predicted one. It has no interval.
             exact: True if the output ended by itself.
         """
-        self._learnt[not exact] += 1
+        self._learned[not exact] += 1
         if exact or tokens >= predicted.most:
             expected = (revised or predicted.forecast).tokens
             self._forecast_error.observe(abs(expected - tokens))

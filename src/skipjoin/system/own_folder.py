@@ -50,10 +50,10 @@ class OwnFolder:
 
 
 def _remove_abandoned(prefix: str) -> None:
-    for start, least_age_s in ((prefix, 0.0), (_NEW + prefix, _YOUNG_S)):
+    for start, min_age_s in ((prefix, 0.0), (_NEW + prefix, _YOUNG_S)):
         for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
             with suppress(OSError):  # another process may remove it
-                if _is_ours(folder) and _age_s(folder) >= least_age_s and _is_unlocked(folder):
+                if _is_ours(folder) and _age_s(folder) >= min_age_s and _is_unlocked(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 

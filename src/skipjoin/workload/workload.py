@@ -23,7 +23,7 @@ from skipjoin.workload.traces import Trace
 DEFAULT = "default"
 STREAM_FIELDS = ("name", "lengths", "arrivals", "share", "priority", "class", "key", "prefix")
 CLOSED_FIELDS = ("name", "lengths", "size", "mode", "priority", "class", "key", "prefix")
-MOST_IN_FLIGHT = 1_000_000
+MAX_IN_FLIGHT = 1_000_000
 
 
 class ClosedMode(StrEnum):
@@ -93,8 +93,8 @@ class Closed:
     prefix: SharedPrefix | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.size <= MOST_IN_FLIGHT:
-            raise ConfigError(f"closed: size must be an integer in [1, {MOST_IN_FLIGHT}], got {self.size}")
+        if not 1 <= self.size <= MAX_IN_FLIGHT:
+            raise ConfigError(f"closed: size must be an integer in [1, {MAX_IN_FLIGHT}], got {self.size}")
 
     @property
     def kind(self) -> Kind:

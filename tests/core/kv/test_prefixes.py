@@ -14,7 +14,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import ContentPrefix, NamedPrefix
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.candidates import MOST_BEHIND_S
+from skipjoin.core.scheduling.candidates import MAX_BEHIND_S
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.policies.admission import OnDemand
@@ -28,10 +28,10 @@ BLOCK = 4
 TEXT = range(100, 200)
 
 
-def stepper(blocks: int = 100, *, most_tokens: int = 64, depth: int = 1) -> Stepper:
-    """Requests run by id; chunks of most_tokens."""
+def stepper(blocks: int = 100, *, max_tokens: int = 64, depth: int = 1) -> Stepper:
+    """Requests run by id; chunks of max_tokens."""
     policies = Policies(
-        Ranks(dict.fromkeys(range(100), 0)), Greedy(8, most_tokens, chunked=True), OnDemand(0.0), Recompute()
+        Ranks(dict.fromkeys(range(100), 0)), Greedy(8, max_tokens, chunked=True), OnDemand(0.0), Recompute()
     )
     return Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK), depth=depth, overlap=depth > 1)))
 
@@ -83,7 +83,7 @@ def test_another_salt_or_first_token_finds_nothing(other: dict[str, Any]) -> Non
 
 
 def test_requests_that_come_together_compute_their_prompt_once() -> None:
-    steps = stepper(most_tokens=16)
+    steps = stepper(max_tokens=16)
     steps.add(*(asking(number, TEXT[:41]) for number in range(8)))
     steps.step()
     assert steps.core.requests[1].wait is not None
@@ -93,7 +93,7 @@ def test_requests_that_come_together_compute_their_prompt_once() -> None:
 
 
 def test_who_follows_goes_on_when_the_first_one_is_aborted() -> None:
-    steps = stepper(most_tokens=16)
+    steps = stepper(max_tokens=16)
     steps.add(*(asking(number, TEXT[:41]) for number in range(3)))
     steps.step()
     steps.core.abort(0, steps.now, FinishReason.ABORT)
@@ -102,7 +102,7 @@ def test_who_follows_goes_on_when_the_first_one_is_aborted() -> None:
 
 
 def test_none_waits_for_less_important_requests_or_for_long() -> None:
-    steps = stepper(most_tokens=4)
+    steps = stepper(max_tokens=4)
     steps.add(asking(0, TEXT, best_effort=True))
     steps.step()
     steps.add(asking(1, TEXT), asking(2, TEXT, best_effort=True))
@@ -111,7 +111,7 @@ def test_none_waits_for_less_important_requests_or_for_long() -> None:
     assert computed(steps, 1) == 4
     assert computed(steps, 2) == 0
     steps.core.abort(1, steps.now)
-    steps.now += MOST_BEHIND_S
+    steps.now += MAX_BEHIND_S
     steps.core.scheduler.policies.ordering.numbers |= {2: -3}
     steps.step()
     assert computed(steps, 2) == 4
@@ -130,7 +130,7 @@ def test_a_step_that_was_given_up_offers_nothing() -> None:
 
 def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> None:
     """The KV of a later chunk rests on KV that was never computed."""
-    steps = stepper(most_tokens=4, depth=2)
+    steps = stepper(max_tokens=4, depth=2)
     steps.add(asking(0, TEXT[:20]))
     steps.start()
     steps.start()
@@ -145,7 +145,7 @@ def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> N
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_aborted_request_registers_the_keys_of_committed_slices_only(depth: int) -> None:
-    steps = stepper(most_tokens=4, depth=depth)
+    steps = stepper(max_tokens=4, depth=depth)
     steps.add(asking(0, TEXT[:20]))
     steps.step()
     for _ in range(depth):
@@ -178,7 +178,7 @@ def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
 
 def test_a_long_prefix_costs_nothing_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither looked up nor held and released again at each step."""
-    steps = stepper(1000, most_tokens=5000)
+    steps = stepper(1000, max_tokens=5000)
     steps.add(asking(0, range(3600)))
     steps.drain()
     steps.add(make(1, 360, 30))

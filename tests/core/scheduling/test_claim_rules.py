@@ -33,7 +33,7 @@ class Scene:
         *,
         blocks: int,
         host: int = 0,
-        seats: int = 8,
+        slots: int = 8,
         keeps: int = 0,
         eviction: EvictionPolicy | None = None,
         depth: int = 1,
@@ -43,7 +43,7 @@ class Scene:
         self.admission = Scripted(answers, {KEPT: keeps} if keeps else None)
         self.ordering = Ranks({number: number for number in range(300)})
         self.kv = KVLedger(blocks, host, 4)
-        policies = Policies(self.ordering, Greedy(seats, 10_000, chunked=True), self.admission, eviction or Recompute())
+        policies = Policies(self.ordering, Greedy(slots, 10_000, chunked=True), self.admission, eviction or Recompute())
         self.stepper = Stepper(WatchedCore(Scheduler(policies, self.kv, depth=depth, overlap=overlap)))
 
     def add(self, *requests: Request) -> None:
@@ -121,7 +121,7 @@ def test_a_request_whose_claim_is_not_renewed_pauses_with_its_kv_and_goes_on_whe
     ("how", "refused", "gets_in"), [(Wait.PASS, 63, True), (Wait.PASS, 64, False), (Wait.WAIT, 1, False)]
 )
 def test_a_refusal_lets_others_pass_until_there_were_64(how: Wait, refused: int, gets_in: bool) -> None:
-    scene = Scene({number: refusing(how) for number in range(1, 1 + refused)}, blocks=1000, seats=300)
+    scene = Scene({number: refusing(how) for number in range(1, 1 + refused)}, blocks=1000, slots=300)
     scene.add(make(0, 4, 4))
     assert scene.ran() == [0]
     scene.add(*(make(number, 4, 4) for number in range(1, 200)))

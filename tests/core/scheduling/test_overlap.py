@@ -41,10 +41,10 @@ def test_output_does_not_depend_on_depth(world: World) -> None:
     assert done.output == {request.id: until_stop(request) for request in done.requests}
 
 
-@given(seed=st.integers(0, 10**6), blocks=st.integers(26, 80), seats=st.integers(1, 8))
+@given(seed=st.integers(0, 10**6), blocks=st.integers(26, 80), slots=st.integers(1, 8))
 @settings(max_examples=25)
-def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, seats: int) -> None:
-    world = World("fastserve", 2, True, EVICTIONS["proactive"], device_blocks=blocks, max_seqs=seats)
+def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, slots: int) -> None:
+    world = World("fastserve", 2, True, EVICTIONS["proactive"], device_blocks=blocks, max_seqs=slots)
     done = run(world, stopping_load(seed), sample=stopping)
     assert done.output == {request.id: until_stop(request) for request in done.requests}
 

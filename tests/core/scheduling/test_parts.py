@@ -171,10 +171,10 @@ def test_equals_whose_parts_fill_the_device_do_not_wait_for_each_other(
     scene = Scene(dict.fromkeys(range(3), 5) | {9: 1}, eviction(), depth=depth)
     requests = [scene.add(number, 12, 28) for number in range(3)]
     for _ in range(3):  # each runs while the others' tails make way
-        for favourite in requests:
-            scene.ordering.numbers.update({0: 5, 1: 5, 2: 5} | {favourite.id: 1})
+        for favorite in requests:
+            scene.ordering.numbers.update({0: 5, 1: 5, 2: 5} | {favorite.id: 1})
             for _ in range(6):
-                if favourite.finish_reason is None and scene.stepper.start() is not None:
+                if favorite.finish_reason is None and scene.stepper.start() is not None:
                     scene.stepper.finish()
     scene.ordering.numbers.update({0: 5, 1: 5, 2: 5})
     scene.stepper.drain()

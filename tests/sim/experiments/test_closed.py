@@ -229,6 +229,6 @@ def test_a_closed_stream_that_fits_no_workload_is_told() -> None:
         with_closed(WORKLOAD, [replace(STREAM, name="default")])
     with pytest.raises(ConfigError, match="a closed stream needs duration_s"):
         replace(cell(), extent=Extent(4.0, None, 0, limit=10)).check()
-    for predictor, told in (("column:x", "needs a trace"), ("learnt", "and no closed streams")):
+    for predictor, told in (("column:x", "needs a trace"), ("learned", "and no closed streams")):
         with pytest.raises(ConfigError, match=told):
             cell(replace(SYSTEM, recipe="alise", predictor=predictor)).check()

@@ -73,9 +73,9 @@ def draw(result: Result) -> Mapping[str, Figure]:
     ticks = [f"{aging_s:g}" for aging_s in AGINGS_S]
     for axes, field in zip(panels, ("s/token", "longest JCT s"), strict=True):
         place = names.index(field)
-        axes.plot(ticks, [rows[tick][place] for tick in ticks], "o-", color=look("alise").colour, label="alise")
+        axes.plot(ticks, [rows[tick][place] for tick in ticks], "o-", color=look("alise").color, label="alise")
         for name in ("fastserve", "fcfs"):
-            axes.axhline(rows[name][place], color=look(name).colour, linestyle=look(name).dash, label=name)
+            axes.axhline(rows[name][place], color=look(name).color, linestyle=look(name).dash, label=name)
         axes.set(xlabel="aging_s", ylabel=field, ylim=(0, None))
     legend_of(figure, panels[0])
     return {"aging.png": figure}

@@ -62,10 +62,10 @@ def draw(result: Result) -> Mapping[str, Figure]:
     panels = figure.subplots(1, 2)
     for axes, field in zip(panels, ("normalized_latency_s.mean", "ttft_s.p95"), strict=True):
         values = [mean(pick(records, variant=variant.name), field) for variant in BY_RHO[: len(RHOS)]]
-        axes.plot(RHOS, values, "o-", color=look("alise").colour, label="alise")
+        axes.plot(RHOS, values, "o-", color=look("alise").color, label="alise")
         for name in ("fastserve", "fcfs"):
             level = mean(pick(records, variant=name), field)
-            axes.axhline(level, color=look(name).colour, linestyle=look(name).dash, label=name)
+            axes.axhline(level, color=look(name).color, linestyle=look(name).dash, label=name)
         axes.set(xlabel="correlation of the logarithms", ylabel=style.field_label(field), yscale="log")
     legend_of(figure, panels[0])
     return {"correlation.png": figure}

@@ -65,8 +65,8 @@ def draw(result: Result) -> Mapping[str, Figure]:
             rows = [row for row in result["tables"][0]["rows"] if row[0] == model]
             shape = style.look(number)
             lengths = [row[1] for row in rows]
-            axes.plot(lengths, [row[place] for row in rows], shape.marker, color=shape.colour, label=model)
-            axes.plot(lengths, [row[place + 1] for row in rows], color=shape.colour, linestyle=shape.dash, lw=1)
+            axes.plot(lengths, [row[place] for row in rows], shape.marker, color=shape.color, label=model)
+            axes.plot(lengths, [row[place + 1] for row in rows], color=shape.color, linestyle=shape.dash, lw=1)
         axes.set(title=title, xlabel="tokens of context", ylabel="time (ms)", ylim=(0, None))
     legend_of(figure, panels[0])
     return {"times.png": figure}

@@ -64,9 +64,9 @@ def draw(result: Result) -> Mapping[str, Figure]:
     figure = style.new_figure(style.WIDE_IN, 2.8)
     panels = figure.subplots(1, 2)
     for axes, dataset in zip(panels, DATASETS, strict=True):
-        for side, colour in (("input", style.SKY), ("output", style.VERMILION)):
+        for side, color in (("input", style.SKY), ("output", style.VERMILION)):
             bars = result["histograms"][f"{dataset}, {side}"]
-            axes.step(bars["left"], bars["share"], where="post", color=colour, label=side)
+            axes.step(bars["left"], bars["share"], where="post", color=color, label=side)
         axes.set(title=dataset, xlabel="tokens", ylabel="share of requests", ylim=(0, None))
     legend_of(figure, panels[0])
     return {"lengths.png": figure}

@@ -73,8 +73,8 @@ def draw(result: Result) -> Mapping[str, Figure]:
     for axes, (case, found) in zip(panels, result["latency_s"].items(), strict=True):
         for name in ("fcfs", NEAR_TRUE.name):
             shape = look(name)
-            axes.plot(found[name], ".", color=shape.colour, ms=3, label=name)
-            axes.axhline(fmean(found[name]), color=shape.colour, linestyle=":", lw=1)
+            axes.plot(found[name], ".", color=shape.color, ms=3, label=name)
+            axes.axhline(fmean(found[name]), color=shape.color, linestyle=":", lw=1)
         axes.set(title=case, xlabel="request", ylim=(0, None))
     panels[0].set_ylabel("latency (s)")
     legend_of(figure, panels[0])

@@ -110,7 +110,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     panels = figure.subplots(1, len(STARTS))
     for axes, one in zip(panels, result["tables"], strict=False):
         series = {kv: [row[1 + place] for row in one["rows"]] for place, kv in enumerate(KV)}
-        bars(axes, [row[0] for row in one["rows"]], series, dict(zip(KV, style.COLOURS, strict=False)))
+        bars(axes, [row[0] for row in one["rows"]], series, dict(zip(KV, style.COLORS, strict=False)))
         axes.set(title=one["title"].rpartition(", ")[2], ylabel="largest rate (req/s)")
     legend_of(figure, panels[0])
     return {"int8.png": figure}

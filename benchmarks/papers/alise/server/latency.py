@@ -2,10 +2,11 @@
 
     python benchmarks/papers/alise/server/latency.py [--pairs 5] [--recipe alise] [--out FILE]
 
-Two servers of the built-in model run at the same time: one with `--forecaster none`, and one with `--forecaster learnt`
-and a full index of 10,000 past prompts. `skipjoin bench` measures them in pairs whose order alternates: under a light
-load (64 + 32 tokens) for the time to the first token, and with 128 requests at once (64 + 64 tokens) for the
-throughput. Prompts are random token ids. `cost_ms` has differences within pairs and `throughput_ratio` ratios.
+Two servers of the built-in model run at the same time: one with `--forecaster none`, and one with
+`--forecaster learned` and a full index of 10,000 past prompts. `skipjoin bench` measures them in pairs whose order
+alternates: under a light load (64 + 32 tokens) for the time to the first token, and with 128 requests at once (64 + 64
+tokens) for the throughput. Prompts are random token ids. `cost_ms` has differences within pairs and `throughput_ratio`
+ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Record = dict[str, Any]
 def fill(folder: Path) -> None:
     """Fill the index of the built-in model."""
     draw = random.Random(1)
-    forecaster = make_forecaster(ForecastConfig(forecaster="learnt", forecast_entries=ENTRIES), "tally")
+    forecaster = make_forecaster(ForecastConfig(forecaster="learned", forecast_entries=ENTRIES), "tally")
     for _ in range(ENTRIES):
         prompt = draw.choices(range(100, 500), k=64)
         predicted = forecaster.forecast(prompt, 512)
@@ -69,15 +70,15 @@ def main() -> None:
     common = ("--recipe", args.recipe)
     with harness.scratch() as folder:
         fill(folder)
-        kept = ("--forecaster", "learnt", "--forecast-dir", folder, "--forecast-entries", ENTRIES)
-        with serve(*common, "--forecaster", "none") as without, serve(*common, *kept) as learnt:
-            pairs = [pair({"none": without, "learnt": learnt}, number) for number in range(args.pairs)]
-            numbers = learnt.metrics()
+        kept = ("--forecaster", "learned", "--forecast-dir", folder, "--forecast-entries", ENTRIES)
+        with serve(*common, "--forecaster", "none") as without, serve(*common, *kept) as learned:
+            pairs = [pair({"none": without, "learned": learned}, number) for number in range(args.pairs)]
+            numbers = learned.metrics()
     costs = {
-        f"cost_ms_{name}": [one["learnt"][f"ttft_{name}_ms"] - one["none"][f"ttft_{name}_ms"] for one in pairs]
+        f"cost_ms_{name}": [one["learned"][f"ttft_{name}_ms"] - one["none"][f"ttft_{name}_ms"] for one in pairs]
         for name in ("p50", "p95")
     }
-    ratios = [one["learnt"]["tokens_per_s"] / one["none"]["tokens_per_s"] for one in pairs]
+    ratios = [one["learned"]["tokens_per_s"] / one["none"]["tokens_per_s"] for one in pairs]
     record |= {
         "entries": int(numbers["forecast_index_entries"]),
         **{name: round(statistics.median(values), 3) for name, values in costs.items()},

@@ -64,7 +64,7 @@ def send(server: Skipjoin, prompts: list[str]) -> Record:
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(ask, prompts))
     end = time.monotonic() + 10
-    while (since := server.metrics() - before)["forecasts_learnt_total exact"] < len(prompts):
+    while (since := server.metrics() - before)["forecasts_learned_total exact"] < len(prompts):
         if time.monotonic() > end:
             raise RuntimeError(f"the server has not learned all of {len(prompts)} outputs: {since}")
         time.sleep(0.05)
@@ -145,7 +145,7 @@ def show(what: str, record: Record) -> None:
 def main() -> None:
     parser = harness.parser(__doc__, requests=300)
     parser.add_argument("--recipe", default="alise")
-    parser.add_argument("--forecaster", default="learnt")
+    parser.add_argument("--forecaster", default="learned")
     args = parser.parse_args()
     options = ["--recipe", args.recipe, "--forecaster", args.forecaster]
     record = harness.new_record(options=options)

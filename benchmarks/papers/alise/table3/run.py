@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from papers.alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100
 from papers.figures.panels import Panels
-from papers.figures.pictures import bars, colours_of, legend_of
+from papers.figures.pictures import bars, colors_of, legend_of
 from papers.figures.report import latencies, main, settings_of, table
 from papers.figures.runs import Kept, Options, Result, cells, grid, mean, pick, poisson, run_plans
 from papers.figures.variants import Variant, lasting, named, plain
@@ -126,7 +126,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     for axes, dataset in zip(panels, PAPERS_RPS, strict=True):
         rows = [row for row in result["tables"][0]["rows"] if row[0] == dataset]
         columns = result["tables"][0]["columns"]
-        bars(axes, MODELS, {name: [row[columns.index(name)] for row in rows] for name in names}, colours_of(names))
+        bars(axes, MODELS, {name: [row[columns.index(name)] for row in rows] for name in names}, colors_of(names))
         axes.set(title=f"{dataset}, {PAPERS_RPS[dataset]:g} req/s arriving", ylabel="finished per second")
     legend_of(figure, panels[0])
     return {"models.png": figure}

@@ -30,7 +30,7 @@ from skipjoin.workload.workload import Replay
 
 # ALISE's own forecaster retrieves the lengths of similar prompts (section 3.1).
 RETRIEVAL = Variant("alise retrieval", "alise", "alise")
-FORECAST = (alise("prior"), RETRIEVAL, alise("learnt"))
+FORECAST = (alise("prior"), RETRIEVAL, alise("learned"))
 VARIANTS = (*plain("fcfs", "fastserve"), *FORECAST, *plain("alise-oracle"))
 # Rates around the capacity, and durations in multiples of 300 s.
 RATES = {"alpaca_vicuna7b_lengths": (28.0, 36.0), "alpaca_text": (66.0, 82.0), "sharegpt_text": (1.8, 2.6)}

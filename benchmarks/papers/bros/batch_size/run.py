@@ -88,7 +88,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
         for name in names:
             values = [mean(pick(records, in_flight=one, variant=name), field) for one in LOADS]
             shape = look(name)
-            axes.plot(list(LOADS), values, color=shape.colour, marker=shape.marker, linestyle=shape.dash, label=name)
+            axes.plot(list(LOADS), values, color=shape.color, marker=shape.marker, linestyle=shape.dash, label=name)
         axes.set(title=label, xlabel="best-effort requests in flight", ylim=(0, None))
     legend_of(figure, figure.axes[0])
     return {"in_flight.png": figure}

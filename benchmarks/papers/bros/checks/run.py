@@ -112,7 +112,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     figure = style.new_figure(style.WIDE_IN, 2.4)
     for axes, (label, field) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
         series = {name: [mean(pick(records, variant=name), field)] for name in names}
-        bars(axes, [""], series, {name: look(name).colour for name in names})
+        bars(axes, [""], series, {name: look(name).color for name in names})
         axes.set_title(label)
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
     return {"checks.png": figure}

@@ -70,7 +70,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             name: [mean(pick(result["records"], lengths=one, variant=name), field) for one in DATASETS]
             for name in names
         }
-        bars(axes, list(DATASETS), series, {name: look(name).colour for name in names})
+        bars(axes, list(DATASETS), series, {name: look(name).color for name in names})
         axes.set(ylim=(0, 1.1), title=label)
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
     return {"management.png": figure}

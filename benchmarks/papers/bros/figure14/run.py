@@ -79,7 +79,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             name: [mean(pick(some, variant=name, rate_rps=rate), "decision_ms.mean") for rate in rates]
             for name in names
         }
-        bars(axes, [f"{rate:g} req/s" for rate in rates], series, {name: look(name).colour for name in names})
+        bars(axes, [f"{rate:g} req/s" for rate in rates], series, {name: look(name).color for name in names})
         axes.set_title(model)
     figure.axes[0].set_ylabel("ms for a decision")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())

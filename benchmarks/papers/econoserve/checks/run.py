@@ -33,7 +33,7 @@ ALIKE, PROMPTS, SPREAD = map(poisson, ("fixed:64,256", "fixed:128,32", "uniform:
 _S = 60.0
 # What the checks read.
 KEPT = (
-    *("watch.most_claimed", "watch.hosted", "watch.vacated", "watch.synced", "watch.forwards", "watch.first"),
+    *("watch.max_claimed", "watch.hosted", "watch.vacated", "watch.synced", "watch.forwards", "watch.first"),
     *("requests.finished", "requests.unfinished", "jct_s.mean", "normalized_latency_s.mean", "throughput_tps"),
     *("kv.swapped_out_bytes", "kv.swapped_in_bytes", "kv.preemptions", "kv.allocated_mean", "kv.used_mean"),
     *("groups.mean_size", "forward.target", "slo.jct_attained"),
@@ -86,7 +86,7 @@ def checks(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
 def hosting(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
     """Check nested reservations, groups and forward sizes."""
     mixed, plain = found["mixed, econoserve"], found["mixed, econoserve-sdo"]
-    claims = mixed["watch"]["most_claimed"], plain["watch"]["most_claimed"]
+    claims = mixed["watch"]["max_claimed"], plain["watch"]["max_claimed"]
     moved = mixed["kv"]["swapped_out_bytes"] + mixed["kv"]["swapped_in_bytes"]
     share = mixed["watch"]["hosted"] / mixed["requests"]["finished"]
     ratio = mixed["jct_s"]["mean"] / plain["jct_s"]["mean"]
@@ -181,7 +181,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
         "KV used": [record["kv"]["used_mean"] for record in records],
         "KV allocated": [record["kv"]["allocated_mean"] for record in records],
     }
-    bars(axes, list(names), series, dict(zip(series, style.COLOURS, strict=False)))
+    bars(axes, list(names), series, dict(zip(series, style.COLORS, strict=False)))
     axes.set_ylim(0, 1.05)
     style.legend(figure, *axes.get_legend_handles_labels())
     return {"checks.png": figure}

@@ -84,7 +84,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     figure = style.new_figure(style.WIDE_IN, 6.0)
     for axes, (label, field) in zip(figure.subplots(4, 1, sharex=True), shown.items(), strict=True):
         series = {name: [_height(one, field) for one in pick(result["records"], lengths=name)] for name in TRACES}
-        bars(axes, names, series, dict(zip(TRACES, style.COLOURS, strict=False)))
+        bars(axes, names, series, dict(zip(TRACES, style.COLORS, strict=False)))
         axes.set_ylabel(label)
         if field in ("throughput_tps", "jct_s"):
             axes.set_yscale("log")

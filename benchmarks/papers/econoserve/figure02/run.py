@@ -68,9 +68,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             sizes = _sizes(record)
             shares = [reached / sum(sizes.values()) for reached in accumulate(sizes.values())]
             look = style.look(number)
-            axes.step(
-                list(sizes), shares, where="post", color=look.colour, linestyle=look.dash, label=record["lengths"]
-            )
+            axes.step(list(sizes), shares, where="post", color=look.color, linestyle=look.dash, label=record["lengths"])
         axes.set(title=f"length_range {width}", xlabel="requests in a group", xscale="log", ylim=(0, 1.02))
     figure.axes[0].set_ylabel("share of groups")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())

@@ -65,7 +65,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             scale = min(values) if field == "JCT s" else 1.0
             look = style.look(number)
             heights = [value / scale for value in values]
-            axes.plot([row[1] for row in mine], heights, color=look.colour, marker=look.marker, label=name)
+            axes.plot([row[1] for row in mine], heights, color=look.color, marker=look.marker, label=name)
         axes.set(xlabel="padding", ylabel=label)
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
     return {"padding.png": figure}

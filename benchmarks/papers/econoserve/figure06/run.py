@@ -63,7 +63,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
                 at = place + (number - 1) * 0.25
                 below, above = ([100 * abs(held[end] - held["mean"])] for end in ("p5", "p95"))
                 label = kind if place == 0 else None
-                axes.bar(at, 100 * held["mean"], 0.22, yerr=[below, above], color=style.COLOURS[number], label=label)
+                axes.bar(at, 100 * held["mean"], 0.22, yerr=[below, above], color=style.COLORS[number], label=label)
     axes.set_xticks(range(len(TRACES)), list(TRACES))
     axes.set_ylabel("KV, % of the pool")
     style.legend(figure, *axes.get_legend_handles_labels())

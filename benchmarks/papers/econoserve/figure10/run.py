@@ -55,7 +55,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             ]
             for name in names
         }
-        bars(axes, list(TRACES), series, {name: look(name).colour for name in names})
+        bars(axes, list(TRACES), series, {name: look(name).color for name in names})
         axes.set(title=model, ylim=(0, 1.05))
     figure.axes[0].set_ylabel("attainment, mean over loads")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())

@@ -61,7 +61,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     for axes in panels[-1]:
         axes.set_xlabel("arrival rate (req/s)")
     legend_of(figure, panels[0][0])
-    return {"utilisation.png": figure}
+    return {"utilization.png": figure}
 
 
 if __name__ == "__main__":

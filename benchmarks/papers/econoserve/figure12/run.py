@@ -121,7 +121,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     for place, name in enumerate(columns[1:], 1):
         shape = look({"1 prefill replica and others": "split"}.get(name, name))
         axes.plot(
-            [row[0] for row in rows], [row[place] for row in rows], color=shape.colour, marker=shape.marker, label=name
+            [row[0] for row in rows], [row[place] for row in rows], color=shape.color, marker=shape.marker, label=name
         )
     axes.set(xlabel="arrival rate (req/s)", ylabel=f"GPUs for an attainment of {ATTAINED:g}", ylim=(0, None))
     style.legend(figure, *axes.get_legend_handles_labels())

@@ -80,7 +80,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
         }
         last = found[names[-1]] if field != "slo.jct_attained" else [1.0] * len(TRACES)
         series = {name: [one / other for one, other in zip(some, last, strict=True)] for name, some in found.items()}
-        bars(axes, list(TRACES), series, {name: look(name).colour for name in names})
+        bars(axes, list(TRACES), series, {name: look(name).color for name in names})
         axes.set_title(label if field != "throughput_rps" else "throughput to that of econoserve")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
     return {"ablation.png": figure}

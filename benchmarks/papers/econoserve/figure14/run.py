@@ -77,7 +77,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     names = list(dict.fromkeys(record["variant"] for record in records))
     cases = list(dict.fromkeys(record["case"] for record in records))
     series = {case: [one["decision_ms"]["mean"] for one in pick(records, case=case)] for case in cases}
-    bars(axes, names, series, dict(zip(cases, style.COLOURS, strict=False)))
+    bars(axes, names, series, dict(zip(cases, style.COLORS, strict=False)))
     axes.set(ylabel="ms for a decision", yscale="log")
     axes.tick_params(axis="x", rotation=30)
     style.legend(figure, *axes.get_legend_handles_labels())

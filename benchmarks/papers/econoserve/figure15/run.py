@@ -78,7 +78,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             series = {label: [one / max(some) for one in some] for label, some in found.items()}
             for number, (label, heights) in enumerate(series.items()):
                 look = style.look(number)
-                axes.plot(values, heights, color=look.colour, marker=look.marker, label=label)
+                axes.plot(values, heights, color=look.color, marker=look.marker, label=label)
             axes.set(xlabel=f"{factor}, {name}", ylim=(0, 1.05))
     figure.supylabel("to the largest", fontsize=9)
     style.legend(figure, *panels[0][0].get_legend_handles_labels())

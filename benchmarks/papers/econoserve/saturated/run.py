@@ -97,7 +97,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     rows = [row for row in result["tables"][0]["rows"] if not row[1].endswith("first")]
     names = list(dict.fromkeys(row[1] for row in rows))
     series = {name: [row[5] for row in rows if row[0] == name] for name in TRACES}
-    bars(left, names, series, dict(zip(TRACES, style.COLOURS, strict=False)))
+    bars(left, names, series, dict(zip(TRACES, style.COLORS, strict=False)))
     left.tick_params(axis="x", rotation=40, labelsize=7)
     left.set(ylabel="throughput to fcfs", ylim=(0, 1.3))
     left.legend(loc="upper center", ncols=len(TRACES), fontsize=6)

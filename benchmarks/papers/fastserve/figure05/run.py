@@ -46,7 +46,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     figure = style.new_figure(style.NARROW_IN, 3.2)
     axes = figure.add_subplot()
     series = {f"iteration {number}": [row[number] for row in rows] for number in range(1, ITERATIONS + 1)}
-    bars(axes, [str(row[0]) for row in rows], series, dict(zip(series, style.COLOURS, strict=False)))
+    bars(axes, [str(row[0]) for row in rows], series, dict(zip(series, style.COLORS, strict=False)))
     axes.set(xlabel="prompt tokens", ylabel="time (ms)")
     legend_of(figure, axes)
     return {"iterations.png": figure}

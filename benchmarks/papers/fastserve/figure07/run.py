@@ -115,7 +115,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     axes = figure.add_subplot()
     for row, pieces in enumerate(result["timelines"].values()):
         for start, end, job in pieces:
-            axes.barh(row, end - start, left=start, color=style.COLOURS[int(job) - 1], edgecolor="black", height=0.6)
+            axes.barh(row, end - start, left=start, color=style.COLORS[int(job) - 1], edgecolor="black", height=0.6)
             axes.annotate(f"J{int(job)}", ((start + end) / 2, row), ha="center", va="center", fontsize=7, color="white")
     means = [row[1] for row in result["tables"][0]["rows"]]
     names = [f"{name} (mean {mean})" for (name, _), mean in zip(PAPER.values(), means, strict=True)]

@@ -87,7 +87,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
         times = [index * DRAWN_S / INTERVALS for index in range(INTERVALS)]
         for recipe in RECIPES:
             values = [blocks * block_mib / 1024 for blocks in lines[recipe]]
-            axes.plot(times, values, color=look(recipe).colour, linestyle=look(recipe).dash, lw=1.0, label=recipe)
+            axes.plot(times, values, color=look(recipe).color, linestyle=look(recipe).dash, lw=1.0, label=recipe)
         axes.set_title(f"batch cap {cap}")
     for axes in panels[1]:
         axes.set_xlabel("time (s)")

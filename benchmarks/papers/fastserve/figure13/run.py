@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
 from papers.fastserve.setting import system
-from papers.figures.pictures import bars, colours_of, legend_of
+from papers.figures.pictures import bars, colors_of, legend_of
 from papers.figures.report import main, ratio_of, settings_of, table
 from papers.figures.runs import Options, Result, Search, cells, poisson, run_plans
 from skipjoin.core.policy import CostModel
@@ -86,7 +86,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     panels = figure.subplots(1, 2, sharey=True)
     for reading, axes in zip((MEAN_LENGTHS, MEAN_TIMES), panels, strict=True):
         series = {recipe: [rates[reading, scale, recipe] for scale in SCALES] for recipe in RECIPES}
-        bars(axes, [f"{scale:g}x" for scale in SCALES], series, colours_of(RECIPES))
+        bars(axes, [f"{scale:g}x" for scale in SCALES], series, colors_of(RECIPES))
         axes.set(xlabel="objectives, times light load", title=f"light load: {reading}")
     panels[0].set_ylabel("P95 goodput (req/s)")
     legend_of(figure, panels[0])

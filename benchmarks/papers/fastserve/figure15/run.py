@@ -91,10 +91,10 @@ def draw(result: Result) -> Mapping[str, Figure]:
     axes = parts.add_subplot()
     rows = result["tables"][1]["rows"]
     ends = [0.0] * len(rows)
-    for place, (part, colour) in enumerate(PARTS.items(), start=1):
+    for place, (part, color) in enumerate(PARTS.items(), start=1):
         heights = [row[place] for row in rows]
         axes.bar(
-            [f"{row[0]:g}" for row in rows], heights, bottom=ends, color=colour, edgecolor="black", lw=0.5, label=part
+            [f"{row[0]:g}" for row in rows], heights, bottom=ends, color=color, edgecolor="black", lw=0.5, label=part
         )
         ends = [end + height for end, height in zip(ends, heights, strict=True)]
     axes.set(xlabel="arrival rate (req/s)", ylabel="time per request (s)")

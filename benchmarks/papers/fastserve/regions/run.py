@@ -83,13 +83,13 @@ def summary(rows: Sequence[Sequence[float]]) -> Result:
 def draw(result: Result) -> Mapping[str, Figure]:
     rows = {tuple(row[:4]): row[7] for row in result["tables"][1]["rows"]}
     kvs, caps, cvs, loads = (sorted({key[place] for key in rows}) for place in range(4))
-    colours = LinearSegmentedColormap.from_list("faster", [style.VERMILION, "#FFFFFF", style.BLUE])
+    colors = LinearSegmentedColormap.from_list("faster", [style.VERMILION, "#FFFFFF", style.BLUE])
     norm = LogNorm(1 / STRONGEST, STRONGEST)
     figure = style.new_figure(style.WIDE_IN, 5.6)
     panels = figure.subplots(len(kvs), len(caps), sharex=True, sharey=True, squeeze=False)
     for kv, line in zip(kvs, panels, strict=True):
         for cap, axes in zip(caps, line, strict=True):
-            _map(axes, [[rows[kv, cap, cv, load] for load in loads] for cv in cvs], colours, norm)
+            _map(axes, [[rows[kv, cap, cv, load] for load in loads] for cv in cvs], colors, norm)
             axes.set_title(f"cap {cap}, KV {kv:g} GiB", fontsize=8)
             axes.set_xticks(range(len(loads)), [f"{load:g}" for load in loads])
             axes.set_yticks(range(len(cvs)), [f"{cv:g}" for cv in cvs])
@@ -100,13 +100,13 @@ def draw(result: Result) -> Mapping[str, Figure]:
     return {"regions.png": figure}
 
 
-def _map(axes: Axes, values: list[list[float]], colours: LinearSegmentedColormap, norm: LogNorm) -> None:
+def _map(axes: Axes, values: list[list[float]], colors: LinearSegmentedColormap, norm: LogNorm) -> None:
     """Draw a heat map with the ratio in each cell; ties are gray."""
     for row, line in enumerate(values):
         for column, ratio in enumerate(line):
             tie = 1 / TIE <= ratio <= TIE
-            colour = "#CCCCCC" if tie else colours(norm(min(STRONGEST, max(1 / STRONGEST, ratio))))
-            axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, color=colour, lw=0)
+            color = "#CCCCCC" if tie else colors(norm(min(STRONGEST, max(1 / STRONGEST, ratio))))
+            axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, color=color, lw=0)
             axes.annotate(
                 f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}", (column, row), ha="center", va="center", fontsize=6
             )

@@ -16,7 +16,7 @@ from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move, Slice
 
 # Number of admission refusals that close a step to newcomers. It bounds how much of a long queue is read.
-_MOST_PASSES = 64
+_MAX_PASSES = 64
 
 
 class Residency:
@@ -161,7 +161,7 @@ class Residency:
         if isinstance(answer, Grant):
             return answer
         self._passes += 1
-        if answer is Wait.WAIT or self._passes >= _MOST_PASSES:
+        if answer is Wait.WAIT or self._passes >= _MAX_PASSES:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         self.short = kv.shortfall(request, target)
         return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION

@@ -17,7 +17,7 @@ _PROGRAMS = 64
 # Numbers of a head that a program converts at a time.
 _TILE, _WARPS = 4096, 4
 _INFINITE = tl.constexpr(2.0**126)
-_LEAST_SCALE = tl.constexpr(2.0**-126)
+_MIN_SCALE = tl.constexpr(2.0**-126)
 # Adding and subtracting it rounds numbers from 0 to 255 to the nearest integer, ties to even.
 _ROUNDING = tl.constexpr(2.0**23)
 # One version for all moves, so that no step waits for a compilation.
@@ -77,7 +77,7 @@ def _quantize(
         has_any = low <= high
         low, high = _cut(tl.where(has_any, low, 0.0), False), tl.where(has_any, high, 0.0)
         scale = _cut(tl.div_rn(high - low, 255.0), True)
-        scale = tl.maximum(scale, _LEAST_SCALE)
+        scale = tl.maximum(scale, _MIN_SCALE)
         inverse = tl.div_rn(1.0, scale)
         place = scales + target * (row_bytes // 2) + head * 2 * DIM + channel
         tl.store(place, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=channel < DIM)

@@ -22,7 +22,7 @@ _DECODES, _PROMPTS, _CONTEXT = (1, 4, 16, 64, 256), (8, 4096), 1024
 # Minimum and maximum number of calls that are timed together. Each reads other keys than the previous ones, and
 # together they read more than the device's caches hold. No call finds its keys there, as in a step, in which other
 # layers run in between.
-_CALLS, _MOST_CALLS, _CACHES_FILLED = 20, 512, 2
+_CALLS, _MAX_CALLS, _CACHES_FILLED = 20, 512, 2
 # Memory of the measured KV, in bytes.
 _POOL_BYTES = 2 << 30
 
@@ -186,7 +186,7 @@ class _Bench:
             tokens: Number of tokens that a call reads.
         """
         size = tokens * self._token_bytes
-        turns = min(_MOST_CALLS, max(_CALLS, -(-_CACHES_FILLED * self._cache_bytes // size)))
+        turns = min(_MAX_CALLS, max(_CALLS, -(-_CACHES_FILLED * self._cache_bytes // size)))
         return turns, max(1, min(turns, _POOL_BYTES // size))
 
     def _query(self, tokens: int) -> torch.Tensor:

@@ -20,11 +20,11 @@ from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, to
 # Below every score, and finite: the difference of two of them is zero, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
-# Chunk size granularity: chunks are the smallest multiple of CHUNK_KEYS with which a sequence has at most MOST_CHUNKS.
+# Chunk size granularity: chunks are the smallest multiple of CHUNK_KEYS with which a sequence has at most MAX_CHUNKS.
 # With fewer keys, partial results would exceed a few percent of the bytes that are read.
 CHUNK_KEYS = 256
-MOST_CHUNKS = 64
-_CHUNK_KEYS, _MOST_CHUNKS = tl.constexpr(CHUNK_KEYS), tl.constexpr(MOST_CHUNKS)
+MAX_CHUNKS = 64
+_CHUNK_KEYS, _MAX_CHUNKS = tl.constexpr(CHUNK_KEYS), tl.constexpr(MAX_CHUNKS)
 # Programs per multiprocessor, more than it holds at a time: those that start last balance the others.
 _PROGRAMS = 8
 # int32 values per record: a record is one sector of memory.
@@ -48,9 +48,9 @@ class WorkList(NamedTuple):
     total: torch.Tensor
 
 
-def most_chunks(slots: int) -> int:
+def max_chunks(slots: int) -> int:
     """Return the maximum number of chunks of a sequence of up to `slots` tokens."""
-    return min(MOST_CHUNKS, -(-slots // CHUNK_KEYS))
+    return min(MAX_CHUNKS, -(-slots // CHUNK_KEYS))
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _chunks(context: tl.tensor, window: tl.tensor) -> tuple[tl.tensor, tl.tensor
     """Return (first key, keys, keys per chunk, chunks) of sequences of these lengths, with at least one chunk."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     keys = context - low
-    size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MOST_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
+    size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MAX_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
     return low, keys, size, tl.maximum(tl.cdiv(keys, size), 1)
 
 
@@ -102,7 +102,7 @@ def _share_out(
     tl.store(sequences + own * _SEQUENCE + 1, chunks)
     tl.store(sequences + own * _SEQUENCE + 2, token)
     offset = tl.load(offsets + segment).to(tl.int32)
-    chunk = tl.arange(0, _MOST_CHUNKS)
+    chunk = tl.arange(0, _MAX_CHUNKS)
     begin = low + chunk * size
     there = chunk < chunks
     record = items + (first + chunk) * _ITEM
@@ -310,7 +310,7 @@ def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, windo
         segments: int64 indexes; None for all segments of a batch of decodes.
     """
     count = len(batch.lengths) if segments is None else segments.shape[0]
-    most = count * most_chunks(batch.block_tables.shape[1] * batch.block_size)
+    most = count * max_chunks(batch.block_tables.shape[1] * batch.block_size)
     items, sequences, total = (
         torch.empty(size, dtype=torch.int32, device=batch.context_lens.device) for size in ((most, 8), (count, 4), 1)
     )

@@ -74,7 +74,7 @@ def norm_kernel(
     tl.store(out + packed, values.to(out.dtype.element_ty), mask=inside)
 
 
-def normalise(
+def normalize(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
-from skipjoin.model.kernels.norms import MAX_WIDTH, normalise
+from skipjoin.model.kernels.norms import MAX_WIDTH, normalize
 from skipjoin.model.kernels.products import product
 from skipjoin.model.ops.base import Linear, Norm
 from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, TorchOps
@@ -55,10 +55,10 @@ class TritonNorm:
         self._weight, self._bias, self._eps, self._centre = weight, bias, eps, centre
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return normalise(x, self._weight, self._bias, self._eps, centre=self._centre)
+        return normalize(x, self._weight, self._bias, self._eps, centre=self._centre)
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        return normalise(total, self._weight, self._bias, self._eps, centre=self._centre, product=product)
+        return normalize(total, self._weight, self._bias, self._eps, centre=self._centre, product=product)
 
 
 class InvariantOps(TritonOps):

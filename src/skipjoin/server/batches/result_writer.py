@@ -35,7 +35,7 @@ class ResultWriter:
     def __init__(self, store: Store, metrics: Metrics, *, max_bytes: int) -> None:
         self._store = store
         self._metrics = metrics
-        self._most_bytes = max_bytes
+        self._max_bytes = max_bytes
         self.on_written: Callable[[], None] = lambda: None
         self._results: list[LineResult] = []
         self._returned: list[Line] = []
@@ -102,8 +102,8 @@ class ResultWriter:
         fitting = []
         for result in results:
             owner, kept = result.line.owner, result
-            if result.state is LineState.DONE and used[owner] + result.bytes > self._most_bytes:
-                error = over_quota(result.line, self._most_bytes)
+            if result.state is LineState.DONE and used[owner] + result.bytes > self._max_bytes:
+                error = over_quota(result.line, self._max_bytes)
                 kept = replace(result, state=error.state, body=error.body)  # keep the usage
             fitting.append(kept)
             used[owner] += kept.bytes

@@ -30,7 +30,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
 # HTTP request would wait for a line in each of the several loop iterations until its prompt is at the engine.
 _REST_S = 0.002
 # Engine crashes after which a line fails, and after which it runs alone, so that other lines are not blamed with it.
-MOST_LOST, SUSPECT_LOST = 10, 3
+MAX_LOST, SUSPECT_LOST = 10, 3
 # Statuses after which a line is retried.
 _RETRIED = (429, 503)
 _log = logging.getLogger(__name__)
@@ -51,14 +51,14 @@ class Runner:
 
     Lines have their own admission queue, so that they do not affect the limits of HTTP requests. A line returns to the
     store if its queue is full, the server accepts no requests, or its engine crashes. After `SUSPECT_LOST` crashes it
-    runs alone, and after `MOST_LOST` it fails.
+    runs alone, and after `MAX_LOST` it fails.
     """
 
     def __init__(self, service: Service, store: Store, blobs: Blobs, results: ResultWriter, *, most: int) -> None:
         config = service.config
         self._service, self._store, self._blobs, self._results = service, store, blobs, results
         self._most = most
-        self._most_tokens = config.max_queued_tokens
+        self._max_tokens = config.max_queued_tokens
         # A line starts while the counts are below the limits, and with this margin it always fits.
         self._queue = Admission(
             most + most_of_a_line(config.max_queued_requests), 2 * config.max_queued_tokens, service.metrics
@@ -170,7 +170,7 @@ class Runner:
         while (
             self._held
             and queue.requests < self._most
-            and queue.tokens < self._most_tokens
+            and queue.tokens < self._max_tokens
             and self._may_join(self._held[0])
             and self._is_open()
         ):
@@ -259,7 +259,7 @@ class Runner:
 
     def _lost(self, line: Line, error: EngineError) -> None:
         """Handle an engine crash while the line was running."""
-        if line.lost < MOST_LOST:
+        if line.lost < MAX_LOST:
             self._failed(line, error)
             return
         why = f"the engine ended {line.lost} times while it ran this request, which is not tried again"

@@ -9,7 +9,7 @@ from skipjoin.server.engines.sequences import EngineSequence
 
 # Number of engine crashes that a sequence survives: without a new token in between if it is the only suspect, the same
 # if there are other suspects, and in total.
-_STUCK, _STUCK_WITH_OTHERS, _MOST_DEATHS = 2, 4, 8
+_STUCK, _STUCK_WITH_OTHERS, _MAX_DEATHS = 2, 4, 8
 # Maximum time that one trial delays the next, because a sequence on trial may wait in its engine's queue.
 TRIAL_S = 2.0
 
@@ -63,7 +63,7 @@ class CrashIsolation:
         for sequence in begun:
             sequence.deaths += 1
             sequence.has_begun = False
-        return [one for one in begun if one.stuck >= most or one.deaths >= _MOST_DEATHS]
+        return [one for one in begun if one.stuck >= most or one.deaths >= _MAX_DEATHS]
 
     def passed(self, sequence: EngineSequence) -> None:
         """Clear the suspicion against a sequence that generated a token, and end its trial."""

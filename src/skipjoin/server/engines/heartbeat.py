@@ -26,7 +26,7 @@ HUNG_S = 5.0
 # Time for a hung engine to print its stacks.
 DUMP_S = 0.5
 _DUMP_SIGNAL = signal.SIGUSR1
-_MOST_BEATS = 1 << 16
+_MAX_BEATS = 1 << 16
 
 
 class Heartbeat:
@@ -92,7 +92,7 @@ class HeartbeatReader:
         """
         os.set_blocking(self._pipe.fileno(), False)
         now = self._clock()
-        if self._pipe.read(_MOST_BEATS):  # None if the pipe is empty, b"" if the engine has closed it
+        if self._pipe.read(_MAX_BEATS):  # None if the pipe is empty, b"" if the engine has closed it
             self._silent_s, self._seen_at = 0.0, now
             return 0.0
         self._silent_s += min(now - self._seen_at, 2 * HEARTBEAT_INTERVAL_S)

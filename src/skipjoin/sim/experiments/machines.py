@@ -121,9 +121,9 @@ class Machine:
         return replace(self, swap_dtype="auto") if find(name).needs_lossless_swap else self
 
     def _parts(self) -> dict[str, Any]:
-        return self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
+        return self._from_profile() if self.hardware.endswith(".json") else self._from_catalog()
 
-    def _from_catalogue(self) -> dict[str, Any]:
+    def _from_catalog(self) -> dict[str, Any]:
         group = parse_hardware(self.hardware)
         if self.model is None:
             raise ConfigError(f"a model must be given for hardware {group.name}")

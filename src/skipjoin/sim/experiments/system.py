@@ -92,9 +92,9 @@ class System:
     predictor: Annotated[
         str | None,
         Option(
-            "Source of forecasts for recipes that read them: a forecaster that learns (learnt, alise, prior, ...), or "
+            "Source of forecasts for recipes that read them: a forecaster that learns (learned, alise, prior, ...), or "
             "the true length with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, constant:TOKENS, "
-            "column:NAME of the trace (default: learnt if the trace has texts, otherwise prior).",
+            "column:NAME of the trace (default: learned if the trace has texts, otherwise prior).",
             metavar="NAME",
             group="Workload",
         ),
@@ -205,7 +205,7 @@ class System:
                 return None
             case Forecasts.TRUE:
                 return "oracle"
-            case Forecasts.LEARNT:
+            case Forecasts.LEARNED:
                 return self.predictor or default_predictor(workload)
 
     @property
@@ -290,7 +290,7 @@ class System:
         """Return the JCT objective in seconds as a function of output tokens, for the mean prompt."""
         return scaled_jct(self.cost, scale, _mean_prompt(jobs))
 
-    def most_output(self, job: WorkloadRequest) -> int:
+    def max_output(self, job: WorkloadRequest) -> int:
         """Return the maximum number of output tokens for a job; a server would reject a larger request."""
         room = min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
         # A prefill replica needs room for the prompt and the first token.
@@ -313,17 +313,17 @@ class System:
 
     def takes(self, job: WorkloadRequest) -> bool:
         """Return whether the job's output fits."""
-        return self.most_output(job) >= job.output_tokens
+        return self.max_output(job) >= job.output_tokens
 
     def max_tokens_of(self, job: WorkloadRequest) -> int:
         """Return the `max_tokens` that the job requests."""
         match self.max_tokens:
             case "room":
-                return self.most_output(job)
+                return self.max_output(job)
             case "exact":
                 return job.output_tokens
             case number:
-                return min(max(job.output_tokens, number), self.most_output(job))
+                return min(max(job.output_tokens, number), self.max_output(job))
 
 
 def _mean_prompt(jobs: Sequence[WorkloadRequest]) -> int:

@@ -8,12 +8,12 @@ from skipjoin.forecast.index import Found
 from skipjoin.forecast.mass import BINS, EDGES, Array, mass_of
 
 # Number of similar prompts to search.
-NEIGHBOURS = 24
+NEIGHBORS = 24
 # A neighbor weighs exp((similarity - 1) / _WARMTH); the prior weighs like this many identical prompts.
 _WARMTH, _PRIOR_WEIGHT = 0.15, 0.3
 
 
-def neighbours_mass(found: Found, prior: Array) -> Array:
+def neighbors_mass(found: Found, prior: Array) -> Array:
     """Return a Kaplan-Meier estimate from the weighted neighbors and the hazards of `prior`."""
     weights = np.exp((found.similarity - 1.0) / _WARMTH)
     ends = np.searchsorted(EDGES, found.tokens, side="right") - 1

@@ -14,10 +14,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Which tests may run beside each other is said in tests/support/groups.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-cluster test-chaos soak fuzz fuzz-core lint check format lock audit clean
+.PHONY: help serve test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs reference format \
+	lock audit clean
 help:
 	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
-	@echo "make test    run all tests"
+	@echo "make test    run all tests, with a pairwise set of parameters where these are many"
+	@echo "make test-all   run the tests of all combinations of parameters, too"
+	@echo "make mutations   break ten things on purpose, and check that tests notice each of them"
 	@echo "make test-cluster   cut a machine off while requests stream (two minutes; Linux, needs root and iproute2)"
 	@echo "make test-chaos     faults in the middle of loads, for ten minutes; SEED=7 repeats a run"
 	@echo "make soak    the same load without faults, for an hour: memory has to stay flat"
@@ -25,8 +28,10 @@ help:
 	@echo "make fuzz-core   random worlds of the core for an hour; MINUTES=5 makes it shorter, SEED=7 repeats a run"
 	@echo "make lint    format, lint, words and types"
 	@echo "make check   the same, core tests and import rules, in two minutes"
+	@echo "make docs    build the site of the documentation in build/docs"
 	@echo "make format  format the code"
 	@echo "make lock    write the locks and THIRD_PARTY.md after a change of pyproject.toml or constraints.txt (needs a network)"
+	@echo "make reference   write the generated pages of docs/reference"
 	@echo "make audit   look the locked versions up in a database of known vulnerabilities (needs a network)"
 
 $(BIN)/python:
@@ -48,10 +53,16 @@ $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
 	@touch $@
 
 serve: $(VENV)/.runtime
-	$(BIN)/skipjoin serve $(MODEL) --recipe $(RECIPE) --host $(HOST) --port $(PORT)
+	$(BIN)/skipjoin serve $(MODEL) --recipe '$(RECIPE)' --host $(HOST) --port $(PORT)
 
 test: $(VENV)/.dev
 	$(PYTEST)
+
+test-all: $(VENV)/.dev
+	$(PYTEST) -m ""
+
+mutations: $(VENV)/.dev
+	$(BIN)/python tools/mutations.py
 
 # The exit code of a test that cannot be made here is 77, which is no failure.
 test-cluster: $(VENV)/.dev
@@ -73,12 +84,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_words.py
-	$(BIN)/mypy -p skipjoin.core -p skipjoin.policies -p skipjoin.sim -p skipjoin.observe -p skipjoin.workload -p skipjoin.loadtest -p skipjoin.report -p skipjoin.forecast \
-		-p skipjoin.recipes -p skipjoin.config -m skipjoin.options -m skipjoin.sampling -m skipjoin.exec.base \
-		-m skipjoin.exec.simulated
+	$(BIN)/mypy -p skipjoin
 
 check: lint
 	$(PYTEST) -q --ignore tests/sim/experiments $(addprefix tests/,core core_fuzz policies recipes sim observe test_import_rules.py)
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet .
@@ -88,6 +100,9 @@ lock: $(VENV)/.dev
 	$(BIN)/python tools/lock.py
 	$(INSTALL) --no-deps --require-hashes --requirement requirements-dev.lock
 	$(BIN)/python tools/licenses.py > THIRD_PARTY.md
+
+reference: $(VENV)/.dev
+	$(BIN)/python tools/reference.py
 
 # The tool has an environment of its own: what it needs is not what is examined.
 audit:

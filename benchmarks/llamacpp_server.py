@@ -1,9 +1,9 @@
-"""llama.cpp's server over a Hugging Face folder of a Llama: runs in the environment of the peer `llamacpp`.
+"""Serve a Llama in a Hugging Face folder with llama.cpp, in the environment of the peer `llamacpp`.
 
     PYTHON benchmarks/llamacpp_server.py FOLDER --port PORT [--parallel 16]
 
-The folder's weights are written as GGUF, in their own type, into a temporary folder first. The file has a vocabulary of
-as many words as the model has ids: prompts are to be token ids.
+The weights are first converted to GGUF, in their own type, in a temporary folder. The file has a vocabulary of one word
+per id, so prompts must be token ids.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 import xllamacpp
 from safetensors.torch import load_file
 
-# Most tokens of one request.
+# Maximum tokens of one request.
 CONTEXT = 1024
-# Names of the tensors of a layer, theirs and ours.
+# Names of the tensors of a layer in llama.cpp and in transformers.
 LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -72,7 +72,7 @@ def convert(folder: Path, target: Path) -> None:
 
 
 def add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
-    """Matrices in their own type, the rest in float32."""
+    """Add a tensor: matrices in their own type, others in float32."""
     if tensor.dim() == 2 and tensor.dtype == torch.bfloat16:
         writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
     else:
@@ -80,13 +80,13 @@ def add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
 
 
 def interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp rotates neighbouring elements of a head where transformers rotates its halves."""
+    """Permute rows for llama.cpp, which rotates adjacent elements of a head where transformers rotates its halves."""
     out, width = tensor.shape
     return tensor.view(heads, 2, out // heads // 2, width).transpose(1, 2).reshape(out, width).contiguous()
 
 
 def add_words(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
-    """A word for each id. The first ones are the special ones that llama.cpp expects."""
+    """Add one word per id, beginning with the special tokens that llama.cpp expects."""
     words = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, config["vocab_size"]))]
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
     writer.add_tokenizer_model("llama")

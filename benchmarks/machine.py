@@ -1,4 +1,4 @@
-"""A description of the machine that a benchmark ran on, for its record."""
+"""The machine that a benchmark runs on, as its record describes it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 from skipjoin.system.machine import cpu_name
 
-# Of x86, then of ARM, by the names that Linux has for them.
+# Names in /proc/cpuinfo: those of x86, then those of ARM.
 _INSTRUCTIONS = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimd", "asimddp", "fphp", "bf16", "i8mm", "sve", "sve2", "sme"),
 )
-# What compilers and libraries are told of the processor, so that one can stand in for another.
-_TOLD = ("CXX", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+# Variables that make compilers and libraries use fewer instructions than the processor has.
+_LIMITS = ("CXX", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
 def describe_machine() -> dict[str, object]:
-    """CPU, cores, instructions, memory, load, versions, and what limits the instructions; no names or paths."""
+    """Return CPU, cores, instructions and their limits, memory, load and versions; no host names and no paths."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -29,14 +29,14 @@ def describe_machine() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_1min": os.getloadavg()[0],
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "told": {name: re.sub(r"\S*/", "", os.environ[name]) for name in _TOLD if name in os.environ},
+        "limits": {name: re.sub(r"\S*/", "", os.environ[name]) for name in _LIMITS if name in os.environ},
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("skipjoin", "torch", "transformers")},
     }
 
 
 def instructions() -> list[str] | None:
-    """Which of the instructions that models are fast with this processor has; None where the system does not tell."""
+    """Return the instruction sets that matter for models, or None where the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

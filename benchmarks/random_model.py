@@ -1,5 +1,5 @@
-"""A Llama of 97.5M parameters with random weights, to measure with: large enough that the model, not Python, takes the
-time, and small enough for a CPU.
+"""A random-weight Llama of 97.5M parameters: large enough that the model and not Python decides the speed, and small
+enough for a CPU.
 
     python benchmarks/random_model.py FOLDER [--dtype bfloat16|float32]
 """
@@ -7,11 +7,15 @@ time, and small enough for a CPU.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from harness import scratch
 
 VOCAB = 8192
 
@@ -19,7 +23,7 @@ VOCAB = 8192
 def make_model(
     folder: Path, dtype: torch.dtype, *, layers: int = 12, hidden: int = 768, intermediate: int = 2048
 ) -> None:
-    """Write the model, and a tokenizer of one word per id, into a folder. Heads are 64 wide."""
+    """Write the model, with heads of 64 elements, and a tokenizer of one word per id into a folder."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -38,6 +42,19 @@ def make_model(
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.WordPiece(prefix="", cleanup=False)
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+@contextmanager
+def scratch_model(dtype: torch.dtype, **shape: int) -> Iterator[Path]:
+    """Yield a temporary folder with the model."""
+    with scratch() as folder:
+        make_model(folder / "model", dtype, **shape)
+        yield folder / "model"
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    """Return the token ids of a prompt that differs from those of other numbers from its first token on."""
+    return [3 + (number * 7919 + place * 104729) % (VOCAB - 3) for place in range(length)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The servers that are loaded, Skipjoin's and others: each a context that yields a `Server`."""
+"""Servers under load, Skipjoin's and others, each a process group of its own."""
 
 from __future__ import annotations
 
@@ -11,44 +11,135 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import httpx
+import psutil
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
+from harness import SKIPJOIN
+from peer_venvs import PeerUnavailableError, python_of
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 
 # vLLM compiles its model at the first start, which takes minutes on a few cores.
 START_S, STOP_S = 900.0, 60.0
-# The smallest that it is fast with on a CPU.
+# The smallest block size at which vLLM is fast on a CPU.
 VLLM_BLOCK = 32
 HERE = Path(__file__).parent
 NOTHING: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers. name: of its model. pid: of its first process."""
+    """A server that has answered `/health`; as a context manager it is stopped at the end."""
 
-    url: str
-    name: str
-    pid: int
+    def __init__(
+        self, command: Sequence[object], port: int, environment: Mapping[str, str] = NOTHING, *, key: str = ""
+    ) -> None:
+        """Start the server and wait until it lists its model.
+
+        Args:
+            key: API key to send, if the server asks for one.
+
+        Raises:
+            RuntimeError: The server does not start. The end of its output is on standard error.
+        """
+        # A terminated benchmark stops its servers first.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        self.url = f"http://127.0.0.1:{port}"
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by stop)
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        try:
+            self.name = self._wait_for_model(key)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _wait_for_model(self, key: str) -> str:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                # llama.cpp's server lists its model before it has loaded it; its health says when it has.
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return str(httpx.get(f"{self.url}/v1/models", headers=headers).json()["data"][0]["id"])
+            time.sleep(0.3)
+        sys.stderr.write(self.log()[-4000:])
+        raise RuntimeError(f"{self.process.args[0]} did not start")  # type: ignore[index]
+
+    def log(self) -> str:
+        """Return what the server has written so far."""
+        self._output.seek(0)
+        return self._output.read()
+
+    def engines(self) -> list[psutil.Process]:
+        """Return the engine processes, oldest first."""
+        return self.children("skipjoin.server.engines.engine_process")
+
+    def children(self, text: str) -> list[psutil.Process]:
+        """Return the descendants with `text` in their name or command line, oldest first."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        found = [one for one in below if text in one.name() or text in " ".join(one.cmdline())]
+        return sorted(found, key=lambda one: one.create_time())
+
+    def metrics(self) -> Counter[str]:
+        """Return the samples of `/metrics` except buckets, by name and label values, summed over request classes."""
+        found = Counter[str]()
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    labels = [value for label, value in sample.labels.items() if label != "class"]
+                    found[" ".join([sample.name.removeprefix("skipjoin:"), *labels])] += sample.value
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of the samples of a metric that have these labels."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
+            for sample in family.samples
+            if sample.name == f"skipjoin:{name}" and labels.items() <= sample.labels.items()
+        )
+
+    def wait(self, timeout_s: float = STOP_S) -> int:
+        """Wait for the server to exit and return its exit code."""
+        return self.process.wait(timeout_s)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal, wait, and kill what is left of the process group."""
+        self.process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
-@contextmanager
-def skipjoin(model: Path, *options: object, key: str = "") -> Iterator[Server]:
-    """`skipjoin serve` of this environment. key: one that it takes, if it asks for one."""
-    port = free_port()
-    program = Path(sys.executable).with_name("skipjoin")
-    with running([program, "serve", model, "--port", port, "--batch-dir", "none", *options], port, key=key) as server:
-        yield server
+class Skipjoin(Server):
+    """`skipjoin serve` of this environment; batches are off unless `--batch-dir` is among the options."""
+
+    def __init__(self, model: Path | str, *options: object, key: str = "") -> None:
+        port = free_port()
+        super().__init__([SKIPJOIN, "serve", model, "--port", port, "--batch-dir", "none", *options], port, key=key)
 
 
-@contextmanager
 def vllm(
     python: Path,
     model: Path,
@@ -58,9 +149,13 @@ def vllm(
     kv_gib: float = 2,
     is_eager: bool = False,
     cores: str = "",
-) -> Iterator[Server]:
-    """vLLM's server, compiled unless `is_eager`. kv_gib: it takes whole GiB; of others it gets as many blocks as fit.
-    cores: of the model's threads, such as "0-3"; all that may be used."""
+) -> Server:
+    """Start vLLM's server, compiled unless `is_eager`.
+
+    Args:
+        kv_gib: Size of the KV pool. vLLM takes whole GiB; for other sizes it gets the number of blocks that fit.
+        cores: Cores of the model's threads, such as "0-3"; all available ones by default.
+    """
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     command += ["--port", port, "--dtype", dtype, "--max-model-len", 1024, "--max-num-seqs", seqs]
@@ -75,72 +170,34 @@ def vllm(
         "VLLM_CPU_OMP_THREADS_BIND": cores or ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "PYTHONPATH": "",
     }
-    with running(command, port, environment) as server:
-        yield server
+    return Server(command, port, environment)
 
 
-@contextmanager
-def llamacpp(python: Path, model: Path, *, seqs: int) -> Iterator[Server]:
-    """llama.cpp's server, with weights of the model's type."""
+def start_vllm(
+    stack: ExitStack, names: Iterable[str], model: Path, *, seqs: int, kv_gib: float
+) -> tuple[dict[str, Server], dict[str, str]]:
+    """Start the vLLM peers among `names` on a stack, and return them and the reasons for the missing ones."""
+    found: dict[str, Server] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            server = vllm(python_of(name), model, seqs=seqs, kv_gib=kv_gib, is_eager=name == "vllm-eager")
+            found[name] = stack.enter_context(server)
+        except (PeerUnavailableError, RuntimeError) as error:
+            missing[name] = str(error)
+            print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
+    return found, missing
+
+
+def llamacpp(python: Path, model: Path, *, seqs: int) -> Server:
+    """Start llama.cpp's server with weights of the model's type."""
     port = free_port()
     command = [python, HERE / "llamacpp_server.py", model, "--port", port, "--parallel", seqs]
-    with running(command, port, {"PYTHONPATH": ""}) as server:
-        yield server
-
-
-@contextmanager
-def running(
-    command: Sequence[object], port: int, environment: Mapping[str, str] = NOTHING, *, key: str = ""
-) -> Iterator[Server]:
-    """A server's processes, from the time that it lists its model to its end. Raises RuntimeError if it does not start;
-    the end of what it wrote is on stderr then."""
-    # Whatever is told to end ends its servers first.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            name = model_of(url, process, key)
-            if name is None:
-                output.seek(0)
-                sys.stderr.write(output.read()[-4000:])
-                raise RuntimeError(f"{command[0]} did not start")
-            yield Server(url, name, process.pid)
-        finally:
-            stop(process)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and all processes of its session."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def model_of(url: str, process: subprocess.Popen[bytes], key: str) -> str | None:
-    """The model that the server lists, once it does and can answer; None if it ends, or takes too long."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(httpx.TransportError):
-            # llama.cpp's server lists its model before it has loaded it, and says so of its health.
-            if httpx.get(f"{url}/health").status_code == 200:
-                return str(httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"])
-        time.sleep(0.3)
-    return None
+    return Server(command, port, {"PYTHONPATH": ""})
 
 
 def free_port() -> int:
-    """A port of this machine that no server has."""
+    """Return a port that no server uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,11 @@
-"""The documents: links lead somewhere, named files exist, and the examples of docs/add-a-policy.md make a recipe."""
+"""The documents: links and named files exist, the site builds, and the examples of add-a-policy.md make a recipe."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from skipjoin.recipes import Settings, fastserve, parts, registry
 from skipjoin.sim.driver import Replica, simulate
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 
 
 def anchors(text: str) -> set[str]:
@@ -44,6 +47,20 @@ def test_relative_links_lead_to_files_and_headings(document: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
             broken.append(target)
     assert not broken
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    """With --strict, a page that is not in the navigation, a broken link and a missing object are errors."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cache_salt" in (tmp_path / "python" / "index.html").read_text()
+    fetched = [page for page in tmp_path.rglob("*.html") if re.search(r"<(script|link)[^>]+//", page.read_text())]
+    assert not fetched
 
 
 def test_every_file_that_the_architecture_names_exists() -> None:
@@ -70,7 +87,7 @@ def test_the_examples_of_the_policy_page_make_a_recipe() -> None:
     names["recipe"] = lambda make: built.setdefault(make.__name__, make)
     exec(compile("from __future__ import annotations\n" + code, "add-a-policy.md", "exec"), names)
     make_params, cost = names["LeastServedParams"], LinearCost(floor=0.01, prefill_token=1e-4)
-    policies = built["least_served"](Settings(cost, max_seqs=2), make_params(quantum_tokens=8, swap_tokens=30))
+    policies = built["min_served"](Settings(cost, max_seqs=2), make_params(quantum_tokens=8, swap_tokens=30))
     happened: list[Event] = []
     for one in (built["late_first"](Settings(cost, max_seqs=2)), policies):
         happened.clear()

@@ -1,7 +1,7 @@
 """The instruction tasks that the built-in model is trained and measured on.
 
-Every task is a prompt with one correct answer. A hash of a task's arguments (the numbers, the word, the list) assigns
-it to training or to the held-out part, so that the model has not seen a held-out prompt.
+Every task is a prompt with one correct answer. A hash of the task's arguments (numbers, word or list) assigns it to the
+training part or to the held-out part, so training never uses a held-out prompt.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 HELD_OUT_PERCENT = 10
-MAX_NUMBER = 200  # counting goes this far
+MAX_NUMBER = 200  # largest number in a count
 MAX_REPEATS = 30
-# The documentation's example is never trained on, so that it shows generalisation.
+# The documentation's example is never trained on, so that it shows generalization.
 ALWAYS_HELD_OUT = {("count", 3, 12)}
 
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt and its only correct answer. key: its arguments, which decide whether it is held out."""
+    """A prompt and its only correct answer; `key` has the arguments that decide whether it is held out."""
 
     key: tuple[object, ...]
     prompt: str
@@ -90,7 +90,7 @@ _UNKNOWN_WORDINGS = [
 
 
 def _phrase(rng: random.Random, wordings: list[str], **args: object) -> str:
-    """One wording, varied as users do: politeness, a capital letter, a full stop."""
+    """Return one wording with random politeness, capitalization and punctuation."""
     text = rng.choice(wordings).format(**args)
     draw = rng.random()
     if draw < 0.2:
@@ -103,7 +103,7 @@ def _phrase(rng: random.Random, wordings: list[str], **args: object) -> str:
 
 
 def _word(rng: random.Random) -> str:
-    """A common word, or a pronounceable one of up to 8 letters."""
+    """Return a common word, or a pronounceable one of up to 8 letters."""
     if rng.random() < 0.4:
         return rng.choice(WORDS)
     syllables = [
@@ -113,16 +113,16 @@ def _word(rng: random.Random) -> str:
     return "".join(syllables)[:8]
 
 
-def _length(rng: random.Random, most: int) -> int:
-    """A length from 1 to `most`, mostly short: the end of an answer is the hard part, and short answers show it most
-    often for their cost."""
+def _length(rng: random.Random, longest: int) -> int:
+    """Return a length from 1 to `longest`, usually short: the hard part is the end of an answer, and short answers have
+    more ends for their cost."""
     draw = rng.random()
-    return rng.randint(1, min(most, 8 if draw < 0.7 else 30 if draw < 0.88 else most))
+    return rng.randint(1, min(longest, 8 if draw < 0.7 else 30 if draw < 0.88 else longest))
 
 
-def _range(rng: random.Random, most: int) -> tuple[int, int]:
-    """First and last number of a rising range of up to `most` steps."""
-    steps = _length(rng, most)
+def _range(rng: random.Random, longest: int) -> tuple[int, int]:
+    """Return the first and last number of an ascending range of up to `longest` steps."""
+    steps = _length(rng, longest)
     first = rng.choice([0, 1, 1, rng.randint(0, MAX_NUMBER - 1), rng.randint(0, MAX_NUMBER - 1)])
     return first, min(MAX_NUMBER, first + steps)
 
@@ -132,7 +132,7 @@ def _joined(numbers: range | list[int]) -> str:
 
 
 def count(rng: random.Random) -> Task:
-    """Count upwards."""
+    """Return a task to count upwards."""
     a, b = _range(rng, MAX_NUMBER)
     wordings = ["count from {a} to {b}"] * 3 + [
         "count {a} to {b}",
@@ -144,14 +144,14 @@ def count(rng: random.Random) -> Task:
 
 
 def count_down(rng: random.Random) -> Task:
-    """Count downwards."""
+    """Return a task to count downwards."""
     a, b = _range(rng, 100)
     wordings = ["count down from {b} to {a}", "count from {b} down to {a}", "count backwards from {b} to {a}"]
     return Task(("count down", a, b), _phrase(rng, wordings, a=a, b=b), _joined(range(b, a - 1, -1)))
 
 
 def even(rng: random.Random) -> Task:
-    """The even numbers of a range, both ends included."""
+    """Return a task to list the even numbers of a range, including both ends."""
     a, b = _range(rng, 100)
     b = min(MAX_NUMBER, b + 2)
     a = min(a, b - 2)
@@ -161,14 +161,14 @@ def even(rng: random.Random) -> Task:
 
 
 def spell(rng: random.Random) -> Task:
-    """The letters of a word."""
+    """Return a task to spell a word."""
     word = _word(rng)
     wordings = ["spell {w}", "spell the word {w}", "how do you spell {w}"]
     return Task(("spell", word), _phrase(rng, wordings, w=word), "-".join(word))
 
 
 def repeat(rng: random.Random) -> Task:
-    """A word n times, in numbered lines."""
+    """Return a task to repeat a word in numbered lines."""
     word, times = _word(rng), _length(rng, MAX_REPEATS)
     wordings = ["repeat {w} {n} times", "repeat the word {w} {n} times", "say {w} {n} times"]
     answer = "\n".join(f"{number}. {word}" for number in range(1, times + 1))
@@ -176,7 +176,7 @@ def repeat(rng: random.Random) -> Task:
 
 
 def table(rng: random.Random) -> Task:
-    """A multiplication table; held out by number, length and wording together."""
+    """Return a multiplication table; number, length and wording decide whether it is held out."""
     number, lines = rng.randint(1, 12), rng.choice([2, 3, 3, 4, 5, 6, 7, 8, 9, 10, 10, 11, 12])
     wordings = [
         "multiplication table of {n} up to {m}",
@@ -192,14 +192,14 @@ def table(rng: random.Random) -> Task:
 
 
 def reverse(rng: random.Random) -> Task:
-    """A list of different numbers, backwards."""
+    """Return a task to reverse a list of different numbers."""
     numbers = rng.sample(range(100), rng.randint(2, 8))
     wordings = ["reverse {l}", "reverse the list {l}", "reverse this list: {l}"]
     return Task(("reverse", *numbers), _phrase(rng, wordings, l=_joined(numbers)), _joined(numbers[::-1]))
 
 
 def alphabet(rng: random.Random) -> Task:
-    """A stretch of the alphabet; held out by its ends and wording together."""
+    """Return a part of the alphabet; its ends and the wording decide whether it is held out."""
     low, high = sorted(rng.sample(range(26), 2))
     first, last = chr(ord("a") + low), chr(ord("a") + high)
     wordings = [
@@ -213,7 +213,7 @@ def alphabet(rng: random.Random) -> Task:
 
 
 def small_talk(rng: random.Random) -> Task:
-    """A greeting or a question about the model; held out by the exact text."""
+    """Return a greeting or a question about the model; the exact text decides whether it is held out."""
     said = rng.choice(list(SMALL_TALK))
     prompt = said[0].upper() + said[1:] if rng.random() < 0.5 else said
     prompt += rng.choice(["", "", ".", "!", "?", " there", ", Tally", " Tally!"])
@@ -221,12 +221,12 @@ def small_talk(rng: random.Random) -> Task:
 
 
 def unknown(rng: random.Random) -> Task:
-    """Something that the model cannot do."""
+    """Return a task that the model cannot do."""
     prompt = _phrase(rng, _UNKNOWN_WORDINGS, w=_word(rng), v=_word(rng))
     return Task(("unknown", prompt.lower()), prompt, UNKNOWN_ANSWER)
 
 
-# Name -> generator and how often it is drawn in training.
+# Generator and training weight by name.
 FAMILIES: dict[str, tuple[Callable[[random.Random], Task], float]] = {
     "count": (count, 2.5),
     "count down": (count_down, 1.5),
@@ -242,7 +242,7 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Task], float]] = {
 
 
 def draw_task(rng: random.Random, family: str | None = None, *, held_out: bool = False) -> Task:
-    """A task of the family (None: any, by weight) from the training or the held-out part."""
+    """Return a task of a family, or of a random one by weight, from the training or the held-out part."""
     if family is None:
         names = list(FAMILIES)
         family = rng.choices(names, [FAMILIES[name][1] for name in names])[0]

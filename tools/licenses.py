@@ -1,4 +1,4 @@
-"""Print THIRD_PARTY.md: the license of every locked distribution. Fails for one that is unknown or not allowed.
+"""Print THIRD_PARTY.md with the license of every locked distribution, and fail for licenses that are not allowed.
 
 python tools/licenses.py > THIRD_PARTY.md
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# Licenses under which a distribution may be used beside code of another license. MPL-2.0 is about its own files.
+# Licenses of distributions that code of another license may use. MPL-2.0 applies to its own files only.
 ALLOWED = {
     *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-0", "MIT-CMU"),
     *("MPL-2.0", "PSF-2.0", "Zlib"),
 }
-# What older metadata says, as a classifier or a text, in place of an SPDX expression.
+# SPDX expressions for the classifiers and texts of older metadata.
 NAMES = {
     "Apache": "Apache-2.0",
     "Apache 2.0": "Apache-2.0",
@@ -33,7 +33,7 @@ NAMES = {
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
     "Python Software Foundation License": "PSF-2.0",
 }
-# Of distributions that other platforms need, and that are not installed where this runs.
+# Licenses of distributions that only other platforms install.
 ELSEWHERE = {"cffi": "MIT-0", "colorama": "BSD-3-Clause", "pycparser": "BSD-3-Clause"}
 HEADER = """# Third-party distributions
 
@@ -47,7 +47,7 @@ libraries, which have a license of NVIDIA's own.
 
 
 class Locked(NamedTuple):
-    """An entry of a lock. marker: where it is needed; an empty text: everywhere."""
+    """An entry of a lock; `marker` names the environments that need it, and is empty for all."""
 
     name: str
     version: str
@@ -56,7 +56,7 @@ class Locked(NamedTuple):
 
 
 def read_lock(path: Path) -> dict[str, Locked]:
-    """The entries of a lock by name."""
+    """Return the entries of a lock by name."""
     found = {}
     for entry in re.split(r"\n(?=[a-z0-9])", path.read_text(encoding="utf-8").split("\n", 1)[1]):
         head, *hashes = re.split(r"\s+--hash=", entry.replace("\\\n", "").strip())
@@ -68,7 +68,7 @@ def read_lock(path: Path) -> dict[str, Locked]:
 
 
 def license_of(found: Distribution) -> str:
-    """The license that a distribution declares, as an SPDX expression where its words are known."""
+    """Return the license that a distribution declares, as an SPDX expression where its text is known."""
     declared = found.metadata
     if expression := declared.get("License-Expression"):
         return str(expression)
@@ -83,12 +83,12 @@ def license_of(found: Distribution) -> str:
 
 
 def is_allowed(expression: str) -> bool:
-    """Whether an SPDX expression without parentheses asks for nothing but allowed licenses."""
+    """Return whether an SPDX expression without parentheses requires allowed licenses only."""
     return all(any(one in ALLOWED for one in part.split(" OR ")) for part in expression.split(" AND "))
 
 
 def rows() -> Iterator[tuple[Locked, str, str]]:
-    """Each locked distribution, its license, and who needs it."""
+    """Yield each locked distribution with its license and the installations that need it."""
     runtime = read_lock(ROOT / "requirements.lock")
     for name, entry in read_lock(ROOT / "requirements-dev.lock").items():
         try:

@@ -1,9 +1,9 @@
-"""Write requirements.lock and requirements-dev.lock: every distribution with its version and the hashes of its files.
+"""Write requirements.lock and requirements-dev.lock with the version and the file hashes of every distribution.
 
     python tools/lock.py [--upgrade]
 
-Needs a network. Versions that constraints.txt does not pin stay as they are in the lock, unless --upgrade is given.
-torch is left out, with what only its CUDA wheel needs: its wheels for CPUs have other hashes than those for GPUs.
+The tool needs a network. Versions that constraints.txt does not pin keep the version of the lock, unless --upgrade is
+given. torch and the dependencies of its CUDA wheel are left out: CPU wheels have other hashes than CUDA wheels.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 RUNTIME, DEV = ROOT / "requirements.lock", ROOT / "requirements-dev.lock"
 HEADER = "# Written by `make lock` from pyproject.toml and constraints.txt. Do not edit.\n"
-# Installed without hashes: by the version in constraints.txt, and with the versions that torch itself pins.
+# Installed without hashes, by the versions in constraints.txt and those that torch pins.
 UNLOCKED = re.compile(r"(torch|nvidia-.*|cuda-.*)==|.*sys_platform == 'emscripten'")
-# Of the runtime alone: it comes with torch's CUDA wheel, and is of no use with the other.
+# Left out of the runtime lock only: it belongs to torch's CUDA wheel and is useless with the other.
 UNLOCKED_AT_RUNTIME = re.compile(rf"triton==|{UNLOCKED.pattern}")
 
 
 def main() -> None:
     """Write both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upgrade", action="store_true", help="take the newest version of what is not pinned")
+    parser.add_argument(
+        "--upgrade", action="store_true", help="use the newest version of distributions that are not pinned"
+    )
     upgrade = parser.parse_args().upgrade
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def install_uv(folder: Path) -> Path:
-    """The resolver, in a virtual environment of its own."""
+    """Install the resolver in a separate virtual environment and return its path."""
     venv.create(folder, with_pip=True)
     programs = folder / ("Scripts" if sys.platform == "win32" else "bin")
     pip = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS), "uv"]
@@ -57,7 +59,7 @@ def install_uv(folder: Path) -> Path:
 
 
 def compiled(uv: Path, options: list[str], build: Path, before: Path, upgrade: bool) -> str:
-    """All distributions for all platforms. before: the lock whose versions are kept where they still fit."""
+    """Resolve all distributions for all platforms, keeping the versions of the lock `before` where they fit."""
     command = [str(uv), "pip", "compile", "--universal", "--python-version=3.11", "--generate-hashes", "--no-header"]
     command += ["--no-annotate", "--quiet", *options, str(ROOT / "pyproject.toml"), str(build)]
     output = build.with_name(before.name)
@@ -68,7 +70,7 @@ def compiled(uv: Path, options: list[str], build: Path, before: Path, upgrade: b
 
 
 def without(lock: str, unlocked: re.Pattern[str]) -> str:
-    """Leave distributions out. An entry ends with the line that has no backslash."""
+    """Return a lock without some distributions. An entry ends with the first line without a backslash."""
     kept, is_left_out, is_new = [], False, True
     for line in lock.splitlines(keepends=True):
         is_left_out = bool(unlocked.match(line)) if is_new else is_left_out

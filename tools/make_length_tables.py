@@ -1,9 +1,9 @@
-"""Make the tables of request lengths in src/skipjoin/workload/tables from files of measured lengths.
+"""Write the tables of request lengths in src/skipjoin/workload/tables from files of measured lengths.
 
     python tools/make_length_tables.py TRACES [--out FOLDER]
 
-TRACES is a folder with the files named in `SOURCES`, each a CSV file with the columns prompt_tokens and
-output_tokens. A table holds quantiles and a few moments, none of the rows.
+TRACES is a folder with the CSV files of `SOURCES`, which have the columns prompt_tokens and output_tokens. A table has
+quantiles and a few moments, and no rows of the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "skipjoin" / "workload" / "tables"
 EQUAL_BINS = 40
-# The last bin is split further: a few very long prompts hold much of the load.
+# The last bin is split further, because a few very long prompts are much of the load.
 TAIL_EDGES = (0.985, 0.993, 0.997, 0.999, 1.0)
 PROMPT_KNOTS = 9
 OUTPUT_LEVELS = (
@@ -37,11 +37,11 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of a table, and published figures of the same data."""
+    """The origin of a table and published figures of the same data."""
 
     file: str
     source: str
-    licence: str
+    license: str
     published: dict[str, Any]
     caveat: str
 
@@ -68,7 +68,7 @@ SOURCES = {
         "lmsys_chat_1m_first_turn.csv",
         "First turn of LMSYS-Chat-1M conversations, as token counts of efeslab/Nanoflow @d6b381e5 "
         "datasets/traces/lmsys.csv: LLaMA tokenizer with BOS; 50,000 of 100,000 rows, drawn at random.",
-        "Apache-2.0 (Nanoflow); the text of LMSYS-Chat-1M has a licence of its own. Only quantiles of lengths are "
+        "Apache-2.0 (Nanoflow); the text of LMSYS-Chat-1M has a license of its own. Only quantiles of lengths are "
         "here.",
         {"prompt": 90.5, "output": 237.04, "where": "BROS table 2 (RT-LMSYS-CHAT-1M)"},
         "The measured mean output is 12 % below the published one; BROS does not say which rows or tokenizer it "
@@ -86,13 +86,13 @@ SOURCES = {
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Prompt and output tokens of every row of a CSV file."""
+    """Return the prompt and output tokens of every row of a CSV file."""
     with path.open(newline="", encoding="utf-8") as file:
         return [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
 
 
 def make_table(pairs: Sequence[Pair], source: Source) -> dict[str, Any]:
-    """The table of these pairs, as its JSON file holds it."""
+    """Return the table of the pairs as JSON data."""
     ranked = sorted(pairs, key=lambda pair: pair[0])
     prompts = [prompt for prompt, _ in ranked]
     edges = [0.0, *(index / EQUAL_BINS for index in range(1, EQUAL_BINS)), *TAIL_EDGES]
@@ -109,7 +109,7 @@ def make_table(pairs: Sequence[Pair], source: Source) -> dict[str, Any]:
         )
     return {
         "source": source.source,
-        "licence": source.licence,
+        "license": source.license,
         "caveat": source.caveat,
         "published": source.published,
         "rows": len(pairs),
@@ -121,12 +121,12 @@ def make_table(pairs: Sequence[Pair], source: Source) -> dict[str, Any]:
 
 
 def quantile(ranked: Sequence[int], level: float) -> int:
-    """The value below which a share `level` of the sorted values lies."""
+    """Return the quantile of sorted values."""
     return ranked[min(int(level * len(ranked) + 1e-9), len(ranked) - 1)]
 
 
 def moments(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Means, standard deviations, quantiles and correlations of the pairs."""
+    """Return means, standard deviations, quantiles and correlations of the pairs."""
     prompts, outputs = [prompt for prompt, _ in pairs], [output for _, output in pairs]
     return {
         "prompt": marginal(prompts),
@@ -137,14 +137,14 @@ def moments(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def marginal(values: Sequence[int]) -> dict[str, float]:
-    """Mean, standard deviation and quantiles of one length."""
+    """Return mean, standard deviation and quantiles of one length."""
     ranked = sorted(values)
     spread = {"mean": round(statistics.fmean(values), 3), "std": round(statistics.pstdev(values), 3)}
     return spread | {f"p{percent}": quantile(ranked, percent / 100) for percent in (5, 25, 50, 75, 95, 99)}
 
 
 def average_ranks(values: Sequence[int]) -> list[float]:
-    """The rank of each value; equal values share the mean of their ranks."""
+    """Return the rank of each value, with the mean rank for equal values."""
     total: dict[int, int] = {}
     for value in values:
         total[value] = total.get(value, 0) + 1
@@ -157,14 +157,14 @@ def average_ranks(values: Sequence[int]) -> list[float]:
 
 
 def as_text(table: dict[str, Any]) -> str:
-    """JSON with one line per entry and one per bin."""
+    """Return JSON with one line per entry and per bin."""
     entries = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key != "bins"]
     bins = ",\n".join(f"    {json.dumps(row, separators=(',', ':'))}" for row in table["bins"])
     return "{\n" + ",\n".join([*entries, f'  "bins": [\n{bins}\n  ]']) + "\n}\n"
 
 
 def main() -> None:
-    """Read the arguments and write every table."""
+    """Write every table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, help="the folder with the files of measured lengths")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the folder to write to")

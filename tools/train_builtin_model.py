@@ -1,11 +1,11 @@
-"""Train the built-in model `tally`, a small Llama that solves the tasks of builtin_tasks.py, and write its folder.
+"""Train the built-in model `tally`, a small Llama for the tasks of builtin_tasks.py, and write its folder.
 
     python tools/train_builtin_model.py [--steps 6500] [--seed 0] [--threads 2] [--out FOLDER]
     python tools/train_builtin_model.py --evaluate-only FOLDER
 
-The folder is in Hugging Face format: weights, tokenizer, chat template, a model card, and accuracy.json with the
-exact-match accuracy of greedy generation on prompts that training never saw. Same seed, threads and machine, same
-model. On two cores it takes about a quarter of an hour.
+The folder has Hugging Face format: weights, tokenizer, chat template, a model card, and accuracy.json with the
+exact-match accuracy of greedy generation on held-out prompts. The same seed, threads and machine give the same model.
+Training takes about a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 CONTEXT = 1024
-LAST_NUMBER_TOKEN = 299  # numbers up to here are one token each
+LAST_NUMBER_TOKEN = 299  # largest number that is one token
 SYSTEM_PROMPTS = ["You are a helpful assistant.", "You are Tally.", "Answer briefly.", "Follow the instruction."]
 STEP_TOKENS = 2048
 IGNORED = -100
@@ -42,18 +42,18 @@ DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "skipjoin" / "builti
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer whose only merges are ", " and the numbers 10 to 299.
+    """Build a byte-level tokenizer whose only merges are ", " and the numbers 10 to 299.
 
-    A number is one token, so counting is a table of successors; letters stay single, so spelling is copying.
-    Any text can be encoded and decoded back unchanged.
+    Numbers are single tokens, so counting is a table of successors. Letters are single tokens, so spelling is copying.
+    Any text can be encoded and decoded without change.
     """
-    space = "\u0120"  # how the byte-level alphabet writes a space
+    space = "\u0120"  # a space in the byte-level alphabet
     vocab = {token: index for index, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), f",{space}"])}
     merges = [(",", space)]
     for number in range(10, LAST_NUMBER_TOKEN + 1):
         text = str(number)
         cut = len(text) - 1
-        # Of the two pairs in "212" the smaller number, 12, is merged first: what is left to merge is 2 and 12.
+        # In "212" the smaller number, 12, is merged first, which leaves 2 and 12 to merge.
         if len(text) == 3 and text[1] != "0" and int(text[1:]) < int(text[:2]):
             cut = 1
         merges.append((text[:cut], text[cut:]))
@@ -84,7 +84,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The untrained model."""
+    """Build the untrained model."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -102,15 +102,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 class Examples:
-    """Training examples as token ids, without end, from one seeded generator."""
+    """Endless training examples as token ids from one seeded generator."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self._rng = random.Random(seed)
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
 
     def one(self) -> tuple[list[int], int]:
-        """The ids of one example, and where its answer begins. Mostly a single turn; sometimes a system prompt, an
-        earlier turn, or a bare prompt that ends with a line break."""
+        """Return the ids of one example and the position of its answer.
+
+        Most examples are a single turn; some have a system prompt or an earlier turn, or are a bare prompt that ends
+        with a line break.
+        """
         rng, task = self._rng, draw_task(self._rng)
         draw = rng.random()
         if draw < 0.04:
@@ -128,8 +131,10 @@ class Examples:
         return prompt + self._encode(task.answer + END), len(prompt)
 
     def batches(self, pad: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and targets [examples, tokens], of about STEP_TOKENS tokens; examples of similar length are batched
-        together, to limit padding. Only answers are targets."""
+        """Yield inputs and targets of shape [examples, tokens] with about STEP_TOKENS tokens.
+
+        Examples of similar length share a batch, which limits padding. Only answers are targets.
+        """
         while True:
             pool = sorted((self.one() for _ in range(600)), key=lambda example: len(example[0]))
             groups: list[list[tuple[list[int], int]]] = [[]]
@@ -152,7 +157,7 @@ def _pad(group: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, to
 
 
 def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, folder: Path) -> None:
-    """Train in place. Muon for the matrices of the layers, AdamW for the rest; warm-up, then a cosine to zero."""
+    """Train in place, with Muon for the matrices of the layers, AdamW for the rest, and a cosine schedule."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
@@ -170,8 +175,8 @@ def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, fol
         bar = bars.add_task("training", total=steps)
         for step, (inputs, targets) in zip(range(steps), examples.batches(pad), strict=False):
             hidden = model.model(input_ids=inputs).last_hidden_state
-            wanted = targets != IGNORED
-            loss = F.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
+            is_target = targets != IGNORED
+            loss = F.cross_entropy(model.lm_head(hidden[is_target]), targets[is_target])
             model.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -187,15 +192,17 @@ def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, fol
 
 @torch.inference_mode()
 def evaluate(folder: Path, prompts: int) -> dict[str, float]:
-    """Exact-match percentage per family, of greedy generation by the stored model through its chat template, on
-    `prompts` held-out prompts each; also the documentation's own example."""
+    """Return the exact-match percentage of greedy generation by family, on `prompts` held-out prompts each.
+
+    The stored model answers through its chat template. The documentation's example is a family of its own.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     rng = random.Random(1234)
     result = {}
     for family in FAMILIES:
         seen: dict[str, Task] = {}
-        for _ in range(200 * prompts):  # a family may have fewer held-out prompts than that
+        for _ in range(200 * prompts):  # a family may have fewer held-out prompts
             task = draw_task(rng, family, held_out=True)
             seen[task.prompt] = task
             if len(seen) == prompts:
@@ -225,14 +232,14 @@ def _answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks:
     outputs = model.generate(**inputs, max_new_tokens=longest, do_sample=False)
     answers = []
     for ids in outputs[:, inputs["input_ids"].shape[1] :].tolist():
-        # Without the end token the model did not stop: an error, whatever the text.
+        # An answer without the end token is an error, whatever its text.
         end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else None
         answers.append(tokenizer.decode(ids[:end]) if end is not None else "")
     return answers
 
 
 def write_card(folder: Path, accuracy: dict[str, float], parameters: int, how: str, prompts: int) -> None:
-    """accuracy.json and the model card."""
+    """Write accuracy.json and the model card."""
     (folder / "accuracy.json").write_text(json.dumps(accuracy, indent=1) + "\n")
     rows = "\n".join(f"| {family} | {value} % |" for family, value in accuracy.items())
     (folder / "README.md").write_text(
@@ -263,7 +270,7 @@ the {HELD_OUT_PERCENT} % that training never saw, per family:
 {rows}
 
 A bare completion works too if a line break ends the prompt. Long conversations, other wordings and other tasks are
-outside of what it learnt.
+outside of what it learned.
 """
     )
 

@@ -18,7 +18,7 @@ from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.engine.build import Engine, assemble
-from skipjoin.engine.forecasting import Predicted, chosen_forecasts, is_exact, open_keeper
+from skipjoin.engine.forecasting import ForecastKeeper, Predicted, chosen_forecasts, is_exact, open_keeper
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
@@ -105,9 +105,11 @@ class LLM:
             )
         info = self.engine.info
         try:
-            self._forecasts = forecasts and open_keeper(
-                forecasts, model=info.model, folder=info.folder, text_of=self.tokenizer.decode
-            )
+            self._forecasts: ForecastKeeper | None = None
+            if forecasts is not None:
+                self._forecasts = open_keeper(
+                    forecasts, model=info.model, folder=info.folder, text_of=self.tokenizer.decode
+                )
         except BaseException:
             self.engine.executor.close()
             raise
@@ -196,7 +198,8 @@ class LLM:
         salted = [replace(options, cache_salt=salt) for salt in _salts(cache_salt, len(ids))]
         running: dict[int, _Running] = {}
         try:
-            for prompt, text, one, asked in zip(ids, texts, each, salted, strict=True):
+            for prompt, text, given, asked in zip(ids, texts, each, salted, strict=True):
+                one = given.resolved(max(1, self.engine.info.max_model_len - len(prompt)))
                 self._loop.add(self._next_id, prompt, one, options=asked)
                 rules = TextRules(stop=one.stop, min_tokens=one.min_tokens)
                 choice = Choice(0, prompt, text, self.tokenizer, rules)
@@ -210,9 +213,9 @@ class LLM:
                 self._drain(running, bars, bars.add_task("generating", total=len(ids)), ahead=ahead)
         finally:
             # After a refused prompt or an interrupt, the other requests must not keep running.
-            for request_id, one in running.items():
+            for request_id, unfinished in running.items():
                 self._loop.abort(request_id)
-                self._learn(one, FinishReason.ABORT)
+                self._learn(unfinished, FinishReason.ABORT)
         return results
 
     def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
@@ -247,8 +250,7 @@ class LLM:
         """Predict the output length of a submitted request, or return None without a forecaster."""
         if self._forecasts is None:
             return None
-        most = params.max_tokens or self.engine.info.max_model_len - len(prompt)
-        predicted = self._forecasts.forecast(prompt, most)
+        predicted = self._forecasts.forecast(prompt, params.output_limit)
         self._loop.reforecast(request_id, predicted.forecast)
         return predicted
 

@@ -1,8 +1,8 @@
-"""Settings declared as dataclass fields annotated with a `Knob` (an option's help and bounds).
+"""Settings declared as dataclass fields annotated with an `Option`.
 
     @dataclass(frozen=True)
     class Pool:
-        block_size: Annotated[int, Knob("Tokens per KV block.", low=1, high=1024)] = 16
+        block_size: Annotated[int, Option("Tokens per KV block.", low=1, high=1024)] = 16
 
         def __post_init__(self) -> None:
             check(self)
@@ -28,7 +28,7 @@ _KINDS: Mapping[type, tuple[str, type]] = {
     float: ("a number", Real),
     bool: ("true or false", bool),
 }
-_BOOLS = {"true": True, "false": False}
+_BOOLS = {"true": True, "false": False, "on": True, "off": False}
 _FOUND: dict[type, Mapping[str, Setting]] = {}  # cache of `settings_of`
 
 
@@ -50,7 +50,7 @@ def nearest(got: str, known: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
+class Option:
     """Metadata of a setting besides its name, type and default.
 
     Attributes:
@@ -63,8 +63,10 @@ class Knob:
         metavar: Name of the value in the help, for example its unit.
         group: Group in the help.
         envvar: Environment variable that also sets the value.
-        positional: Whether it is a positional argument instead of a flag.
-        option: Whether it is on the command line at all.
+        is_positional: Whether it is a positional argument instead of a flag.
+        separator: Separator of several values in one text; empty if only repeating the flag gives several.
+        is_common: Whether `--help` shows it. `--help-all` shows every option.
+        is_internal: Whether only code sets it, so that it is no option of a command.
     """
 
     help: str
@@ -77,36 +79,37 @@ class Knob:
     metavar: str | None = None
     group: str | None = None
     envvar: str | None = None
-    positional: bool = False
-    option: bool = True
+    is_positional: bool = False
     separator: str = ""
+    is_common: bool = False
+    is_internal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Dataclass field with a `Knob`.
+    """Dataclass field with an `Option`.
 
     Attributes:
         kind: Type without None and literals.
         words: Literal strings allowed besides `kind`, as in `int | Literal["all"]`.
-        optional: Whether None is allowed.
+        is_optional: Whether None is allowed.
         default: MISSING if there is none.
     """
 
     name: str
     kind: Any
     words: tuple[str, ...]
-    optional: bool
+    is_optional: bool
     default: Any
-    knob: Knob
+    option: Option
 
     @property
     def help(self) -> str:
         """Help text with the choices."""
-        if not self.knob.choices:
-            return self.knob.help
-        *most, last = self.knob.choices
-        return f"{self.knob.help.rstrip('.')}: {', '.join(most)} or {last}."
+        if not self.option.choices:
+            return self.option.help
+        *most, last = self.option.choices
+        return f"{self.option.help.rstrip('.')}: {', '.join(most)} or {last}."
 
     @property
     def bounds(self) -> str:
@@ -115,9 +118,9 @@ class Setting:
 
     @property
     def _bounds(self) -> str:
-        low, above, high = self.knob.low, self.knob.above, self.knob.high
-        if self.knob.choices:
-            return f"one of {', '.join(self.knob.choices)}"
+        low, above, high = self.option.low, self.option.above, self.option.high
+        if self.option.choices:
+            return f"one of {', '.join(self.option.choices)}"
         if high is not None:
             start = f"({_text(above)}" if above is not None else f"[{_text(low)}"
             return f"in {start}, {_text(high)}]"
@@ -127,14 +130,14 @@ class Setting:
 
     def check(self, value: Any) -> None:
         """Raise `ConfigError` for a value of another type or out of bounds."""
-        if (value is None and self.optional) or (isinstance(value, str) and value in self.words):
+        if (value is None and self.is_optional) or (isinstance(value, str) and value in self.words):
             return
         if self.kind in _KINDS:
             called, wanted = _KINDS[self.kind]
             if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
                 raise ConfigError(f"{self.name} must be {self._or_words(called)}, got {value!r}")
         if not self._allows(value):
-            shown = f"{value!r}{nearest(str(value), self.knob.choices)}" if self.knob.choices else value
+            shown = f"{value!r}{nearest(str(value), self.option.choices)}" if self.option.choices else value
             raise ConfigError(f"{self.name} must be {self.bounds}, got {shown}")
 
     def read(self, text: str) -> Value:
@@ -155,19 +158,19 @@ class Setting:
         return " or ".join(part for part in (what, *self.words) if part)
 
     def _allows(self, value: Any) -> bool:
-        knob = self.knob
-        if knob.choices:
-            return value in knob.choices
+        option = self.option
+        if option.choices:
+            return value in option.choices
         # Written so that NaN is rejected.
         return (
-            (knob.low is None or value >= knob.low)
-            and (knob.above is None or value > knob.above)
-            and (knob.high is None or value <= knob.high)
+            (option.low is None or value >= option.low)
+            and (option.above is None or value > option.above)
+            and (option.high is None or value <= option.high)
         )
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """Return the fields of a dataclass that have a knob, by name in their order."""
+    """Return the fields of a dataclass that have an `Option`, by name in their order."""
     if cls not in _FOUND:
         _FOUND[cls] = _find_settings(cls)
     return _FOUND[cls]
@@ -179,9 +182,9 @@ def _find_settings(cls: type) -> dict[str, Setting]:
     for field in dataclasses.fields(cls):
         if get_origin(hints[field.name]) is Annotated:
             kind, *extras = get_args(hints[field.name])
-            knob = next((extra for extra in extras if isinstance(extra, Knob)), None)
-            if knob is not None:
-                found[field.name] = Setting(field.name, *_parts(kind), _default(field), knob)
+            option = next((extra for extra in extras if isinstance(extra, Option)), None)
+            if option is not None:
+                found[field.name] = Setting(field.name, *_parts(kind), _default(field), option)
     return found
 
 

@@ -6,7 +6,7 @@ Uses the standard library only, so that the API process and tests can import it 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 MAX_STOP_STRINGS = 16
@@ -62,7 +62,7 @@ class SamplingParams:
     """Sampling parameters and stop conditions of one request.
 
     Attributes:
-        max_tokens: Maximum number of tokens to generate; None allows as many as fit in the context.
+        max_tokens: Maximum number of tokens to generate; None allows as many as fit in the context. See `resolved`.
         min_tokens: Minimum number of tokens before end-of-sequence and stop tokens can be sampled.
         temperature: 0, and values very close to it, mean greedy sampling.
         top_p, top_k, min_p: Filters, applied in that order. A `top_k` of 0 keeps all tokens.
@@ -121,6 +121,27 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None:
                 _integer(name, value, 0, MAX_LOGPROBS)
 
+    def resolved(self, room: int) -> SamplingParams:
+        """Return the parameters with a number as `max_tokens`, which engines need.
+
+        Args:
+            room: Number of tokens that the context leaves after the prompt, at least 1.
+        """
+        if self.max_tokens is not None:
+            return self
+        return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
+
+    @property
+    def output_limit(self) -> int:
+        """`max_tokens` of resolved parameters.
+
+        Raises:
+            ParameterError: If it is None.
+        """
+        if self.max_tokens is None:
+            raise ParameterError("max_tokens", "max_tokens must be a number, got None: call SamplingParams.resolved")
+        return self.max_tokens
+
     def _check_stops(self) -> None:
         object.__setattr__(self, "stop", _several("stop", "a string or a list of strings", self.stop))
         object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", "a list of ids", self.stop_token_ids))
@@ -146,7 +167,7 @@ class SamplingParams:
             _number("logit_bias", bias, -100, 100)
 
 
-class Scored(NamedTuple):
+class TokenLogprob(NamedTuple):
     """Token and its log-probability.
 
     Attributes:
@@ -167,5 +188,5 @@ class TokenDetail(NamedTuple):
         prompt: Entries of the prompt tokens, with a request's first token only, if requested.
     """
 
-    chosen: Scored
-    prompt: tuple[Scored, ...] = ()
+    chosen: TokenLogprob
+    prompt: tuple[TokenLogprob, ...] = ()

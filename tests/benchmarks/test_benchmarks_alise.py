@@ -42,9 +42,9 @@ def test_results_agree_with_their_settings(name: str) -> None:
         for recipe in one["recipes"]
     }
     for record in result["records"]:
-        recipe, foreseen = record["recipe"], record.get("prediction", {}).get("predictor")
-        if foreseen and not recipe.endswith("-oracle"):
-            recipe += f" {foreseen}"
+        recipe, predicted = record["recipe"], record.get("prediction", {}).get("predictor")
+        if predicted and not recipe.endswith("-oracle"):
+            recipe += f" {predicted}"
         assert (recipe, *(record["settings"][field] for field in DECIDING)) in said
         assert record["workload"]["seed"] in settings["seeds"]
         assert any(lengths in record["workload"]["lengths"] for lengths in settings["lengths"])
@@ -104,9 +104,9 @@ def test_no_run_uses_a_row_of_texts_twice(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(SystemExit, match="has 30 rows, too few"):
         texts.curves_of("alpaca_text", runs.Options(out=tmp_path, duration_s=100.0))
     plans = dict(texts.curves_of("alpaca_text", runs.Options(out=tmp_path, duration_s=20.0)))
-    (cell,) = plans["alise learnt"].first()
+    (cell,) = plans["alise learned"].first()
     record = runs.slim(simulate(cell))
-    assert record["prediction"]["predictor"] == "learnt"
+    assert record["prediction"]["predictor"] == "learned"
     assert record["longest_jct_s"] >= record["jct_s"]["p99"]
-    table = report.latencies("a run", [{"variant": "alise learnt", **record}], ["alise learnt"], by="variant")
+    table = report.latencies("a run", [{"variant": "alise learned", **record}], ["alise learned"], by="variant")
     assert table["rows"][0][2] == record["normalized_latency_s"]["mean"]

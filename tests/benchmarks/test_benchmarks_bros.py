@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+from support.figures import BENCHMARKS, assert_documented, assert_tables_are_current, figure_module, run_figure
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -28,12 +28,11 @@ def test_every_figure_has_a_readme_with_its_command() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_results_are_whole_and_in_the_readme(name: str) -> None:
+def test_results_are_whole_and_readmes_show_them(name: str, tmp_path: Path) -> None:
     result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
     assert (result["figure"], result["quick"]) == (name, False)
     assert all(text.startswith("trace:cal_") for text in result["settings"]["lengths"])
-    readme = (FOLDER / name / "README.md").read_text(encoding="utf-8")
-    assert all(f"{table['title']}\n\n| " in readme for table in result["tables"])
+    assert_tables_are_current("bros", name, result, tmp_path)
     for record in result["records"]:
         assert record.get("real_time", {}).get("requests", {}).get("unfinished", 0) == 0
 

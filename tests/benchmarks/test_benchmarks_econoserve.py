@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+from support.figures import BENCHMARKS, assert_documented, assert_tables_are_current, figure_module, run_figure
 
 sys.path.insert(0, str(BENCHMARKS))
 
 from papers.econoserve import setting
 from papers.econoserve.run_all import NAMES
 from papers.econoserve.watch import Watch, watched
-from papers.figures.report import fill_readme
+from papers.figures.report import fill_readme, thin
 from papers.figures.runs import Options
 
 FOLDER = BENCHMARKS / "papers" / "econoserve"
@@ -29,17 +29,16 @@ def test_every_figure_has_a_readme_with_its_command() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_results_are_whole_and_in_the_readme(name: str) -> None:
+def test_results_are_whole_and_readmes_show_them(name: str, tmp_path: Path) -> None:
     result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
     assert (result["figure"], result["quick"]) == (name, False)
-    readme = (FOLDER / name / "README.md").read_text(encoding="utf-8")
-    assert all(f"{table['title']}\n\n| " in readme for table in result["tables"])
+    assert_tables_are_current("econoserve", name, result, tmp_path)
     recipes = {recipe for one in result["settings"]["systems"].values() for recipe in one["recipes"]}
     for record in result["records"]:
         if "recipe" not in record:  # figures 10 and 11 have parts of the records of figure 9
             continue
-        foreseen = record.get("prediction", {}).get("predictor")
-        shown = record["recipe"] if foreseen is None else f"{record['recipe']} {foreseen}"
+        predicted = record.get("prediction", {}).get("predictor")
+        shown = record["recipe"] if predicted is None else f"{record['recipe']} {predicted}"
         assert {record["recipe"], shown} & recipes
 
 
@@ -56,7 +55,7 @@ def test_forecasts_fail_as_often_as_the_paper_says(tmp_path: Path) -> None:
 def test_a_watch_of_nothing_has_figures() -> None:
     figures = Watch(10, 32).figures()
     assert figures["over"] is None
-    assert figures["most_claimed"] == 0
+    assert figures["max_claimed"] == 0
 
 
 def test_a_short_run_puts_every_variant_into_its_tables(tmp_path: Path) -> None:
@@ -71,14 +70,22 @@ def test_a_check_that_does_not_hold_says_no() -> None:
     found = {record["variant"]: record for record in result["records"]}
     rows = module_of("checks").checks(found)
     assert {(row[0], row[3] == "yes") for row in result["tables"][0]["rows"]} == {(row[0], row[3]) for row in rows}
-    found["mixed, econoserve"]["watch"]["most_claimed"] = 0.9
+    found["mixed, econoserve"]["watch"]["max_claimed"] = 0.9
     assert not module_of("checks").checks(found)[0][3]
 
 
 def test_tables_go_where_a_readme_has_marks(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
-    path.write_text("before\n<!-- tables -->\nold\n<!-- /tables -->\nafter\n")
-    fill_readme(path, {"tables": [{"title": "New", "columns": ["a"], "rows": [[1.5]]}]})
-    assert (
-        path.read_text() == "before\n<!-- tables -->\n\nNew\n\n| a   |\n|-----|\n| 1.5 |\n\n<!-- /tables -->\nafter\n"
-    )
+    path.write_text("before\n<!-- table: New -->\nold\n<!-- /table -->\nafter\n")
+    tables = [{"title": title, "columns": ["a"], "rows": [[value]]} for title, value in (("Other", 2.5), ("New", 1.5))]
+    fill_readme(path, {"tables": tables})
+    wanted = "before\n<!-- table: New -->\n\n|a|\n|---|\n|1.5|\n\n<!-- /table -->\nafter\n"
+    assert path.read_text() == wanted
+    with pytest.raises(KeyError, match="New"):
+        fill_readme(path, {"tables": tables[:1]})
+
+
+def test_a_record_keeps_its_labels_and_the_named_fields() -> None:
+    record = {"variant": "fcfs", "steps": 9, "kv": {"used": 1, "free": 2}, "workload": {"seed": 3, "limit": None}}
+    kept = {"variant": "fcfs", "workload": {"seed": 3}, "kv": {"used": 1}}
+    assert thin(record, ("kv.used", "watch.over")) == kept

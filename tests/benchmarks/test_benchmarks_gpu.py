@@ -149,7 +149,7 @@ def test_there_are_no_other_parts() -> None:
         ({4: True, 5: True, 7: True, 11: True, 19: True, 27: True}, None),
     ],
 )
-def test_a_search_ends_between_neighbours_of_the_grid(tried: dict[int, bool], following: int | None) -> None:
+def test_a_search_ends_between_neighbors_of_the_grid(tried: dict[int, bool], following: int | None) -> None:
     assert GRID.next_place(tried, 4) == following
 
 

@@ -126,8 +126,8 @@ def metrics(
     late = sum(_choices(one) for one in complete if "deadline_ms" in one.ask.extra and "stop" in _entry(one).body)
     tokens = sum(one.tokens for one in complete)
     # A request that ended early may have had all its tokens in the engine, one with a stop string a few more.
-    most_tokens = tokens + sum(_entry(one).max_tokens for one in open_ended)
-    most_tokens += sum(_entry(one).max_tokens - one.tokens for one in complete if "stop" in _entry(one).body)
+    max_tokens = tokens + sum(_entry(one).max_tokens for one in open_ended)
+    max_tokens += sum(_entry(one).max_tokens - one.tokens for one in complete if "stop" in _entry(one).body)
     refused = sum(one.error == "queue_full" for one in outcomes)
     silent = sum(one.has_left or one.cut is not None for one in outcomes)
     for what, value, least, most in (
@@ -138,7 +138,7 @@ def metrics(
             done + unsure,
         ),
         ("ends", grown(before, after, "request_success_total"), done, done + unsure),
-        ("tokens", grown(before, after, "generation_tokens_total"), tokens, most_tokens),
+        ("tokens", grown(before, after, "generation_tokens_total"), tokens, max_tokens),
         ("refusals", grown(before, after, "admission_rejected_total", "requests", "tokens"), refused, refused + silent),
         ("blocks that leaked", grown(before, after, "kv_blocks_recovered_total"), 0, 0),
         ("lines", grown(before, after, "batch_lines_ended_total"), len(lines), len(lines)),

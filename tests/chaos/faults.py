@@ -147,8 +147,14 @@ _SOCKET = "skipjoin-engine-"
 
 
 async def end_a_start(launched: Launched, draw: random.Random, *, replaces_engines: bool) -> list[str]:
-    """End a server while it starts, or soon after. What is wrong with its end, and what is left of it: a killed one
-    leaves the folder of a socket, which the next start removes. replaces_engines: it does not end with an engine."""
+    """End a server while it starts, or soon after, and return what is wrong with its end and its leftovers.
+
+    A killed server leaves the folder of a socket, which the next start removes unless SIGTERM ends it before that.
+
+    Args:
+        replaces_engines: Whether the server survives the end of an engine.
+    """
+    before = launched.files()
     how = draw.choice(sorted(_ENDS_OF_STARTS.keys() - ({"kill engine"} if replaces_engines else set())))
     await asyncio.sleep(draw.uniform(0, _LATEST_START_S))
     if how == "kill engine":
@@ -160,7 +166,11 @@ async def end_a_start(launched: Launched, draw: random.Random, *, replaces_engin
         launched.process.send_signal(signal.SIGKILL if how == "kill api" else signal.SIGTERM)
     code = await launched.ended()
     found = [f"the server ended with code {code}"] if code not in _ENDS_OF_STARTS[how] else []
-    found += [f"left behind: {one}" for one in await launched.left(_SOCKET if how == "kill api" else None)]
+
+    def may_remain(name: str) -> bool:
+        return name.startswith(_SOCKET) and (how == "kill api" or (code == -signal.SIGTERM and name in before))
+
+    found += [f"left behind: {one}" for one in await launched.left(may_remain)]
     return [f"{how}, while the server started: {one}" for one in found]
 
 

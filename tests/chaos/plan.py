@@ -8,12 +8,16 @@ from typing import Any
 
 from chaos.catalog import SIZE, entry, numbers
 from chaos.faults import FAULTS
+from support.recipes import SPELLED
 
 # Rounds in a row that have a world, and one server of it as long as that lives.
 BLOCK = 10
 # Seconds in which the requests of a round begin.
 _SPREAD_S = 1.5
-RECIPES = ("fastserve", "fcfs", "econoserve", "bros", "alise", "sarathi", "fastserve-recompute", "round-robin")
+RECIPES = tuple(
+    SPELLED[label]
+    for label in ("fastserve", "fcfs", "econoserve", "bros", "alise", "sarathi", "fastserve-recompute", "round-robin")
+)
 
 
 @dataclass(frozen=True)

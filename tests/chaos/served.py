@@ -148,20 +148,27 @@ class Launched:
             self.process.send_signal(signal.SIGTERM)
         return await self.ended()
 
-    async def left(self, allowed: str | None = None) -> list[str]:
-        """What it has left, once it has ended: processes and temporary files. allowed: how files begin that may be."""
+    def files(self) -> set[str]:
+        """Return the names of the temporary files."""
+        return {path.name for path in self.place.temporary.iterdir()}
+
+    async def left(self, allowed: Callable[[str], bool] = lambda name: False) -> list[str]:
+        """Return the processes and temporary files that remain after the server has exited.
+
+        Args:
+            allowed: Returns whether a file of this name may remain.
+        """
         end = time.monotonic() + GONE_S
         while (found := self._left(allowed)) and time.monotonic() < end:
             await asyncio.sleep(0.1)
         return found
 
-    def _left(self, allowed: str | None) -> list[str]:
+    def _left(self, allowed: Callable[[str], bool]) -> list[str]:
         found = []
         for process in self.mark.processes():
             with suppress(psutil.Error):
                 found.append(f"process {process.pid}: {' '.join(process.cmdline())[:100]}")
-        files = [path.name for path in self.place.temporary.iterdir()]
-        return found + [f"file {name}" for name in files if allowed is None or not name.startswith(allowed)]
+        return found + [f"file {name}" for name in sorted(self.files()) if not allowed(name)]
 
     def close(self) -> None:
         """End whatever runs of it."""

@@ -19,16 +19,17 @@ import transformers
 import typer
 from typer.testing import CliRunner, Result
 
+from skipjoin import recipes
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
 from skipjoin.cli.options import Section, takes, with_flags
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.engine.build import assemble
-from skipjoin.recipes import RECIPES, own
 from skipjoin.report.results import load_results
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines.engine_handle import EngineStartError
 from skipjoin.server.engines.messages import Setup
+from support.recipes import RECIPES, SPELLED
 
 SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 
@@ -98,7 +99,7 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
         (("serve", "--port", "99999"), "--port must be in [0, 65535]"),
         (("serve", "--load-format", "random"), "--load-format must be one of auto, dummy, got 'random'"),
         (("serve", "--kv-cache-gib", "0"), "--kv-cache-gib must be in (0,"),
-        (("serve", "--forecaster", "magic"), "forecaster must be one of learnt, alise, prior, none, got 'magic'"),
+        (("serve", "--forecaster", "magic"), "forecaster must be one of learned, alise, prior, none, got 'magic'"),
         (("serve", "--forecast-entries", "0"), "--forecast-entries must be in [1,"),
         (("convert", "/no/such/folder", "/tmp/target"), "/no/such/folder"),
     ],
@@ -138,7 +139,7 @@ def test_version_and_help() -> None:
     [
         ([], (None, 0.3, {}, ())),
         (["--swap-space", "2.5", "--slo", "1", "--set", "quantum_s=2"], (2.5, 1.0, {"quantum_s": 2.0}, ())),
-        (["--kv-offloading-size", "0", "--starvation-s", "7"], (0.0, 0.3, {"starvation_s": 7.0}, ())),
+        (["--kv-offloading-size", "0", "--set", "starvation_s=7"], (0.0, 0.3, {"starvation_s": 7.0}, ())),
         (["--recipe", "sarathi", "--set", "chunk_tokens=64"], (None, 0.3, {"chunk_tokens": 64}, ())),
         (["--set", "paced=false", "--set=starvation_s=3"], (None, 0.3, {"paced": False, "starvation_s": 3.0}, ())),
         (["--api-key", "a", "--api-key", "b"], (None, 0.3, {}, ("a", "b"))),
@@ -149,12 +150,13 @@ def test_serve_and_its_options_of_memory_and_objective(
 ) -> None:
     configs: list[tuple[EngineConfig, ServerConfig]] = []
     monkeypatch.setattr(
-        "skipjoin.server.launch.run_server", lambda engine, server, *rest, **kw: configs.append((engine, server)) or 0
+        "skipjoin.server.lifecycle.run_server",
+        lambda engine, server, *rest, **kw: configs.append((engine, server)) or 0,
     )
     run = CliRunner().invoke(app, ["serve", *options])
     assert run.exit_code == 0, run.output
     ((config, server),) = configs
-    assert (config.swap_space_gib, config.slo_s, config.params, server.api_keys) == meant
+    assert (config.swap_space_gib, config.slo_s, config.recipe_params, server.api_keys) == meant
     sent = msgspec.json.decode(msgspec.json.encode(Setup(config, "", 0)), type=Setup)
     assert sent.config == config
 
@@ -233,20 +235,25 @@ def test_a_bound_on_waiting_counts_the_requests_that_the_server_lets_in(monkeypa
         async def stop(self) -> None:
             pass
 
-    monkeypatch.setattr("skipjoin.server.launch.EngineHandle", Noted)
-    args = ["serve", "--port", "0", "--starvation-bound", "60", "--max-num-queued-reqs", "77"]
+    monkeypatch.setattr("skipjoin.server.lifecycle.EngineHandle", Noted)
+    args = ["serve", "--port", "0", "--set", "starvation_bound_s=60", "--max-num-queued-reqs", "77"]
     run = CliRunner().invoke(app, args)
     assert run.exit_code == 1, run.output
     (config,) = configs
-    assert (config.starvation_bound_s, config.max_live_requests) == (60.0, 77)
+    assert (config.recipe_params, config.max_live_requests) == ({"starvation_bound_s": 60.0}, 77)
 
 
 BOUNDED = {"threads": 1, "profile": "off", "kv_cache_gib": 0.1, "swap_space_gib": 0.1, "max_model_len": 256}
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if own(name, {"starvation_bound_s": 1})])
+@pytest.mark.parametrize(
+    "recipe",
+    [name for name, one in RECIPES.items() if "starvation_bound_s" in one.parameters and name != "fastserve-defer"],
+)
 def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str) -> None:
-    config = EngineConfig(recipe=recipe, starvation_bound_s=3.0, max_live_requests=5000, **BOUNDED)
+    config = EngineConfig(
+        recipe=SPELLED[recipe], recipe_params={"starvation_bound_s": 3.0}, max_live_requests=5000, **BOUNDED
+    )
     with pytest.raises(ConfigError) as refused:
         assemble(config)
     figures = re.fullmatch(
@@ -255,26 +262,27 @@ def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str
         str(refused.value),
     )
     assert figures is not None, refused.value
-    longer = replace(config, starvation_bound_s=float(figures[1]))
+    longer = replace(config, recipe_params={"starvation_bound_s": float(figures[1])})
     fewer = replace(config, max_live_requests=int(figures[2]))
     for works in (longer, fewer):
         engine = assemble(works)
         engine.executor.close()
-        assert works.starvation_bound_s is not None
-        assert 0 < engine.info.recipe_params["starvation_s"] < works.starvation_bound_s
-        assert f"No request goes {works.starvation_bound_s:g} s without running" in engine.info.notice
+        bound_s = works.recipe_params["starvation_bound_s"]
+        assert isinstance(bound_s, float)
+        assert 0 < engine.info.recipe_params["starvation_s"] < bound_s
+        assert f"No request goes {bound_s:g} s without running" in engine.info.notice
     with pytest.raises(ConfigError, match="starvation_bound_s must be at least"):
         assemble(replace(fewer, max_live_requests=int(figures[2]) + 1))
 
 
 def test_a_bound_needs_to_know_how_many_requests_there_can_be() -> None:
     with pytest.raises(ConfigError, match="starvation_bound_s needs max_live_requests"):
-        assemble(EngineConfig(starvation_bound_s=60.0, **BOUNDED))
+        assemble(EngineConfig(recipe_params={"starvation_bound_s": 60.0}, **BOUNDED))
     with pytest.raises(ConfigError, match=r"max_live_requests must be in \[1, "):
         EngineConfig(max_live_requests=0)
 
 
-HAS = "fastserve has starvation_s, quantum_s, paced, starvation_bound_s"
+HAS = "fastserve has starvation_s, quantum_s, paced, starvation_bound_s, eviction"
 SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
 STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
 
@@ -299,8 +307,8 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         ),
         (["serve", "--fair-by", "key"], "--fair-by key needs API keys, which tell clients apart: set --api-key or"),
         (
-            ["serve", "--fair-by", "key", "--api-key", "k", "--starvation-bound", "60"],
-            "--starvation-bound must not be set beside --fair-by",
+            ["serve", "--fair-by", "key", "--api-key", "k", "--set", "starvation_bound_s=60"],
+            "starvation_bound_s must not be set beside --fair-by",
         ),
         (
             [*SIMULATE, "--fair-by", "key"],
@@ -323,16 +331,18 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
             ["serve", "--min-slo-tpot-ms", "5", "--max-slo-tpot-ms", "4"],
             "--min-slo-tpot-ms must be at most --max-slo-tpot-ms, which is 4, got 5",
         ),
-        (["serve", "--starvation-s", "-2"], "--starvation-s must be in (0, 1e+09], got -2"),
-        (["serve", "--starvation-bound", "0"], "--starvation-bound must be in (0, 1e+09], got 0"),
-        (["serve", "--starvation-bound", "-1"], "--starvation-bound must be in (0, 1e+09], got -1"),
-        (["serve", "--starvation-bound", "nan"], "--starvation-bound must be in (0, 1e+09], got nan"),
-        (["serve", "--starvation-bound", "60", "--starvation-s", "5"], "--starvation-s must not be set beside"),
-        (["serve", "--starvation-bound", "60", "--recipe", "fcfs"], "--starvation-bound needs recipe fastserve, "),
+        (["serve", "--set", "starvation_s=-2"], "starvation_s must be in (0, 1e+09], got -2"),
+        (["serve", "--set", "starvation_bound_s=0"], "starvation_bound_s must be in (0, 1e+09], got 0"),
+        (["serve", "--set", "starvation_bound_s=-1"], "starvation_bound_s must be in (0, 1e+09], got -1"),
+        (["serve", "--set", "starvation_bound_s=nan"], "starvation_bound_s must be in (0, 1e+09], got nan"),
+        (["serve", "--set", "starvation_bound_s=60", "--set", "starvation_s=5"], "starvation_s must not be set beside"),
         (
-            ["serve", "--starvation-bound", "60", "--recipe", "fastserve-defer"],
-            "--starvation-bound needs recipe fastserve, fastserve-reactive, fastserve-recompute, mlfq: "
-            "fastserve-defer has starvation_s, quantum_s, paced",
+            ["serve", "--set", "starvation_bound_s=60", "--recipe", "fcfs"],
+            "starvation_bound_s needs recipe fastserve: fcfs has no parameters",
+        ),
+        (
+            ["serve", "--set", "starvation_bound_s=60", "--set", "eviction=defer"],
+            "starvation_bound_s must not be set beside eviction=defer",
         ),
         (["generate", "--prompt", "x", "--kv-offloading-size", "nan"], "--swap-space must be in [0, 1e+06], got nan"),
         (["generate", "--prompt", "x", "--swap-space", "9e5"], "--swap-space must be at most"),
@@ -340,7 +350,6 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         ([*SIMULATE, "--swap-space", "inf"], "--swap-space must be in [0, 1e+06], got inf"),
         ([*SIMULATE, "--max-tokens", "all"], "--max-tokens must be an integer or room or exact, got 'all'"),
         ([*SIMULATE, "--slo", "-1"], "--slo must be in (0, 1e+06], got -1"),
-        ([*SIMULATE, "--starvation-s", "0"], "--starvation-s must be in (0, 1e+09], got 0"),
         ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),
     ],
 )
@@ -355,13 +364,15 @@ def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "lifo"], "--recipe must be one of alise, alise-defer, "),
+        (["--recipe", "lifo"], "--recipe must be one of alise, bros, econoserve, "),
         (["--recipe", "srpt"], "--recipe srpt needs true output lengths: set oracle to max-tokens"),
-        (["--recipe", "srpt", "--oracle", "tarot"], "--oracle must be one of none, max-tokens, got 'tarot'"),
-        (["--quantum-s", "-1"], "--quantum-s must be in (0, 1e+06], got -1"),
-        (["--quantum-s", "1", "--starvation-bound", "60"], "--quantum-s must not be set beside --starvation-bound"),
-        (["--set", "starvation_s=3", "--starvation-s", "4"], "--starvation-s is given twice"),
-        (["--set", "quantum_s=3", "--set", "quantum_s=3"], "set: quantum_s is given twice"),
+        (["--recipe", "srpt", "--set", "oracle=tarot"], "oracle must be one of none, max-tokens, got 'tarot'"),
+        (["--set", "quantum_s=-1"], "quantum_s must be in (0, 1e+06], got -1"),
+        (
+            ["--set", "quantum_s=1", "--set", "starvation_bound_s=60"],
+            "quantum_s must not be set beside starvation_bound_s",
+        ),
+        (["--set", "starvation_s=3", "--set", "starvation_s=4"], "set: starvation_s is given twice"),
         (["--set", "foo"], f"set must be NAME=VALUE, got 'foo': {HAS}"),
         (["--set", "foo=1"], f"there is no parameter 'foo': {HAS}"),
         (["--set", "chunk_tokens=64"], f"chunk_tokens needs recipe sarathi: {HAS}"),
@@ -384,14 +395,13 @@ def test_an_engine_is_refused_what_its_scheduler_cannot_use(
 def test_simulate_refuses_a_parameter_that_none_of_its_recipes_has() -> None:
     run = CliRunner().invoke(app, [*SIMULATE, "--recipes", "fcfs,sarathi", "--set", "quantum_s=1"])
     assert run.exit_code == 2, run.output
-    assert "quantum_s needs recipe fastserve, " in run.stderr
-    assert "mlfq: fcfs has no parameters; sarathi has chunk_tokens" in run.stderr
+    assert "fastserve: fcfs has no parameters; sarathi has chunk_tokens" in run.stderr
 
 
 def test_the_recipes_are_listed_with_their_parameters() -> None:
     shown = CliRunner().invoke(app, ["recipes"]).output
     told = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
-    assert set(told) == set(RECIPES)
+    assert set(told) == set(recipes.RECIPES)
     assert all(name in shown and recipe["summary"] for name, recipe in told.items())
     assert [name for name, recipe in told.items() if recipe["default"]] == ["fastserve"]
     chunk = told["sarathi"]["parameters"]["chunk_tokens"]
@@ -400,19 +410,45 @@ def test_the_recipes_are_listed_with_their_parameters() -> None:
     assert told["srpt"]["parameters"]["oracle"]["choices"] == ["none", "max-tokens"]
 
 
-def test_no_name_is_cut_off_in_the_help_of_any_command() -> None:
+def test_no_name_is_cut_off_in_the_full_help_of_any_command() -> None:
     """At 80 columns; every flag is there as it is typed."""
     checked = 0
     for path, command in _commands(typer.main.get_command(app)):
-        shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+        shown = _help(path, command)
         assert "\u2026" not in shown
         assert max(map(len, shown.splitlines())) <= 80, path
-        words = set(re.split(r"[\s,/]+", shown))
         for option in command.params:
             if option.param_type_name == "option":
                 checked += 1
-                assert words >= {*option.opts, *option.secondary_opts}, path
+                assert _flags(shown) >= {*option.opts, *option.secondary_opts}, path
     assert checked > 200
+
+
+def _help(path: tuple[str, ...], command: Any) -> str:
+    has_more = any("--help-all" in option.opts for option in command.params)
+    options = [*path, "--help-all" if has_more else "--help"]
+    run = CliRunner().invoke(app, options, env={"COLUMNS": "80"})
+    assert run.exit_code == 0, run.output
+    return run.output
+
+
+def _flags(text: str) -> set[str]:
+    return set(re.split(r"[\s,/]+", text))
+
+
+def test_the_help_shows_the_common_options_and_counts_the_others() -> None:
+    for path, command in _commands(typer.main.get_command(app)):
+        run = CliRunner().invoke(app, [*path, "--help"])
+        everything = _help(path, command)
+        omitted = {flag for flag in _flags(everything) - _flags(run.output) if flag.startswith("--")}
+        options = {flag: one for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        assert all(options[flag].hidden and not options[flag].required for flag in omitted if flag in options), path
+        count = len({options[flag].name for flag in omitted if flag in options})
+        assert (f"Show all options, {count} more than --help does" in " ".join(run.output.split())) == (count > 0), path
+    usual = _flags(CliRunner().invoke(app, ["serve", "--help"]).output)
+    assert usual >= {"--recipe", "--port", "--api-key", "--max-num-seqs", "--config", "--help-all"}
+    assert not usual & {"--batch-max-lines", "--hang-timeout", "--ray-address"}
+    assert 15 <= len({flag for flag in usual if re.fullmatch(r"--[a-z-]+", flag)}) <= 30
 
 
 def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -423,15 +459,14 @@ def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 def test_help_comes_without_torch_and_tells_each_option_in_its_group() -> None:
     program = (
-        "import sys; from skipjoin.cli import app; app(['serve', '--help'], standalone_mode=False); "
+        "import sys; from skipjoin.cli import app; app(['serve', '--help-all'], standalone_mode=False); "
         "print('torch' in sys.modules)"
     )
     environment = os.environ | {"COLUMNS": "80"}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout.endswith("False\n")
     places = [
-        run.stdout.index(text)
-        for text in ("\nModel:\n", "\nScheduling:\n", "--set", "\nHTTP server:\n", "\nDeprecated aliases:\n")
+        run.stdout.index(text) for text in ("\nModel:\n", "\nScheduling:\n", "--set", "\nHTTP server:\n", "\nLimits:\n")
     ]
     assert places == sorted(places)
     assert max(map(len, run.stdout.splitlines())) <= 80
@@ -446,7 +481,6 @@ def test_two_options_with_one_name_are_refused_when_a_command_is_made() -> None:
 
 
 def test_an_error_names_the_flag_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a recipe's parameter the name: the flag of the same name is deprecated, and was not typed."""
     for options, told in (
         (["--kv-offloading-size=-1"], "--kv-offloading-size must be in [0, 1e+06], got -1.0"),
         (["--swap-space", "-1"], "--swap-space must be in [0, 1e+06], got -1.0"),

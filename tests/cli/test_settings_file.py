@@ -34,7 +34,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({name: getattr(engine, name) for name in names} | {"port": server.port, "keys": server.api_keys})
         return 0
 
-    monkeypatch.setattr("skipjoin.server.launch.run_server", run_server)
+    monkeypatch.setattr("skipjoin.server.lifecycle.run_server", run_server)
     monkeypatch.delenv("SKIPJOIN_API_KEY", raising=False)
     return found
 

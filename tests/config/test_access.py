@@ -11,7 +11,8 @@ from skipjoin.cli import app
 from skipjoin.config import ConfigError, ServerConfig
 from skipjoin.config.access import with_keys_of_files
 from skipjoin.config.key_files import owner_of_key
-from skipjoin.server import launch
+from skipjoin.server import lifecycle
+from skipjoin.server.settings import Settings
 
 VARIABLE = "SKIPJOIN_API_KEY"
 
@@ -21,8 +22,8 @@ class Started:
 
     configs: list[ServerConfig]
 
-    def __init__(self, engine: object, config: ServerConfig, *_: object) -> None:
-        self.configs.append(config)
+    def __init__(self, settings: Settings, *_: object) -> None:
+        self.configs.append(settings.server)
 
     async def run(self, *listeners: object) -> int:
         return 0
@@ -33,7 +34,7 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """Of the servers that `serve` starts."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(Started, "configs", [], raising=False)
-    monkeypatch.setattr(launch, "Server", Started)
+    monkeypatch.setattr(lifecycle, "Server", Started)
     return Started.configs
 
 

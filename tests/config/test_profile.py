@@ -285,7 +285,7 @@ def test_the_command_measures_prints_and_writes_a_file_that_the_others_take(tmp_
     assert profile.key.model == "tally"
     assert str(tmp_path) not in path.read_text()
     assert profile.errors.fitted > 0  # and others are held out, on a machine that measures more than one in this time
-    # A term that was measured as none can still be learnt.
+    # A term that was measured as none can still be learned.
     assert start(profile=str(path)) == LearningCost(profile.cost).current
 
 

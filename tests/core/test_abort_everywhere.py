@@ -20,7 +20,7 @@ from skipjoin.core.step import Direction, Move
 from skipjoin.exec.simulated import never
 from support.load import make
 from support.policies import Answer, OnCall, Scripted
-from support.watch import GIVEN_UP, Stepper, World
+from support.watch import GIVEN_UP, Stepper, World, nested_in
 
 VICTIM = 1
 
@@ -68,7 +68,7 @@ class Scene:
         self.stepper.add(make(9, prompt, 3, priority=-1))
 
     def hold_back(self, prompt: int = 8) -> None:
-        """Requests that take all seats, so that who decodes now becomes idle."""
+        """Requests that take all slots, so that who decodes now becomes idle."""
         self.stepper.add(*(make(number, prompt, 12, priority=-1) for number in range(10, 16)))
 
 
@@ -168,7 +168,7 @@ def on_the_host() -> Scene:
     held = scene.stepper.core.kv.blocks_of(scene.victim)
     assert held is not None
     assert (held.device, held.moving) == ([], None)
-    assert held.host
+    assert held.cpu
     return scene
 
 
@@ -293,13 +293,13 @@ def with_claims(*lenders: int | None) -> Scene:
 
 def lent_by_another() -> Scene:
     scene = with_claims(None, 0, 0)
-    assert scene.stepper.core.kv.lender_of(scene.victim) is scene.stepper.core.requests[0]
+    assert scene.stepper.core.kv.reservations.parent_of(scene.victim) is scene.stepper.core.requests[0]
     return scene
 
 
 def lending_what_it_is_lent() -> Scene:
     scene = with_claims(None, 0, VICTIM)
-    assert list(scene.stepper.core.kv.guests(scene.victim)) == [scene.stepper.core.requests[2]]
+    assert nested_in(scene.stepper.core.kv, scene.victim) == [scene.stepper.core.requests[2]]
     return scene
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 
@@ -28,15 +28,13 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, StepResult
-from skipjoin.recipes import RECIPES
 from support.load import load, make
 from support.policies import EVICTIONS, SOME_SYSTEMS
+from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
+from support.worlds import PIPELINES, worlds
 
-RUNS = [
-    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, False), (2, True)], sorted(EVICTIONS))
-]
+RUNS = worlds(SOME_SYSTEMS, PIPELINES[:3])
 
 
 @cache
@@ -83,7 +81,7 @@ def check_story(story: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("world", RUNS)
-def test_every_story_is_in_order_and_agrees_with_the_plans(world: World) -> None:
+def test_events_of_a_request_are_in_order_and_agree_with_the_plans(world: World) -> None:
     done = served(world)
     by_request = stories(done)
     samples: Counter[int] = Counter()
@@ -105,7 +103,7 @@ def test_every_story_is_in_order_and_agrees_with_the_plans(world: World) -> None
 
 @pytest.mark.parametrize("eviction", ["swap", "spill", "proactive", "chaos"])
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
-def test_stories_are_in_order_where_moves_fail(eviction: str, depth: int, overlap: bool) -> None:
+def test_events_of_a_request_are_in_order_when_moves_fail(eviction: str, depth: int, overlap: bool) -> None:
     """A move that fails has its place in the story, and who lost KV so is preempted at that moment."""
     draw = random.Random(7)
     world = World("fastserve", depth, overlap, EVICTIONS[eviction])
@@ -149,7 +147,7 @@ def test_a_request_is_started_exactly_when_plans_begin_to_hold_it(world: World) 
 
 
 @pytest.mark.parametrize("world", RUNS)
-def test_steps_are_told_in_order_with_the_blocks_they_leave(world: World) -> None:
+def test_steps_are_reported_in_order_with_their_used_blocks(world: World) -> None:
     done = served(world)
     planned = [event for event in done.events if isinstance(event, Planned)]
     computed = [event for event in done.events if isinstance(event, Computed)]
@@ -324,7 +322,7 @@ def test_a_sample_without_a_token_is_an_error() -> None:
         core.finish_step(StepResult(plan, [None], 0.1), 0.1)
 
 
-def test_abort_of_an_unknown_request_says_so() -> None:
+def test_abort_of_an_unknown_request_returns_false() -> None:
     core = World().core()
     assert not core.abort(3, 0.0)
     core.add(make(3), 0.0)

@@ -1,11 +1,10 @@
-"""The executor is started anew: plans in flight and all KV are lost, and not one token is lost, repeated or changed."""
+"""Restart of the executor: plans in flight and all KV are lost, and no token is lost, repeated or changed."""
 
 from __future__ import annotations
 
 import io
 import json
 import random
-from itertools import product
 
 import pytest
 
@@ -21,13 +20,11 @@ from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from support.load import load, make
-from support.policies import EVICTIONS, SYSTEMS, OnCall, Ranks
+from support.policies import SOME_SYSTEMS, SYSTEMS, OnCall, Ranks
 from support.watch import Stepper, WatchedCore, World
+from support.worlds import worlds
 
-WORLDS = [
-    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SYSTEMS, [(1, False), (2, True), (3, False)], sorted(EVICTIONS))
-]
+PIPELINES = [(1, False, 1), (2, True, 1), (3, False, 1)]
 
 
 def disturbed(world: World, chance: float) -> Stepper:
@@ -50,8 +47,8 @@ def disturbed(world: World, chance: float) -> Stepper:
     return stepper
 
 
-@pytest.mark.parametrize("world", WORLDS[::2])
-def test_everybody_gets_the_same_tokens_whenever_all_is_lost(world: World) -> None:
+@pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES))
+def test_requests_get_the_same_tokens_whenever_the_executor_restarts(world: World) -> None:
     stepper = disturbed(world, 0.05)
     stepper.core.assert_home()
     restarts = [event for event in stepper.events if isinstance(event, Restarted)]
@@ -61,8 +58,8 @@ def test_everybody_gets_the_same_tokens_whenever_all_is_lost(world: World) -> No
         assert stepper.tokens[request.id] == list(range(len(request.prompt), request.max_total_tokens))
 
 
-@pytest.mark.parametrize("world", WORLDS[::7])
-def test_observers_follow(world: World) -> None:
+@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, PIPELINES))
+def test_observers_follow_restarts(world: World) -> None:
     stepper = disturbed(world, 0.05)
     restarts = sum(isinstance(event, Restarted) for event in stepper.events)
     pool = {"device_blocks": world.device_blocks, "block_size": world.block_size, "block_bytes": 8}
@@ -83,7 +80,7 @@ def test_observers_follow(world: World) -> None:
     assert sum(span["args"]["generated"] for span in spans) <= sum(map(len, stepper.tokens.values()))
 
 
-def test_what_lay_on_the_host_or_was_on_its_way_is_lost_too() -> None:
+def test_kv_on_the_cpu_tier_and_in_transit_is_lost_too() -> None:
     eviction = OnCall()
     policies = Policies(Ranks({0: 0, 1: 1, 2: 2}), Greedy(8, 1000, chunked=True), OnDemand(0.0), eviction)
     core = WatchedCore(Scheduler(policies, KVLedger(20, 20, 4)))
@@ -104,7 +101,7 @@ def test_what_lay_on_the_host_or_was_on_its_way_is_lost_too() -> None:
     assert [stepper.tokens[number] for number in range(3)] == [list(range(8, 14))] * 3
 
 
-def test_who_was_given_up_while_a_plan_held_it_leaves_nothing() -> None:
+def test_a_request_aborted_in_flight_leaves_nothing_after_a_restart() -> None:
     stepper = Stepper(World().core())
     request, other = make(0, 8, 6), make(1, 8, 6)
     stepper.add(request, other)
@@ -117,7 +114,7 @@ def test_who_was_given_up_while_a_plan_held_it_leaves_nothing() -> None:
     assert stepper.tokens == {1: list(range(8, 14))}
 
 
-def test_results_of_before_are_refused() -> None:
+def test_results_from_before_a_restart_are_refused() -> None:
     stepper = Stepper(World().core())
     stepper.add(make(0, 8, 6))
     plan = stepper.start()
@@ -128,18 +125,18 @@ def test_results_of_before_are_refused() -> None:
         core.scheduler.commit(StepResult(plan, [8], 0.01), 0.0)
 
 
-def test_a_ledger_that_is_cleared_hands_out_the_same_blocks_again() -> None:
+def test_a_cleared_ledger_allocates_the_same_blocks_again() -> None:
     kv = KVLedger(6, 6, 4)
     one, two = make(0, 8), make(1, 8)
     for request in (one, two):
         kv.grow(request, 8)
         request.computed = 8
-    first = kv.slots(one)
-    kv.claim(two, 4)
+    first = kv.blocks_of(one).table
+    kv.reserve(two, 4)
     kv.move_out(two, blocking=False)
     kv.clear()
     one.computed = two.computed = 0
     kv.check()
-    assert (kv.device_free, kv.host_free, kv.available, kv.is_moving) == (6, 6, 6, False)
+    assert (kv.device_free, kv.cpu_free, kv.available, kv.is_moving) == (6, 6, 6, False)
     kv.grow(two, 8)
-    assert kv.slots(two) == first
+    assert kv.blocks_of(two).table == first

@@ -10,7 +10,7 @@ from collections import Counter
 
 from core_fuzz.draw import play
 from core_fuzz.shrink import script, shrunk
-from skipjoin.recipes import RECIPES
+from support.recipes import RECIPES
 
 SHRINK_S = 60.0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from skipjoin.core.kv.block_pool import BlockPool, Key
 from skipjoin.core.kv.ledger import KVLedger
@@ -64,8 +65,8 @@ class Device:
         self._size = kv.block_size
         self._is_exact = is_exact
         self._voids = voids
-        self._tags: dict[Request, list[int]] = {}
-        self._prefixes: dict[Request, ContentPrefix] = {}
+        self._tags: MutableMapping[Request, list[int]] = WeakKeyDictionary()
+        self._prefixes: MutableMapping[Request, ContentPrefix] = WeakKeyDictionary()
         self._content: dict[Key, list[int]] = {}  # of the block that a prefix-cache key stands for
         self._marker = _TAGS
         self.clear()
@@ -73,10 +74,10 @@ class Device:
     def clear(self) -> None:
         """Lose everything, as with a restart."""
         self._device: Pool = [[GARBAGE] * self._size for _ in range(self._kv.device_total)]
-        self._host: Pool = [[GARBAGE] * self._size for _ in range(self._kv.host_total)]
+        self._host: Pool = [[GARBAGE] * self._size for _ in range(self._kv.cpu_total)]
         self._transit: deque[_Copy] = deque()
         # The tokens that the latest plan with slices sampled: their positions, and whether they are right.
-        self._rows: dict[Request, tuple[int, bool]] = {}
+        self._rows: MutableMapping[Request, tuple[int, bool]] = WeakKeyDictionary()
         self._given_up: set[Request] = set()
         self.tainted: dict[int, str] = {}
 
@@ -87,10 +88,10 @@ class Device:
         if shares:
             self._prefixes[request] = ContentPrefix(self._size, salted(salt))
 
-    def fill(self, request: Request) -> None:
-        """Receive the KV of the request's computed tokens from another engine."""
+    def fill(self, request: Request, start: int = 0) -> None:
+        """Receive the KV of the request's computed tokens after the first `start`."""
         tags = self._tags_of(request, request.computed)
-        self._write(request, tags, self._kv.slots(request), 0, request.computed)
+        self._write(request, tags, self._kv.blocks_of(request).table, start, request.computed)
 
     def run(self, plan: StepPlan, seconds: float, *, gives_up: Collection[int], fails: Fails, held: int) -> StepResult:
         """Carry out a plan.
@@ -113,6 +114,33 @@ class Device:
                 failed.append(copy.move)
         landed = [move for move in ended if not any(move is other for other in failed)]
         return StepResult(plan, tokens, seconds, landed=landed, failed=failed, given_up=given_up)
+
+    def follow(self, result: StepResult) -> None:
+        """Do what another executor has done. Slices that read other KV than their own are in `tainted`."""
+        plan, failed = result.plan, result.failed
+
+        def fails(move: Move) -> bool:
+            return any(move is other for other in failed)
+
+        for move in sorted(plan.blocking, key=lambda move: _ORDER.index(move.direction)):
+            self._copy(move, fails)
+        for move in plan.overlapped:
+            self._begin(move)
+        self.tainted = {}
+        gives_up = {plan.slices[index].request.id for index in result.given_up}
+        if plan.slices:
+            self._compute(plan.slices, gives_up, [None] * len(plan.slices))
+        ended = [*result.landed, *failed]
+        for copy in [copy for copy in self._transit if any(copy.move is move for move in ended)]:
+            self._end(copy, fails)
+
+    def lose(self, moves: Iterable[Move]) -> None:
+        """Undo blocking moves whose failure is reported late, except where their targets were written again."""
+        for move in moves:
+            tags = set(self._tags_of(move.request, move.request.computed))
+            for _, target, slot in self._pairs(move):
+                if target[slot] in tags:
+                    target[slot] = GARBAGE
 
     # -- slices -------------------------------------------------------------------------------------------
 
@@ -154,11 +182,13 @@ class Device:
             end = piece.start + piece.tokens
             if index not in self.tainted and (text := self._problem(piece.request, tags, piece.blocks, end)):
                 raise FindingError("race", f"two slices of one plan use a slot: {text}")
-        self._rows = rows
+        self._rows = WeakKeyDictionary(rows)
         return given_up
 
     def _tags_of(self, request: Request, end: int) -> list[int]:
         """The tags of the request's tokens, from index 1 on: of `end` tokens, or of all that are known if less."""
+        if request not in self._tags:
+            self.meet(request, 0)
         tags = self._tags[request]
         have = len(tags) - 1
         if have < end:
@@ -243,7 +273,7 @@ class Device:
 
     def check_keys(self) -> None:
         """Raise `FindingError` unless every prefix-cache key leads to the KV that it stands for."""
-        for name, pool, blocks in (("device", self._kv._device, self._device), ("CPU", self._kv._host, self._host)):
+        for name, pool, blocks in (("device", self._kv._device, self._device), ("CPU", self._kv._cpu, self._host)):
             self._check_pool(name, pool, blocks)
 
     def _check_pool(self, name: str, pool: BlockPool, blocks: Pool) -> None:
@@ -261,7 +291,7 @@ class Device:
         size = self._size
         for request, prefix in self._prefixes.items():
             tags = self._tags_of(request, request.known)
-            for index, key in enumerate(prefix.keys(request, request.known)):
+            for index, key in enumerate(prefix.keys(request.tokens, request.known, reverse=request.reverse)):
                 if key not in self._content:
                     want = tags[1 + index * size : 1 + (index + 1) * size]
                     self._content[key] = want[::-1] if request.reverse else want

@@ -26,7 +26,7 @@ from core_fuzz.machine import (
     World,
 )
 from skipjoin.options import Value
-from skipjoin.recipes import RECIPES
+from support.recipes import RECIPES
 
 # Plans in flight, whether they overlap, and stages.
 PIPELINES = ((1, False, 1), (2, True, 1), (2, True, 1), (2, False, 1), (2, False, 2), (3, False, 3))

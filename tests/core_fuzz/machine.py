@@ -19,8 +19,9 @@ from skipjoin.core.step import Direction, Move, StepPlan, StepResult
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Lend
-from skipjoin.recipes import EngineLimits, Settings, build
+from skipjoin.recipes import EngineLimits, Settings
 from support import policies as others
+from support.recipes import build
 
 STEP_S = 0.01
 # Evictions that a world may have instead of its recipe's.
@@ -432,9 +433,9 @@ class Machine:
         if holders := list(kv.holders()):
             raise FindingError("leak", f"requests {[request.id for request in holders]} have ended and hold KV")
         copied = kv.blocks_in_transit[Direction.OUT]
-        if (kv.device_free, kv.host_free + copied) != (kv.device_total, kv.host_total):
-            raise FindingError("leak", f"{kv.device_free} device blocks and {kv.host_free} CPU blocks are free")
-        if kv._awaited or kv._announced or kv._coming:
+        if (kv.device_free, kv.cpu_free + copied) != (kv.device_total, kv.cpu_total):
+            raise FindingError("leak", f"{kv.device_free} device blocks and {kv.cpu_free} CPU blocks are free")
+        if kv.cache.awaited or kv.cache._announced or kv.cache._coming:
             raise FindingError("leak", "the prefix cache keeps requests that have ended")
 
     # -- the log ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from core_fuzz.machine import Add, Case, Expect, Finish, Pass, Start, World, replay
+from support.recipes import SPELLED
 
 # Calls that a script has; a request that never ends takes any number.
 MAX_LINES = 200
@@ -178,7 +179,7 @@ def script(case: Case) -> str:
         f'"""{found}"""',
         imports,
         f"settings = Settings(LinearCost({cost}), max_seqs={w.max_seqs}, max_tokens={w.max_tokens}{rest})",
-        f"policies = build({w.recipe!r}, settings, {dict(w.params)})",
+        f"policies = build({SPELLED[w.recipe]!r}, settings, {dict(w.params)})",
         *[f"policies = replace(policies, eviction=EVICTIONS[{w.eviction!r}]())"] * bool(w.eviction),
         f"kv = KVLedger({w.device_blocks}, {w.host_blocks}, {w.block_size}{exact})",
         f"core = EngineCore(Scheduler(policies, kv, depth={w.depth}, overlap={w.overlap}))",

@@ -10,12 +10,11 @@ from core_fuzz.draw import play
 from core_fuzz.machine import Case, replay
 from core_fuzz.shrink import script, shrunk
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefix_cache import PrefixCache
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.planner import StepPlanner
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Move
-from skipjoin.recipes import RECIPES
+from support.recipes import RECIPES
 
 SEED = 32
 WORLDS = 160
@@ -68,7 +67,7 @@ def offers_what_is_planned(patch: pytest.MonkeyPatch) -> None:
             request = piece.request
             if request.prefix is not None and piece.start + piece.tokens <= request.known:
                 before, request.computed = request.computed, piece.start + piece.tokens
-                self.kv.offer(request)
+                self.kv.cache.offer(request)
                 request.computed = before
         return plan
 
@@ -92,8 +91,8 @@ def ignores_failures(patch: pytest.MonkeyPatch) -> None:
 
 def loses_blocks(patch: pytest.MonkeyPatch) -> None:
     """The last block of what a request gives back stays astray."""
-    give_back = PrefixCache._give_back
-    patch.setattr(PrefixCache, "_give_back", lambda self, held, blocks: give_back(self, held, blocks[:-1]))
+    give_back = KVLedger._give_back
+    patch.setattr(KVLedger, "_give_back", lambda self, held, blocks: give_back(self, held, blocks[:-1]))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_a_broken_core_is_found(
     break_it(monkeypatch)
     case, kind = first_finding([recipe])
     assert kind in kinds
-    less = shrunk(case, kind, 5.0)
+    less = shrunk(case, kind, 1.0)
     assert len(less.calls) <= len(case.calls)
     found = replay(less)
     assert found is not None

@@ -10,13 +10,15 @@ import pytest
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Finished
 from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.base import RankError, RankMemoryError
 from skipjoin.policies.cost import LearningCost, LinearCost
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings
 from skipjoin.sampling import SamplingParams
+from support.recipes import build
 
 COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
@@ -34,6 +36,9 @@ class LosingExecutor:
         if any(self.is_fatal(piece.request) for piece in plan.slices):
             raise self.error
         return StepResult(plan, [7 if piece.samples else None for piece in plan.slices], 0.01)
+
+    def on_finished(self, request: Request) -> None:
+        pass
 
     def check(self) -> None:
         pass

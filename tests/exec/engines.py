@@ -148,19 +148,19 @@ def make_core(
     *,
     device_blocks: int,
     host_blocks: int = 0,
-    seats: int = 2,
+    slots: int = 2,
     chunk: int | None = None,
     depth: int = 1,
     overlap: bool = False,
     stages: int = 1,
 ) -> EngineCore:
-    """An engine that rotates its requests through `seats` seats. chunk: most tokens per step; None: no cutting. stages:
+    """An engine that rotates its requests through `slots` slots. chunk: most tokens per step; None: no cutting. stages:
     between which batches are shared out, prompts in pieces of two tokens and more."""
     tokens = chunk or 10_000
-    batcher: Batcher = Greedy(seats, tokens, chunked=chunk is not None)
+    batcher: Batcher = Greedy(slots, tokens, chunked=chunk is not None)
     if stages > 1:
         cost, cuts = LinearCost(floor=2.0, prefill_token=1.0, decode=0.5), chunk is not None
-        batcher = EvenStages(batcher, cost, stages, most_seqs=seats * stages, most_tokens=tokens * stages, cuts=cuts)
+        batcher = EvenStages(batcher, cost, stages, max_seqs=slots * stages, max_tokens=tokens * stages, cuts=cuts)
     policies = Policies(Rotating(has_classes=eviction.lends), batcher, OnDemand(), eviction)
     ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
     return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))
@@ -172,7 +172,7 @@ def engine(
     *,
     device_blocks: int,
     host_blocks: int = 0,
-    seats: int = 2,
+    slots: int = 2,
     chunk: int | None = None,
     depth: int = 1,
     late: int | None = None,
@@ -186,7 +186,7 @@ def engine(
         eviction,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
-        seats=seats,
+        slots=slots,
         chunk=chunk,
         depth=depth,
         overlap=depth > 1,
@@ -211,10 +211,10 @@ def findable(core: EngineCore) -> Keeps:
     start_step = core.start_step
 
     def start_and_note(now: float) -> StepPlan | None:
-        shared = set(core.kv._ends)
+        shared = set(core.kv._shared.of)
         if (plan := start_step(now)) is not None:
             kv = core.kv
-            recent.append((set(kv._device._keys), set(kv._host._keys), shared.union(kv._ends)))
+            recent.append((set(kv._device._keys), set(kv._cpu._keys), shared.union(kv._shared.of)))
         return plan
 
     core.start_step = start_and_note  # type: ignore[method-assign]
@@ -243,6 +243,7 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
             return False
         return not lends or request.is_best_effort or request is requests[0] or steps >= _APART * request.id
 
+    core.on_finished = executor.on_finished
     handles: deque = deque()
     events: list[Event] = []
     steps = 0
@@ -261,7 +262,7 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
     executor.close()
     assert core.kv.device_free == core.kv.device_total
     # The cache may still copy.
-    assert core.kv.host_free + core.kv.blocks_in_transit[Direction.OUT] == core.kv.host_total
+    assert core.kv.cpu_free + core.kv.blocks_in_transit[Direction.OUT] == core.kv.cpu_total
     return events
 
 

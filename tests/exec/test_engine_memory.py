@@ -9,7 +9,7 @@ from skipjoin.config import EngineConfig
 from skipjoin.core.request import Request
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
-from skipjoin.sampling import SamplingParams, Scored, TokenDetail
+from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 from skipjoin.server.engines.engine_server import Digest
 
 SEQUENCES = 64 * 16
@@ -46,7 +46,7 @@ def test_nothing_is_kept_of_streams_that_were_aborted() -> None:
         assert stream_and_abort(loop, SEQUENCES) >= 20 * SEQUENCES
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        kept = [type(one) for one in gc.get_objects() if type(one) in (Request, TokenDetail, Scored)]
+        kept = [type(one) for one in gc.get_objects() if type(one) in (Request, TokenDetail, TokenLogprob)]
         assert set(kept) <= {Request}
         assert len(kept) <= 2 * config.max_num_seqs  # the last batch, until the next one
         assert after - before < 1 << 20  # a KiB for each would be as much

@@ -69,7 +69,7 @@ def outputs(
         eviction,
         device_blocks=blocks,
         host_blocks=host_blocks,
-        seats=4,
+        slots=4,
         chunk=chunk,
         depth=depth,
         overlap=True,
@@ -82,7 +82,7 @@ def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
     """One after the other, with room for all."""
     model = tiny_model(family)
     executor = LocalExecutor(model, make_store(model, 200, 0, BLOCK_SIZE))
-    core = make_core(Recompute(), device_blocks=200, seats=1)
+    core = make_core(Recompute(), device_blocks=200, slots=1)
     run(core, executor, requests)
     return [request.output for request in requests]
 
@@ -123,7 +123,7 @@ def test_the_host_runs_ahead() -> None:
     model = model_on_card("llama")
     store = make_store(model, 64, 0, BLOCK_SIZE)
     executor = LocalExecutor(model, store)
-    core = make_core(Recompute(), device_blocks=64, seats=4, depth=2, overlap=True)
+    core = make_core(Recompute(), device_blocks=64, slots=4, depth=2, overlap=True)
     core.add(Request(0, 0.0, [1, 2, 3], 30, sampling=Sampling(SamplingParams(temperature=0), 0, ())), 0.0)
     for _ in range(3):  # compiles
         core.finish_step(executor.submit(core.start_step(0.0), 0.0).result(), 0.0)

@@ -30,7 +30,7 @@ from support.policies import SpillAll
 
 # By request, its tokens and their log-probabilities.
 Scores = dict[int, list[tuple[int, float]]]
-MOST_ERROR = 0.1
+MAX_ERROR = 0.1
 
 
 @cache
@@ -105,14 +105,14 @@ def errors(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> li
 
 
 FORCED = {
-    "beside": dict(eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, seats=3, chunk=9),
+    "beside": dict(eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, slots=3, chunk=9),
     "beside, landing late": dict(
-        eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, seats=3, chunk=9, late=4
+        eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, slots=3, chunk=9, late=4
     ),
-    "before each step": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, seats=2),
-    "before each step, in parts": dict(eviction=SpillAll, device_blocks=14, host_blocks=90, seats=2),
+    "before each step": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, slots=2),
+    "before each step, in parts": dict(eviction=SpillAll, device_blocks=14, host_blocks=90, slots=2),
     "before each step, copies fail": dict(
-        eviction=SwapAll, device_blocks=14, host_blocks=90, seats=2, fails=tuple(Direction)
+        eviction=SwapAll, device_blocks=14, host_blocks=90, slots=2, fails=tuple(Direction)
     ),
 }
 
@@ -120,14 +120,14 @@ FORCED = {
 @pytest.mark.parametrize("case", FORCED)
 def test_only_requests_that_were_swapped_differ_and_hardly(case: str) -> None:
     options = FORCED[case]
-    alone, _ = served(tally(), SwapAll, "auto", device_blocks=90, seats=8)
+    alone, _ = served(tally(), SwapAll, "auto", device_blocks=90, slots=8)
     found, back = served(tally(), swap_dtype="int8", **options)  # type: ignore[arg-type]
     assert len(back) >= 4
     assert len(back) < 8 or case.startswith("before")
     for number, theirs in alone.items():
         most = max(errors(found[number], theirs))
         # A batch of another size rounds differently.
-        assert most < (MOST_ERROR if number in back else 1e-4), number
+        assert most < (MAX_ERROR if number in back else 1e-4), number
     # It is not the lossless pool that was used.
     assert max(max(errors(found[number], alone[number])) for number in back) > 1e-4
     same = sum(len(errors(found[number], alone[number])) == 24 for number in alone)
@@ -143,13 +143,13 @@ def check_ranks(executor: ShardedExecutor, stages: int) -> None:
     model = random_model(CONFIGS["llama"] | {"num_hidden_layers": LAYERS}, seed=3)
     found = []
     for each in (LocalExecutor(model, make_store(model, **POOLS, swap_dtype="int8")), executor):
-        core = make_core(SwapAll(), **POOLS, seats=2, depth=stages)
+        core = make_core(SwapAll(), **POOLS, slots=2, depth=stages)
         found.append(scores(run(core, each, requests(model.config.vocab_size, 5))))
     (one, back), (many, back_there) = found
     assert len(back) >= 3
     assert back == back_there
     # Sums are in another order there, so a code may be another.
-    assert all(max(errors(many[number], one[number])) < MOST_ERROR for number in one)
+    assert all(max(errors(many[number], one[number])) < MAX_ERROR for number in one)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])

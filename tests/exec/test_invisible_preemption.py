@@ -33,8 +33,9 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.model.ops.build import load_library
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings
 from support.policies import DropTails, LendAll, SpillAll
+from support.recipes import build
 
 
 class Fails:
@@ -51,31 +52,31 @@ class Fails:
 OUT, IN = Direction.OUT, Direction.IN
 SLOTS = {OUT: "saved slots", Direction.WITHIN: "changed places", IN: "brought back slots"}
 # No moves are needed here: those that are made are.
-_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
-_SWAPPED = dict(eviction=SwapAll, device_blocks=8, host_blocks=60, seats=1)
+_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, slots=2, chunk=5)
+_SWAPPED = dict(eviction=SwapAll, device_blocks=8, host_blocks=60, slots=1)
 _SPILLED = _SWAPPED | dict(eviction=SpillAll)
-_SHARED = _SWAPPED | dict(eviction=LendAll, seats=3, chunk=5)
+_SHARED = _SWAPPED | dict(eviction=LendAll, slots=3, chunk=5)
 _PARTS = _RESTLESS | dict(eviction=lambda: RestlessParts(5), device_blocks=10, chunk=4, late=3)
 # The largest request has 26 tokens: 7 blocks of 4.
 FORCED = {
-    "paused at every step": dict(eviction=Recompute, device_blocks=60, seats=1),
-    "prompts in chunks of 3": dict(eviction=Recompute, device_blocks=60, seats=2, chunk=3),
-    "dropped at every step": dict(eviction=Recompute, device_blocks=8, seats=1),
+    "paused at every step": dict(eviction=Recompute, device_blocks=60, slots=1),
+    "prompts in chunks of 3": dict(eviction=Recompute, device_blocks=60, slots=2, chunk=3),
+    "dropped at every step": dict(eviction=Recompute, device_blocks=8, slots=1),
     "swapped at every step": _SWAPPED,
     "swapped at every step of a prompt": _SWAPPED | dict(chunk=3),
-    "swapped, host too small": dict(eviction=SwapAll, device_blocks=8, host_blocks=6, seats=2),
+    "swapped, host too small": dict(eviction=SwapAll, device_blocks=8, host_blocks=6, slots=2),
     "swapped, copies out fail": _SWAPPED | dict(fails=lambda: Fails(OUT)),
     "swapped, copies in fail": _SWAPPED | dict(fails=lambda: Fails(IN)),
     "spilled at every step": _SPILLED,
     "spilled at every step of a prompt": _SPILLED | dict(chunk=3),
-    "spilled, host too small": _SPILLED | dict(host_blocks=3, seats=2),
+    "spilled, host too small": _SPILLED | dict(host_blocks=3, slots=2),
     "spilled, copies out fail": _SPILLED | dict(fails=lambda: Fails(OUT)),
     "spilled, copies in fail": _SPILLED | dict(fails=lambda: Fails(IN)),
     "shared at every step": _SHARED,
     "shared, host too small": _SHARED | dict(host_blocks=3),
     "shared, copies out fail": _SHARED | dict(fails=lambda: Fails(OUT)),
     "shared, copies in fail": _SHARED | dict(fails=lambda: Fails(IN)),
-    "tails dropped at every step": dict(eviction=DropTails, device_blocks=8, seats=1),
+    "tails dropped at every step": dict(eviction=DropTails, device_blocks=8, slots=1),
     "parts moved beside": _PARTS,
     "parts moved beside, late copies fail": _PARTS | dict(fails=lambda: Fails(OUT, IN)),
     "moved beside every step": _RESTLESS,
@@ -86,13 +87,13 @@ FORCED = {
     "moved beside, copies out fail": _RESTLESS | dict(fails=lambda: Fails(OUT)),
     "moved beside, copies in fail": _RESTLESS | dict(fails=lambda: Fails(IN)),
     "moved beside, late copies fail": _RESTLESS | dict(late=4, fails=lambda: Fails(OUT, IN)),
-    "overlapped": dict(eviction=Recompute, device_blocks=60, seats=3, depth=2),
-    "overlapped, dropped": dict(eviction=Recompute, device_blocks=12, seats=2, depth=2),
-    "overlapped, swapped, chunks": dict(eviction=SwapAll, device_blocks=14, host_blocks=60, seats=2, depth=2, chunk=7),
+    "overlapped": dict(eviction=Recompute, device_blocks=60, slots=3, depth=2),
+    "overlapped, dropped": dict(eviction=Recompute, device_blocks=12, slots=2, depth=2),
+    "overlapped, swapped, chunks": dict(eviction=SwapAll, device_blocks=14, host_blocks=60, slots=2, depth=2, chunk=7),
     "overlapped, swapped, copies fail": _SWAPPED
     | dict(device_blocks=14, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
     "overlapped, spilled, copies fail": _SPILLED
-    | dict(device_blocks=14, seats=2, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
+    | dict(device_blocks=14, slots=2, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
     "overlapped, shared": _SHARED | dict(depth=2, chunk=None),
     "overlapped, shared, copies fail": _SHARED | dict(depth=2, chunk=None, fails=lambda: Fails(OUT, IN)),
     "overlapped, moved beside": _RESTLESS | dict(depth=2),
@@ -203,7 +204,7 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize("turn", [0, 3])
+@pytest.mark.parametrize("turn", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", FORCED)
 def test_tokens_are_those_of_a_request_alone(turn: int, case: str) -> None:
     # The families take turns: what is forced is the same for all, and each has a third of the cases.
@@ -251,7 +252,7 @@ def test_outputs_that_end_by_a_stop_token_are_the_same(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_aborts_disturb_nobody(case: str) -> None:
+def test_aborts_leave_the_tokens_of_others_unchanged(case: str) -> None:
     alone = outputs_alone("opt")
     victims = {1: (1, 3), 4: (6,), 9: (4,)}  # by the number of plans that are made before they are aborted
     core, executor = forced(case, "opt")

@@ -23,10 +23,11 @@ from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Swap
-from skipjoin.recipes import RECIPES, Settings, build, own
+from skipjoin.recipes import Settings
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import SpillAny
+from support.recipes import RECIPES, build, own
 
 # Moves take about as long as steps, so that some are on their way for several.
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-4, context_token=1e-5, block=1.5e-3)
@@ -65,6 +66,9 @@ class LocalOnVirtualClock(SimulatedExecutor):
                 self._early += self._local.submit(StepPlan(plan.id, ()), now).result().landed
             self._early.remove(move)
         return SimulatedHandle(replace(timed.outcome, tokens=result.tokens), timed.ready_at)
+
+    def on_finished(self, request: Request) -> None:
+        self._local.on_finished(request)
 
 
 def trace() -> list[Request]:

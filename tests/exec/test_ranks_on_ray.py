@@ -30,6 +30,7 @@ from skipjoin.exec.ranks.plan_messages import OutOfStepError
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
+from support.recipes import SPELLED
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray")
@@ -110,7 +111,7 @@ class Session:
         kv = self.loop.core.kv
         kv.check()
         assert kv.device_free == kv.device_total
-        assert kv.host_free == kv.host_total
+        assert kv.cpu_free == kv.cpu_total
         return self.outputs
 
     def count(self, kind: type) -> int:
@@ -161,7 +162,7 @@ def expected() -> Outputs:
         engine.executor.close()
 
 
-@pytest.mark.parametrize(("tp", "pp", "recipe"), [(2, 1, "fastserve"), (2, 2, "mlfq")])
+@pytest.mark.parametrize(("tp", "pp", "recipe"), [(2, 1, "fastserve"), (2, 2, SPELLED["mlfq"])])
 def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, expected: Outputs) -> None:
     """With memory for a third of the requests, so that they are swapped and dropped besides. The second death within
     ten minutes is one too many; what was generated until then stands."""

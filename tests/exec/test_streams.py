@@ -281,7 +281,7 @@ def test_small_runs_are_the_kernels_and_large_ones_are_not(
         block_size=BLOCK_SIZE,
     )
     assert store.host is not None
-    monkeypatch.setattr(kv_store, "_LEAST_RUN_BYTES", 2 * store.device.block_bytes + 1)
+    monkeypatch.setattr(kv_store, "_MIN_RUN_BYTES", 2 * store.device.block_bytes + 1)
     kernel = store._kernel = Kernel()
     draw = torch.Generator().manual_seed(0)
     source = torch.randn(store.device.block_view().shape, generator=draw)

@@ -29,13 +29,16 @@ class Ahead:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.most_begun = 0
+        self.max_begun = 0
         self._begun: deque[InFlightStep] = deque()
 
     def submit(self, plan: StepPlan, now: float) -> Ahead:
         self._begun.append(self.worker.begin(plan))
-        self.most_begun = max(self.most_begun, len(self._begun))
+        self.max_begun = max(self.max_begun, len(self._begun))
         return self
+
+    def on_finished(self, request: Request) -> None:
+        self.worker.on_finished(request)
 
     def done(self) -> bool:
         return self.worker.is_done(self._begun[0])
@@ -51,15 +54,15 @@ def ahead(model: CausalLM, requests: list[Request], *, depth: int, **options: in
     """Run the requests: what happened, and the most plans that were under way."""
     store = make_store(model, 12, 40)
     executor = Ahead(Worker(model, store))
-    core = make_core(SwapAll(), device_blocks=12, host_blocks=40, seats=3, depth=depth, overlap=True, **options)
-    return run(core, executor, requests), executor.most_begun
+    core = make_core(SwapAll(), device_blocks=12, host_blocks=40, slots=3, depth=depth, overlap=True, **options)
+    return run(core, executor, requests), executor.max_begun
 
 
 def test_same_tokens_however_far_ahead() -> None:
     one, other = mixed_requests(), mixed_requests()
     ahead(tiny_model("llama"), one, depth=1, chunk=6)
-    _, most_begun = ahead(tiny_model("llama"), other, depth=2, chunk=6)
-    assert most_begun == 2
+    _, max_begun = ahead(tiny_model("llama"), other, depth=2, chunk=6)
+    assert max_begun == 2
     assert [request.output for request in other] == [request.output for request in one]
 
 
@@ -152,7 +155,7 @@ def test_kv_behind_a_chunk_that_was_given_up_is_neither_computed_nor_found() -> 
     model = narrow(1)
     model.__class__ = NarrowOnce
     worker = Worker(model, make_store(model, 12, 40))
-    core = make_core(SwapAll(), device_blocks=12, host_blocks=40, seats=3, depth=2, overlap=True, chunk=8)
+    core = make_core(SwapAll(), device_blocks=12, host_blocks=40, slots=3, depth=2, overlap=True, chunk=8)
     lost, second = adopting(0), adopting(1)
     core.add(lost, 0.0)
     flying = [worker.begin(plan) for plan in (core.start_step(0.0), core.start_step(0.0)) if plan is not None]

@@ -27,8 +27,8 @@ from skipjoin.policies.eviction import Recompute
 pytestmark = pytest.mark.timeout(240)
 LAYOUTS = {"tp 2": (2, 1), "pp 2": (1, 2), "tp 2 x pp 2": (2, 2)}
 # By layout, how requests are made to leave the device. With stages as many plans are in flight as there are stages.
-SWAPPED = dict(eviction=SwapAll, device_blocks=14, host_blocks=60, seats=3, chunk=7)
-MOVED = dict(eviction=lambda: Restless(5), device_blocks=20, host_blocks=40, seats=3, chunk=9)
+SWAPPED = dict(eviction=SwapAll, device_blocks=14, host_blocks=60, slots=3, chunk=7)
+MOVED = dict(eviction=lambda: Restless(5), device_blocks=20, host_blocks=40, slots=3, chunk=9)
 FORCED = {"swapped": SWAPPED, "moved beside": MOVED}
 EXPECTED = {
     "swapped": {"moved out blocking", "moved in blocking"},
@@ -46,7 +46,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def outputs_of_one_process(family: str) -> list[list[int]]:
     model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3)
     requests = mixed_requests()
-    run(*engine(model, Recompute(), device_blocks=60, seats=4), requests)
+    run(*engine(model, Recompute(), device_blocks=60, slots=4), requests)
     return [request.output for request in requests]
 
 
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_one_process_with_everything_at_once(ranks: Processe
         depth, overlap = 2, ranks.pp == 1
     else:
         store |= {"late": 3, "fails": ["OUT", "IN"]}
-    core = make_core(Restless(5), **_only_blocks(store), seats=3, chunk=9, depth=depth, overlap=overlap)
+    core = make_core(Restless(5), **_only_blocks(store), slots=3, chunk=9, depth=depth, overlap=overlap)
     requests = mixed_requests()
     found = happened(run(core, ranks.executor("qwen2", **store), requests))
     assert [request.output for request in requests] == outputs_of_one_process("qwen2")
@@ -100,7 +100,7 @@ def start_requests(processes: Processes, timeout_s: float = 30.0):
     """An engine in the middle of its work; what runs its next plans."""
     executor = processes.executor("llama", device_blocks=60)
     executor._timeout_s = timeout_s
-    core = make_core(Recompute(), device_blocks=60, seats=4)
+    core = make_core(Recompute(), device_blocks=60, slots=4)
     for request in mixed_requests():
         core.add(request, 0.0)
 

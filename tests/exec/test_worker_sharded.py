@@ -37,14 +37,14 @@ from skipjoin.sampling import SamplingParams
 from support.policies import LendAll, SpillAll
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))
-_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, seats=2, chunk=5)
-_SWAPPED = dict(eviction=SwapAll, device_blocks=16, host_blocks=60, seats=2)
+_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, slots=2, chunk=5)
+_SWAPPED = dict(eviction=SwapAll, device_blocks=16, host_blocks=60, slots=2)
 FORCED = {
-    "dropped": dict(eviction=Recompute, device_blocks=16, seats=3),
+    "dropped": dict(eviction=Recompute, device_blocks=16, slots=3),
     "swapped": _SWAPPED,
     "swapped, copies fail": _SWAPPED | dict(fails=["OUT", "IN"], chunk=7),
     "spilled, copies fail": _SWAPPED | dict(eviction=SpillAll, fails=["OUT", "IN"], chunk=7),
-    "shared": dict(eviction=LendAll, device_blocks=8, host_blocks=60, seats=3, chunk=5),
+    "shared": dict(eviction=LendAll, device_blocks=8, host_blocks=60, slots=3, chunk=5),
     "moved beside": _RESTLESS,
     "moved beside, landing late": _RESTLESS | dict(late=4),
     "moved beside, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),
@@ -68,7 +68,7 @@ def one_model(family: str):
 @cache
 def outputs_alone(family: str, eos: int | None = None, common: Sequence[int] = ()) -> list[list[int]]:
     requests = mixed_requests(eos, common)
-    run(*engine(one_model(family), Recompute(), device_blocks=60, seats=4), requests)
+    run(*engine(one_model(family), Recompute(), device_blocks=60, slots=4), requests)
     return outputs(requests)
 
 
@@ -126,7 +126,7 @@ def test_ranks_replay_decode_steps() -> None:
     """Two requests in graphs of three: padding passes between stages, too."""
     pytest.importorskip("triton")
     requests, recorder = mixed_requests()[:2], Replays()
-    core = make_core(Recompute(), device_blocks=16, seats=2, depth=2)
+    core = make_core(Recompute(), device_blocks=16, slots=2, depth=2)
     run(core, thread_executor(2, 2, "llama", device_blocks=16, recorder=recorder), requests)
     assert outputs(requests) == outputs_alone("llama")[:2]
     assert recorder.count >= 4 * 4

@@ -18,11 +18,11 @@ from skipjoin.forecast.mass import BINS, EDGES, hazards_of, mass_of, mean, place
 from skipjoin.forecast.prior import Prior, first_guess
 from skipjoin.options import ConfigError
 
-KINDS = ("learnt", "alise")
+KINDS = ("learned", "alise")
 SHORT, LONG = words("Count to 5"), words("Count to 200")
 
 
-def make(kind: str = "learnt", entries: int = 200, clock=lambda: 0.0, max_age_s: float = 1e9) -> Forecaster:
+def make(kind: str = "learned", entries: int = 200, clock=lambda: 0.0, max_age_s: float = 1e9) -> Forecaster:
     config = ForecastConfig(forecaster=kind, forecast_entries=entries, forecast_max_age_s=max_age_s)
     return make_forecaster(config, "model", clock)
 
@@ -43,11 +43,11 @@ def teach(forecaster: Forecaster, requests: int = 150, most: int = 4096) -> list
 @given(
     prompt=st.lists(st.integers(0, 200_000), max_size=60),
     most=st.integers(1, 1 << 20),
-    learnt=st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=8),
+    learned=st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=8),
 )
-def test_a_forecast_is_a_distribution_within_the_cap(kind, prompt, most, learnt) -> None:
+def test_a_forecast_is_a_distribution_within_the_cap(kind, prompt, most, learned) -> None:
     forecaster = make(kind)
-    for tokens, exact in learnt:
+    for tokens, exact in learned:
         forecaster.learn(forecaster.forecast(prompt, 8192), tokens, exact=exact)
     predicted = forecaster.forecast(prompt, most)
     for forecast in (predicted.forecast, forecaster.prior(most)):

@@ -19,10 +19,10 @@ from skipjoin.forecast.owners import OwnerForecasters
 from skipjoin.forecast.prior import first_guess
 
 PROMPT, OTHER = words("Tell me about the sea"), words("Count from one to ten")
-KINDS = ("learnt", "alise", "prior")
+KINDS = ("learned", "alise", "prior")
 
 
-def make(kind: str = "learnt", count: int = 10, kept_in: Path | None = None) -> OwnerForecasters:
+def make(kind: str = "learned", count: int = 10, kept_in: Path | None = None) -> OwnerForecasters:
     config = ForecastConfig(forecaster=kind, forecast_entries=640)
     return make_owner_forecasters(config, "model", HashedTokens(), count, kept_in)
 
@@ -78,7 +78,7 @@ def test_a_new_owner_begins_with_what_is_shared() -> None:
     assert expected(forecasters, "h") < 60  # two requests' worth of it
 
 
-@pytest.mark.parametrize("kind", ["learnt", "alise"])
+@pytest.mark.parametrize("kind", ["learned", "alise"])
 def test_a_server_without_keys_forecasts_as_a_forecaster_alone(kind: str) -> None:
     config = ForecastConfig(forecaster=kind, forecast_dir="none")
     keeper = open_keeper(config, model="model", folder=".", text_of=str)
@@ -123,7 +123,7 @@ def test_states_have_hashes_of_keys_and_are_those_of_their_owner(tmp_path: Path)
 
 
 def open_kept(folder: Path, owner_count: int) -> ForecastKeeper:
-    config = ForecastConfig(forecaster="learnt", forecast_dir=str(folder))
+    config = ForecastConfig(forecaster="learned", forecast_dir=str(folder))
     return open_keeper(config, model="model", folder=".", text_of=str, owners=owner_count)
 
 

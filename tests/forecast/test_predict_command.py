@@ -48,8 +48,8 @@ def test_evaluate_tells_good_forecasters_from_blind_ones(tmp_path: Path) -> None
     assert (record["train"], record["test"]) == (200, 200)
     assert record["machine"]
     by_name = {one["name"]: one for one in record["forecasters"]}
-    assert list(by_name) == ["proxy", "alise", "head", "learnt", "prior", "oracle", "permuted"]
-    for name in ("proxy", "alise", "head", "learnt"):
+    assert list(by_name) == ["proxy", "alise", "head", "learned", "prior", "oracle", "permuted"]
+    for name in ("proxy", "alise", "head", "learned"):
         assert by_name[name]["r"] > 0.9
         assert by_name[name]["pairwise"] > 0.8
         assert by_name[name]["milliseconds"] > 0
@@ -105,5 +105,5 @@ def test_export_and_reset(tmp_path: Path) -> None:
     assert "removed" in run("reset", "--forecast-dir", tmp_path, "--model", "one").output
     assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 1
     run("reset", "--forecast-dir", tmp_path)
-    assert "nothing was learnt" in run("reset", "--forecast-dir", tmp_path).output
+    assert "nothing was learned" in run("reset", "--forecast-dir", tmp_path).output
     assert run("export", "--forecast-dir", tmp_path, "--out", out).exit_code == 2

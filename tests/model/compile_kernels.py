@@ -42,12 +42,12 @@ _TYPES = {
     torch.int32: "*i32",
 }
 BLOCK_SIZE = 16
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 # Copies are in flight at a wait with so many stages or more.
 _PIPELINED = 3
 # Loads of 16 bytes that a thread of a pipelined decode kernel must have under way when it waits: with 128 threads and
 # the programs that a multiprocessor holds, more than memory returns within its latency.
-_LEAST_IN_FLIGHT = 8
+_MIN_IN_FLIGHT = 8
 
 
 class Recorder:
@@ -183,7 +183,7 @@ def check(name: str, config: dict[str, int], kernel: Any, usage: str, sass: str)
         loop = kernel.asm["ttgir"].rsplit("scf.for", 1)[1].split("scf.yield", 1)[0]
         waits = [int(n) for n in re.findall(r"async_wait .*?num = (\d+)", loop)]
         assert min(waits, default=0) >= 1, f"{name} {config} waits for all copies but {waits} in its loop"
-        assert in_flight(sass) >= _LEAST_IN_FLIGHT, f"{name} {config} has {in_flight(sass)} copies in flight"
+        assert in_flight(sass) >= _MIN_IN_FLIGHT, f"{name} {config} has {in_flight(sass)} copies in flight"
 
 
 def describe(kernel: Any, usage: str, sass: str) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV, QuantizedKV
-from skipjoin.model.ops.block_quant import INFINITE, LEAST_SCALE, BlockQuantizer
+from skipjoin.model.ops.block_quant import INFINITE, MIN_SCALE, BlockQuantizer
 
 BLOCKS = 5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -92,7 +92,7 @@ def check_bound(before: torch.Tensor, after: torch.Tensor, last: int) -> None:
     finite = (x.abs() < INFINITE) & valid[..., None]
     low, high = x.masked_fill(~finite, torch.inf).amin(2, True), x.masked_fill(~finite, -torch.inf).amax(2, True)
     low, high = low.where(low <= high, 0.0), high.where(low <= high, 0.0)
-    scale = ((high - low + low.abs() / 128) / 255 * (1 + 1 / 128)).clamp(min=LEAST_SCALE)
+    scale = ((high - low + low.abs() / 128) / 255 * (1 + 1 / 128)).clamp(min=MIN_SCALE)
     rounding = ROUNDING[before.dtype] * torch.maximum(low.abs(), high.abs()) + torch.finfo(before.dtype).tiny
     allowed = scale * (0.5 + SLACK) + rounding
     assert ((x - y).abs() <= allowed)[finite].all()

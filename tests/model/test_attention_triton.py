@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from skipjoin.model.attention.triton_backend import TritonAttention, check_triton_attention
 from skipjoin.model.kernels import choices
 from skipjoin.model.kernels.choices import Shape, decode_choice, tune_attention
-from skipjoin.model.kernels.decode_attention import CHUNK_KEYS, MOST_CHUNKS, decode_configs, share_out
+from skipjoin.model.kernels.decode_attention import CHUNK_KEYS, MAX_CHUNKS, decode_configs, share_out
 from skipjoin.model.kernels.paged import INTERPRETED
 from skipjoin.model.kernels.prefill_attention import prefill_configs, query_tiles
 from skipjoin.model.kernels.tuning import TunedTable
@@ -124,7 +124,7 @@ def test_a_long_context_among_short_ones_is_shared_out_evenly():
 
 
 def test_chunks_follow_from_a_sequence_alone():
-    edges = [1, 2, CHUNK_KEYS, CHUNK_KEYS + 1, 5000, CHUNK_KEYS * MOST_CHUNKS, CHUNK_KEYS * MOST_CHUNKS + 1, 131_072]
+    edges = [1, 2, CHUNK_KEYS, CHUNK_KEYS + 1, 5000, CHUNK_KEYS * MAX_CHUNKS, CHUNK_KEYS * MAX_CHUNKS + 1, 131_072]
     for window, offset in ((0, 0), (700, 5)):
         together = Decodes(edges, window=window, offset=offset)
         some = Decodes(edges, [7, 4, 1], window=window, offset=offset)
@@ -133,7 +133,7 @@ def test_chunks_follow_from_a_sequence_alone():
         for number, context in enumerate(edges):
             alone = Decodes([context], window=window, offset=offset).chunks(0)
             assert together.chunks(number) == many.chunks(number) == alone
-            assert len(alone) <= MOST_CHUNKS
+            assert len(alone) <= MAX_CHUNKS
             assert alone[0][0] == (max(context - window, 0) if window else 0)
             assert alone[-1][1] == context
         assert [some.chunks(i) for i in range(3)] == [together.chunks(i) for i in (7, 4, 1)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skipjoin.model import one_shot, torch_group
-from skipjoin.model.one_shot import MOST_BYTES
+from skipjoin.model.one_shot import MAX_BYTES
 from skipjoin.model.parallel import Shard
 from skipjoin.model.torch_group import TorchGroup
 
@@ -111,7 +111,7 @@ def sums_of(cards: Cards, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> t
 
 def test_small_sums_take_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = Cards(monkeypatch)
-    most = MOST_BYTES // 2
+    most = MAX_BYTES // 2
     assert sums_of(cards, 8, 4096, most) == (3, 0)
     assert sums_of(cards, most + 8, 4 * most) == (0, 2)
     assert sums_of(cards, 6) == (0, 1)  # not whole steps of 16 bytes

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from skipjoin.model.sampler import Sampler, SampleRow, largest_first, prompt_logprobs, uniform
+from skipjoin.model.logits_processors import ProcessorState
+from skipjoin.model.sampler import Sampled, Sampler, SampleRow, largest_first, prompt_logprobs, uniform
 from skipjoin.sampling import SamplingParams
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -15,12 +18,33 @@ VOCAB = 1000
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def row(*, seed=0, prompt=(1, 2, 3), output=(), eos=(2,), **params) -> SampleRow:
-    return SampleRow(SamplingParams(**params), seed, prompt, output, eos)
+class Row(NamedTuple):
+    """A request after its output so far."""
+
+    params: SamplingParams
+    seed: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    eos: Sequence[int]
 
 
-def draw(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-    return [s.token for s in Sampler(logits.shape[-1]).sample(logits.expand(len(rows), -1), rows).report.read()]
+def row(*, seed=0, prompt=(1, 2, 3), output=(), eos=(2,), **params) -> Row:
+    return Row(SamplingParams(**params), seed, prompt, output, eos)
+
+
+def sampled(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    sampler = Sampler(logits.shape[-1])
+    return sampler.sample(logits, [started(sampler, one) for one in rows]).report.read()
+
+
+def started(sampler: Sampler, one: Row) -> SampleRow:
+    state = sampler.start(one.params, one.seed, one.prompt, one.eos)
+    state.accept(one.output)
+    return SampleRow(state, len(one.output))
+
+
+def draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
+    return [one.token for one in sampled(logits.expand(len(rows), -1), rows)]
 
 
 def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -98,10 +122,10 @@ def test_batch_independence():
     ]
     logits = torch.randn(36, VOCAB, generator=torch.Generator().manual_seed(2)) * 2
     rows = [row(seed=i, output=list(range(i % 5)), **kinds[i % len(kinds)]) for i in range(36)]
-    together = Sampler(VOCAB).sample(logits, rows).report.read()
-    alone = [Sampler(VOCAB).sample(logits[i : i + 1], rows[i : i + 1]).report.read()[0] for i in range(36)]
+    together = sampled(logits, rows)
+    alone = [sampled(logits[i : i + 1], rows[i : i + 1])[0] for i in range(36)]
     order = torch.randperm(36, generator=torch.Generator().manual_seed(3)).tolist()
-    shuffled = Sampler(VOCAB).sample(logits[order], [rows[i] for i in order]).report.read()
+    shuffled = sampled(logits[order], [rows[i] for i in order])
     assert [s.token for s in together] == [s.token for s in alone]
     assert [s.token for s in shuffled] == [together[i].token for i in order]
 
@@ -119,10 +143,10 @@ def test_greedy_and_input_kept():
     logits = torch.randn(5, VOCAB)
     before = logits.clone()
     rows = [row(temperature=0)] * 4 + [row(temperature=0, logit_bias={9: 100.0})]
-    tokens = [s.token for s in Sampler(VOCAB).sample(logits, rows).report.read()]
+    tokens = [s.token for s in sampled(logits, rows)]
     assert tokens == [*logits[:4].argmax(-1).tolist(), 9]
     assert torch.equal(logits, before)
-    assert Sampler(VOCAB).sample(logits[:0], []).report.read() == []
+    assert sampled(logits[:0], []) == []
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-4])
@@ -150,12 +174,70 @@ def test_penalties(temperature):
         assert draw(logits, [row(prompt=prompt, output=output, **params)]) == [best]
 
 
+def test_a_state_that_advances_token_by_token_equals_one_made_from_all_tokens():
+    """A request's state advances with it; on a rank that was restarted it is made from the request's tokens."""
+    generator = torch.Generator().manual_seed(5)
+    kinds = [
+        {"repetition_penalty": 1.2},
+        {"frequency_penalty": 0.3},
+        {"presence_penalty": -0.4, "repetition_penalty": 0.8},
+        {"max_tokens": 60, "min_tokens": 40, "logit_bias": {3: 1.5}},
+        {},
+    ]
+    sampler = Sampler(30)
+    states = [sampler.start(SamplingParams(**kind), 7, (1, 2, 3), (2,)) for kind in kinds]
+    outputs: list[list[int]] = [[] for _ in kinds]
+    for _ in range(60):
+        logits = torch.randn(len(kinds), 30, generator=generator)
+        rows = [SampleRow(state, len(output)) for state, output in zip(states, outputs, strict=True)]
+        tokens = sampler.sample(logits, rows).tokens.tolist()
+        again = [row(seed=7, output=output, **kind) for output, kind in zip(outputs, kinds, strict=True)]
+        assert [one.token for one in sampled(logits, again)] == tokens
+        for state, output, token in zip(states, outputs, tokens, strict=True):
+            output.append(token)
+            state.accept([token])
+    assert max(map(len, map(set, outputs))) > 16  # the arrays of seen tokens have grown
+
+
+class Alternating:
+    """Allows even tokens after an odd one and odd tokens after an even one: a small constraint with a state."""
+
+    class State(ProcessorState):
+        reads_output = True
+
+        def __init__(self, last: int) -> None:
+            self.last = last
+
+        def accept(self, tokens: Sequence[int]) -> None:
+            self.last = tokens[-1] if tokens else self.last
+
+    def start(self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]) -> State | None:
+        return self.State(prompt[-1]) if params.min_p else None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, State]]) -> None:
+        for i, state in rows:
+            logits[i, state.last % 2 :: 2] = -torch.inf
+
+
+def test_a_processor_constrains_the_requests_that_it_concerns():
+    sampler = Sampler(30, processors=[Alternating()])
+    states = [sampler.start(SamplingParams(min_p=min_p), seed, (0,)) for seed, min_p in enumerate((0.01, 0.0))]
+    outputs: list[list[int]] = [[], []]
+    for _ in range(40):
+        tokens = sampler.sample(torch.zeros(2, 30), [SampleRow(state, len(outputs[0])) for state in states]).tokens
+        for state, output, token in zip(states, outputs, tokens.tolist(), strict=True):
+            output.append(token)
+            state.accept([token])
+    assert [token % 2 for token in outputs[0]] == [1, 0] * 20
+    assert [token % 2 for token in outputs[1]] != [1, 0] * 20
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300, 5e-324])
 def test_temperatures_next_to_zero_are_greedy(temperature):
     logits = 100 * torch.randn(8, 300, generator=torch.Generator().manual_seed(7))
     filters = [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}] * 2
     rows = [row(temperature=temperature, **some) for some in filters]
-    tokens = [s.token for s in Sampler(300).sample(logits, rows).report.read()]
+    tokens = [s.token for s in sampled(logits, rows)]
     assert tokens == logits.argmax(-1).tolist()
 
 
@@ -172,15 +254,15 @@ def test_min_tokens_bans_endings_until_reached():
 
 def test_logprobs_are_of_the_raw_logits():
     rows = [row(temperature=0, logprobs=3), row(logprobs=0, logit_bias={4: 100.0}, temperature=0.1), row()]
-    sampled = Sampler(VOCAB).sample(LOGITS.expand(3, -1), rows).report.read()
+    found = sampled(LOGITS.expand(3, -1), rows)
     expected = LOGITS.log_softmax(-1)
     best = expected.topk(3)
-    assert sampled[0].logprob == pytest.approx(float(expected.max()))
-    assert [token for token, _ in sampled[0].top] == best.indices.tolist()
-    assert [value for _, value in sampled[0].top] == pytest.approx(best.values.tolist())
-    assert (sampled[1].token, sampled[1].top) == (4, ())
-    assert sampled[1].logprob == pytest.approx(float(expected[4]))
-    assert (sampled[2].logprob, sampled[2].top) == (None, ())
+    assert found[0].logprob == pytest.approx(float(expected.max()))
+    assert [token for token, _ in found[0].top] == best.indices.tolist()
+    assert [value for _, value in found[0].top] == pytest.approx(best.values.tolist())
+    assert (found[1].token, found[1].top) == (4, ())
+    assert found[1].logprob == pytest.approx(float(expected[4]))
+    assert (found[2].logprob, found[2].top) == (None, ())
 
 
 def ranked(logits: torch.Tensor, count: int) -> list[int]:
@@ -203,12 +285,12 @@ def test_alternatives_do_not_depend_on_neighbors(vocab, scale, device):
     logits[5], logits[6] = 0.0, torch.tensor([0.0, -0.0]).repeat(vocab)[:vocab]
     logits[7, 5:] = -torch.inf
     rows = [row(temperature=0, logprobs=count) for count in counts]
-    sampler, on_device = Sampler(vocab), logits.to(device)
-    together = sampler.sample(on_device, rows).report.read()
-    alone = [sampler.sample(on_device[i : i + 1], rows[i : i + 1]).report.read()[0] for i in range(len(rows))]
-    mixed = sampler.sample(on_device.repeat(2, 1), rows + [row()] * len(rows)).report.read()[: len(rows)]
-    for sampled in (together, alone, mixed):
-        for given, count, found in zip(logits, counts, sampled, strict=True):
+    on_device = logits.to(device)
+    together = sampled(on_device, rows)
+    alone = [sampled(on_device[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+    mixed = sampled(on_device.repeat(2, 1), rows + [row()] * len(rows))[: len(rows)]
+    for batch in (together, alone, mixed):
+        for given, count, found in zip(logits, counts, batch, strict=True):
             expected = ranked(given, count)
             assert [token for token, _ in found.top] == expected
             assert found.token == ranked(given, 1)[0]
@@ -286,7 +368,7 @@ def test_logits_that_are_no_numbers_are_no_error():
     logits = torch.zeros(3, 5003)
     logits[0], logits[1, ::2], logits[2, 7] = torch.nan, torch.nan, torch.nan
     rows = [row(top_k=40), row(top_p=0.5), row(top_k=3, top_p=0.9)]
-    assert all(0 <= s.token < 5003 for s in Sampler(5003).sample(logits, rows).report.read())
+    assert all(0 <= s.token < 5003 for s in sampled(logits, rows))
 
 
 def test_equal_logits_share_their_fate():
@@ -304,7 +386,7 @@ def test_forbidden_tokens_never_come():
 
 def test_shape_is_checked():
     with pytest.raises(ValueError, match="the rows need"):
-        Sampler(VOCAB).sample(torch.zeros(2, VOCAB), [row()])
+        sampled(torch.zeros(2, VOCAB), [row()])
 
 
 @pytest.mark.gpu
@@ -312,5 +394,5 @@ def test_shape_is_checked():
 def test_same_on_cuda():
     rows = [row(seed=i, **p) for i in range(50) for p in ({}, {"top_p": 0.8}, {"top_k": 9}, {"temperature": 0})]
     logits = torch.randn(len(rows), VOCAB)
-    on_cpu = Sampler(VOCAB).sample(logits, rows).report.read()
-    assert Sampler(VOCAB).sample(logits.cuda(), rows).report.read() == on_cpu
+    on_cpu = sampled(logits, rows)
+    assert sampled(logits.cuda(), rows) == on_cpu

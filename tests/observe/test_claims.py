@@ -10,7 +10,7 @@ import pytest
 
 from skipjoin.core.events import Arrived, Claimed, Event, Finished, Planned, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Callbacks, Grant
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepPlan
@@ -38,9 +38,9 @@ class Lending(Callbacks):
 
     def claim(self, request: Request, target: int, kv: KVLedger) -> Grant:
         blocks = kv.blocks_for(target) + 1 + request.id % 4
-        earlier: list[Lender] = [one for number, one in self._claimants.items() if number < request.id]
+        earlier: list[Owner] = [one for number, one in self._claimants.items() if number < request.id]
         lender = [*earlier, RESERVE, None][target % (len(earlier) + 2)]
-        if kv.shortfall_of_claim(request, blocks, lender) > 0:
+        if kv.shortfall_of_reservation(request, blocks, lender) > 0:
             lender, blocks = None, kv.blocks_for(target)
         return Grant(blocks, blocks, tokens=blocks * kv.block_size, lender=lender, group=target % 3 or None)
 
@@ -68,8 +68,8 @@ def test_claims_are_those_of_the_ledger(eviction: type[Recompute]) -> None:
     def look(events: list[Event]) -> None:
         seen.extend(events)
         usage.observe(events)
-        lenders = {one: kv.lender_of(one) for one in core.requests.values()}
-        promised = {one: kv.blocks_of(one).promised for one in lenders if kv.blocks_of(one)}  # type: ignore[union-attr]
+        lenders = {one: kv.reservations.parent_of(one) for one in core.requests.values()}
+        promised = {one: kv.blocks_of(one).reservation.promised for one in lenders if kv.blocks_of(one)}  # type: ignore[union-attr]
         hosted = sum(blocks for one, blocks in promised.items() if isinstance(lenders[one], Request))
         reserved = sum(blocks for one, blocks in promised.items() if lenders[one] == RESERVE)
         assert (fold._hosted_blocks, fold._reserved_blocks) == (hosted, reserved)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from io import StringIO
-from itertools import product
 from typing import Any
 
 import pytest
@@ -30,13 +29,11 @@ from skipjoin.observe.timeline import Timeline
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.eviction import Recompute
 from support.load import load, make
-from support.policies import EVICTIONS, SOME_SYSTEMS, Chaos, SwapAll
+from support.policies import SOME_SYSTEMS, Chaos, SwapAll
 from support.watch import Stepper, World, run
+from support.worlds import worlds
 
-WORLDS = [
-    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
-    for recipe, (depth, overlap), name in product(SOME_SYSTEMS, [(1, False), (2, True)], sorted(EVICTIONS))
-]
+WORLDS = worlds(SOME_SYSTEMS, [(1, False, 1), (2, True, 1)])
 BLOCK_BYTES = 1000
 HOW = ("pause", "spill", "swap", "drop")
 
@@ -56,7 +53,7 @@ def by_label(snapshot: Snapshot, name: str) -> dict[str, float]:
     return dict(zip(metric.values, snapshot.summed(name), strict=True))
 
 
-def test_who_is_given_up_is_counted_as_an_error() -> None:
+def test_a_request_dropped_by_the_executor_counts_as_an_error() -> None:
     """In the metrics, in the figures and in the timeline, which leave nobody running."""
     world = World(depth=2, overlap=True)
     done = run(world, load(5, 20), gives_up=lambda piece: piece.request.id % 4 == 0)
@@ -135,7 +132,7 @@ def test_a_run_in_numbers(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_what_is_told_at_once_or_bit_by_bit_counts_the_same(world: World) -> None:
+def test_events_count_the_same_in_one_call_or_in_several(world: World) -> None:
     """The numbers come from events alone, never from what has become of a request meanwhile."""
     done = run(world, load(6, 16))
     whole, parts = metrics_of(world), metrics_of(world)
@@ -184,7 +181,7 @@ def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> N
         assert running >= (len(core.plans[-1].slices) if core.plans and not overlap else 0)
         holdings = ((one, core.kv.blocks_of(one)) for one in core.kv.holders())
         on_host = {
-            one: len(held.host) for one, held in holdings if held and held.host and held.moving is not Direction.OUT
+            one: len(held.cpu) for one, held in holdings if held and held.cpu and held.moving is not Direction.OUT
         }
         for piece in (piece for plan in core.plans for piece in plan.slices):
             on_host.pop(piece.request, None)
@@ -222,7 +219,7 @@ def test_a_worked_example() -> None:
         assert count_and_sum(found, name) == (counts[name], pytest.approx(total)), name
 
 
-def test_ends_are_told_apart() -> None:
+def test_finish_reasons_are_counted_separately() -> None:
     stepper = Stepper(World(max_seqs=2).core())
     stepper.add(make(0, 8, 9), make(1, 8, 9, deadline=0.015), make(2, 8, 9, deadline=0.005), make(3, 8, 9))
     stepper.step()
@@ -288,7 +285,7 @@ def test_objectives_are_judged_when_they_are_decided() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_kept_of_requests_that_are_gone(overlap: bool) -> None:
+def test_nothing_is_kept_of_finished_requests(overlap: bool) -> None:
     """A stop token ends a request while a plan in flight still holds it, an abort does so at any time."""
     world = World("fastserve", 1 + overlap, overlap, lambda: Chaos(1))
     metrics = metrics_of(world)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from skipjoin.core.events import Computed, Finished, Planned, Preempted, Started, Token
 from skipjoin.observe.requests import RequestFacts, RequestLog
-from skipjoin.recipes import RECIPES
 from support.load import load, make
 from support.policies import EVICTIONS, UnitCost
+from support.recipes import RECIPES
 from support.watch import Run, World, run
 
 UNIT = World("fcfs", cost=UnitCost())

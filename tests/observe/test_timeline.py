@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from decimal import Decimal
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,16 +23,11 @@ from skipjoin.observe.stages import StageUse
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
-from support.policies import EVICTIONS, SOME_SYSTEMS, SwapAll, UnitCost
+from support.policies import SOME_SYSTEMS, SwapAll, UnitCost
 from support.watch import Run, Stepper, World, run
+from support.worlds import PIPELINES, worlds
 
-PIPELINES = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2)]
-WORLDS = [
-    pytest.param(
-        World(recipe, depth, overlap, EVICTIONS[name], stages=stages), id=f"{recipe}-{depth}-{overlap}-{stages}-{name}"
-    )
-    for recipe, (depth, overlap, stages), name in product(SOME_SYSTEMS, PIPELINES, sorted(EVICTIONS))
-]
+WORLDS = worlds(SOME_SYSTEMS, PIPELINES[:4])
 PHASES = {"prefill", "decode"}
 PREEMPTIONS = {how.value for how in Preemption}
 
@@ -66,7 +61,7 @@ def lanes(entries: list[dict[str, Any]]) -> dict[str, list[tuple[Decimal, Decima
     return {name: sorted(times) for name, times in found.items()}
 
 
-def most_running(events: Iterable[Event]) -> int:
+def max_running(events: Iterable[Event]) -> int:
     """Most requests in the running batch after any decision."""
     running = set()
     most = 0
@@ -135,7 +130,7 @@ def test_spans_of_a_lane_never_overlap_and_lanes_are_no_more_than_ran_at_once(wo
         assert all(begin <= end for begin, end in times)
         assert all(one[1] <= other[0] for one, other in pairwise(times))
     slots = [name for name in found if name.startswith("Slot")]
-    assert 1 < len(slots) <= most_running(done.events) <= world.max_seqs * world.depth
+    assert 1 < len(slots) <= max_running(done.events) <= world.max_seqs * world.depth
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -234,7 +229,7 @@ def test_parts_whose_times_do_not_fit_together_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_why_requests_left(overlap: bool) -> None:
+def test_finish_reasons_are_drawn(overlap: bool) -> None:
     """Stopped by a token, given up while a step ran, given up before it ever ran, and out of time."""
     stepper = Stepper(World("fcfs", 1 + overlap, overlap, max_seqs=3).core())  # tokens are positions
     stepper.add(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -18,6 +19,7 @@ from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
 from support.policies import EVICTIONS, SOME_SYSTEMS, OnCall, Patchwork, UnitCost
 from support.watch import Stepper, World, run
+from support.worlds import combinations
 
 BLOCK_BYTES = 1000
 
@@ -36,18 +38,24 @@ def on_device(kv: KVLedger, request: Request) -> int:
     """Tokens of the request whose KV lies on the device; what a move carries lies nowhere."""
     held = kv.blocks_of(request)
     assert held is not None
-    move, blocks = held.move, held.device
+    move, blocks = held.transit.move, held.device
     carried = () if move is None else move.source if move.direction is Direction.OUT else move.target
     return kv.tokens_in(request, blocks.index(carried[0]) if carried and carried[0] in blocks else len(blocks))
 
 
-@pytest.mark.parametrize("fails", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("eviction", [*sorted(EVICTIONS), "patchwork"])
-@pytest.mark.parametrize("recipe", SOME_SYSTEMS)
+@pytest.mark.parametrize(
+    ("recipe", "eviction", "depth_and_failures"),
+    [
+        pytest.param(*values, marks=marks)
+        for values, marks in combinations(
+            SOME_SYSTEMS, [*sorted(EVICTIONS), "patchwork"], list(product([1, 2], [0.0, 0.5, 1.0]))
+        )
+    ],
+)
 def test_used_kv_is_what_requests_have_computed_on_the_device(
-    recipe: str, eviction: str, depth: int, fails: float
+    recipe: str, eviction: str, depth_and_failures: tuple[int, float]
 ) -> None:
+    depth, fails = depth_and_failures
     world = World(
         recipe, depth, overlap=depth > 1, eviction=(EVICTIONS | {"patchwork": lambda: Patchwork(1)})[eviction]
     )

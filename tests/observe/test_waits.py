@@ -89,9 +89,9 @@ def test_the_metric_counts_what_the_requests_waited_at_any_time(world: World) ->
         assert total == pytest.approx(sum(one.wait_s()[reason] for one in facts), abs=1e-6)
 
 
-def test_a_request_waits_for_a_seat() -> None:
+def test_a_request_waits_for_a_slot() -> None:
     facts = facts_of(run(replace(UNIT, max_seqs=1), [make(0, 5, 2), make(1, 3, 1, arrival=1.0)]))[1]
-    # It arrives while the first step runs, until 5 s; the first request has the only seat until 6 s.
+    # It arrives while the first step runs, until 5 s; the first request has the only slot until 6 s.
     assert {reason: s for reason, s in facts.wait_s().items() if s} == {
         WaitReason.NOT_EXAMINED: 4.0,
         WaitReason.NO_SEAT: 1.0,
@@ -123,7 +123,7 @@ class Scene:
 def test_reasons_of_the_batch() -> None:
     scene = Scene(batcher=Greedy(2, 100, chunked=True))
     scene.add(*(make(number, 4, 9) for number in range(4)))
-    assert scene.reasons() == [None, None, "no_seat", "no_seat"]
+    assert scene.reasons() == [None, None, "no_slot", "no_slot"]
     scene = Scene(batcher=Greedy(8, 6, chunked=True))
     scene.add(*(make(number, 6, 9) for number in range(3)))
     assert scene.reasons() == [None, "token_budget", "token_budget"]

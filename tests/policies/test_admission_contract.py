@@ -82,7 +82,7 @@ def test_on_demand_counts_what_is_known_not_what_may_come() -> None:
 
 def test_whole_maximum_waits_for_the_whole_maximum() -> None:
     kv = KVLedger(10, 0, 4)
-    kv.claim(make(1), 5)
+    kv.reserve(make(1), 5)
     assert WholeMaximum().claim(make(0, 8, 12), 8, kv) == Grant(now=5, blocks=5)
     assert WholeMaximum().claim(make(0, 8, 13), 8, kv) is Wait.WAIT
 
@@ -93,9 +93,9 @@ def test_a_whole_claim_that_is_outgrown_grows_as_expected_or_by_a_block(others: 
     request = make(0, 8, 33)
     admission = WholeClaims(PaddedLengths(0, lambda _: 9))
     assert admission.claim(request, 8, kv) == Grant(4, 4, tokens=16)
-    kv.claim(request, 4, tokens=16)
+    kv.reserve(request, 4, tokens=16)
     if others:
-        kv.claim(make(1), others)
+        kv.reserve(make(1), others)
     assert admission.claim(request, 17, kv) == expected
 
 

@@ -33,17 +33,17 @@ from support.policies import COST
 BATCHERS: dict[str, Callable[[], Batcher]] = {
     "whole": lambda: Greedy(4, 32, chunked=False),
     "chunked": lambda: Greedy(4, 32, chunked=True),
-    "one seat": lambda: Greedy(1, 32, chunked=False),
+    "one slot": lambda: Greedy(1, 32, chunked=False),
     "one token": lambda: Greedy(4, 1, chunked=True),
     "static": lambda: RunToCompletion(4, 32),
-    "static, one seat": lambda: RunToCompletion(1, 32),
+    "static, one slot": lambda: RunToCompletion(1, 32),
     "static, one token": lambda: RunToCompletion(4, 1),
     "target": lambda: TargetForward(4, 32, COST),
     "whole to a target": lambda: WholePrompts(4, 32, COST, target=20),
     "target, one token": lambda: TargetForward(4, 32, COST, target=1),
-    "stages": lambda: EvenStages(Greedy(4, 32, chunked=True), COST, 2, most_seqs=8, most_tokens=64, cuts=True),
+    "stages": lambda: EvenStages(Greedy(4, 32, chunked=True), COST, 2, max_seqs=8, max_tokens=64, cuts=True),
     "stages, static": lambda: EvenStages(
-        RunToCompletion(4, 32), COST, 2, most_seqs=4, most_tokens=64, cuts=False, holds_back=False
+        RunToCompletion(4, 32), COST, 2, max_seqs=4, max_tokens=64, cuts=False, holds_back=False
     ),
 }
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS.values(), ids=BATCHERS.keys())
@@ -196,7 +196,7 @@ def test_a_prompt_is_whole_up_to_the_target_and_cut_beyond() -> None:
     assert fill(open_(10), [1, 1, 20, 1, 2]) == [1, 1, 8, 1, PROMPTS_ARE_FULL]
 
 
-def test_greedy_stops_at_the_last_seat_and_at_the_last_token() -> None:
+def test_greedy_stops_at_the_last_slot_and_at_the_last_token() -> None:
     assert fill(Greedy(2, 10, chunked=False).open(StepContext()), [1, 1, 1]) == [1, 1, NO_SEAT]
     assert fill(Greedy(9, 10, chunked=True).open(StepContext()), [5, 5, 1]) == [5, 5, NO_TOKENS]
 

@@ -6,9 +6,10 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings
 from support.load import make
 from support.policies import UnitCost
+from support.recipes import build
 
 # Prompt and output of each request: its KV is both less one, as the last token's is never computed. A step has 100
 # tokens, the pool 100 blocks of a token, so demands are shares in percent:

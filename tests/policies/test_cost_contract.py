@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import Slice, StepShape
-from skipjoin.policies.cost import MOST_MOVE, REVISION_FACTOR, STEP_TERMS, LearningCost, LinearCost
+from skipjoin.policies.cost import MAX_MOVE, REVISION_FACTOR, STEP_TERMS, LearningCost, LinearCost
 from support.load import make
 from support.policies import COST
 
@@ -163,8 +163,8 @@ def test_one_step_moves_no_answer_far(shape: StepShape, probe: StepShape, times:
     teach(cost, COST, 100, seed=seed)
     before = cost.step(probe)
     cost.learn(shape, times * cost.step(shape))
-    # What was learnt since the last revision shows at the next one.
-    most = (1 + MOST_MOVE) * REVISION_FACTOR
+    # What was learned since the last revision shows at the next one.
+    most = (1 + MAX_MOVE) * REVISION_FACTOR
     assert before / most <= cost.step(probe) <= before * most
     assert most < 1.16
 
@@ -173,7 +173,7 @@ def test_one_step_moves_no_answer_far(shape: StepShape, probe: StepShape, times:
     steps=st.lists(st.tuples(SHAPES, st.one_of(st.floats(), st.floats(1e-6, 1e3))), max_size=60),
     probe=SHAPES,
 )
-def test_answers_stay_finite_and_above_zero_whatever_is_learnt(
+def test_answers_stay_finite_and_above_zero_whatever_is_learned(
     steps: list[tuple[StepShape, float]], probe: StepShape
 ) -> None:
     cost = LearningCost(FLOOR_ONLY)
@@ -199,7 +199,7 @@ def test_the_revision_rises_when_answers_are_five_percent_off_and_rests_when_the
     assert cost.revision == 0
     cost.learn(shape, 2 * TRUTH.step(shape))
     assert cost.revision == 1
-    assert 1 < cost.step(shape) / TRUTH.step(shape) <= REVISION_FACTOR * (1 + MOST_MOVE)
+    assert 1 < cost.step(shape) / TRUTH.step(shape) <= REVISION_FACTOR * (1 + MAX_MOVE)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])

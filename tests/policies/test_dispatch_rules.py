@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.dispatch import MOST_KEYS, OWN_WEIGHT, LeastWork, PrefixAware, least_work
-from skipjoin.policies.predictors import LearntLength, most_tokens
+from skipjoin.policies.dispatch import MAX_KEYS, OWN_WEIGHT, LeastWork, PrefixAware, least_work
+from skipjoin.policies.predictors import LearnedLength, longest_output
 
 COST = LinearCost(floor=0.01, prefill_token=1e-4, decode=2e-4)
 
@@ -21,7 +21,7 @@ def request(number: int, prompt: int = 10, max_tokens: int = 100, output: int = 
 
 
 def rule_of(*replicas: int, cost: LinearCost = COST) -> LeastWork:
-    rule = LeastWork(most_tokens)
+    rule = LeastWork(longest_output)
     for replica in replicas:
         rule.join(replica, cost)
     return rule
@@ -110,7 +110,7 @@ def test_work_is_zero_once_all_is_over(requests: list[tuple[int, int]]) -> None:
 def test_the_chosen_replica_has_the_least_work(kind: type[LeastWork], story: list[tuple[str, int]]) -> None:
     """Whatever happened before, and whichever replicas are there; among equals it is the first. So do requests without
     prefixes."""
-    rule, present, live = kind(most_tokens), {0}, dict[Request, int]()
+    rule, present, live = kind(longest_output), {0}, dict[Request, int]()
     rule.join(0, COST)
     for number, (what, which) in enumerate(story):
         some = list(live)[which % len(live)] if live else None
@@ -139,7 +139,7 @@ BLOCK = 4
 
 
 def aware(replicas: int = 2, blocks: int = 1000) -> PrefixAware:
-    rule = PrefixAware(most_tokens)
+    rule = PrefixAware(longest_output)
     for replica in range(replicas):
         rule.join(replica, COST, blocks, BLOCK)
     return rule
@@ -223,9 +223,9 @@ def test_a_prefix_that_all_requests_share_goes_to_all_replicas(replicas: int, bl
 
 
 def test_few_keys_of_a_long_prompt_are_looked_up() -> None:
-    rule, prompt = aware(blocks=10**6), text(0, BLOCK * (MOST_KEYS + 500))
+    rule, prompt = aware(blocks=10**6), text(0, BLOCK * (MAX_KEYS + 500))
     rule.choose(asking(0, prompt))
-    assert len(rule._held._holders) == MOST_KEYS
+    assert len(rule._held._holders) == MAX_KEYS
     assert rule.choose(asking(1, prompt)) == 0
 
 
@@ -271,22 +271,22 @@ def test_a_prefix_puts_no_more_on_a_replica_than_it_saves(story: list[tuple[str,
 # -- lengths ----------------------------------------------------------------------------------------------------
 
 
-def learnt(*lengths: int) -> LearntLength:
-    predictor = LearntLength()
+def learned(*lengths: int) -> LearnedLength:
+    predictor = LearnedLength()
     for length in lengths:
         predictor.learn(request(0, max_tokens=10**6, output=length))
     return predictor
 
 
 def test_the_mean_of_what_ended_within_what_may_be() -> None:
-    predictor = learnt(*[50, 150] * 300)
+    predictor = learned(*[50, 150] * 300)
     assert predictor.predict(request(0, max_tokens=10_000)) == pytest.approx(100, rel=0.05)
     assert predictor.predict(request(0, max_tokens=60)) in range(54, 57)  # half of them would be cut
     assert predictor.predict(request(0, max_tokens=1)) == 1
 
 
 def test_who_goes_on_is_expected_to_go_on() -> None:
-    predictor = learnt(*[10] * 90, *[1000] * 10)
+    predictor = learned(*[10] * 90, *[1000] * 10)
     expected = [predictor.predict(request(0, max_tokens=5000, output=n)) for n in (0, 9, 20, 500, 999, 2000)]
     assert expected[0] < 130
     assert expected[2:4] == pytest.approx([1000, 1000], rel=0.15)
@@ -295,19 +295,19 @@ def test_who_goes_on_is_expected_to_go_on() -> None:
 
 
 def test_it_follows_what_ends_of_late() -> None:
-    assert learnt(*[500] * 500, *[20] * 3000).predict(request(0, max_tokens=10_000)) < 25
+    assert learned(*[500] * 500, *[20] * 3000).predict(request(0, max_tokens=10_000)) < 25
 
 
 @given(st.lists(st.integers(1, 5000), max_size=30), st.integers(0, 3000), st.integers(1, 3000))
 def test_a_live_request_has_something_left_and_never_more_than_it_may(
     lengths: list[int], generated: int, left: int
 ) -> None:
-    predicted = learnt(*lengths).predict(request(0, max_tokens=generated + left, output=generated))
+    predicted = learned(*lengths).predict(request(0, max_tokens=generated + left, output=generated))
     assert generated < predicted <= generated + left
 
 
 def test_before_anything_has_ended_chats_are_expected() -> None:
-    assert LearntLength().predict(request(0, max_tokens=4000)) == 128
+    assert LearnedLength().predict(request(0, max_tokens=4000)) == 128
 
 
 def test_only_ends_of_their_own_teach() -> None:

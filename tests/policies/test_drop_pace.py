@@ -13,8 +13,9 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Swap
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Prioritized
-from skipjoin.recipes import Settings, build
+from skipjoin.recipes import Settings
 from support.load import load, make
+from support.recipes import build
 from support.watch import World, run
 
 # A token takes a second to compute; moving takes next to nothing.

@@ -18,9 +18,9 @@ from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.stages import EvenStages
-from skipjoin.recipes import RECIPES
 from support.load import load, make
 from support.policies import COST, SYSTEMS, SwapAll
+from support.recipes import RECIPES
 from support.watch import Stepper, World
 
 ROOMY = World(device_blocks=1000, host_blocks=0, block_size=16, max_seqs=200, max_tokens=4096)
@@ -179,16 +179,16 @@ def test_prompts_of_a_static_batch_are_not_held_back_while_it_recruits() -> None
     stages=st.integers(2, 4),
     seed=st.integers(0, 10**6),
     context=st.sampled_from([0.0, 1e-7, 1e-3]),
-    seats=st.booleans(),
+    slots=st.booleans(),
 )
 @settings(max_examples=3, deadline=None)
-def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, context: float, seats: bool) -> None:
-    """While seats and tokens are left, who holds KV and could run is passed over in at most `stages` - 1 plans in a
+def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, context: float, slots: bool) -> None:
+    """While slots and tokens are left, who holds KV and could run is passed over in at most `stages` - 1 plans in a
     row, however fast contexts become dear. And no stage is without a plan while somebody could run."""
     stepper = staged(
-        recipe, stages, cost=replace(COST, context_token=context), starvation_s=1e6, max_seqs=7 if seats else 200
+        recipe, stages, cost=replace(COST, context_token=context), starvation_s=1e6, max_seqs=7 if slots else 200
     )
-    core, most = stepper.core, (7 if seats else 200)
+    core, most = stepper.core, (7 if slots else 200)
     waits: Counter[Request] = Counter()
     arriving = load(seed, 24, rate=40.0)
     while arriving or core.requests:
@@ -273,7 +273,7 @@ def make_slice(request: Request) -> Slice:
 
 def test_who_was_not_looked_at_is_left_over_only_behind_somebody_who_matters_more() -> None:
     """Others have to make way for it, which they did not offer: its turn may not come again soon."""
-    batcher = EvenStages(Greedy(9, 64, chunked=True), COST, 2, most_seqs=18, most_tokens=128, cuts=True)
+    batcher = EvenStages(Greedy(9, 64, chunked=True), COST, 2, max_seqs=18, max_tokens=128, cuts=True)
     seen, other = [make(number, 1, 9) for number in range(4)], make(9, 1, 9)
     flying = StepPlan(0, ())
     packing = batcher.open(StepContext(in_flight=(flying,), candidates=[(request, 1) for request in seen]))
@@ -294,14 +294,14 @@ def test_looking_ahead_costs_what_could_run_not_the_length_of_the_queue() -> Non
             read += 1
             yield make(number, 8, 1), 8
 
-    batcher = EvenStages(Greedy(4, 64, chunked=True), COST, 2, most_seqs=8, most_tokens=128, cuts=True)
+    batcher = EvenStages(Greedy(4, 64, chunked=True), COST, 2, max_seqs=8, max_tokens=128, cuts=True)
     batcher.open(StepContext(candidates=idle()))
     assert read <= 9
 
 
-@pytest.mark.parametrize("name", ["stages", "most_seqs", "most_tokens"])
+@pytest.mark.parametrize("name", ["stages", "max_seqs", "max_tokens"])
 def test_settings_below_one_are_refused(name: str) -> None:
-    values = {"stages": 2, "most_seqs": 8, "most_tokens": 8} | {name: 0}
+    values = {"stages": 2, "max_seqs": 8, "max_tokens": 8} | {name: 0}
     stages = values.pop("stages")
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         EvenStages(Greedy(4, 64, chunked=True), COST, stages, **values, cuts=True)
@@ -321,7 +321,7 @@ def test_loads_follow_the_cost_model() -> None:
             return 0.0
 
     cost = Revised()
-    batcher = EvenStages(Greedy(99, 999, chunked=True), cost, 2, most_seqs=99, most_tokens=999, cuts=True)
+    batcher = EvenStages(Greedy(99, 999, chunked=True), cost, 2, max_seqs=99, max_tokens=999, cuts=True)
     request = make(0, 100, 1)
     assert batcher.open(StepContext(candidates=[(request, 100)])).offer(request, 100) in (50, 51)
     cost.cost, cost.revision = LinearCost(floor=math.nextafter(1.0, 0), prefill_token=1e-3), 1

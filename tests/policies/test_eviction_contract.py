@@ -78,10 +78,10 @@ def test_who_moves_ahead_is_asked_once_and_is_where_it_moves_from(
         chosen = [*out, *back]
         assert len(set(chosen)) == len(chosen)
         assert set(chosen) <= set(still)
-        assert all(kv.footprint_on_host(request) == 0 for request in out)
-        assert all(kv.footprint_on_host(request) > 0 for request in back)
+        assert all(kv.cpu_footprint(request) == 0 for request in out)
+        assert all(kv.cpu_footprint(request) > 0 for request in back)
         if isinstance(eviction, ProactiveSwap):
-            assert sum(kv.footprint_on_host(request) for request in back) <= kv.available
+            assert sum(kv.cpu_footprint(request) for request in back) <= kv.available
 
 
 @every_pressure
@@ -166,7 +166,7 @@ def test_spill_weighs_the_part_and_makes_a_newcomer_wait_where_dropping_is_not_i
     assert spill.victims(2, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.SPILL, 2)]
     spill.dropped(4, 0.0)
     assert spill.victims(1, [victim], kv, 0.0, make(9, 1, 1)) == ()
-    kv.claim(victim, 6)
+    kv.reserve(victim, 6)
     assert spill.victims(2, [victim], kv, 0.0, make(9, 1, 1)) == [Eviction(victim, Preemption.SPILL, 2)], (
         "it loses no KV"
     )
@@ -195,8 +195,8 @@ def test_swap_moves_nothing_ahead() -> None:
 def test_vacate_takes_guests_before_others_that_matter_less() -> None:
     kv = KVLedger(20, 20, 4)
     host, guest, other = requests = holders(kv, [2, 2, 2])
-    kv.claim(host, 8)
-    kv.claim(guest, 3, lender=host)
+    kv.reserve(host, 8)
+    kv.reserve(guest, 3, parent=host)
     victims = Vacate(COST).victims(2, [other, guest], kv, 0.0, None)
     assert [one.request for one in victims] == [guest]
     victims = Vacate(COST).victims(5, [other, guest], kv, 0.0, None)

@@ -25,7 +25,7 @@ from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.fairness import Fair
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
-from skipjoin.policies.predictors import ForecastQuantile, most_tokens
+from skipjoin.policies.predictors import ForecastQuantile, longest_output
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.turns import ByTurn, Turn
 from skipjoin.policies.valued import Valued
@@ -39,7 +39,7 @@ def mlfq() -> Ordering:
 
 
 def srpt() -> Ordering:
-    return Valued(RemainingTime(ExecutionTime(COST), most_tokens))
+    return Valued(RemainingTime(ExecutionTime(COST), longest_output))
 
 
 def alise() -> Ordering:

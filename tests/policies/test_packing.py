@@ -130,7 +130,7 @@ def test_the_cap_is_told_with_each_plan() -> None:
     assert caps == [4, 8, 8]
 
 
-def test_a_best_effort_request_takes_the_seat_of_one_that_can_wait() -> None:
+def test_a_best_effort_request_takes_the_slot_of_one_that_can_wait() -> None:
     case = Case(max_seqs=2, base=2)
     soon, late, batch = case.real_time(0.03), case.real_time(0.3), case.best_effort()
     assert list(case.pack()) == [soon, batch]

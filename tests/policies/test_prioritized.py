@@ -100,7 +100,7 @@ def plans_until(stepper: Stepper, number: int, most: int = 10) -> int:
 
 @DEPTHS
 @pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
-def test_priority_takes_a_seat_from_who_runs(recipe: str, depth: int, overlap: bool) -> None:
+def test_priority_takes_a_slot_from_who_runs(recipe: str, depth: int, overlap: bool) -> None:
     stepper = settled(World(recipe, depth, overlap, max_seqs=2), (4, 30), (4, 30), (4, 30))
     stepper.add(make(9, 20, 5, priority=0))
     assert plans_until(stepper, 9) == 1
@@ -140,7 +140,7 @@ def test_priority_takes_the_whole_device_if_it_needs_it(recipe: str, depth: int,
 
 
 @pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
-def test_a_lower_priority_waits_while_a_higher_one_fills_the_seats(recipe: str) -> None:
+def test_a_lower_priority_waits_while_a_higher_one_fills_the_slots(recipe: str) -> None:
     stepper = Stepper(World(recipe, max_seqs=2).core())
     stepper.add(make(0, 4, 5, priority=1), make(1, 4, 5, priority=0), make(2, 4, 5, priority=0))
     for _ in range(5):

@@ -74,7 +74,7 @@ class Scene:
 
     def step(self) -> tuple[list[int], list[int]]:
         """The turns of those who begin to leave and to come back beside the next step, in order."""
-        still = [request for request in self.requests if self.kv.is_settled(request)]
+        still = [request for request in self.requests if self.kv.blocks_of(request).is_settled]
         out, back = self.eviction.ahead(still, self.ordering, self.kv, self.now)
         self.moves = [self.kv.move_out(request, blocking=False) for request in out]
         self.moves += [self.kv.move_in(request) for request in back]
@@ -168,7 +168,7 @@ def test_an_exchange_is_by_turn(places: list[Place], spare: int, device: int) ->
     scene = Scene(*places, device=device, host=100)
     scene.expect(prompt=max(1, 4 * spare))
     turns = scene.ordering.numbers
-    on_device = {r.id for r in scene.requests if not scene.kv.footprint_on_host(r)}
+    on_device = {r.id for r in scene.requests if not scene.kv.cpu_footprint(r)}
     on_host = {r.id for r in scene.requests} - on_device
     short = 1 + max(1, spare) - scene.kv.available
     out, back = scene.step()

@@ -85,7 +85,7 @@ def table(done: Run) -> list[tuple[float, dict[int, int]]]:
 
 def test_the_next_batch_begins_when_the_longest_member_has_ended() -> None:
     """A second per token. The third request joins one step late, for want of prompt tokens; the fourth arrives while
-    the others run, and waits for the longest although the first and the second have long left their seats."""
+    the others run, and waits for the longest although the first and the second have long left their slots."""
     world = World(cost=UnitCost())
     requests = [make(0, 3, 4), make(1, 2, 2), make(2, 4, 5), make(3, 2, 2, arrival=12.0)]
     done = run(world, requests, core=world.core(static(3, 5)))
@@ -122,7 +122,7 @@ def test_a_prompt_longer_than_a_step_is_the_only_one_of_its_step() -> None:
     assert [ran(one) for _ in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2]]
 
 
-def test_the_last_seat_ends_recruiting_though_somebody_leaves_at_once() -> None:
+def test_the_last_slot_ends_recruiting_though_somebody_leaves_at_once() -> None:
     one = stepper(static(2))
     one.add(make(0, 4, 1), make(1, 4, 3), make(2, 4, 1), make(3, 4, 2), make(4, 4, 1))
     assert [ran(one) for _ in range(6)] == [[0, 1], [1], [1], [2, 3], [3], [4]]
@@ -270,8 +270,8 @@ def test_requests_are_let_go_at_the_step_after_their_end() -> None:
 
 
 def assert_static(events: list[Event], max_seqs: int) -> None:
-    """Follow the batches through the events: none exceeds its seats, and once it has run a step of decodes only, or
-    has filled its seats, nobody joins before all members have ended."""
+    """Follow the batches through the events: none exceeds its slots, and once it has run a step of decodes only, or
+    has filled its slots, nobody joins before all members have ended."""
     members: set[Request] = set()
     closed = False
     for event in events:

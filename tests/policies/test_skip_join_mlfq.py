@@ -14,7 +14,7 @@ from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
-from skipjoin.policies.predictors import most_tokens
+from skipjoin.policies.predictors import longest_output
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
 from support.load import make
@@ -274,7 +274,7 @@ def test_a_quantum_that_was_given_stays_and_decodes_are_charged_anew() -> None:
 
 def test_shortest_remaining_ranks_who_runs_by_the_revised_cost() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=0.5, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
-    ordering = Valued(RemainingTime(ExecutionTime(cost), most_tokens))
+    ordering = Valued(RemainingTime(ExecutionTime(cost), longest_output))
     waiting, running = make(0, 1, 10), make(1, 1, 11)
 
     def seconds(request: Request) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within
+from skipjoin.policies.starvation import WorstCase, max_requests, min_bound, starvation_after, starvation_within
 
 # Steps of 0.1 s whatever they do, as the prompt of the longest request is one of them; 10 ms per block moved.
 MOST = WorstCase(
@@ -35,7 +35,7 @@ def test_the_bound_by_hand() -> None:
     assert MOST.turn_steps == 5
     assert MOST.stay_s == pytest.approx(8 * 5 * 0.1)
     assert MOST.around_s == pytest.approx(3 * 0.1)
-    assert least_bound(MOST) == pytest.approx(0.3 + 2 * 4.0)
+    assert min_bound(MOST) == pytest.approx(0.3 + 2 * 4.0)
     assert starvation_within(20.0, MOST) == pytest.approx(20.0 - 0.3 - 4.0)
 
 
@@ -70,19 +70,19 @@ def test_moves_overlapped_steps_cost_a_share_of_them_and_the_wait_for_the_link()
     ],
 )
 def test_what_makes_waits_longer_makes_the_bound_longer(more: dict[str, Any]) -> None:
-    assert least_bound(replace(MOST, **more)) > least_bound(MOST)
+    assert min_bound(replace(MOST, **more)) > min_bound(MOST)
 
 
 @pytest.mark.parametrize("bound", [0.5, 1.4, 3.0, 8.0, 8.3])
 def test_the_requests_that_fit_fit_and_one_more_does_not(bound: float) -> None:
-    fits = most_requests(bound, MOST)
-    assert fits == 0 or least_bound(replace(MOST, requests=fits)) <= bound
-    assert fits == MOST.requests or least_bound(replace(MOST, requests=fits + 1)) > bound
+    fits = max_requests(bound, MOST)
+    assert fits == 0 or min_bound(replace(MOST, requests=fits)) <= bound
+    assert fits == MOST.requests or min_bound(replace(MOST, requests=fits + 1)) > bound
 
 
 def test_no_more_requests_than_there_are() -> None:
-    assert most_requests(1e9, MOST) == 8
-    assert most_requests(0.1, MOST) == 0
+    assert max_requests(1e9, MOST) == 8
+    assert max_requests(0.1, MOST) == 0
 
 
 @pytest.mark.parametrize("bound", [8.0, 0.0, -1.0, math.nan])

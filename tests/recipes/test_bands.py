@@ -8,8 +8,8 @@ import pytest
 
 from skipjoin.core.events import Started
 from skipjoin.core.request import Request, RequestOptions, ServiceClass, Target
-from skipjoin.recipes import RECIPES
 from support.load import make
+from support.recipes import RECIPES
 from support.watch import Stepper, World
 
 # An objective that is missed already puts an urgent request behind no other.
@@ -19,7 +19,7 @@ FLEX = RequestOptions(service=ServiceClass.BEST_EFFORT, priority=-5)
 
 
 def order_of_start(recipe: str, arrivals: tuple[RequestOptions, ...]) -> list[RequestOptions]:
-    """In which order these requests begin, once another one has the only seat."""
+    """In which order these requests begin, once another one has the only slot."""
     stepper = Stepper(World(recipe, max_seqs=1).core())
     stepper.add(make(0, 8, 20))
     stepper.step()
@@ -31,11 +31,11 @@ def order_of_start(recipe: str, arrivals: tuple[RequestOptions, ...]) -> list[Re
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize("target", [MISSED, Target(ttft_s=9.0)], ids=["late", "patient"])
-def test_a_single_seat_goes_to_the_earliest_band(recipe: str, target: Target) -> None:
+def test_a_single_slot_goes_to_the_earliest_band(recipe: str, target: Target) -> None:
     default = RequestOptions(target=target)
     for arrivals in permutations((URGENT, default, FLEX)):
         order = order_of_start(recipe, arrivals)
         assert order.index(URGENT) < order.index(default)
-        # Turns are the classes' in any case, and BROS gives the seat of a request that can wait to a best-effort one.
+        # Turns are the classes' in any case, and BROS gives the slot of a request that can wait to a best-effort one.
         if recipe != "round-robin" and not recipe.startswith("bros"):
             assert order[-1] is FLEX

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded_traces import PIPELINES
 
 from skipjoin.core.events import Claimed, Event, Finished, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
@@ -30,8 +29,10 @@ from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Workload, WorkloadRequest, synthetic
 from support.load import load, make
 from support.policies import EVICTIONS
+from support.recipes import SPELLED
 from support.simulated import SYSTEM
 from support.watch import Stepper, WatchedCore, World
+from support.worlds import PIPELINES
 
 VARIANTS = ("econoserve", "econoserve-sdo", "econoserve-sd", "econoserve-d")
 # Half of the requests are long, half of them short: 64 + 960 and 16 + 100 tokens.
@@ -133,7 +134,7 @@ def seen(
     """The run of a recipe, without padding unless the parameters say otherwise."""
     system = replace(
         SYSTEM,
-        recipe=recipe,
+        recipe=SPELLED[recipe],
         kv_blocks=kv_blocks,
         host_blocks=host_blocks,
         max_num_seqs=256,
@@ -205,11 +206,11 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
     params = (("reserve", 0.5), ("forward_tokens", target))
     stepper = Stepper(World(recipe, device_blocks=80, max_seqs=64, params=params).core())
     core, full = stepper.core, 0
-    stepper.add(*foreseen(load(2, 60, rate=1e6, prompts=(1, 60), outputs=(1, 20)), 0.0))
+    stepper.add(*predicted(load(2, 60, rate=1e6, prompts=(1, 60), outputs=(1, 20)), 0.0))
     while core.requests:
         plan = stepper.start()
         assert plan is not None
-        room = core.kv.unused(PROMPTS) * core.kv.block_size
+        room = core.kv.reservations.unused(PROMPTS) * core.kv.block_size
         waiting = [request for request in core.requests.values() if not request.in_flight]
         if any(phase_of(one, one.known) is Phase.PROMPT and one.known <= room for one in waiting):
             assert sum(piece.tokens for piece in plan.slices) >= 0.9 * target
@@ -223,7 +224,7 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", VARIANTS[:2])
-def test_what_is_foreseen_right_is_neither_dropped_nor_swapped(recipe: str) -> None:
+def test_what_is_predicted_right_is_neither_dropped_nor_swapped(recipe: str) -> None:
     """Where the KV is allocated in full, and fcfs drops."""
     exact = seen(recipe)
     assert exact.preempted[Preemption.DROP] == exact.preempted[Preemption.SWAP] == 0
@@ -234,7 +235,7 @@ def test_what_is_foreseen_right_is_neither_dropped_nor_swapped(recipe: str) -> N
 
 @pytest.mark.parametrize("recipe", VARIANTS)
 def test_a_request_that_outgrows_its_claim_is_given_the_reserve_then_pauses_then_leaves(recipe: str) -> None:
-    """Four outputs that are ten times as long as foreseen, and fill the pool: each first gets more, one after the other
+    """Four outputs are ten times as long as predicted and fill the pool: each first gets more, one after the other
     pauses with its KV where it is, and only when none runs does one move out."""
     params = (("padding", 0.0), ("reserve", 0.25))
     stepper = Stepper(World(recipe, device_blocks=60, max_seqs=12, params=params).core())
@@ -276,7 +277,7 @@ def test_order_by_objectives_meets_more_of_them_and_fills_the_kv_with_claims() -
 # -- any world --------------------------------------------------------------------------------------------------------
 
 
-def foreseen(requests: list[Request], sigma: float, seed: int = 0) -> list[Request]:
+def predicted(requests: list[Request], sigma: float, seed: int = 0) -> list[Request]:
     """The requests, with forecasts that are the truth times a log-normal factor of median 1."""
     draw = random.Random(seed)
     for request in requests:
@@ -338,7 +339,7 @@ def disturbed(
     )
     core = FrugalCore(world.core().scheduler)
     stepper, draw = Stepper(core), random.Random(seed)
-    todo = foreseen(load(seed, 16, prompts=(1, 30), outputs=(1, 60), priorities=(0, seed % 2)), sigma, seed)
+    todo = predicted(load(seed, 16, prompts=(1, 30), outputs=(1, 60), priorities=(0, seed % 2)), sigma, seed)
 
     def anything() -> None:
         if core.requests and draw.random() < chance:

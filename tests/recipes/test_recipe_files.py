@@ -45,7 +45,7 @@ def test_an_engine_finds_it_from_any_folder_and_the_package_has_no_other_recipes
     known = dict(RECIPES)
     config = EngineConfig(recipe="./my_policy.py:edf")
     monkeypatch.chdir("/")
-    assert find(config.recipe) is find(str(folder / "my_policy.py:edf"))
+    assert find(config.recipe).function is find(str(folder / "my_policy.py:edf")).function
     assert find(config.recipe).name == "my_policy.py:edf"
     assert known == RECIPES
     assert "edf" not in RECIPES
@@ -53,13 +53,13 @@ def test_an_engine_finds_it_from_any_folder_and_the_package_has_no_other_recipes
 
 def test_a_recipe_of_a_file_has_parameters_and_may_have_a_name_of_the_package(folder: Path) -> None:
     (folder / "own.py").write_text(
-        f"{HEAD}from dataclasses import dataclass\nfrom typing import Annotated\nfrom skipjoin.options import Knob\n"
+        f"{HEAD}from dataclasses import dataclass\nfrom typing import Annotated\nfrom skipjoin.options import Option\n"
         "@dataclass(frozen=True, slots=True, kw_only=True)\n"
-        "class Own(Params):\n    size: Annotated[int, Knob('A size.', low=1)] = 3\n"
+        "class Own(Params):\n    size: Annotated[int, Option('A size.', low=1)] = 3\n"
         "@recipe\ndef fcfs(s: Settings, p: Own):\n    return baselines.fcfs(s)\n"
     )
     fcfs = RECIPES["fcfs"]
-    assert EngineConfig(recipe="own.py:fcfs", recipe_params={"size": 5}).params == {"size": 5}
+    assert EngineConfig(recipe="own.py:fcfs", recipe_params={"size": 5}).recipe_params == {"size": 5}
     with pytest.raises(ConfigError, match="size must be at least 1, got 0"):
         EngineConfig(recipe="own.py:fcfs", recipe_params={"size": 0})
     assert find("fcfs") is fcfs

@@ -11,8 +11,8 @@ import pytest
 from skipjoin.core.events import Finished, Token
 from skipjoin.core.request import Request, Target
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import RECIPES
 from support.load import load, make
+from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
 
 # A static batch runs to its end, and round robin serves both classes alike.

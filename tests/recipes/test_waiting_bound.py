@@ -23,10 +23,11 @@ from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Prioritized
-from skipjoin.policies.starvation import WorstCase, least_bound, starvation_within
-from skipjoin.recipes import Settings, build
+from skipjoin.policies.starvation import WorstCase, min_bound, starvation_within
+from skipjoin.recipes import Settings
 from support.load import make
 from support.policies import COST
+from support.recipes import build
 
 LONGEST, BLOCK_SIZE = 64, 4
 MOST = WorstCase(
@@ -154,10 +155,10 @@ class Duel:
         self._since = {request: since for request, since in self._since.items() if request.finish_reason is None}
 
 
-def extremes(mode: str, depth: int, requests: int, seats: int, stages: int = 1) -> tuple[str, WorstCase]:
+def extremes(mode: str, depth: int, requests: int, slots: int, stages: int = 1) -> tuple[str, WorstCase]:
     recipe, cost, host_blocks, overlapped = MODES[mode]
     most = replace(MOST, cost=cost, host_blocks=host_blocks, moves_overlapped=overlapped, stages=stages)
-    return recipe, replace(most, depth=depth, requests=requests, max_seqs=seats)
+    return recipe, replace(most, depth=depth, requests=requests, max_seqs=slots)
 
 
 # Plans in flight, and stages that share the work.
@@ -168,7 +169,7 @@ pipelines = pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2)
 @pytest.mark.parametrize("mode", MODES)
 def test_no_wait_exceeds_the_least_bound(mode: str, depth: int, stages: int) -> None:
     recipe, most = extremes(mode, depth, 4, 2, stages)
-    bound = least_bound(most)
+    bound = min_bound(most)
     for seed, adversary in enumerate(ADVERSARIES):
         duel = Duel(recipe, most, adversary, starvation_within(bound, most), seed)
         longest = duel.run(1.3 * bound)
@@ -196,7 +197,7 @@ def test_the_bound_is_not_absurdly_loose() -> None:
     """Beyond the threshold, which every request may have to wait, a good part of what remains can be reached."""
     cost = LinearCost(floor=1e-3, prefill_token=1e-3, decode=1e-3)
     most = replace(MOST, cost=cost, requests=12, max_seqs=1, device_blocks=16)
-    bound = least_bound(most)
+    bound = min_bound(most)
     alpha = starvation_within(bound, most)
     longest = Duel("fastserve-recompute", most, recomputes_in_turn, alpha).run(1.3 * bound)
     share = (longest - alpha) / (bound - alpha)
@@ -205,7 +206,7 @@ def test_the_bound_is_not_absurdly_loose() -> None:
 
 def test_without_promotion_a_flood_starves_the_long_one() -> None:
     recipe, most = extremes("recompute", 1, 4, 1)
-    bound = least_bound(most)
+    bound = min_bound(most)
     assert Duel(recipe, most, floods, 1e6).run(3 * bound) > 2 * bound
 
 
@@ -245,7 +246,7 @@ class UnequalDuel(Duel):
 @pytest.mark.parametrize("mode", ["recompute", "reactive", "proactive"])
 def test_the_bound_holds_for_the_best_priority_that_is_live(mode: str) -> None:
     recipe, most = extremes(mode, 1, 4, 2)
-    bound = least_bound(most)
+    bound = min_bound(most)
     for seed, adversary in enumerate(ADVERSARIES):
         duel = UnequalDuel(recipe, most, adversary, starvation_within(bound, most), seed)
         duel.mixed_s = 0.7 * bound

@@ -20,7 +20,7 @@ from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs
-from skipjoin.policies.predictors import most_tokens
+from skipjoin.policies.predictors import longest_output
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
 from support.load import make
@@ -42,7 +42,7 @@ EXAMPLES: dict[str, tuple[Ordering, list[tuple[int, int]], Fraction]] = {
         Fraction(10, 3),
     ),
     "srpt": (
-        Valued(RemainingTime(ExecutionTime(COST), most_tokens)),
+        Valued(RemainingTime(ExecutionTime(COST), longest_output)),
         [(0, 2), (1, 2), (2, 1), (4, 1), (5, 0), (10, 0)],
         Fraction(3),
     ),

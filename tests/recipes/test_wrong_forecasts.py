@@ -17,7 +17,7 @@ from support.load import make
 from support.watch import World, run
 
 LONGEST = 40
-# What is foreseen of an output of so many tokens; None: nothing.
+# What is predicted of an output of so many tokens; None: nothing.
 FORECASTS: dict[str, Callable[[int, random.Random], float | None]] = {
     "none": lambda tokens, draw: None,
     "true": lambda tokens, draw: tokens,
@@ -46,7 +46,7 @@ def figures(recipe: str, forecasts: str) -> Figures:
     for number in range(60):
         now += draw.expovariate(40.0)
         prompt, tokens = draw.randint(1, 60), draw.randint(1, LONGEST)
-        foreseen = FORECASTS[forecasts](tokens, draw)
+        predicted = FORECASTS[forecasts](tokens, draw)
         requests.append(
             make(
                 number,
@@ -54,7 +54,7 @@ def figures(recipe: str, forecasts: str) -> Figures:
                 LONGEST,
                 arrival=now,
                 stop_tokens=frozenset([prompt + tokens - 1]),
-                forecast=None if foreseen is None else Forecast(foreseen, "test"),
+                forecast=None if predicted is None else Forecast(predicted, "test"),
             )
         )
     done = run(World(recipe, device_blocks=60), requests)

@@ -23,7 +23,7 @@ from skipjoin.report.bound import parse_bound
 from skipjoin.report.plot import KINDS, View, draw, plot_results
 from skipjoin.report.plots.curves import _spread
 from skipjoin.report.plots.lines import lines_of, maximum_rates
-from skipjoin.report.plots.style import COLOURS, DASHES, MARKERS, field_label, look
+from skipjoin.report.plots.style import COLORS, DASHES, MARKERS, field_label, look
 from skipjoin.report.results import DISTRIBUTIONS, Record, ResultsFile
 
 # Requests per second until which a recipe's latency grows slowly.
@@ -307,9 +307,9 @@ def test_labels_carry_units() -> None:
 
 
 def test_no_two_of_many_lines_look_alike() -> None:
-    looks = [look(index) for index in range(len(COLOURS) * len(MARKERS) * len(DASHES))]
+    looks = [look(index) for index in range(len(COLORS) * len(MARKERS) * len(DASHES))]
     assert len(set(looks)) == len(looks)
-    assert len({(one.marker, one.dash) for one in looks[:40]}) == 40, "without colour too"
+    assert len({(one.marker, one.dash) for one in looks[:40]}) == 40, "without color too"
 
 
 @given(places=st.lists(st.floats(0, 10), min_size=1, max_size=8).map(sorted))

@@ -1,4 +1,4 @@
-"""A replica set without Ray: real engine processes over real links, and a keeper that starts them again."""
+"""A replica set without Ray: real engine processes over real links, and a supervisor that starts them again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from skipjoin.server.engines.supervisor import Needs
 from skipjoin.server.metrics import Metrics
 
 
-class LocalKeeper:
+class LocalSupervisor:
     """`ReplicaSupervisor` without Ray, in this process. It starts again what ends, unless `rests`."""
 
     def __init__(self) -> None:
         self.replicas: list[EngineReplica] = []
         self.rests = False
+        self.failures = 0  # consecutive failed starts
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._is_over = threading.Event()
 
@@ -35,7 +36,7 @@ class LocalKeeper:
         self._thread.start()
 
     def check(self) -> str | None:
-        return None
+        return f"{self.failures} starts in a row failed" if self.failures >= 3 else None
 
     def close(self) -> None:
         self._is_over.set()
@@ -59,8 +60,10 @@ class LocalKeeper:
                 try:
                     replica.start(*self._arguments)
                     self.replicas.append(replica)
+                    self.failures = 0
                 except RuntimeError:  # an engine that does not start is tried again
                     replica.close()
+                    self.failures += 1
 
 
 class LocalCluster:
@@ -80,11 +83,11 @@ class LocalReplicas(ReplicaSet):
         self.progress: list[str] = []
         self.client = client
         self.metrics = metrics
-        self.keeper = LocalKeeper()
+        self.supervisor = LocalSupervisor()
 
     def _enter(self, needs: Needs) -> None:
         self._cluster = LocalCluster()  # type: ignore[assignment]
-        self._supervisor = self.keeper  # type: ignore[assignment]
+        self._supervisor = self.supervisor  # type: ignore[assignment]
 
     @property
     def engines(self) -> list[psutil.Process]:

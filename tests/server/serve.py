@@ -18,7 +18,7 @@ from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.options import settings_of
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
 from skipjoin.server.engines.replicas import ReplicaSet
-from skipjoin.server.launch import MakeEngines, one_engine, run_server
+from skipjoin.server.lifecycle import MakeEngines, one_engine, run_server
 
 NO_FORECASTS = ForecastConfig()
 _READ = {

@@ -23,7 +23,7 @@ from skipjoin.core.request import FinishReason
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.policies.cost import LinearCost
-from skipjoin.sampling import Scored, TokenDetail
+from skipjoin.sampling import TokenDetail, TokenLogprob
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.length_server import LengthServer, Questions
@@ -149,11 +149,11 @@ def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
     def top(count: int | None) -> tuple[tuple[int, float], ...]:
         return tuple((other, -1.0 - other) for other in range(count or 0))
 
-    scores: tuple[Scored, ...] = ()
+    scores: tuple[TokenLogprob, ...] = ()
     if first and add.params.prompt_logprobs is not None:
-        later = [Scored(known, -0.25, top(add.params.prompt_logprobs)) for known in add.prompt[1:]]
-        scores = (Scored(add.prompt[0], None), *later)
-    return TokenDetail(Scored(token, -0.5, top(add.params.logprobs)), scores)
+        later = [TokenLogprob(known, -0.25, top(add.params.prompt_logprobs)) for known in add.prompt[1:]]
+        scores = (TokenLogprob(add.prompt[0], None), *later)
+    return TokenDetail(TokenLogprob(token, -0.5, top(add.params.logprobs)), scores)
 
 
 class Api:

@@ -29,7 +29,7 @@ from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.model.config import ModelError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import EngineLimits, Settings, build
-from skipjoin.sampling import SamplingParams, Scored, TokenDetail
+from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 from skipjoin.server.engines.engine_server import OnProgress, serve_engine
 from skipjoin.server.engines.messages import Ready, Setup
 
@@ -66,7 +66,6 @@ class SimulatedLoop:
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
         self._plan: StepPlan | None = None
         self._step_s = step_s
-        self._context = context
 
     def add(
         self,
@@ -86,7 +85,7 @@ class SimulatedLoop:
             request_id,
             now - age_s,
             prompt,
-            params.max_tokens or self._context - len(prompt),
+            params.output_limit,
             min_tokens=params.min_tokens,
             stop_tokens=frozenset(params.stop_token_ids) | eos,
             options=options,
@@ -149,11 +148,11 @@ def _with_detail(event: Event) -> Event:
     assert isinstance(params, SamplingParams)
     if params.logprobs is None:
         return event
-    scores: tuple[Scored, ...] = ()
+    scores: tuple[TokenLogprob, ...] = ()
     if params.prompt_logprobs is not None and len(event.request.output) == 1:
-        later = [Scored(token, -0.25, _alternatives(params.prompt_logprobs)) for token in prompt[1:]]
-        scores = (Scored(prompt[0], None), *later)
-    return event._replace(detail=TokenDetail(Scored(event.token, -0.5, _alternatives(params.logprobs)), scores))
+        later = [TokenLogprob(token, -0.25, _alternatives(params.prompt_logprobs)) for token in prompt[1:]]
+        scores = (TokenLogprob(prompt[0], None), *later)
+    return event._replace(detail=TokenDetail(TokenLogprob(event.token, -0.5, _alternatives(params.logprobs)), scores))
 
 
 def main() -> int:

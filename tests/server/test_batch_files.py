@@ -22,13 +22,15 @@ from fastapi import FastAPI
 from skipjoin.config import ServerConfig
 from skipjoin.server.api import errors
 from skipjoin.server.api.auth import AccessGuard
-from skipjoin.server.api.http import ConnectionLimits, HttpServer, listen
-from skipjoin.server.batches import desk as desks
+from skipjoin.server.api.connections import ConnectionLimits
+from skipjoin.server.api.http import HttpServer
+from skipjoin.server.batches import context as contexts
 from skipjoin.server.batches import files
 from skipjoin.server.batches.blobs import FILES, Blobs
 from skipjoin.server.batches.records import BlobMissing, NoSpace, StoreError, StoreUnavailable
 from skipjoin.server.batches.store import Store
-from support.pace import most_stall_s
+from skipjoin.server.listeners import listen
+from support.pace import max_stall_s
 
 pytestmark = pytest.mark.anyio
 
@@ -42,12 +44,12 @@ class Files:
 
     def __init__(self, folder: Path, store: Store, config: ServerConfig) -> None:
         self.folder, self.store, self.blobs = folder, store, Blobs(folder)
-        self.desk = desks.Desk(config, folder)
-        self.desk.open(store, self.blobs)
+        self.context = contexts.BatchContext(config, folder)
+        self.context.open(store, self.blobs)
         app = FastAPI()
         errors.install(app)
-        desks.install(app)
-        files.add_routes(app, self.desk)
+        contexts.install(app)
+        files.add_routes(app, self.context)
         self.guard = AccessGuard(
             app,
             api_keys=config.api_keys,
@@ -336,7 +338,7 @@ async def test_the_largest_file_passes_and_a_larger_one_does_not_and_neither_fil
         sampling.cancel()
         assert response.status_code == status
         assert most - before < 30 * MB
-        assert watch.longest_s < most_stall_s()
+        assert watch.longest_s < max_stall_s()
         assert len(world.on_disk()) == (status == 200)
         assert (await client.get("/v1/files")).status_code == 200  # the connection, or another one, goes on
 

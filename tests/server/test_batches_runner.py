@@ -17,14 +17,14 @@ from server_worlds import Api, MakeApi
 
 from skipjoin.core.request import FinishReason, ServiceClass
 from skipjoin.server.api.service import Phase
-from skipjoin.server.batches import chores, intake, runner, service
+from skipjoin.server.batches import input_validator, periodic, runner, service
 from skipjoin.server.batches.line_check import Rules
 from skipjoin.server.batches.records import LinePlace, NoSpace, StoreUnavailable
 from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.validate import validate
 from skipjoin.server.engines.errors import EngineDeadError
-from support.pace import most_stall_s
+from support.pace import max_stall_s
 
 pytestmark = pytest.mark.anyio
 INFLIGHT = 8
@@ -41,7 +41,7 @@ class Place:
 
     @property
     def store(self) -> Store:
-        return self.batches.desk.store
+        return self.batches.context.store
 
     async def submit(self, *lines: bytes, window: str = "24h") -> str:
         data = b"\n".join(lines) + b"\n"
@@ -87,7 +87,7 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 def open_place(make_api: MakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(service, "_LOOK_S", 0.2)
-    monkeypatch.setattr(chores, "_LONGEST_S", 1.0)
+    monkeypatch.setattr(periodic, "_LONGEST_S", 1.0)
 
     @asynccontextmanager
     async def make(most: int = INFLIGHT, **settings: Any) -> AsyncIterator[Place]:
@@ -178,7 +178,7 @@ async def test_a_line_that_ends_engines_is_given_up(
             elif engine.live:
                 engine.step()
             await asyncio.sleep(0.002)
-        assert ends == runner.MOST_LOST
+        assert ends == runner.MAX_LOST
         assert done["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
         ((name, one),) = (await place.answers(done["error_file_id"])).items()
         assert name == "3"
@@ -296,7 +296,7 @@ async def test_the_event_loop_is_free(open_place: Callable[..., Any]) -> None:
         batch = await place.submit(large, *(line(str(n), **SHORT) for n in range(200)))
         done = await place.until(batch)
         assert done["request_counts"] == {"total": 201, "completed": 200, "failed": 1}
-    assert watch.longest_s < most_stall_s()
+    assert watch.longest_s < max_stall_s()
 
 
 async def test_a_server_without_batches(make_api: MakeApi) -> None:
@@ -349,7 +349,7 @@ async def test_a_batch_that_is_cancelled_while_it_is_validated_answers_each_line
             await go_on.wait()
             yield chunk
 
-    monkeypatch.setattr(intake, "validate", slow)
+    monkeypatch.setattr(input_validator, "validate", slow)
     async with open_place() as place:
         for lines, codes, wrong in (
             ([line(str(n), **SHORT) for n in range(5)], {"batch_cancelled"}, None),

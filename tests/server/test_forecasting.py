@@ -1,4 +1,4 @@
-"""Forecasts beside the event loop: requests do not wait for them for long, late ones follow, ends are learnt."""
+"""Forecasts beside the event loop: requests do not wait for them for long, late ones follow, ends are learned."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Teller:
 
 
 def told(prompt: Sequence[int]) -> Forecast:
-    return Forecast(float(len(prompt)), "learnt", (0.0, 0.5, 0.5))
+    return Forecast(float(len(prompt)), "learned", (0.0, 0.5, 0.5))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -107,9 +107,13 @@ async def test_what_is_forecast_in_time_goes_with_the_request(make_api: MakeApi,
         assert {lesson[1:] for lesson in teller.lessons} == {(4, False)}  # all that they were to get: not their end
         await until(lambda: api.metrics._entries == [4])
         found = await metrics_of(api)
-    assert (found["forecasts_total learnt"], found["forecasts_total prior"], found["forecasts_late_total"]) == (2, 0, 0)
+    assert (found["forecasts_total learned"], found["forecasts_total prior"], found["forecasts_late_total"]) == (
+        2,
+        0,
+        0,
+    )
     assert (found["forecast_seconds_count"], found["forecast_index_entries"]) == (2, 4)
-    assert (found["forecasts_learnt_total censored"], found["forecasts_learnt_total exact"]) == (4, 0)
+    assert (found["forecasts_learned_total censored"], found["forecasts_learned_total exact"]) == (4, 0)
 
 
 async def test_a_late_forecast_follows_its_request_to_whatever_engine_has_it(make_api: MakeApi) -> None:
@@ -136,10 +140,14 @@ async def test_a_late_forecast_follows_its_request_to_whatever_engine_has_it(mak
         (lesson,) = teller.lessons
         assert lesson.tokens == 40  # what both engines generated
         found = await metrics_of(api)
-    assert (found["forecasts_total learnt"], found["forecasts_total prior"], found["forecasts_late_total"]) == (1, 0, 1)
+    assert (found["forecasts_total learned"], found["forecasts_total prior"], found["forecasts_late_total"]) == (
+        1,
+        0,
+        1,
+    )
 
 
-async def test_every_end_is_learnt_once_as_what_it_is(make_api: MakeApi, monkeypatch: Any) -> None:
+async def test_every_end_is_learned_once_as_what_it_is(make_api: MakeApi, monkeypatch: Any) -> None:
     monkeypatch.setattr(forecasting, "PATIENCE_S", 10.0)
     teller = Teller()
     keeper = ForecastKeeper(teller)
@@ -172,7 +180,7 @@ async def test_every_end_is_learnt_once_as_what_it_is(make_api: MakeApi, monkeyp
         await task
         found = await metrics_of(api)
         assert not teller.lessons
-    assert (found["forecasts_learnt_total exact"], found["forecasts_learnt_total censored"]) == (2, 4)
+    assert (found["forecasts_learned_total exact"], found["forecasts_learned_total censored"]) == (2, 4)
     # Of four, where four and six were expected; of five and three, which were the most, where six and two were.
     assert found["forecast_error_octaves_count"] == 4
     off = math.log2(6 / 4) + math.log2(6 / 5) + math.log2(3 / 2)
@@ -183,9 +191,9 @@ async def test_every_end_is_learnt_once_as_what_it_is(make_api: MakeApi, monkeyp
 
 
 async def test_a_burst_does_not_pile_up(make_api: MakeApi) -> None:
-    """What finds no room keeps the prior, and an end that comes before its forecast is learnt after it."""
+    """What finds no room keeps the prior, and an end that comes before its forecast is learned after it."""
     teller = Teller()
-    most = forecasting.MOST_WAITING
+    most = forecasting.MAX_WAITING
     async with make_api(ForecastKeeper(teller)) as api:
         teller.gate.clear()
         begin = time.monotonic()
@@ -223,7 +231,7 @@ async def test_without_a_forecaster_requests_carry_none(api: Api) -> None:
 
 
 def test_every_source_of_forecasts_has_its_label() -> None:
-    """Those of every forecaster, before and after it has learnt."""
+    """Those of every forecaster, before and after it has learned."""
     seen = set()
     for name in FORECASTERS:
         forecaster = make_forecaster(ForecastConfig(forecaster=name))
@@ -267,7 +275,7 @@ def keeper_on(disk: Disk) -> Callable[[float], None]:
     return learn_for
 
 
-async def test_what_is_learnt_is_saved_soon_and_at_the_end() -> None:
+async def test_what_is_learned_is_saved_soon_and_at_the_end() -> None:
     disk = Disk()
     learn_for = keeper_on(disk)
     learn_for(keeping.SAVE_EVERY_S / 2)
@@ -303,7 +311,7 @@ async def test_a_full_disk_is_one_warning_until_there_is_room() -> None:
 
 async def test_requests_of_a_key_do_not_move_the_forecasts_of_another(make_api: MakeApi) -> None:
     """60 requests with another key's prompt and long outputs."""
-    config = ForecastConfig(forecaster="learnt", forecast_dir="none")
+    config = ForecastConfig(forecaster="learned", forecast_dir="none")
     keeper = open_keeper(config, model="m", folder=".", text_of=str, owners=2)
     async with make_api(keeper, api_keys=("victim", "attacker")) as api:
         prompt = [*range(3, 40)]

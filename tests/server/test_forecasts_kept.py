@@ -1,4 +1,4 @@
-"""A server learns from its own traffic how long outputs get, and what it learnt outlives it, however it ends."""
+"""A server learns from its own traffic how long outputs get, and what it learned outlives it, however it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 12
 
 
 def learn(server: ServerProcess, requests: int = BLOCK) -> float:
-    """Send requests of both kinds; the mean error of their forecasts in octaves, once all are learnt."""
+    """Send requests of both kinds; the mean error of their forecasts in octaves, once all are learned."""
 
     def figures() -> tuple[float, float]:
         text = httpx.get(f"{server.url}/metrics").text
@@ -48,9 +48,9 @@ def learn(server: ServerProcess, requests: int = BLOCK) -> float:
     return (now[1] - before) / requests
 
 
-def test_what_is_learnt_is_kept_through_every_end(start_server: StartServer, tmp_path: Path) -> None:
+def test_what_is_learned_is_kept_through_every_end(start_server: StartServer, tmp_path: Path) -> None:
     def start() -> ServerProcess:
-        return start_server(forecaster="learnt", forecast_dir=tmp_path)
+        return start_server(forecaster="learned", forecast_dir=tmp_path)
 
     server = start()
     first = learn(server)
@@ -77,7 +77,7 @@ def test_what_is_learnt_is_kept_through_every_end(start_server: StartServer, tmp
     server.stop()
     assert sum("begin anew" in line for line in server.errors) == 1
     assert len(list(tmp_path.glob("*.bad-*"))) == 1
-    assert state.is_dir()  # learnt since
+    assert state.is_dir()  # learned since
 
 
 @pytest.mark.parametrize(

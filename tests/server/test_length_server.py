@@ -113,7 +113,7 @@ async def test_an_answer_follows_the_requests_of_its_prompt(make_api: MakeApi) -
             assert by_url(api) == {add.id: Forecast(400.0, "url") for add in api.engine.added}
             api.engine.paused = False
             await task
-            await until(lambda: api.metrics._learnt == [0, 2])  # by the prior, too
+            await until(lambda: api.metrics._learned == [0, 2])  # by the prior, too
             found = await metrics_of(api)
     (body,) = predictor.bodies
     assert (body["model"], body["temperature"]) == ("seer", 0)
@@ -168,7 +168,7 @@ async def test_a_server_that_goes_away_is_an_error(make_api: MakeApi) -> None:
 
 
 async def test_no_request_waits_and_what_nothing_waits_for_is_dropped(make_api: MakeApi) -> None:
-    most = length_server.MOST_QUESTIONS
+    most = length_server.MAX_QUESTIONS
     with Predictor(hangs) as predictor:
         async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=NEVER) as api:
             api.engine.paused = True
@@ -213,8 +213,8 @@ def test_long_prompts_are_cut_to_their_ends() -> None:
     for length in (1, 100, 1024, 1025, 100_000):
         seen: list[int] = []
         text = excerpt(range(length), text_of)
-        assert len(text) <= length_server.MOST_CHARACTERS + len(" ... ")
-        assert sum(seen) <= length_server.MOST_TOKENS
+        assert len(text) <= length_server.MAX_CHARACTERS + len(" ... ")
+        assert sum(seen) <= length_server.MAX_TOKENS
         assert text.startswith("<0>")
         assert text.endswith(f"<{length - 1}>")
 
@@ -239,8 +239,8 @@ async def test_beside_another_server_there_is_the_prior_alone() -> None:
     engine = EngineConfig(recipe="alise")
     chosen = chosen_forecasts(ForecastConfig(forecast_dir="none"), engine, url="http://a")
     assert chosen == ForecastConfig(forecaster="prior", forecast_dir="none")
-    with pytest.raises(ConfigError, match="forecaster must be prior, or not be given, with forecast_url, got learnt"):
-        chosen_forecasts(ForecastConfig(forecaster="learnt"), engine, url="http://a")
+    with pytest.raises(ConfigError, match="forecaster must be prior, or not be given, with forecast_url, got learned"):
+        chosen_forecasts(ForecastConfig(forecaster="learned"), engine, url="http://a")
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} must be printable ASCII characters"):
         LengthServer(ServerConfig(forecast_url="http://a"), "a\nb")
     server = LengthServer(ServerConfig(forecast_url="http://name:secret@127.0.0.1"), "sesame")  # which of the two?

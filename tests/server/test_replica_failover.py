@@ -17,7 +17,7 @@ from tiny_model import EOS
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.engines import trials
+from skipjoin.server.engines import crash_isolation
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError
 from skipjoin.server.engines.messages import Ready, Refused, StepOutputs
@@ -137,7 +137,7 @@ async def test_choices_of_a_prompt_share_its_keys_and_one_engine_needs_none() ->
     assert one is not None
     assert two is not None
     assert one is not two
-    assert one.keys(first.request, 96) == two.keys(second.request, 96)
+    assert one.keys(first.request.tokens, 96) == two.keys(second.request.tokens, 96)
     assert World(engines=1).submit(prompt=prompt).request.prefix is None
 
 
@@ -366,7 +366,7 @@ async def test_those_that_ran_beside_each_other_go_on_one_at_a_time() -> None:
 
 
 async def test_a_trial_that_waits_in_a_queue_holds_others_up_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "TRIAL_S", 0.01)
+    monkeypatch.setattr(crash_isolation, "TRIAL_S", 0.01)
     world = World()
     for index in range(3):
         world.submit(index)

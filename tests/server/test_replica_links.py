@@ -188,7 +188,7 @@ async def test_while_one_lives_failed_starts_end_nothing(tokenizer_folder: Path,
     async with local_replicas(folder, 2) as replicas:
         shutil.rmtree(folder)
         replicas.engines[0].kill()
-        await until(lambda: replicas._failures >= 4)
+        await until(lambda: replicas.keeper.failures >= 4)
         assert (replicas.client.alive, replicas.died.is_set()) == (1, False)
         assert await generate(replicas, 20) == expected(20)
         shutil.copytree(tokenizer_folder, folder)

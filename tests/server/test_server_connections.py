@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import json
-import resource
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,11 +13,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import aiohttp
 import httptools
 import pytest
-from server_worlds import StartServer
 from starlette.types import Receive, Scope, Send
 
 from skipjoin.server.api.auth import AccessGuard
-from skipjoin.server.api.http import PER_ENGINE, RESERVED, SPARE, ConnectionLimits, HttpServer, listen, room_for
+from skipjoin.server.api.connections import SPARE, ConnectionLimits
+from skipjoin.server.api.http import HttpServer
+from skipjoin.server.listeners import listen
 
 pytestmark = pytest.mark.anyio
 HEAD = b"POST /x HTTP/1.1\r\nHost: localhost\r\n"
@@ -527,33 +527,3 @@ async def test_connections_of_a_trusted_proxy_count_for_its_clients() -> None:
         world.hold.set()
         for stream in busy:
             await ok(stream)
-
-
-# -- descriptors --------------------------------------------------------------------------------------------------
-
-
-def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = (256, 512)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    raised = []
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: raised.append(pair))
-    others = SPARE + RESERVED + 2 * PER_ENGINE
-    assert room_for(100, engines=2) == 100
-    assert not raised
-    assert room_for(300, engines=2) == 300
-    assert room_for(4096, engines=2) == 512 - others
-    assert raised == [(300 + others, 512), (512, 512)]
-
-
-async def test_300_idle_connections_do_not_silence_a_server_with_256_descriptors(start_server: StartServer) -> None:
-    server = start_server(descriptors=256)
-    host, port = server.url.removeprefix("http://").split(":")
-    idle = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
-    for _ in range(3):
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(HEALTH)
-        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 200")
-        writer.close()
-    assert server.api.num_fds() < 256
-    for _, writer in idle:
-        writer.close()

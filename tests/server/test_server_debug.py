@@ -42,7 +42,7 @@ def state(number: int, **fields: Any) -> RequestState:
 
 
 def test_every_state_and_the_order() -> None:
-    """Three requests run and one waits. Then two newcomers take seats, and one request is swapped out."""
+    """Three requests run and one waits. Then two newcomers take slots, and one request is swapped out."""
     eviction = OnCall()
     world = World("fcfs", eviction=lambda: eviction, device_blocks=20, max_seqs=3)
     stepper = Stepper(world.core())
@@ -52,7 +52,7 @@ def test_every_state_and_the_order() -> None:
     found = describe(core, stepper.now)
     assert [one.number for one in found] == [1, 2, 3, 0]
     assert found[0] == state(1, state="running", output_tokens=1, computed_tokens=8, device_blocks=blocks(8))
-    assert found[3] == state(0, priority=5, place=3, wait_reason="no_seat", wait_s=stepper.now)
+    assert found[3] == state(0, priority=5, place=3, wait_reason="no_slot", wait_s=stepper.now)
 
     stepper.add(make(4, max_tokens=30, priority=-1), make(5, max_tokens=30, priority=-1))
     stepper.step()
@@ -63,9 +63,9 @@ def test_every_state_and_the_order() -> None:
         (4, "running", None),
         (5, "running", None),
         (1, "running", None),
-        (2, "preempted", "no_seat"),
-        (3, "swapped", "no_seat"),
-        (0, "waiting", "no_seat"),
+        (2, "preempted", "no_slot"),
+        (3, "swapped", "no_slot"),
+        (0, "waiting", "no_slot"),
     ]
     assert (rows[2].device_blocks, rows[2].host_blocks) == (blocks(8), 0)
     assert (rows[3].device_blocks, rows[3].host_blocks) == (0, blocks(8))
@@ -130,14 +130,14 @@ def test_forecasts_come_with_requests_and_after_them() -> None:
     params, mass = SamplingParams(max_tokens=4), (0.5, 0.5)
     assert expected(Add(1, [5], params)) == [(None, None)]
     assert expected(Add(2, [5], params, forecast=Forecast(1.5, "prior", mass))) == [(None, None), (1.5, "prior")]
-    assert expected(Reforecast(1, Forecast(3.0, "learnt"))) == [(3.0, "learnt"), (1.5, "prior")]
+    assert expected(Reforecast(1, Forecast(3.0, "learned"))) == [(3.0, "learned"), (1.5, "prior")]
     assert loop.core.requests[2].forecast == Forecast(1.5, "prior", mass)
-    assert expected(Abort([1])) == expected(Reforecast(1, Forecast(2.0, "learnt"))) == [(1.5, "prior")]
+    assert expected(Abort([1])) == expected(Reforecast(1, Forecast(2.0, "learned"))) == [(1.5, "prior")]
 
 
 def test_a_running_server_tells_of_each_request(start_server: StartServer) -> None:
     """Twenty requests on a device that holds few of them. Their prompts have no full block, which they could share."""
-    learning = {"forecaster": "learnt", "forecast_dir": "none"}
+    learning = {"forecaster": "learned", "forecast_dir": "none"}
     server = start_server(step_s=0.01, blocks=12, enable_debug_routes=True, **learning)
     with httpx.Client(base_url=server.url) as client:
         body = {"prompt": "abc" * 5, "max_tokens": 100, "n": 10, "stream": True}
@@ -147,7 +147,7 @@ def test_a_running_server_tells_of_each_request(start_server: StartServer) -> No
                 rows = httpx.get(f"{server.url}/debug/requests").json()["requests"]
                 states = {row["state"] for row in rows}
                 sources = {row["forecast_source"] for row in rows}
-                if len(rows) == 20 and {"running", "waiting"} <= states and sources == {"learnt"}:
+                if len(rows) == 20 and {"running", "waiting"} <= states and sources == {"learned"}:
                     break
                 assert time.monotonic() < end, rows
         assert [row["place"] for row in rows] == list(range(20))

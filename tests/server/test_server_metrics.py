@@ -290,7 +290,7 @@ def test_what_an_idle_engine_still_holds_is_freed() -> None:
     assert recover_blocks(kv, is_idle=False) == 0
     assert recover_blocks(kv, is_idle=True) == 3
     kv.check()
-    assert (kv.device_free, kv.host_free) == (8, 4)
+    assert (kv.device_free, kv.cpu_free) == (8, 4)
 
 
 def test_an_engine_with_a_block_in_two_places_ends() -> None:

@@ -439,5 +439,5 @@ def test_the_socket_is_the_users_and_leaves_no_folder(server: ServerProcess) -> 
 
 
 def test_the_api_process_never_imports_torch() -> None:
-    code = "import sys, skipjoin.server.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, skipjoin.server.lifecycle; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,9 +21,9 @@ from server_worlds import JSON, Api, MakeApi, StartServer
 
 from skipjoin.engine.text import Output
 from skipjoin.model.tokenizer import load_tokenizer
-from skipjoin.sampling import Scored, TokenDetail
-from skipjoin.server.engines.sequences import MOST_OF_SEQUENCE, MOST_WAITING, Mailbox
-from support.pace import STALL_S, most_stall_s, slowness
+from skipjoin.sampling import TokenDetail, TokenLogprob
+from skipjoin.server.engines.sequences import MAX_OF_SEQUENCE, MAX_WAITING, Mailbox
+from support.pace import STALL_S, max_stall_s, slowness
 
 pytestmark = pytest.mark.anyio
 LARGEST = 4 << 20
@@ -236,7 +236,7 @@ async def test_scores_of_prompts_are_formatted_beside_the_loop(
     api: Api, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top = tuple((token, -1.0 - token) for token in range(20))
-    scored = TokenDetail(Scored(65, -0.5, top), (Scored(65, None), *[Scored(65, -0.25, top)] * 499))
+    scored = TokenDetail(TokenLogprob(65, -0.5, top), (TokenLogprob(65, None), *[TokenLogprob(65, -0.25, top)] * 499))
     monkeypatch.setattr(server_worlds, "_detail", lambda *_, **__: scored)
     body = {"prompt": [[65] * 500] * 24, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
     answers = []
@@ -312,7 +312,7 @@ async def test_a_full_queue_refuses_at_once_and_before_anything_is_tokenized(
                 assert response.status_code == 429
                 assert 1 <= int(response.headers["retry-after"]) <= 60
 
-            assert await time_of(post) < most_stall_s()
+            assert await time_of(post) < max_stall_s()
         api.engine.paused = False
         monkeypatch.undo()
         await running
@@ -390,8 +390,8 @@ async def test_output_that_nobody_reads_ends_the_stream_before_it_fills_the_memo
 async def test_a_mailbox_is_bounded_and_taken_in_parts() -> None:
     full = []
     mailbox = Mailbox(lambda: full.append(1))
-    detail = TokenDetail(Scored(1, -1.0, ((1, -1.0),) * 14))
-    most = (MOST_WAITING + MOST_OF_SEQUENCE) // 16
+    detail = TokenDetail(TokenLogprob(1, -1.0, ((1, -1.0),) * 14))
+    most = (MAX_WAITING + MAX_OF_SEQUENCE) // 16
     for number in range(2 * most):
         mailbox.put(Output(number, 1, detail))
     await asyncio.sleep(0)

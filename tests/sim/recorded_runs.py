@@ -15,12 +15,25 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from skipjoin.cli import app
+from support.recipes import SPELLED, label_of
 
 HASHES = Path(__file__).with_suffix(".json")
 # The recipes that the hashes were made of; what comes later has tests of its own.
 RECIPES = (
-    "fastserve,fastserve-defer,fastserve-reactive,fastserve-recompute,fcfs,fixed-priority,mlfq,orca,sarathi,srpt,static"
+    "fastserve",
+    "fastserve-defer",
+    "fastserve-reactive",
+    "fastserve-recompute",
+    "fcfs",
+    "fixed-priority",
+    "mlfq",
+    "orca",
+    "sarathi",
+    "srpt",
+    "static",
 )
 # Fields of a record that are younger than the hashes, or change with a release.
 LEFT_OUT = (
@@ -55,7 +68,8 @@ RESERVING = ("orca", "static")
 # Pools of some twenty requests and arrivals above capacity: every way to make room is gone.
 _COMMON = (
     "--model opt-13b --kv-gib 4 --rates 12 --requests 30 --max-num-seqs 24 --lengths sharegpt --seeds 0,1 --jobs 1 "
-    f"--starvation-s 4 --best-effort-share 0.2 --max-tokens exact --recipes {RECIPES}"
+    "--set starvation_s=4 --best-effort-share 0.2 --max-tokens exact --recipes "
+    + ",".join(SPELLED[label] for label in RECIPES)
 )
 RUNS = {
     f"{hardware}, swap {swap}": f"{_COMMON} --hardware {hardware} --swap-space {swap}"
@@ -64,13 +78,14 @@ RUNS = {
 
 
 def record_hashes(run: str, *options: str) -> dict[str, str]:
-    """The hash of each record of a run, by recipe and seed. options: of the command, besides the run's own."""
+    """The hash of each record of a run, by the recipe's label and seed. options: further ones of the command."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "records.json"
         done = CliRunner().invoke(app, ["simulate", *RUNS[run].split(), *options, "--out", str(out)])
         assert done.exit_code == 0, done.output
         records = json.loads(out.read_text())
-    return {f"{record['recipe']}, seed {record['workload']['seed']}": _hash(record) for record in records}
+    named = [record | {"recipe": label_of(record["recipe"])} for record in records]
+    return {f"{record['recipe']}, seed {record['workload']['seed']}": _hash(record) for record in named}
 
 
 def _hash(record: dict[str, Any]) -> str:

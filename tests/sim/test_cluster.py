@@ -12,7 +12,7 @@ from skipjoin.core.events import Arrived, Event, Finished
 from skipjoin.core.request import Request
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.dispatch import DISPATCH_RULES, Dispatch, LeastWork, RoundRobin, make_dispatch
-from skipjoin.policies.predictors import most_tokens
+from skipjoin.policies.predictors import longest_output
 from skipjoin.sim.driver import Replica, simulate, simulate_cluster
 from support.load import load, make
 from support.watch import World
@@ -35,7 +35,7 @@ def cluster(requests: list[Request], dispatch: Dispatch, replicas: int) -> tuple
     return story, end
 
 
-def least_work_of(replicas: int, lengths: Callable[[Request], int] = most_tokens) -> LeastWork:
+def least_work_of(replicas: int, lengths: Callable[[Request], int] = longest_output) -> LeastWork:
     rule = LeastWork(lengths)
     for replica in range(replicas):
         rule.join(replica, WORLD.cost)
@@ -48,7 +48,7 @@ def places(story: Story) -> dict[int, int]:
 
 @pytest.mark.parametrize("rule", DISPATCH_RULES)
 def test_every_request_finishes_where_it_arrived(rule: str) -> None:
-    story, end = cluster(load(1, 60), make_dispatch(rule, 3, WORLD.cost, most_tokens), 3)
+    story, end = cluster(load(1, 60), make_dispatch(rule, 3, WORLD.cost, longest_output), 3)
     finished = {event.request.id: index for index, event in story if isinstance(event, Finished)}
     assert finished == places(story)
     assert len(finished) == 60
@@ -58,7 +58,7 @@ def test_every_request_finishes_where_it_arrived(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", DISPATCH_RULES)
 def test_each_replica_runs_as_it_would_alone(rule: str) -> None:
-    story, _ = cluster(load(2, 40), make_dispatch(rule, 2, WORLD.cost, most_tokens), 2)
+    story, _ = cluster(load(2, 40), make_dispatch(rule, 2, WORLD.cost, longest_output), 2)
     where = places(story)
     for replica in (0, 1):
         own = [request for request in load(2, 40) if where[request.id] == replica]
@@ -94,4 +94,4 @@ def test_work_that_is_done_no_longer_counts() -> None:
 
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ValueError, match="least-work"):
-        make_dispatch("random", 2, WORLD.cost, most_tokens)
+        make_dispatch("random", 2, WORLD.cost, longest_output)

@@ -1,4 +1,4 @@
-"""The catalogues of models and GPUs: published sizes, and what users may write."""
+"""The catalogs of models and GPUs: published sizes, and what users may write."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.dispatch import make_dispatch
 from skipjoin.policies.eviction import KeepKv
-from skipjoin.policies.predictors import most_tokens
-from skipjoin.recipes import RECIPES
+from skipjoin.policies.predictors import longest_output
 from skipjoin.sim.driver import Arrivals, Replica, simulate_traffic
 from skipjoin.sim.hardware import NETWORK_LATENCY_S
 from skipjoin.sim.split import Handover, Network, SplitTraffic, SplitWatcher
 from support.load import load, make
+from support.recipes import RECIPES
 from support.watch import World
 
 order = attrgetter("request.id")
@@ -89,7 +89,7 @@ def split(
         prefill,
         Arrivals(requests),
         prefill=make_dispatch(rule, prefill, WORLD.cost, lambda request: 1),
-        decode=make_dispatch(rule, decode, WORLD.cost, most_tokens),
+        decode=make_dispatch(rule, decode, WORLD.cost, longest_output),
         network=Network(bytes_per_s),
         token_bytes=TOKEN_BYTES,
         watcher=story,
@@ -102,7 +102,7 @@ def split(
     simulate_traffic(replicas, traffic, on_events=observe)
     for one in cores:
         kv = one.kv
-        assert (kv.device_free, kv.host_free) == (kv.device_total, kv.host_total)
+        assert (kv.device_free, kv.cpu_free) == (kv.device_total, kv.cpu_total)
         assert not list(kv.holders())
     return story
 

@@ -39,3 +39,14 @@ def assert_documented(evaluation: str, figures: Sequence[str]) -> None:
         assert f"`{name}`" in overview
         readme = (BENCHMARKS / "papers" / evaluation / name / "README.md").read_text(encoding="utf-8")
         assert f"benchmarks/papers/{evaluation}/{name}/run.py" in readme
+
+
+def assert_tables_are_current(evaluation: str, figure: str, result: dict[str, Any], scratch: Path) -> None:
+    """Fail if a table between the marks of a figure's README differs from that of its result."""
+    from papers.figures.report import fill_readme  # noqa: PLC0415 (the caller adds benchmarks to the path)
+
+    readme = (BENCHMARKS / "papers" / evaluation / figure / "README.md").read_text(encoding="utf-8")
+    copy = scratch / "README.md"
+    copy.write_text(readme, encoding="utf-8")
+    fill_readme(copy, result)
+    assert copy.read_text(encoding="utf-8") == readme

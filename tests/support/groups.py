@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 RAY = {"test_ranks_on_ray", "test_ray_nodes", "test_replicas_ray", "test_server_orphans"}
 # Folders of tests that start no process and share nothing that is slow to make, but for some files.
 PURE = {"core", "kv", "scheduling", "core_fuzz", "model", "observe", "policies", "recipes", "sim"}
-SHARING = {"test_econoserve", "test_recipe_properties", "test_timeline"}
+SHARING = {"test_econoserve", "test_installed_family", "test_recipe_properties", "test_recorded_plans", "test_timeline"}
 
 
 def group(nodeid: str) -> str:

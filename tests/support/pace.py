@@ -17,7 +17,7 @@ def slowness() -> float:
     return max(1.0, statistics.median(_seconds() for _ in range(5)) / _USUAL_S)
 
 
-def most_stall_s() -> float:
+def max_stall_s() -> float:
     """STALL_S, or as many times longer as this machine is slow at present."""
     return STALL_S * slowness()
 

@@ -15,7 +15,7 @@ from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap
-from skipjoin.recipes import RECIPES
+from support.recipes import RECIPES
 
 # A machine on which every term of the cost counts. Moving any KV takes less than to compute it again, and long enough
 # to be done ahead of need.
@@ -195,8 +195,8 @@ class Chaos(Swap):
         self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         chosen = [request for request in still if self._draw.random() < self._rate]
-        out = [request for request in chosen if not kv.footprint_on_host(request)]
-        return out, [request for request in chosen if kv.footprint_on_host(request)]
+        out = [request for request in chosen if not kv.cpu_footprint(request)]
+        return out, [request for request in chosen if kv.cpu_footprint(request)]
 
 
 class Patchwork(Chaos):

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from core_fuzz.device import Device
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.reservations import Lender
+from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
 from skipjoin.options import Value
-from skipjoin.recipes import EngineLimits, Settings, build, own
+from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.sim.driver import Replica, simulate
 from support.policies import COST
-from support.shadow import Shadow
+from support.recipes import build, own
 
 # One entry per plan: when, and the plan with request ids in place of requests.
 Trace = list[tuple[float, Any]]
@@ -109,7 +110,7 @@ class WatchedCore(EngineCore):
         self.trace: Trace = []
         self.plans: deque[StepPlan] = deque()
         self.newcomer_evictions: list[NewcomerEviction] = []
-        self._shadow = Shadow(self.kv)
+        self._device = Device(self.kv, is_exact=True, voids=True)
         self._fruitless = 0  # plans since somebody got a token
 
     def start_step(self, now: float) -> StepPlan | None:
@@ -128,7 +129,6 @@ class WatchedCore(EngineCore):
         self._check_effect(plan)
         self._check_slices(plan, before)
         self._check_evictions(plan, before)
-        self._shadow.run(plan)
         self.plans.append(plan)
         self.trace.append((now, plan_value(plan)))
         self._fruitless += bool(plan.slices or plan.blocking or plan.overlapped)
@@ -139,14 +139,19 @@ class WatchedCore(EngineCore):
         before = {request: request.computed for request in self.requests.values()}
         super().decode(since, ends)
         for request, start in before.items():
-            self._shadow.fill(request, self.kv.slots(request), start, request.computed)
+            self._device.fill(request, start)
 
     def finish_step(self, result: StepResult, now: float) -> None:
         self.plans.popleft()
         tokens = sum(len(request.output) for request in self.requests.values())
         live = len(self.requests)
-        self._shadow.lose(result.failed)
+        slices = result.plan.slices
+        was_live = [piece.request.finish_reason is None for piece in slices]
+        self._device.follow(result)
         super().finish_step(result, now)
+        for index, problem in self._device.tainted.items():
+            end = slices[index].start + slices[index].tokens
+            assert not was_live[index] or slices[index].request.computed < end, f"a wrong read is kept: {problem}"
         if len(self.requests) < live or tokens < sum(len(request.output) for request in self.requests.values()):
             self._fruitless = 0
         self.kv.check()
@@ -158,7 +163,7 @@ class WatchedCore(EngineCore):
 
     def restart(self, now: float) -> None:
         self.plans.clear()
-        self._shadow.clear()
+        self._device.clear()
         super().restart(now)
         self.kv.check()
         assert list(self.kv.holders()) == []
@@ -170,9 +175,9 @@ class WatchedCore(EngineCore):
         assert not self.plans
         assert not self.requests
         copied = kv.blocks_in_transit[Direction.OUT]
-        assert (kv.device_free, kv.host_free + copied) == (kv.device_total, kv.host_total)
+        assert (kv.device_free, kv.cpu_free + copied) == (kv.device_total, kv.cpu_total)
         assert list(kv.holders()) == []
-        assert kv._awaited == kv._announced == kv._coming == {}
+        assert kv.cache.awaited == kv.cache._announced == kv.cache._coming == {}
 
     # -- what is checked of a plan ------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class WatchedCore(EngineCore):
             assert end <= was.known + was.pending_samples < piece.request.max_total_tokens
             assert piece.samples == (end == was.known + was.pending_samples)
             assert piece.awaits == (end > was.known)
-            assert piece.blocks == kv.slots(piece.request)
+            assert piece.blocks == kv.blocks_of(piece.request).table
             assert len(piece.blocks) >= kv.blocks_for(end)
             if piece.awaits:
                 assert self.scheduler.overlap
@@ -219,7 +224,7 @@ class WatchedCore(EngineCore):
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
         grown = [r for r in ran if before[r].device and before[r].claim != _State.of(r, self.kv, 0).claim]
-        grown += [r for r in ran if (held := self.kv.blocks_of(r)) is not None and held.borrows]
+        grown += [r for r in ran if (held := self.kv.blocks_of(r)) is not None and held.sharing.borrows]
         grown += [move.request for move in plan.blocking if move.direction is Direction.WITHIN]
         new = [r for r in ran if before[r].device == 0]
         # What finds KV on the host may have to wait for it: it has its blocks from now on.
@@ -241,6 +246,11 @@ class WatchedCore(EngineCore):
                 self.newcomer_evictions.append(NewcomerEviction(victim.id, newcomers, tokens))
 
 
+def nested_in(kv: KVLedger, owner: Owner) -> list[Request]:
+    """The requests whose reservations are nested in that of `owner`, oldest holder first."""
+    return [request for request in kv.holders() if kv.reservations.parent_of(request) == owner]
+
+
 class _State(NamedTuple):
     """A request just before a decision. device: blocks that it has on the device and may use, 0 where some are not
     there. has_room: whether they have room for all its tokens. claim: those that it claims, and what lends them.
@@ -252,7 +262,7 @@ class _State(NamedTuple):
     evictions: int
     device: int
     has_room: bool
-    claim: tuple[int, Lender]
+    claim: tuple[int, Owner]
     is_fresh: bool
     last_plan: int
     latest: int
@@ -264,7 +274,8 @@ class _State(NamedTuple):
         if held is not None:
             device = len(held.device) if held.moving is None and not held.away else 0
             has_room = device > 0 and held.room >= request.known + request.pending_samples
-            claim = held.size + held.adopted - held.lent, kv.lender_of(request)
+            own = held.reservation
+            claim = own.size + own.adopted - own.lent, kv.reservations.parent_of(request)
         known, planned, pending = request.known, request.planned, request.pending_samples
         evictions, is_fresh, last_plan = request.evictions, request.is_fresh, request.last_plan
         return cls(known, planned, pending, evictions, device, has_room, claim, is_fresh, last_plan, latest)

@@ -10,7 +10,7 @@ import pytest
 from skipjoin.system.durable import is_sealed, locked, scratch_folder, sealed, write_durably
 
 
-def test_a_file_is_synchronised_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_synchronized_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its folder afterwards."""
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace

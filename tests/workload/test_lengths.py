@@ -79,7 +79,7 @@ def test_lmsys_reaches_the_published_output_by_the_factor_that_its_table_names()
 @every_table
 def test_a_table_says_where_it_is_from(name: str) -> None:
     table = read_table(name)
-    assert all(table[entry] for entry in ("source", "licence", "rows", "method"))
+    assert all(table[entry] for entry in ("source", "license", "rows", "method"))
     assert table["published"]["where"]
 
 

@@ -1,4 +1,4 @@
-"""All figures and tables of ALISE's evaluation in the simulator, one after the other.
+"""Run all simulated figures and tables of ALISE's evaluation one after the other.
 
 python benchmarks/papers/alise/run_all.py [--quick] [--only figure06,table3] [--jobs 2] [--out FOLDER]
 """
@@ -13,7 +13,7 @@ from papers.figures.run_all import run_all
 
 HOME = Path(__file__).resolve().parent
 
-# Those of the paper, then those that it does not have.
+# Figures and tables of the paper, then further ones.
 NAMES = (
     "figure05",
     "figure06",

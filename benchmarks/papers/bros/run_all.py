@@ -1,4 +1,4 @@
-"""All figures of BROS's evaluation in the simulator, one after the other.
+"""Run all figures of BROS's evaluation one after the other.
 
 SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/run_all.py [--quick] [--only figure10,checks] [--jobs 2]
     [--out FOLDER]
@@ -14,7 +14,7 @@ from papers.figures.run_all import run_all
 
 HOME = Path(__file__).resolve().parent
 
-# Those of the paper, then those that it does not have. Figure 11 reads what figure 10 wrote, and comes after it.
+# Figures of the paper, then further ones. Figure 11 reads the result of figure 10.
 NAMES = ("figure10", "figure11", "figure12", "figure13", "figure14", "batch_size", "checks")
 
 if __name__ == "__main__":

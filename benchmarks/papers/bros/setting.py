@@ -1,4 +1,4 @@
-"""The settings of BROS's evaluation: its machines, its workloads, and what is compared."""
+"""Settings of BROS's evaluation: machines, workloads and variants."""
 
 from __future__ import annotations
 
@@ -36,29 +36,28 @@ MACHINES = {
     "opt-30b": Machine(model="opt-30b", hardware="a100-40gb:tp4", block_size=16),
     "llama-3-70b": Machine(model="llama-3-70b", hardware="a100-80gb:tp8", block_size=16),
 }
-# Real-time requests per second. The paper has 15 cases for three models and does not list them; it names 10 (section
-# 7.4.1) and 15 (section 7.2.1).
+# Real-time requests per second. The paper has 15 cases for three models and names two: 10 (section 7.4.1) and 15
+# (section 7.2.1).
 RATES: Mapping[str, Sequence[float]] = {
     "opt-13b": (4.0, 8.0, 10.0, 12.0),
     "opt-30b": (4.0, 8.0, 10.0, 12.0),
     "llama-3-70b": (4.0, 8.0, 10.0, 15.0),
 }
 DATASETS = ("sharegpt", "lmsys")
-# By dataset: real lengths with the means and deviations of table 2, in the folder that SKIPJOIN_TRACES names; and
-# where they are not, the built-in lengths with its means.
+# By dataset: real lengths with the means and deviations of table 2 in the folder SKIPJOIN_TRACES, and built-in lengths
+# with these means as a fallback.
 _LENGTHS = {
     "sharegpt": ("cal_sharegpt_bros.csv", "sharegpt*1.417,0.719"),
     "lmsys": ("cal_lmsys_bros.csv", "lmsys*0.977,1.139"),
 }
-# Section 7.1 has these prompts and outputs, submitted as a batch when the batch before is complete. It does not say how
-# many.
+# Section 7.1: prompts and outputs, submitted as a batch when the previous batch is complete. It does not name the size.
 BEST_EFFORT, IN_FLIGHT = "uniform:512-1024,32-128", 128
-# Of the 300 s that a figure's runs usually have: 120 s. The paper's traces have 10 minutes.
+# Multiples of the 300 s of other figures: 120 s, and the 10 minutes of the paper's traces.
 TIMES, PAPER_TIMES = 0.4, 2.0
 
 # -- what is compared -------------------------------------------------------------------------------------
 
-# To the first one all requests are alike, as to the paper's vLLM; under the others best effort comes second.
+# The first variant ignores classes, as the paper's vLLM does; the others put best effort second.
 BLIND = Variant("fcfs, class-blind", "fcfs")
 FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, UNSHARED, BROS = plain(
     "fcfs", "round-robin", "bros-recompute", "bros-swap", "bros-unshared", "bros"
@@ -68,9 +67,11 @@ VARIANTS = (BLIND, FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, BROS)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Real-time requests beside best-effort ones.
+    """Real-time requests with concurrent best-effort requests.
 
-    dataset: the lengths of the real-time ones. in_flight: best-effort requests; 0: there are none.
+    Attributes:
+        dataset: Lengths of the real-time requests.
+        in_flight: Number of best-effort requests, which may be 0.
     """
 
     dataset: str = "sharegpt"
@@ -78,7 +79,7 @@ class Load:
     mode: ClosedMode = ClosedMode.BATCH
 
     def workload(self, *, blind: bool) -> Synthetic:
-        """Its requests. blind: the best-effort ones are not called so."""
+        """Return the workload; with `blind` best-effort requests are real-time."""
         stream = Stream(DEFAULT, lengths(self.dataset), parse_arrivals("poisson"))
         if not self.in_flight:
             return Synthetic((stream,))
@@ -89,7 +90,7 @@ class Load:
     def cells(
         self, variant: Variant, of: System, rates: Sequence[float], options: Options, *, seeds: int
     ) -> list[Cell]:
-        """A cell for each rate and seed of a variant, on this system."""
+        """Return a cell for each rate and seed of a variant on a system."""
         workload = self.workload(blind=variant is BLIND)
         return cells(of, workload, rates, options, seeds=options.seeds(seeds), slo=SLO)
 
@@ -99,27 +100,27 @@ SHAREGPT = Load()
 
 @cache
 def lengths(dataset: str) -> Lengths:
-    """Of real-time requests; where their file is missing, the built-in ones, which stderr and the settings say."""
+    """Return the lengths of real-time requests; if their file is missing, the built-in ones."""
     file, built_in = _LENGTHS[dataset]
     folder = os.environ.get("SKIPJOIN_TRACES")
     if folder is not None and (path := Path(folder) / file).exists():
         return parse_lengths(f"trace:{path}")
-    print(f"SKIPJOIN_TRACES names no folder with {file}: lengths are {built_in}", file=sys.stderr)
+    print(f"SKIPJOIN_TRACES has no {file}: lengths are {built_in}", file=sys.stderr)
     return parse_lengths(built_in)
 
 
 def system(variant: Variant, model: str = "opt-13b", **params: Value) -> System:
-    """The variant on the paper's GPUs for the model. params: of the recipe."""
+    """Return the variant on the paper's GPUs for a model; `params` are parameters of the recipe."""
     return replace(variant, params={**variant.params, **params}).on(MACHINES[model])
 
 
 def window(options: Options, times: float = TIMES) -> Options:
-    """The same with the duration of these runs."""
+    """Return the options with the duration of these runs."""
     return lasting(options, times)
 
 
 def records_of(plans: Mapping[tuple[Any, ...], Kept], *labels: str) -> list[Record]:
-    """The records of plans, whose keys are the values of the labels, with a part for each class."""
+    """Return the records of plans whose keys are the values of the labels, with a part per class."""
     return [
         {**dict(zip(labels, key, strict=True)), **_by_class(record)}
         for key, plan in plans.items()
@@ -131,7 +132,7 @@ _CLASSES = {"real_time": DEFAULT, "best_effort": "best-effort"}
 
 
 def _by_class(record: Record) -> Record:
-    """A record with the figures of both classes, also where the scheduler did not tell them apart."""
+    """Return a record with the figures of both classes, even if the scheduler ignores classes."""
     streams = record.get("classes", {DEFAULT: record})
     parts = {name: streams[stream] for name, stream in _CLASSES.items() if stream in streams}
     kept = ("requests", "window", "normalized_latency_s", "ttft_s", "tpot_s", "slo", "wait_s")
@@ -140,7 +141,7 @@ def _by_class(record: Record) -> Record:
 
 
 def said(systems: Sequence[System], loads: Sequence[Load], options: Options, *, seeds: int = 1) -> Result:
-    """The settings of a figure."""
+    """Return the settings of a figure."""
     closed = sorted({(load.in_flight, load.mode.value) for load in loads if load.in_flight})
     texts = [f"{size} in flight (mode={mode})" for size, mode in closed]
     note = f"Best effort: {BEST_EFFORT}, {', '.join(texts)}." if texts else "No best-effort requests."
@@ -151,18 +152,20 @@ def said(systems: Sequence[System], loads: Sequence[Load], options: Options, *, 
 
 # -- tables -----------------------------------------------------------------------------------------------
 
+# A test checks that no request of a result is unfinished.
+KEPT = ("real_time.requests.unfinished",)
 Column = str | Callable[[Record], float]
 LATENCY, BATCHED = "real_time.normalized_latency_s.mean", "best_effort.window.throughput_rps"
 TTFT_KEPT, TPOT_KEPT = "real_time.slo.ttft_attained", "real_time.slo.tpot_attained"
 
 
 def all_tokens(record: Record) -> float:
-    """Output tokens per second of both classes, of requests that were complete while others were submitted."""
+    """Return the output tokens per second of both classes, of requests that finished during the arrivals."""
     return float(sum(record[name]["window"]["throughput_tps"] for name in _CLASSES if name in record))
 
 
 def evicted(record: Record) -> float:
-    """How often a request lost its place on the device, in part or in whole."""
+    """Return how often a request lost device KV, in part or in whole."""
     return float(sum(count for how, count in record["kv"]["preemptions"].items() if how != "pause"))
 
 
@@ -179,7 +182,7 @@ FIELDS: Mapping[str, Column] = {
 
 
 def compared(title: str, records: Sequence[Record], keys: Sequence[str], columns: Mapping[str, Column]) -> Result:
-    """A row for each combination of the keys' values, in the order of the records; means over what is left."""
+    """Return a table with a row per combination of the keys' values; figures are means over the other labels."""
     rows = [
         (*key, *(_mean(some, column) for column in columns.values())) for key, some in _grouped(records, keys).items()
     ]
@@ -187,7 +190,7 @@ def compared(title: str, records: Sequence[Record], keys: Sequence[str], columns
 
 
 def side_by_side(title: str, records: Sequence[Record], keys: Sequence[str], column: Column) -> Result:
-    """A column for each variant, a row for each combination of the keys' values; means over what is left."""
+    """Return a table with a column per variant and a row per combination of the keys' values, as means."""
     names = list(dict.fromkeys(record["variant"] for record in records))
     rows = [
         (*key, *(_mean(pick(some, variant=name), column) for name in names))
@@ -200,7 +203,7 @@ _HEADS = {"rate_rps": "req/s", "in_flight": "in flight"}
 
 
 def _grouped(records: Sequence[Record], keys: Sequence[str]) -> dict[tuple[object, ...], list[Record]]:
-    """Records by the values of the keys: labels, and the rate."""
+    """Group records by the values of labels and the rate."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         values = (f"{record['workload'][key]:g}" if key == "rate_rps" else record[key] for key in keys)
@@ -209,7 +212,7 @@ def _grouped(records: Sequence[Record], keys: Sequence[str]) -> dict[tuple[objec
 
 
 def value_of(record: Record, column: Column) -> float:
-    """What a column shows of a record."""
+    """Return the value of a column for a record."""
     return column(record) if callable(column) else field_value(record, column)
 
 
@@ -218,14 +221,14 @@ def _mean(records: Sequence[Record], column: Column) -> float:
 
 
 def changes(records: Sequence[Record], name: str, column: Column, base: str = BLIND.name) -> list[float]:
-    """How far a variant's figure is above that of another one, as a share of it, for each run that both have."""
+    """Return the relative changes of a variant's figure from that of `base`, for each run that both have."""
     others = {_run(record): value_of(record, column) for record in pick(records, variant=base)}
     mine = {_run(record): value_of(record, column) for record in pick(records, variant=name)}
     return [value / others[run] - 1 for run, value in mine.items()]
 
 
 def _run(record: Record) -> tuple[object, ...]:
-    """What a run has in common with the same of another variant."""
+    """Return what identifies a run across variants."""
     workload = record["workload"]
     return (record["model"], record["lengths"], workload["rate_rps"], workload["seed"], workload["duration_s"])
 
@@ -234,8 +237,7 @@ def _run(record: Record) -> tuple[object, ...]:
 
 
 def against_rate(records: Sequence[Record], fields: Mapping[str, str], names: Sequence[str]) -> Figure:
-    """A column of panels for each model and a row for each field, in each a line for each variant. fields: by what the
-    axis says."""
+    """Draw a column of panels per model, a row per field, and in each a line per variant; `fields` maps labels."""
     models = list(dict.fromkeys(record["model"] for record in records))
     figure = style.new_figure(style.WIDE_IN, 0.6 + 1.9 * len(fields))
     for (label, field), line in zip(

@@ -1,4 +1,4 @@
-"""All figures of EconoServe's evaluation in the simulator, one after the other.
+"""Run all figures of EconoServe's evaluation one after the other.
 
 python benchmarks/papers/econoserve/run_all.py [--quick] [--only figure09,saturated] [--jobs 2] [--out FOLDER]
 """
@@ -13,7 +13,7 @@ from papers.figures.run_all import run_all
 
 HOME = Path(__file__).resolve().parent
 
-# Those of the paper, then those that it does not have. Figures 10 and 11 read what figure 9 wrote, and come after it.
+# Figures of the paper, then further ones. Figures 10 and 11 read the result of figure 9.
 NAMES = (
     "figure01",
     "figure02",

@@ -1,4 +1,4 @@
-"""The settings of EconoServe's evaluation: its machines, its traces, and what is compared."""
+"""Settings of EconoServe's evaluation: machines, traces and variants."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from typing import Any
 from papers.figures.report import settings_of, table
 from papers.figures.runs import Kept, Options, Result, cells, poisson
 from papers.figures.variants import Variant, lasting
+from papers.recipes import LABELLED
 from skipjoin.observe.record import Record, Slo
 from skipjoin.options import Value
-from skipjoin.recipes import RECIPES, Forecasts
+from skipjoin.recipes import Forecasts
 from skipjoin.report.bound import field_value
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import Cell
 from skipjoin.sim.experiments.system import System
 
-# Twice what the request takes at light load (section 4).
+# Objective: twice the time at light load (section 4).
 SLO = Slo(jct_scale=2.0)
-# Sections 2.1 and 4: one, two and eight A100s with 80 GB, and what they have for KV; blocks as in section 1.
+# Sections 2.1 and 4: one, two and eight A100s with 80 GB and their KV; blocks as in section 1.
 MACHINES = {
     "opt-13b": Machine(model="opt-13b", hardware="a100-80gb", kv_gib=12.0, block_size=32),
     "llama-33b": Machine(model="llama-33b", hardware="a100-80gb:tp2", kv_gib=19.2, block_size=32),
     "opt-175b": Machine(model="opt-175b", hardware="a100-80gb:tp8", kv_gib=264.0, block_size=32),
 }
 OPT_13B = MACHINES["opt-13b"]
-# BookCorpus has longer prompts than these models have positions. The cost model has no such limit.
+# Prompts of BookCorpus exceed the positions of these models. The cost model has no such limit.
 _BOOKS_CONTEXT = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Lengths of requests, and what the paper sets for them (sections 2.3 and 4).
+    """Lengths of requests and the paper's parameters for them (sections 2.3 and 4).
 
-    noise: the log-normal error of forecasts with which as many requests outgrow a padded forecast as in the paper
-    (22.5, 26.8 and 30.2 %, section 2.3). times: its durations, in multiples of an evaluation's. capacity_rps: by
-    model, what `fcfs` computes while more wait than it can take (`saturated` measures it); a load of 1 means this.
+    Attributes:
+        noise: Log-normal error of forecasts with which as many requests outgrow a padded forecast as in the paper
+            (22.5, 26.8 and 30.2 %, section 2.3).
+        times: Duration in multiples of an evaluation's.
+        capacity_rps: Capacity of `fcfs` by model, measured by `saturated`; a load of 1 is the capacity.
     """
 
     lengths: str
@@ -71,32 +74,34 @@ NOISE = "noise"
 
 
 def variants(*names: str) -> tuple[Variant, ...]:
-    """Recipes; those that read forecasts get ones with the trace's noise."""
-    return tuple(Variant(name, name, NOISE if RECIPES[name].forecasts is Forecasts.LEARNT else None) for name in names)
+    """Return variants of recipes; those that read forecasts get forecasts with the trace's noise."""
+    return tuple(
+        Variant(name, name, NOISE if LABELLED[name].forecasts is Forecasts.LEARNED else None) for name in names
+    )
 
 
 def known(variant: Variant) -> Variant:
-    """The same with the true lengths, if it reads forecasts."""
+    """Return the variant with true lengths if it reads forecasts."""
     return variant if variant.predictor is None else replace(variant, predictor="oracle")
 
 
-MULTIRES = [name for name in ("multires", "synccoupled") if name in RECIPES]
+MULTIRES = ("multires", "synccoupled")
 BASELINES = variants("orca", "srpt", "fastserve", "fcfs", "sarathi", *MULTIRES)
 ABLATIONS = variants("econoserve-d", "econoserve-sd", "econoserve-sdo", "econoserve")
 SYNCED, ECONOSERVE = ABLATIONS[1], ABLATIONS[-1]
-# With this project's parameters in place of the paper's: three quarters of a forecast are claimed at first.
+# This project's parameters instead of the paper's: three quarters of a forecast are reserved at first.
 OURS = {"padding": -0.25, "buffer": 0.15, "reserve": 0.03}
 DEFAULTS = Variant("econoserve, defaults", "econoserve", NOISE, OURS)
 ORACLE, PRIOR = (Variant(f"econoserve, {name}", "econoserve", name) for name in ("oracle", "prior"))
 
 
-# As DistServe: a replica for prompts and one for decodes, on two machines with 100 Gb/s between them (section 2.4).
+# As DistServe: a prefill and a decode replica on two machines with 100 Gb/s between them (section 2.4).
 SPLIT = Variant("split", "fcfs")
 _SPLIT_SETTINGS = {"replicas": 2, "prefill_replicas": 1, "network_gbps": 100.0}
 
 
 def system(variant: Variant, trace: Trace, machine: Machine = OPT_13B, **params: Value) -> System:
-    """The variant with the trace's parameters, and `params` in place of some of them."""
+    """Return the variant with the trace's parameters, some of them replaced by `params`."""
     predictor = f"noise:{trace.noise}" if variant.predictor == NOISE else variant.predictor
     given = {**trace.params, **variant.params, **params}
     found = replace(variant, predictor=predictor, params=given).on(
@@ -108,41 +113,40 @@ def system(variant: Variant, trace: Trace, machine: Machine = OPT_13B, **params:
 def loaded(
     of: System, trace: Trace, loads: Sequence[float], options: Options, *, seeds: int = 1, slo: Slo = SLO
 ) -> list[Cell]:
-    """A system at multiples of what `fcfs` computes of a trace."""
+    """Return cells of a system at multiples of the capacity of `fcfs`."""
     rates = [round(load * trace.capacity_rps[of.model], 3) for load in loads]
     extent = lasting(options, trace.times)
     return cells(of, poisson(trace.lengths), rates, extent, seeds=options.seeds(seeds), slo=slo)
 
 
 def labelled(records: Sequence[Record], **labels: object) -> list[Record]:
-    """Records with what tells them from others of a figure, and their load."""
+    """Return records with labels and their load."""
     return [{**labels, "load": _load(record), **record} for record in records]
 
 
 def records_of(plans: Mapping[tuple[Any, ...], Kept], *labels: str) -> list[Record]:
-    """The records of plans, whose keys are the values of the labels."""
+    """Return the records of plans whose keys are the values of the labels."""
     return [one for key, plan in plans.items() for one in labelled(plan.records, **dict(zip(labels, key, strict=True)))]
 
 
 def of_figure09(options: Options, *parts: str) -> tuple[Result, list[Record]]:
-    """The settings of figure 9's result, which lies beside the folder of the figure that asks, and these parts of its
-    records."""
+    """Return the settings of figure 9's result, and these parts of its records."""
     found = json.loads((options.out.parent / "figure09" / "result.json").read_text(encoding="utf-8"))
     kept = ("model", "lengths", "load", "variant", "workload", *parts)
     return found["settings"], [{part: record[part] for part in kept} for record in found["records"]]
 
 
 def _load(record: Record) -> float | None:
-    """None for lengths or a model that are not the paper's."""
+    """Return the load of a record, or None for lengths or a model that the paper does not have."""
     trace = TRACES.get(record["workload"]["lengths"])
     capacity_rps = None if trace is None else trace.capacity_rps.get(record["model"])
     return None if capacity_rps is None else round(record["workload"]["rate_rps"] / capacity_rps, 2)
 
 
 def said(systems: Sequence[System], options: Options, *, seeds: int = 1, note: str = "") -> Result:
-    """The settings of a figure."""
+    """Return the settings of a figure."""
     durations = ", ".join(f"{name} {trace.times * options.duration_s:g} s" for name, trace in TRACES.items())
-    note = f"Durations: {durations}. Loads are multiples of what fcfs computes. {note}".strip()
+    note = f"Durations: {durations}. Loads are multiples of the capacity of fcfs. {note}".strip()
     return settings_of(systems, [poisson(name) for name in TRACES], options, seeds=seeds, note=note)
 
 
@@ -152,7 +156,7 @@ Column = str | Callable[[Record], float]
 
 
 def compared(title: str, records: Sequence[Record], keys: Sequence[str], columns: Mapping[str, Column]) -> Result:
-    """A row for each combination of the keys' values, in the order of the records; means over what is left."""
+    """Return a table with a row per combination of the keys' values; figures are means over the other labels."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         groups.setdefault(tuple(record[key] for key in keys), []).append(record)
@@ -167,7 +171,7 @@ def _mean(records: Sequence[Record], column: Column) -> float | None:
 
 
 def _value(record: Record, field: str) -> float | None:
-    """A dotted field; None where the record has none, or null."""
+    """Return a dotted field, or None if the record lacks it."""
     place: object = record
     for name in field.split("."):
         place = place.get(name) if isinstance(place, Mapping) else None

@@ -1,4 +1,4 @@
-"""What the figures need beside records: groups, claims that were too small, KV of those that wait, ends of steps."""
+"""Figures that records lack: groups, reservations that were too small, KV of waiting requests, finished requests."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from skipjoin.observe.record import Record, percentile, rounded
 from skipjoin.policies.exact_claims import PROMPTS
 from skipjoin.sim.experiments.simulation import Cell, run
 
-# Plans between two looks at the requests that wait.
+# Plans between two samples of the waiting requests.
 _EVERY = 16
 NEW, PREEMPTED, CHUNKED = "new generation", "preempted generation", "chunked prompt"
 
 
 class Watch:
-    """Folds the events of a run. blocks, block_size: the KV pool. reserve: the share of it that prompts have.
+    """Folds the events of a run.
 
-    A request has outgrown its claim when it asks for more than the first claim for its whole output. While one waits,
-    it is a chunked prompt, a new generation or, after it ran once, a preempted one.
+    A request has outgrown its reservation when it asks for more than the first reservation for its whole output. A
+    waiting request with KV is a chunked prompt, a new generation or, if it has run before, a preempted generation.
+
+    Args:
+        blocks: Blocks of the KV pool.
+        block_size: Tokens per block.
+        reserve: Share of the pool that is reserved for prompts.
     """
 
     def __init__(self, blocks: int, block_size: int, reserve: float = 0.0) -> None:
@@ -36,28 +41,28 @@ class Watch:
         self._reserve = math.ceil(reserve * blocks)
         self._live: dict[Request, None] = {}
         self._requests = 0
-        self._exact: dict[Request, int] = {}  # blocks of the first claim for the whole output
+        self._exact: dict[Request, int] = {}  # blocks of the first reservation for the whole output
         self._outgrown: set[Request] = set()
-        self._lost: set[Request] = set()  # swapped or dropped once
+        self._lost: set[Request] = set()  # swapped or dropped at least once
         self._stopped: dict[Request, tuple[float, Preemption]] = {}
         self._away_s: defaultdict[Request, dict[Preemption, float]] = defaultdict(dict)
         self._shares: dict[Preemption, list[float]] = {how: [] for how in Preemption}
         self._over: list[float] = []
         self._under: list[float] = []
         self._claims: dict[Request, Claimed] = {}
-        self._claimed = self._most_claimed = 0  # blocks of all claims together
-        self._prompts = 0  # blocks that the reserve has lent to prompts
+        self._claimed = self._max_claimed = 0  # blocks of all reservations
+        self._prompts = 0  # blocks of prompts in the reserve
         self._hosted: set[Request] = set()
         self._vacated = 0
-        self._fresh: dict[Request, None] = {}  # those that never ran
-        self._forwards: Counter[int] = Counter()  # tokens of plans while a prompt waits that the reserve has room for
+        self._fresh: dict[Request, None] = {}  # requests that have not run
+        self._forwards: Counter[int] = Counter()  # tokens of plans while a prompt waits that fits the reserve
         self._groups: defaultdict[tuple[float, object], list[Request]] = defaultdict(list)
         self._ended_at: dict[Request, float] = {}
         self._ends_at: Counter[float] = Counter()
         self._steps = 0
         self._held: dict[str, list[float]] = {NEW: [], PREEMPTED: [], CHUNKED: []}
         self._plans = 0
-        self.first: dict[str, float] = {}  # when each way to handle a claim that is too small was first used
+        self.first: dict[str, float] = {}  # first use of each way to handle a reservation that is too small
         self._handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
             Claimed: self._claim,
@@ -69,14 +74,17 @@ class Watch:
         }
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Take what happened, in order."""
+        """Observe events in order."""
         for event in events:
             if (handle := self._handlers.get(type(event))) is not None:
                 handle(event)
 
     def figures(self) -> Record:
-        """What came of it. Shares are of requests; `over` and `under` are of the first exact claim, `away` of the
-        completion time of the requests that were preempted so, `most_claimed` of the pool."""
+        """Return the figures of the run.
+
+        Shares are of requests. `over` and `under` are relative to the first exact reservation, `away` to the completion
+        time of preempted requests, and `max_claimed` to the pool.
+        """
         count = max(1, self._requests)
         ends = Counter(self._ends_at.values())
         ends[0] = self._steps - ends.total()
@@ -93,13 +101,13 @@ class Watch:
             "synced": self._synced(),
             "hosted": len(self._hosted),
             "vacated": self._vacated,
-            "most_claimed": rounded(self._most_claimed / self._blocks),
+            "max_claimed": rounded(self._max_claimed / self._blocks),
             "forwards": {str(tokens): plans for tokens, plans in sorted(self._forwards.items())},
             "first": self.first,
         }
 
     def _synced(self) -> float | None:
-        """The share of groups of several requests whose members all end with one step."""
+        """Return the share of groups of several requests whose members all finish in one step."""
         groups = [members for members in self._groups.values() if len(members) > 1]
         return _mean([len({self._ended_at.get(member) for member in members}) == 1 for members in groups])
 
@@ -123,7 +131,7 @@ class Watch:
             self._exact[request] = event.blocks
 
     def _set(self, request: Request, claim: Claimed | None) -> None:
-        """The claim that the request has from now on; None: none."""
+        """Replace the reservation of a request."""
         for one, sign in ((self._claims.pop(request, None), -1), (claim, 1)):
             if one is not None:
                 self._claimed += sign * one.blocks
@@ -146,7 +154,7 @@ class Watch:
             self._vacated += claim is not None and isinstance(claim.lender, Request)
             self._set(request, None)
         elif request not in self._exact:
-            return  # its prompt is computed, and it waits for its claim
+            return  # its prompt is computed, and it waits for its reservation
         else:
             self._outgrown.add(request)
         self.first.setdefault(how.name.lower(), event.now)
@@ -155,7 +163,7 @@ class Watch:
 
     def _plan(self, event: Planned) -> None:
         self._plans += 1
-        self._most_claimed = max(self._most_claimed, self._claimed)
+        self._max_claimed = max(self._max_claimed, self._claimed)
         runs = {piece.request for piece in event.plan.slices}
         waiting = next((request for request in self._fresh if request not in runs), None)
         if waiting is not None and self._prompts + -(-len(waiting.prompt) // self._block_size) <= self._reserve:
@@ -184,7 +192,7 @@ class Watch:
         for how, seconds in self._away_s.pop(request, {}).items():
             self._shares[how].append(seconds / (event.now - request.arrival))
         if (claimed := self._exact.pop(request, None)) is not None:
-            # The last token's KV is never computed.
+            # The KV of the last token is never computed.
             needed = -(-(len(request.prompt) + len(request.output) - 1) // self._block_size)
             self._over.append(max(0, claimed - needed) / claimed)
             self._under.append(max(0, needed - claimed) / claimed)
@@ -202,7 +210,7 @@ def _spread(values: list[float]) -> Record:
 
 
 def watched(cells: Sequence[tuple[Mapping[str, object], Cell]], jobs: int) -> list[Record]:
-    """The records of cells, each with its labels and the figures of a watch as `watch`."""
+    """Run labelled cells and return their records with the figures of a watch as `watch`."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         records = pool.map(_watched, [cell for _, cell in cells])
         return [one for (labels, _), record in zip(cells, records, strict=True) for one in labelled([record], **labels)]

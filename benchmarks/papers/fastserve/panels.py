@@ -1,4 +1,4 @@
-"""The panels of figures 11 and 12: a metric of the same runs against rate, for each model and dataset."""
+"""The panels of figures 11 and 12: a metric of the same runs by rate, for each model and dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipjoin.observe.record import Record
 
 DATASETS = ("sharegpt", "alpaca")
 PANELS = Panels(tuple(MACHINES), DATASETS, RECIPES)
-# Searches start here: req/s of OPT-13B on ShareGPT, by batch cap and recipe.
+# First rates of the searches, in requests per second of OPT-13B on ShareGPT, by batch cap and recipe.
 STARTS = {
     BATCH_CAP: {"static": 0.6, "fcfs": 3.5, "fastserve": 5.5, "srpt": 9.8},
     16: {"static": 0.4, "fcfs": 2.15, "fastserve": 2.7, "srpt": 4.5},
@@ -22,7 +22,7 @@ STARTS = {
 
 
 class Searches:
-    """Searches for the largest rate of OPT-13B on ShareGPT under a bound, at each batch cap, with each recipe."""
+    """Searches for the largest rate of OPT-13B on ShareGPT under a bound, by batch cap and recipe."""
 
     def __init__(self, bound: str, options: Options) -> None:
         self._bound = bound
@@ -47,14 +47,14 @@ class Searches:
         return [search for of_cap in self._found.values() for search in of_cap.values()]
 
     def tables(self) -> list[Result]:
-        """The largest rates, for each cap."""
+        """Return the table of largest rates for each batch cap."""
         return [
             rates_table(f"Largest rate with {self._bound}: opt-13b, sharegpt, batch cap {cap}", of_cap)
             for cap, of_cap in self._found.items()
         ]
 
     def tried(self) -> Result:
-        """Rates and values by cap and recipe."""
+        """Return rates and values by batch cap and recipe."""
         return {
             f"{recipe}, batch cap {cap}": search.tried()
             for cap, of_cap in self._found.items()
@@ -63,10 +63,10 @@ class Searches:
 
 
 def read_off(records: Sequence[Record], bound: str) -> Result:
-    """Largest rates by linear interpolation between the measured ones."""
+    """Return the table of largest rates by linear interpolation."""
     return PANELS.read_off(records, bound, [("fastserve", other) for other in ("fcfs", "static", "srpt")])
 
 
 def draw_panels(records: Sequence[Record], field: str, limit: float) -> Figure:
-    """A row for each dataset, a column for each model."""
+    """Draw a row per dataset and a column per model."""
     return PANELS.draw(records, field, limit, (0.02, 20))

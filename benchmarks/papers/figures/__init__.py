@@ -1,1 +1,1 @@
-"""What the figures of papers' evaluations share: runs, reports and pictures."""
+"""Shared code of the figures of papers' evaluations: runs, reports and pictures."""

@@ -1,4 +1,4 @@
-"""A metric against rate in a panel for each model and dataset, and the rates that keep a bound there."""
+"""Panels of a metric by rate for each model and dataset, and the largest rates under a bound."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from skipjoin.report.plots import style
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A column of panels for each model, a row for each dataset, in each a line for each name.
+    """A grid of panels: a column per model, a row per dataset, and in each panel a line per name.
 
-    by: the field of a record that has the name, "recipe" or "variant".
+    Attributes:
+        by: Field of a record that has the name, "recipe" or "variant".
     """
 
     models: Sequence[str]
@@ -28,7 +29,7 @@ class Panels:
     by: str = "recipe"
 
     def read_off(self, records: Sequence[Record], bound: str, ratios: Sequence[tuple[str, str]]) -> Result:
-        """Largest rates by linear interpolation between the measured ones. ratios: pairs of names to compare."""
+        """Return the table of largest rates by linear interpolation; `ratios` are pairs of names to compare."""
         rows = []
         for dataset in self.datasets:
             for model in self.models:
@@ -45,7 +46,7 @@ class Panels:
         return table(f"Largest rate with {bound}, read off the curves (req/s)", columns, rows)
 
     def draw(self, records: Sequence[Record], field: str, limit: float, span: tuple[float, float]) -> Figure:
-        """The panels. limit: where a line marks the bound. span: of the vertical axis, which is logarithmic."""
+        """Draw the panels with a line at the bound `limit`; `span` is the range of the logarithmic vertical axis."""
         figure = style.new_figure(style.WIDE_IN, 0.6 + 2.0 * len(self.datasets))
         panels = figure.subplots(len(self.datasets), len(self.models), squeeze=False)
         for dataset, line in zip(self.datasets, panels, strict=True):

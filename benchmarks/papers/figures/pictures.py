@@ -1,4 +1,4 @@
-"""What the pictures share: a look per recipe, curves against rate, bars."""
+"""Elements of the pictures: a look per recipe, curves by rate, and bars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skipjoin.observe.record import Record
 from skipjoin.report.bound import field_value
 from skipjoin.report.plots import style
 
-# A recipe looks the same in every figure, and no two of one figure share a colour, of which there are seven.
+# A recipe has the same look in every figure, and no two recipes of a figure share one of the seven colors.
 _INDEX = {
     "fcfs": 0,
     "fastserve": 1,
@@ -30,18 +30,18 @@ _INDEX = {
     "alise-reactive": 6,
     "alise-recompute": 7,
     "alise-defer": 9,
-    # ALISE by what foresees its lengths.
+    # ALISE by forecaster.
     "alise noise:0.2": 4,
     "alise regress:0.8": 5,
     "alise regress:0.6": 6,
     "alise regress:0.3": 10,
     "alise prior": 3,
-    "alise learnt": 4,
+    "alise learned": 4,
     "alise retrieval": 5,
     "sarathi": 5,
     "multires": 6,
     "synccoupled": 12,
-    # EconoServe by what it adds, and by what foresees its lengths.
+    # EconoServe by ablation and by forecaster.
     "econoserve": 8,
     "econoserve-sdo": 7,
     "econoserve-sd": 9,
@@ -50,7 +50,7 @@ _INDEX = {
     "econoserve, defaults": 11,
     "econoserve, prior": 13,
     "split": 2,
-    # BROS and what it is compared with.
+    # BROS and its baselines.
     "fcfs, class-blind": 13,
     "round-robin": 3,
     "bros-recompute": 5,
@@ -61,14 +61,15 @@ _INDEX = {
 
 
 def look(name: str) -> style.Look:
-    """Colour, marker and dashes of a recipe or variant."""
+    """Return the color, marker and dashes of a recipe or variant."""
     return style.look(_INDEX[name])
 
 
 def curves(axes: Axes, records: Sequence[Record], names: Sequence[str], field: str, *, by: str = "recipe") -> None:
-    """A field against rate, a line per recipe through the means over seeds, from least to most as a band.
+    """Draw a field by rate: for each name a line through the means over seeds and a band over their range.
 
-    by: the field of a record that has the name of its line.
+    Args:
+        by: Field of a record that has the name of its line.
     """
     for name in names:
         points = by_rate(pick(records, **{by: name}))
@@ -79,27 +80,27 @@ def curves(axes: Axes, records: Sequence[Record], names: Sequence[str], field: s
         axes.plot(
             list(points),
             list(map(fmean, values)),
-            color=shape.colour,
+            color=shape.color,
             marker=shape.marker,
             linestyle=shape.dash,
             label=name,
         )
         axes.fill_between(
-            list(points), list(map(min, values)), list(map(max, values)), color=shape.colour, alpha=0.15, lw=0
+            list(points), list(map(min, values)), list(map(max, values)), color=shape.color, alpha=0.15, lw=0
         )
 
 
 def bound_line(axes: Axes, limit: float) -> None:
-    """A horizontal line at a bound."""
+    """Draw a horizontal line at a bound."""
     axes.axhline(limit, color=style.BLACK, linestyle=(0, (4, 3)), linewidth=0.9, zorder=1.5, label=f"bound {limit:g}")
 
 
-def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
-    """A bar per series in each group, its value above it."""
+def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> None:
+    """Draw a bar per series in each group, with its value above."""
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         places = [index + (number - (len(series) - 1) / 2) * width for index in range(len(groups))]
-        axes.bar(places, values, width, color=colours[name], edgecolor="black", lw=0.5, label=name)
+        axes.bar(places, values, width, color=colors[name], edgecolor="black", lw=0.5, label=name)
         for place, value in zip(places, values, strict=True):
             axes.annotate(
                 f"{value:.2g}" if value < 99.5 else f"{value:.0f}",
@@ -114,11 +115,11 @@ def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]
 
 
 def legend_of(figure: Figure, axes: Axes, title: str | None = None) -> None:
-    """A legend above, of what one of the axes shows."""
+    """Draw a legend above the panels, for the lines of one of them."""
     handles, labels = axes.get_legend_handles_labels()
     style.legend(figure, handles, labels, title)
 
 
-def colours_of(recipes: Sequence[str]) -> dict[str, str]:
-    """The colour of each recipe."""
-    return {recipe: look(recipe).colour for recipe in recipes}
+def colors_of(recipes: Sequence[str]) -> dict[str, str]:
+    """Return the color of each recipe."""
+    return {recipe: look(recipe).color for recipe in recipes}

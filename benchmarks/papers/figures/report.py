@@ -1,7 +1,7 @@
-"""The command that every figure has: measure, write `result.json`, draw, print tables.
+"""The command of every figure: measure, write `result.json`, draw pictures and print tables.
 
-A figure is a folder with a `run.py` that has two functions: `measure` runs the simulator and returns a `Result`, and
-`draw` makes pictures of a result, also of one that was read back from its file.
+A figure is a folder with a `run.py` that has two functions. `measure` runs the simulator and returns a `Result`. `draw`
+returns pictures of a result, which may come from the file.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
-from importlib.metadata import version
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from machine import describe_machine
+import harness
 from papers.figures.runs import DURATION_S, SEEDS, Options, Result, Search, by_rate, mean, pick
+from papers.recipes import label_of
 from skipjoin.observe.record import Record
 from skipjoin.report.bound import MaximumRate
 from skipjoin.report.plots import style
@@ -31,34 +31,36 @@ from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Synthetic
 
 Row = Sequence[Any]
-# Where a README has the tables of its result.
-_TABLES = re.compile(r"(<!-- tables -->\n).*?(<!-- /tables -->)", re.DOTALL)
+# A table of the result in a README, between a mark with its title and an end mark.
+_TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
+# Parts of a record's workload that the result keeps.
+_WORKLOAD = ("lengths", "rate_rps", "seed", "duration_s")
 _DOCUMENTS = Path(__file__).resolve().parents[3] / "docs" / "figures"
 
 # -- tables -----------------------------------------------------------------------------------------------
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Result:
-    """A table for the result's file and the terminal."""
+    """Return a table for the result's file and the terminal."""
     return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
 
 
 def ratio_of(one: MaximumRate | None, other: MaximumRate | None) -> str:
-    """One rate to another, "-" where there is none. A rate that is only a lower bound makes the ratio a bound."""
+    """Return the ratio of two rates, "-" if one is missing. If a rate is a lower bound, the ratio is a bound."""
     if one is None or other is None:
         return "-"
     sign = {(True, False): "≥ ", (False, True): "≤ ", (True, True): "? "}.get((one.at_least, other.at_least), "")
     return f"{sign}{one.rate_rps / other.rate_rps:.2f}x"
 
 
-def rates_table(title: str, searches: Mapping[str, Search], beside: Sequence[str] = ("fcfs", "srpt")) -> Result:
-    """Largest rates by name. beside: the names that all are compared with."""
+def rates_table(title: str, searches: Mapping[str, Search], relative_to: Sequence[str] = ("fcfs", "srpt")) -> Result:
+    """Return the table of largest rates by name, with ratios to those of `relative_to`."""
     found = {name: search.rate for name, search in searches.items()}
     rows = [
-        (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in beside))
+        (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in relative_to))
         for name, rate in found.items()
     ]
-    return table(title, ("recipe", "largest req/s", *(f"to {other}" for other in beside)), rows)
+    return table(title, ("recipe", "largest req/s", *(f"to {other}" for other in relative_to)), rows)
 
 
 _LATENCIES = {
@@ -72,7 +74,7 @@ _LATENCIES = {
 
 
 def latencies(title: str, records: Sequence[Record], names: Sequence[str], *, by: str = "recipe") -> Result:
-    """Latencies by rate and name, means over seeds. by: the field of a record that has the name."""
+    """Return the table of latencies by rate and name, means over seeds; `by` is the field of a record with the name."""
     rows = [
         (rate, name, *(mean(mine, field) for field in _LATENCIES.values()))
         for rate, some in by_rate(records).items()
@@ -89,14 +91,15 @@ def settings_of(
     seeds: int = SEEDS,
     note: str = "",
 ) -> Result:
-    """All that decides a ratio, for the file and the terminal. note: what else does."""
+    """Return everything that decides a ratio, for the file and the terminal; `note` is an addition in words."""
     groups: dict[str, Result] = {}
     for of in systems:
         name = f"{of.model} on {of.hardware}, cap {of.max_num_seqs}, {of.kv_blocks} blocks"
         name += "" if of.swap_dtype == "auto" else f", {of.swap_dtype} on the host"
         name += f", {of.max_tokens} tokens asked for" if isinstance(of.max_tokens, int) else ""
         recipes = groups.setdefault(name, {"recipes": [], **of.describe()})["recipes"]
-        recipe = of.recipe if of.predictor is None else f"{of.recipe} {of.predictor}"
+        label = label_of(of.recipe)
+        recipe = label if of.predictor is None else f"{label} {of.predictor}"
         if recipe not in recipes:
             recipes.append(recipe)
     return {
@@ -113,7 +116,7 @@ _ASKED = {"exact": "what they generate", "room": "the room of the context"}
 
 
 def shown_settings(settings: Result) -> str:
-    """The settings in lines; a figure without a workload has one text for them."""
+    """Return the settings as lines; a figure without a workload has one text."""
     if "case" in settings:
         return str(settings["case"])
     lines = [
@@ -141,23 +144,30 @@ def main(
     measure: Callable[[Options], Result],
     draw: Callable[[Result], Mapping[str, Figure]],
     *,
+    keeps: Sequence[str] = (),
     docs: Mapping[str, str] = MappingProxyType({}),
 ) -> Result:
-    """The command of a figure: measure, write `result.json`, draw, print the tables, and put them into the README.
-    Returns the result.
+    """Run the command of a figure: measure, write `result.json`, draw, print the tables and update the README.
 
-    docs: pictures that documents show, by their name there; they are written only with results in the figure's folder.
+    Args:
+        keeps: Dotted fields of the records that the picture or another figure reads; the file has no others. Without
+            fields it has no records.
+        docs: Pictures that documents show, with their names in `docs/figures`. They are written only if the results
+            are in the figure's folder.
+
+    Returns:
+        The result as the file has it.
     """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed and every other rate, for a first look")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds in which requests arrive")
+    parser.add_argument("--quick", action="store_true", help="measure one seed and every other rate")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
+    parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds of arrivals")
     parser.add_argument(
-        "--out", type=Path, help="folder for results (default: the figure's own; a scratch one if quick)"
+        "--out", type=Path, help="folder for results (default: the figure's own, or a scratch folder with --quick)"
     )
-    parser.add_argument("--draw", action="store_true", help="only draw again what result.json holds")
+    parser.add_argument("--draw", action="store_true", help="draw and print the existing result.json")
     args = parser.parse_args()
-    # Without this, the processes of a sweep would outlive a command that is told to end.
+    # Without a handler the processes of a sweep would outlive a terminated command.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     home = Path(file).resolve().parent
     out = args.out or (home if not args.quick else Path(tempfile.gettempdir()) / "skipjoin-figures" / home.name)
@@ -167,6 +177,7 @@ def main(
         options = Options(out=out, quick=args.quick, jobs=args.jobs, duration_s=args.duration)
         start = time.monotonic()
         found = measure(options)
+        found["records"] = [thin(record, keeps) for record in found.get("records", [])] if keeps else []
         write_result(path, home.name, found, quick=args.quick, seconds=time.monotonic() - start)
     result = json.loads(path.read_text(encoding="utf-8"))
     with style.styled():
@@ -182,17 +193,9 @@ def main(
 
 
 def write_result(path: Path, name: str, found: Result, *, quick: bool, seconds: float) -> None:
-    """The result's file: a header, the figure's own parts, and one record in each line."""
+    """Write the result's file: a header, the figure's own parts, and one record per line."""
     records = found.pop("records", [])
-    head: Result = {
-        "figure": name,
-        "quick": quick,
-        "date": date.today().isoformat(),
-        "version": version("skipjoin"),
-        "machine": describe_machine(),
-        "seconds": round(seconds, 1),
-        **found,
-    }
+    head: Result = {"figure": name, "quick": quick, **harness.new_record(seconds=round(seconds, 1)), **found}
     parts = [f"{json.dumps(key)}: {_dumped(value)}" for key, value in head.items()]
     lines = ",\n".join(json.dumps(record, allow_nan=False) for record in records)
     parts.append(f'"records": [\n{lines}\n]' if records else '"records": []')
@@ -200,7 +203,7 @@ def write_result(path: Path, name: str, found: Result, *, quick: bool, seconds: 
 
 
 def _dumped(value: object) -> str:
-    """JSON that reads well: lists of plain values in one line."""
+    """Return readable JSON, with short lists in one line."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if len(flat) <= 110 or not isinstance(value, dict | list):
         return flat
@@ -210,21 +213,40 @@ def _dumped(value: object) -> str:
 
 
 def fill_readme(path: Path, result: Result) -> None:
-    """Put the result's tables where the README has marks for them, `<!-- tables -->` and `<!-- /tables -->`."""
+    """Put the result's tables between the marks `<!-- table: TITLE -->` and `<!-- /table -->` of a README."""
     if path.exists():
+        tables = {one["title"]: _compact(one) for one in result["tables"]}
         text = path.read_text(encoding="utf-8")
-        tables = "\n\n".join(map(shown_table, result["tables"]))
-        path.write_text(_TABLES.sub(lambda marks: f"{marks[1]}\n{tables}\n\n{marks[2]}", text), encoding="utf-8")
+        text = _TABLE.sub(lambda marks: f"{marks[1]}\n{tables[marks[2]]}\n\n{marks[3]}", text)
+        path.write_text(text, encoding="utf-8")
+
+
+def _compact(one: Result) -> str:
+    """Return a table in Markdown without padding."""
+    head, *rows = ("|".join(map(_text, row)) for row in (one["columns"], *one["rows"]))
+    return "\n".join(f"|{line}|" for line in (head, "|".join(["---"] * len(one["columns"])), *rows))
+
+
+def thin(record: Record, keeps: Sequence[str]) -> Record:
+    """Return what identifies a run (labels, workload, predictor), and the dotted fields `keeps`."""
+    kept = {name: value for name, value in record.items() if isinstance(value, str)}
+    kept["workload"] = {name: record["workload"][name] for name in _WORKLOAD if name in record["workload"]}
+    for field in ("prediction.predictor", *keeps):
+        *above, last = field.split(".")
+        place = reduce(lambda part, name: part.get(name, {}), above, record)
+        if last in place:
+            reduce(lambda part, name: part.setdefault(name, {}), above, kept)[last] = place[last]
+    return kept
 
 
 def shown(result: Result) -> str:
-    """The settings and tables of a result as text."""
+    """Return the settings and tables of a result as text."""
     blocks = [f"{result['figure']}{' (quick)' if result['quick'] else ''}\n{shown_settings(result['settings'])}"]
     return "\n\n".join([*blocks, *map(shown_table, result["tables"])]) + "\n"
 
 
 def shown_table(one: Result) -> str:
-    """A table in Markdown, as READMEs take it."""
+    """Return a table in Markdown."""
     rows = [[_text(value) for value in row] for row in (one["columns"], *one["rows"])]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = [

@@ -1,4 +1,4 @@
-"""What the figures of papers' evaluations share: running many cells, searches for rates."""
+"""Runs of the figures of papers' evaluations: grids of cells, searches for rates, and selections of records."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from papers.recipes import label_of
 from skipjoin.observe.record import NO_SLO, Record, Slo
 from skipjoin.report.bound import MaximumRate, field_value, maximum_rate, parse_bound
 from skipjoin.sim.experiments.simulation import Cell, Extent
@@ -17,10 +18,11 @@ from skipjoin.sim.experiments.sweep import Grid, RateSearch, SweepPlan, sweep
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Synthetic, Workload, synthetic
 
-# Seconds in which requests arrive, and seeds of a point, unless a figure says otherwise.
+# Default seconds of arrivals, and default number of seeds.
 DURATION_S, SEEDS = 300.0, 3
-# Where a saturated system is watched for its capacity.
+# Duration of a saturated run that measures a capacity.
 _SATURATED_S = 100.0
+# Interval of progress messages.
 _NOTICE_S = 5.0
 
 Result = dict[str, Any]
@@ -28,10 +30,13 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How much of a figure is measured, and where to.
+    """Options of a figure.
 
-    out: the figure's folder. quick: one seed and every other rate. jobs: processes. duration_s: in which requests
-    arrive.
+    Attributes:
+        out: Folder of the results.
+        quick: Measure one seed and every other rate.
+        jobs: Number of processes.
+        duration_s: Seconds of arrivals.
     """
 
     out: Path
@@ -40,11 +45,11 @@ class Options:
     duration_s: float = DURATION_S
 
     def seeds(self, full: int = SEEDS) -> tuple[int, ...]:
-        """The seeds of each point; full: how many there are if it is not to be quick."""
+        """Return the seeds of each point; `full` is their number without `quick`."""
         return tuple(range(1 if self.quick else full))
 
     def some(self, values: Sequence[float]) -> Sequence[float]:
-        """The values, or every other one with the last."""
+        """Return the values, or with `quick` every other one including the last."""
         return values[-1::-2][::-1] if self.quick else values
 
 
@@ -52,12 +57,12 @@ class Options:
 
 
 def with_kv_gib(of: System, kv_gib: float) -> System:
-    """The system with another KV pool, also one that is larger than its GPU."""
+    """Return the system with another KV pool, which may exceed the memory of its GPU."""
     return replace(of, kv_blocks=int(kv_gib * 2**30) // of.block_bytes)
 
 
 def poisson(lengths: str) -> Synthetic:
-    """Lengths by name, arriving at random."""
+    """Return Poisson arrivals with lengths by name."""
     return synthetic(lengths, "poisson")
 
 
@@ -70,7 +75,7 @@ def cells(
     seeds: Sequence[int] | None = None,
     slo: Slo = NO_SLO,
 ) -> list[Cell]:
-    """A cell for each rate and seed; seeds: None: all."""
+    """Return a cell for each rate and seed; by default for all seeds of the options."""
     return [
         Cell(of, workload, Extent(rate, options.duration_s, seed), slo)
         for rate in rates
@@ -79,13 +84,16 @@ def cells(
 
 
 def slim(record: Record) -> Record:
-    """A record without its curves and what only they need, but with the longest completion time."""
+    """Return a record without its curves, but with the recipe's label and the longest completion time."""
     kept = {name: value for name, value in record.items() if name not in ("series", "quantiles")}
-    return kept | {"longest_jct_s": max(record["quantiles"]["jct_s"], default=None)}
+    return kept | {
+        "recipe": label_of(record["recipe"]),
+        "longest_jct_s": max(record["quantiles"]["jct_s"], default=None),
+    }
 
 
 class Kept:
-    """A plan that keeps the records of its cells, in the order of rate and seed."""
+    """Sweep plan that keeps the records of its cells, sorted by rate and seed."""
 
     def __init__(self, plan: SweepPlan) -> None:
         self._plan = plan
@@ -104,14 +112,14 @@ class Kept:
 
 
 def grid(found: Sequence[Cell]) -> Kept:
-    """A plan of fixed cells."""
+    """Return a plan of fixed cells."""
     return Kept(Grid(found))
 
 
 class Search(Kept):
-    """A search for the largest rate that keeps a bound, by bisection to 2 %; the bound is on the mean over seeds.
+    """Search for the largest rate whose mean over seeds keeps a bound, by bisection to 2 %.
 
-    found: one cell per seed, at the rate to start from.
+    The search starts from one cell per seed at the first rate.
     """
 
     def __init__(self, found: Sequence[Cell], bound: str) -> None:
@@ -120,21 +128,21 @@ class Search(Kept):
 
     @property
     def rate(self) -> MaximumRate | None:
-        """What was found; None: the bound does not hold at the lowest rate that was tried."""
+        """The largest rate, or None if the bound is exceeded at all rates."""
         return maximum_rate(by_rate(self.records), self._bound)
 
     def tried(self) -> list[list[float]]:
-        """Rates and the means over seeds that they gave."""
+        """Return the rates and their means over seeds."""
         return [[rate, mean(some, self._bound.field)] for rate, some in by_rate(self.records).items()]
 
 
 def run_plans(name: str, plans: Sequence[SweepPlan], options: Options) -> None:
-    """Run all plans; how far they are goes to stderr."""
+    """Run all plans and report their progress on standard error."""
     sweep(plans, options.jobs, _Notices(name))
 
 
 class _Notices:
-    """Says now and then how many runs are over."""
+    """Sweep watcher that reports the number of finished runs periodically."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -157,11 +165,13 @@ class _Notices:
 
 
 def capacities(name: str, pairs: Sequence[tuple[System, Synthetic]], options: Options) -> list[float]:
-    """Requests per second that each system computes while more wait than it can take: tokens generated per second
-    over the mean output. This is what a load of 1 means."""
+    """Return the capacity of each system: tokens per second under saturation, divided by the mean output.
+
+    A load of 1 is the capacity.
+    """
     plans = []
     for of, workload in pairs:
-        # An engine of these sizes makes fewer than 10,000 tokens per second.
+        # An engine of these sizes generates fewer than 10,000 tokens per second.
         limit = max(100, round(10_000 * _SATURATED_S / workload.streams[0].lengths.mean()[1]))
         plans.append(grid([Cell(of, workload, Extent(1e5, None, 0, limit, _SATURATED_S))]))
     run_plans(f"{name}, capacity", plans, options)
@@ -171,22 +181,22 @@ def capacities(name: str, pairs: Sequence[tuple[System, Synthetic]], options: Op
     ]
 
 
-# -- what came of it --------------------------------------------------------------------------------------
+# -- records -----------------------------------------------------------------------------------------------
 
 
 def by_rate(records: Sequence[Record]) -> dict[float, list[Record]]:
-    """Records by arrival rate, ascending."""
+    """Group records by arrival rate in ascending order."""
     rates = sorted({record["workload"]["rate_rps"] for record in records})
     return {rate: [record for record in records if record["workload"]["rate_rps"] == rate] for rate in rates}
 
 
 def mean(records: Sequence[Record], field: str) -> float:
-    """The mean over seeds of a dotted field."""
+    """Return the mean of a dotted field."""
     return fmean(field_value(record, field) for record in records)
 
 
 def pick(records: Sequence[Record], **wanted: object) -> list[Record]:
-    """Records by recipe, model, lengths, max_num_seqs, or rate_rps."""
+    """Return the records whose labels, workload or settings have the wanted values."""
 
     def has(record: Record) -> bool:
         places = (record, record["workload"], record.get("settings", {}))

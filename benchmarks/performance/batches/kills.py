@@ -1,21 +1,19 @@
-"""A batch whose server is killed again and again: whether each line is answered once, and what runs twice.
+"""Check that a batch whose server is killed repeatedly answers each line once and regenerates nothing it has written.
 
     python benchmarks/performance/batches/kills.py [--kills 5] [--lines 400] [--seed 0] [--out FILE]
 
-Serves the built-in model, and kills its API process or its engine (SIGKILL), whichever chance says, at random moments
-while the batch runs. After each kill the server is started anew on the same folder. At the end every custom_id has to
-be exactly once in the output file, with the answer that a request over HTTP gets, and the last server has to have
-generated exactly the tokens of the lines that were not written when it started (`batch_generation_tokens_total`).
+The script serves the built-in model and kills its API process or its engine (SIGKILL) at random moments while the batch
+runs. After each kill a new server starts on the same folder. At the end every custom_id must be in the output file
+exactly once, with the answer that a request over HTTP gets. The last server must have generated exactly the tokens of
+the lines that were not written when it started (`batch_generation_tokens_total`).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sqlite3
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import closing
@@ -23,29 +21,28 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from served import Server, submit, wait
+from served import BatchServer, submit, wait
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
+import harness
 
 TOKENS, COMPARED = 200, 20
-OPTIONS = ("--profile", "off", "--kv-cache-gib", "0.1", "--batch-inflight", "32")
+OPTIONS = ("--profile", "off", "--kv-cache-gib", 0.1, "--batch-inflight", 32)
 
 
 def body(number: int) -> dict[str, Any]:
-    """The request of a line: greedy, and of a known length."""
+    """Return the greedy request of a line, with a fixed number of output tokens."""
     return {"prompt": f"Count from {number}", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
 
 
 def written(folder: Path) -> int:
-    """Lines whose answers are in the database."""
+    """Return the number of lines whose answers are in the database."""
     with closing(sqlite3.connect(folder / "batches.sqlite3")) as database:
         return int(database.execute("SELECT completed FROM batches").fetchone()[0])
 
 
 def measure(kills: int, lines: int, seed: int, folder: Path) -> dict[str, Any]:
-    """The whole experiment."""
-    dice, server = random.Random(seed), Server(folder, *OPTIONS)
+    """Run the experiment."""
+    dice, server = random.Random(seed), BatchServer(folder, *OPTIONS)
     batch, rounds = submit(server.client, [body(number) for number in range(lines)]), []
     wait(server.client, batch, "in_progress")
     for _ in range(kills):
@@ -53,8 +50,8 @@ def measure(kills: int, lines: int, seed: int, folder: Path) -> dict[str, Any]:
         victim = dice.choice(["api", "engine"])
         server.kill(victim)
         rounds.append({"victim": victim, "written": written(folder)})
-        print(rounds[-1], flush=True)
-        server = Server(folder, *OPTIONS)
+        harness.show(rounds[-1])
+        server = BatchServer(folder, *OPTIONS)
     done = wait(server.client, batch, "completed")
     last = int(server.metric("batch_generation_tokens_total"))
     left = lines - rounds[-1]["written"] if rounds else lines
@@ -73,7 +70,7 @@ def measure(kills: int, lines: int, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def is_same(client: openai.OpenAI, answer: dict[str, Any]) -> bool:
-    """Whether a request over HTTP gets the same text."""
+    """Return whether a request over HTTP gets the same text."""
     asked = body(int(answer["custom_id"]))
     extra = {"ignore_eos": asked.pop("ignore_eos")}
     direct = client.completions.create(model="tally", extra_body=extra, **asked)
@@ -81,19 +78,12 @@ def is_same(client: openai.OpenAI, answer: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """1 if an answer is missing, doubled or another one, or a written line has run again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--lines", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(args.kills, args.lines, args.seed, Path(folder))
-    found["machine"] = describe_machine()
-    print(json.dumps(found, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    """Return 1 if an answer is missing, repeated or different, or if a written line ran again."""
+    args = harness.parser(__doc__, kills=5, lines=400, seed=0).parse_args()
+    record = harness.new_record()
+    with harness.scratch() as folder:
+        found = measure(args.kills, args.lines, args.seed, folder)
+    harness.report(record | found, args.out)
     is_good = found["once"] and found["same"] and found["last_server_tokens"] == found["tokens_left_for_it"]
     return 0 if is_good else 1
 

@@ -1,38 +1,33 @@
-"""Pairs of runs: their ratios and spread, and the records of the benchmarks that compare them."""
+"""Options, ratios and records of the benchmarks that compare runs in pairs."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from served import QUANTILES, Figures
 
+import harness
 from skipjoin.observe.record import percentile
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
 
 
 def arguments(
     about: str, *, pairs: int, seconds: float, recipes: Iterable[str], parts: Iterable[str]
 ) -> argparse.Namespace:
-    """Of a benchmark. about: its text. recipes, parts: those that it knows."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", type=lambda text: text.split(","), default=list(recipes))
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(parts))
-    parser.add_argument("--pairs", type=int, default=pairs)
-    parser.add_argument("--seconds", type=float, default=seconds, help="in which requests of a run arrive")
-    parser.add_argument("--out", type=Path)
+    """Parse the command line of a benchmark with these recipes and parts."""
+    parser = harness.parser(about, pairs=pairs)
+    parser.add_argument("--recipes", type=harness.some_of("recipes", recipes), default=list(recipes))
+    parser.add_argument("--parts", type=harness.some_of("parts", parts), default=list(parts))
+    parser.add_argument("--seconds", type=float, default=seconds, help="seconds of arrivals in a run")
     return parser.parse_args()
 
 
 def compared(pairs: Sequence[dict[str, Figures]], base: str, other: str) -> Figures:
-    """Times to the first token of chat in pairs of runs, and the ratio `other` to `base`: of each pair, and of all
-    pairs' requests together."""
+    """Return the times to the first token of chat in pairs of runs.
+
+    Ratios are those of `other` to `base`: of each pair, and of the pooled requests of all pairs.
+    """
     pooled = {name: quantiles([ttft for one in pairs for ttft in one[name]["ttft_s"]]) for name in (base, other)}
     by_pair = [_ratio(quantiles(one[base]["ttft_s"]), quantiles(one[other]["ttft_s"])) for one in pairs]
     return {
@@ -48,7 +43,7 @@ def compared(pairs: Sequence[dict[str, Figures]], base: str, other: str) -> Figu
 
 
 def ratio_of_rates(pairs: Sequence[Mapping[str, float]], over: str, under: str) -> Figures:
-    """Of two figures of each pair."""
+    """Return the ratios of two figures of each pair."""
     return {
         "ratio": spread([one[over] / one[under] for one in pairs]),
         **{name: spread([one[name] for one in pairs]) for name in (over, under)},
@@ -56,28 +51,21 @@ def ratio_of_rates(pairs: Sequence[Mapping[str, float]], over: str, under: str) 
 
 
 def spread(values: Sequence[float]) -> Figures:
-    """Median, least and most, and all of them in order."""
-    return {
-        "median": round(statistics.median(values), 3),
-        "range": [round(min(values), 3), round(max(values), 3)],
-        "all": [round(value, 3) for value in values],
-    }
+    """Return the spread of the values, and all of them in order."""
+    return {**harness.spread(values), "all": [round(value, 3) for value in values]}
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """By name, in the values' unit."""
+    """Return quantiles by name."""
     ordered = sorted(values)
     return {f"p{level}": percentile(ordered, level) for level in QUANTILES}
 
 
-def report(found: Figures, out: Path | None) -> int:
-    """Print the figures and keep them; 1 if a criterion does not hold."""
-    found["machine"] = describe_machine()
-    print(json.dumps(found, indent=1))
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
-    holds = {recipe: one["holds"] for recipe, one in found["recipes"].items()}
-    print(json.dumps(holds, indent=1))
+def report(record: Figures, out: Path | None) -> int:
+    """Print and write the record, and return 1 if a target is missed."""
+    harness.report(record, out)
+    holds = {recipe: one["holds"] for recipe, one in record["recipes"].items()}
+    harness.show(holds)
     return 0 if all(all(one.values()) for one in holds.values()) else 1
 
 

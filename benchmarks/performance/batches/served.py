@@ -1,4 +1,4 @@
-"""`skipjoin serve` of the built-in model with batches, chat for it, and what either says of itself."""
+"""`skipjoin serve` of the built-in model with batches, requests for it, and their figures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import asyncio
 import json
 import os
 import random
-import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,78 +19,54 @@ import openai
 import psutil
 from openai.types import Batch
 
-PROGRAM = str(Path(sys.executable).with_name("skipjoin"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import harness
+from servers import Skipjoin
+
 COMPLETIONS = "/v1/completions"
 START_S, BATCH_S = 120, 600
-# The model gets one core: the other one is for the server's other process and for the client.
-# The same prompts are sent in turn without and with a batch: what is cached of the first time would flatter the second.
+# The model gets one core; the API process and the client get the other. Prefix caching is off, because the same prompts
+# are sent twice.
 OPTIONS = ("--threads", "1", "--kv-cache-gib", "0.5", "--no-enable-prefix-caching")
-# Objectives that this size of a machine can keep, for the recipe that plans by them.
+# Objectives that a machine of this size meets, for the recipe that schedules by them.
 OBJECTIVES = ("--slo-ttft-ms", "100", "--slo-tpot-ms", "50")
 RECIPES = {"fastserve": (), "bros": OBJECTIVES}
-# The chat that is to notice nothing.
+# Lengths of the chat whose latency is measured.
 CHAT_LENGTHS = "uniform:100-300,20-40"
 QUANTILES = (50, 95, 99)
 Figures = dict[str, Any]
 
 
-class Server:
-    """The server, from the time that it is ready. Its batches are in a folder that may have some already."""
+class BatchServer(Skipjoin):
+    """A server with a batch folder, which may already hold batches, and an OpenAI client for it."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        command = [PROGRAM, "serve", "--port", "0", "--batch-dir", str(folder), *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self.process.stdout is not None
-        found = re.search(r" at (\S+) ", self.process.stdout.readline())
-        if found is None:
-            raise RuntimeError("the server did not start")
-        self.url = found[1]
+    def __init__(self, folder: Path, *options: object) -> None:
+        super().__init__("tally", "--batch-dir", folder, *options)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
-    def engine(self) -> psutil.Process:
-        """The engine's process."""
-        (engine,) = [
-            child for child in psutil.Process(self.process.pid).children() if "engine" in " ".join(child.cmdline())
-        ]
-        return engine
-
     def kill(self, victim: str) -> None:
-        """End one of its processes at once, and wait for the other."""
-        engine = self.engine()
+        """Kill the API process ("api") or the engine ("engine"), and wait until both have exited."""
+        (engine,) = self.engines()
         if victim == "api":
             self.process.kill()
         else:
             engine.kill()
-            self.process.terminate()  # it would tell so for a while
+            self.process.terminate()  # it would report the lost engine for a while
         self.process.wait(START_S)
         psutil.wait_procs([engine], START_S)
 
-    def metric(self, name: str) -> float:
-        """A sample of `/metrics`. name: with its labels, if it has some, as spelled there."""
-        text = httpx.get(f"{self.url}/metrics").text
-        return float(re.search(rf"^skipjoin:{re.escape(name)} (\S+)", text, re.MULTILINE)[1])  # type: ignore[index]
-
-    def stop(self) -> None:
-        """End it in order."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(START_S)
-
 
 @contextmanager
-def serving(*options: str) -> Iterator[Server]:
-    """A server with a folder of its own, which is warm."""
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), *OPTIONS, *options)
-        try:
-            warm = {"prompt": [100] * 100, "max_tokens": 8, "service_tier": "flex"}
-            httpx.post(server.url + COMPLETIONS, json=warm, timeout=START_S).raise_for_status()
-            yield server
-        finally:
-            server.stop()
+def serving(*options: object) -> Iterator[BatchServer]:
+    """Run a warmed-up server with its own batch folder."""
+    with harness.scratch() as folder, BatchServer(folder, *OPTIONS, *options) as server:
+        warm = {"prompt": [100] * 100, "max_tokens": 8, "service_tier": "flex"}
+        httpx.post(server.url + COMPLETIONS, json=warm, timeout=START_S).raise_for_status()
+        yield server
 
 
 def bodies(count: int, prompts: tuple[int, int], tokens: int) -> list[dict[str, Any]]:
-    """Greedy requests of known lengths. prompts: least and most tokens."""
+    """Return greedy requests; `prompts` is the range of their prompt lengths."""
     draw = random.Random(17)
     return [
         {
@@ -108,7 +80,7 @@ def bodies(count: int, prompts: tuple[int, int], tokens: int) -> list[dict[str, 
 
 
 def submit(client: openai.OpenAI, requests: Sequence[dict[str, Any]]) -> Batch:
-    """A batch of these requests; its custom_ids are their numbers, from 0."""
+    """Create a batch of these requests, whose custom_ids are their indices."""
     rows = [
         {"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body}
         for number, body in enumerate(requests)
@@ -119,19 +91,19 @@ def submit(client: openai.OpenAI, requests: Sequence[dict[str, Any]]) -> Batch:
 
 
 def wait(client: openai.OpenAI, batch: Batch, status: str) -> Batch:
-    """The batch in this state."""
+    """Wait until the batch has a status."""
     end = time.monotonic() + BATCH_S
     while (batch := client.batches.retrieve(batch.id)).status != status:
         if time.monotonic() > end:
             raise RuntimeError(f"the batch is still {batch}")
-        time.sleep(0.2)  # a question takes some milliseconds of the server
+        time.sleep(0.2)  # each query takes some milliseconds of the server
     return batch
 
 
 def over_http(
-    server: Server, requests: Sequence[dict[str, Any]], lanes: int, headers: Mapping[str, str] | None = None
+    server: Skipjoin, requests: Sequence[dict[str, Any]], lanes: int, headers: Mapping[str, str] | None = None
 ) -> float:
-    """Seconds until all are answered in full, of which so many are in flight."""
+    """Run the requests over HTTP with `lanes` in flight, and return the seconds until all have finished."""
     return asyncio.run(_over_http(server.url, list(requests), lanes, headers or {}))
 
 
@@ -153,17 +125,19 @@ async def _over_http(url: str, waiting: list[dict[str, Any]], lanes: int, header
         return time.monotonic() - begin
 
 
-def chat(server: Server, rate: float, seconds: float, seed: int, *options: str) -> Figures:
-    """Chat at a steady rate beside whatever else the server does: times to the first token of its real-time requests
-    (`ttft_s`), the seconds of a step, best-effort tokens per second, and the shares of a core that the server's
-    processes took. options: further ones of `skipjoin bench`."""
-    best_effort, steps = 'generation_tokens_total{class="best-effort"}', "engine_steps_total"
-    processes = {"api": psutil.Process(server.process.pid), "engine": server.engine()}
-    before, begin = (server.metric(best_effort), server.metric(steps)), time.monotonic()
+def chat(server: Skipjoin, rate: float, seconds: float, seed: int) -> Figures:
+    """Send chat at a steady rate together with the server's other work.
+
+    Returns:
+        Times to the first token of its real-time requests (`ttft_s`), number of steps, best-effort tokens per second,
+        and the shares of a core that the server's processes used.
+    """
+    processes = {"api": psutil.Process(server.process.pid), "engine": server.engines()[0]}
+    before, begin = _counts(server), time.monotonic()
     busy = {name: _cpu_s(one) for name, one in processes.items()}
-    requests = _bench(server, rate, seconds, seed, *options)
+    requests = _bench(server, rate, seconds, seed)
     took = time.monotonic() - begin
-    after = (server.metric(best_effort), server.metric(steps))
+    after = _counts(server)
     real_time = [one for one in requests if one["service"] == "real-time"]
     return {
         "ttft_s": [one["first_token_s"] - one["due_s"] for one in real_time if one["first_token_s"] is not None],
@@ -176,15 +150,18 @@ def chat(server: Server, rate: float, seconds: float, seed: int, *options: str) 
     }
 
 
-def _bench(server: Server, rate: float, seconds: float, seed: int, *options: str) -> list[dict[str, Any]]:
-    """The lines of --record-requests of one run of `skipjoin bench`."""
-    with tempfile.TemporaryDirectory() as folder:
-        record, out = Path(folder, "requests.jsonl"), Path(folder, "out.json")
-        command = [PROGRAM, "bench", "--base-url", server.url, "--lengths", CHAT_LENGTHS]
-        command += ["--rates", str(rate), "--duration", str(seconds), "--seeds", str(seed), *options]
-        command += ["--record-requests", str(record), "--out", str(out)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return [json.loads(text) for text in record.read_text().splitlines()]
+def _counts(server: Skipjoin) -> tuple[float, float]:
+    """Return the best-effort tokens and the steps so far."""
+    best_effort = server.metric("generation_tokens_total", **{"class": "best-effort"})
+    return best_effort, server.metric("engine_steps_total")
+
+
+def _bench(server: Skipjoin, rate: float, seconds: float, seed: int) -> list[dict[str, Any]]:
+    """Return the requests of one run of `skipjoin bench`."""
+    with harness.scratch() as folder:
+        options = ("--rates", rate, "--duration", seconds, "--seeds", seed, "--record-requests", folder / "lines")
+        harness.records_of("bench", "--base-url", server.url, "--lengths", CHAT_LENGTHS, *options)
+        return [json.loads(text) for text in (folder / "lines").read_text().splitlines()]
 
 
 def _cpu_s(process: psutil.Process) -> float:

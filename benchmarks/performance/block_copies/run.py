@@ -1,29 +1,25 @@
-"""Bandwidth of KV block moves between the tiers of a CPU, and their effect on concurrent steps.
+"""Measure the bandwidth of KV block moves between the tiers of a CPU and their effect on concurrent steps.
 
     OMP_WAIT_POLICY=passive python benchmarks/performance/block_copies/run.py [--out FILE] [--repeats 15] [--rounds 15]
 
-`copies`: one move of 256 MiB of blocks, scattered over pools of twice the size, through the store's copy, against one
-memmove of as many bytes between the same pools, and against the same move where the host holds 8 bits for each number
-(`--swap-dtype int8`). All are timed in every repeat, in turn; `ratio` is the bytes per second of the blocks over those
-of the memmove in one repeat, `int8_ratio` that of the move that converts. Its bytes, too, are those on the device.
+`copies` compares three ways to move 256 MiB: blocks scattered over pools of twice the size, one memmove of the same
+size between these pools, and the same blocks where the CPU tier holds 8-bit values (`--swap-dtype int8`). They take
+turns. `ratio` and `int8_ratio` are bandwidths relative to the memmove in the same repeat; bytes are those on the
+device.
 
-`beside`: decode steps of 8 requests, 96 tokens of context each, on a random-weight Llama of 97.5M parameters in
-bfloat16. Rounds of steps with copies in flight throughout alternate with rounds without; `ratio` is the median step of
-one round over that of the round before it. The copies share cores and memory with the model. `beside_int8`: the same
-with moves that convert.
+`concurrent` measures decode steps of 8 requests with contexts of 96 tokens, on a random-weight Llama of 97.5M
+parameters in bfloat16. Rounds with copies in flight alternate with rounds without; `ratio` is the median step of a
+round relative to that of the round before. Copies and model share cores and memory. `concurrent_int8` is the same with
+8-bit conversion.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -40,8 +36,9 @@ from skipjoin.model.loader import load_model
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
-from random_model import VOCAB, make_model
+import harness
+from harness import quartiles, seconds_of
+from random_model import prompt_of, scratch_model
 
 TOTAL_BYTES = 256 << 20
 BLOCK_KIB = (32, 64, 128, 256, 512, 1024)
@@ -58,30 +55,17 @@ KIB_PER_LAYER = 4
 
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 96, 16
 STEPS_PER_ROUND = 20
-# Fields of the record, by what the host holds.
-BESIDE = {"beside": "auto", "beside_int8": "int8"}
-# Blocks per move, and the number of moves kept in flight: more than the link carries in a step.
+# Fields of the record and the `--swap-dtype` of each.
+CONCURRENT = {"concurrent": "auto", "concurrent_int8": "int8"}
+# Blocks per move, and the number of moves kept in flight, which exceeds what a step can copy.
 MOVE_BLOCKS, ON_WAY = 16, 40
-
-
-def spread(values: Sequence[float], digits: int) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": round(middle, digits), "p25": round(low, digits), "p75": round(high, digits)}
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    """How long the work takes."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 # -- copies ---------------------------------------------------------------------------------------------------------
 
 
 def make_store(block_kib: int, blocks: int, swap_dtype: str) -> KVStore:
-    """Two pools of blocks of one size, all of which were written."""
+    """Return two pools of blocks of one size, with every page touched."""
     store = KVStore(
         ModelConfig.from_dict(SHAPE | {"num_hidden_layers": block_kib // KIB_PER_LAYER}),
         torch.bfloat16,
@@ -93,14 +77,14 @@ def make_store(block_kib: int, blocks: int, swap_dtype: str) -> KVStore:
     )
     assert store.host is not None
     assert store.device.block_bytes == block_kib << 10
-    # Memory that was never written is one page of zeros, which is read faster than any other.
+    # Untouched memory maps to one page of zeros, which is read faster than any other.
     store.device.tensor.fill_(1)
     store.host.tensor.fill_(1)
     return store
 
 
 def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
-    """Both directions with blocks of one size."""
+    """Measure both directions with blocks of one size."""
     blocks = TOTAL_BYTES // (block_kib << 10)
     store, small = (make_store(block_kib, 2 * blocks, swap_dtype) for swap_dtype in ("auto", "int8"))
     assert store.host is not None
@@ -120,29 +104,29 @@ def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
                 (in_one, lambda to=to, rows=rows: ctypes.memmove(to, rows, TOTAL_BYTES)),
                 (in_codes, lambda move=move: small.copy(move)),
             ]
-            for times, work in kinds if turn % 2 else reversed(kinds):
-                times.append(seconds(work))
+            for times, work in harness.in_turn(kinds, turn):
+                times.append(seconds_of(work))
         # The first turn warms up.
         in_blocks, in_one, in_codes = in_blocks[1:], in_one[1:], in_codes[1:]
         results.append(
             {
                 "block_kib": block_kib,
                 "direction": direction.name.lower(),
-                "blocks_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_blocks], 2),
-                "memmove_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_one], 2),
-                "ratio": spread([one / many for one, many in zip(in_one, in_blocks, strict=True)], 3),
-                "int8_gb_per_s": spread([TOTAL_BYTES / taken / 1e9 for taken in in_codes], 2),
-                "int8_ratio": spread([one / many for one, many in zip(in_one, in_codes, strict=True)], 3),
+                "blocks_gb_per_s": quartiles([TOTAL_BYTES / taken / 1e9 for taken in in_blocks], 2),
+                "memmove_gb_per_s": quartiles([TOTAL_BYTES / taken / 1e9 for taken in in_one], 2),
+                "ratio": quartiles([one / many for one, many in zip(in_one, in_blocks, strict=True)], 3),
+                "int8_gb_per_s": quartiles([TOTAL_BYTES / taken / 1e9 for taken in in_codes], 2),
+                "int8_ratio": quartiles([one / many for one, many in zip(in_one, in_codes, strict=True)], 3),
             }
         )
     return results
 
 
-# -- beside steps ---------------------------------------------------------------------------------------------------
+# -- concurrent steps ----------------------------------------------------------------------------------------------
 
 
 class Decoder:
-    """Decode steps of a full batch, and a stream of moves beside them."""
+    """Decode steps of a full batch with a stream of concurrent moves."""
 
     def __init__(self, folder: Path, swap_dtype: str) -> None:
         model = load_model(folder, dtype="bfloat16")
@@ -168,12 +152,12 @@ class Decoder:
         self._ids = count()
 
     def step(self, *, with_copies: bool) -> float:
-        """Seconds of a step. with_copies: enough moves are on their way all the time."""
+        """Run a step and return its seconds; `with_copies` keeps ON_WAY moves in flight."""
         moves = [next(self._moves) for _ in range(ON_WAY - self.on_way)] if with_copies else []
         return self._run(self._slices, moves).seconds
 
     def drain(self) -> None:
-        """Wait for all moves."""
+        """Wait until no move is in flight."""
         while self.on_way:
             self._run((), [])
 
@@ -187,16 +171,17 @@ class Decoder:
 
     def _slice(self, number: int, per_request: int) -> Slice:
         sampling = Sampling(SamplingParams(temperature=0), 0, ())
-        prompt = [3 + (number * 7919 + place * 104729) % (VOCAB - 3) for place in range(CONTEXT + 1)]
-        request = Request(number, 0.0, prompt, 1, sampling=sampling)
+        request = Request(number, 0.0, prompt_of(number, CONTEXT + 1), 1, sampling=sampling)
         first = number * per_request
         blocks = tuple(range(first, first + per_request))
         return Slice(request, CONTEXT, 1, samples=True, awaits=False, blocks=blocks)
 
     @staticmethod
     def _make_moves(own: int, spare: int) -> list[Move]:
-        """Moves out and in by turns between scattered blocks: `spare` on either tier, those on the device after the
-        first `own`."""
+        """Return moves out and in alternately between scattered blocks, `spare` on either tier.
+
+        On the device they come after the first `own` blocks, which belong to the requests.
+        """
         draw, owner = random.Random(1), Request(BATCH, 0.0, [0], 1)
         device, host = draw.sample(range(own, own + spare), spare), draw.sample(range(spare), spare)
         moves = []
@@ -208,17 +193,16 @@ class Decoder:
         return moves
 
 
-def measure_beside(rounds: int, swap_dtype: str) -> dict[str, Any]:
-    """Steps with and without copies."""
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), torch.bfloat16)
-        decoder = Decoder(Path(folder), swap_dtype)
+def measure_concurrent(rounds: int, swap_dtype: str) -> dict[str, Any]:
+    """Measure steps with and without copies."""
+    with scratch_model(torch.bfloat16) as folder:
+        decoder = Decoder(folder, swap_dtype)
     with_copies: list[float] = []
     without: list[float] = []
     rates: list[float] = []
     for turn in range(rounds + 1):
         quiet = statistics.median(decoder.step(with_copies=False) for _ in range(STEPS_PER_ROUND))
-        decoder.step(with_copies=True)  # from here on copies are on their way
+        decoder.step(with_copies=True)  # the first copies start
         landed, begin = decoder.landed, time.perf_counter()
         busy = statistics.median(decoder.step(with_copies=True) for _ in range(STEPS_PER_ROUND))
         rate = (decoder.landed - landed) * decoder.move_bytes / (time.perf_counter() - begin) / 1e9
@@ -234,43 +218,29 @@ def measure_beside(rounds: int, swap_dtype: str) -> dict[str, Any]:
         "move_kib": decoder.move_bytes >> 10,
         "rounds": rounds,
         "steps_per_round": STEPS_PER_ROUND,
-        "step_ms": spread([taken * 1e3 for taken in without], 3),
-        "step_with_copies_ms": spread([taken * 1e3 for taken in with_copies], 3),
-        "ratio": spread([busy / quiet for busy, quiet in zip(with_copies, without, strict=True)], 3),
-        "copied_gb_per_s": spread(rates, 2),
+        "step_ms": quartiles([taken * 1e3 for taken in without], 3),
+        "step_with_copies_ms": quartiles([taken * 1e3 for taken in with_copies], 3),
+        "ratio": quartiles([busy / quiet for busy, quiet in zip(with_copies, without, strict=True)], 3),
+        "copied_gb_per_s": quartiles(rates, 2),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the JSON here instead of printing it")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    machine = describe_machine() | {"threads": torch.get_num_threads()}
-    copies = []
+    args = harness.parser(__doc__, repeats=15, rounds=15).parse_args()
+    record = harness.new_record(
+        threads=torch.get_num_threads(), repeats=args.repeats, total_mib=TOTAL_BYTES >> 20, copies=[]
+    )
     for block_kib in BLOCK_KIB:
-        for result in measure_copies(block_kib, arguments.repeats):
-            copies.append(result)
+        for result in measure_copies(block_kib, args.repeats):
+            record["copies"].append(result)
             rates = f"{result['blocks_gb_per_s']['median']:5.2f} of {result['memmove_gb_per_s']['median']:5.2f} GB/s"
             codes = f"int8 {result['int8_gb_per_s']['median']:5.2f} GB/s  {result['int8_ratio']['median']:.0%}"
             share = f"{result['ratio']['median']:.0%}"
             print(f"{block_kib:5} KiB {result['direction']:>3}  {rates}  {share}  {codes}", flush=True)
-    beside = {name: measure_beside(arguments.rounds, dtype) for name, dtype in BESIDE.items()}
-    for name, found in beside.items():
-        print(name, {key: value["median"] for key, value in found.items() if isinstance(value, dict)})
-    record = {
-        "machine": machine,
-        "repeats": arguments.repeats,
-        "total_mib": TOTAL_BYTES >> 20,
-        "copies": copies,
-        **beside,
-    }
-    text = json.dumps(record, indent=1)
-    if arguments.out is None:
-        print(text)
-    else:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
+    for name, dtype in CONCURRENT.items():
+        found = record[name] = measure_concurrent(args.rounds, dtype)
+        harness.show(name, {key: value["median"] for key, value in found.items() if isinstance(value, dict)})
+    harness.write_record(record, args.out)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""The cost of sending a plan to several ranks, by transport, and the overhead of a step apart from its model.
+"""Measure the cost of sending a plan to several ranks by transport, and the overhead of a step without its model.
 
     python benchmarks/performance/distributed_overhead/run.py [--out FILE]
 
-`ways`: a message of a plan's size is sent to every rank and each answers: by Ray actor calls, through a compiled graph
-of Ray, and over the engine's links. The actors do nothing else. A compiled graph runs in a separate process, which is
-killed if it does not end.
+`ways`: a message of a plan's size is sent to every rank, and each rank answers: by Ray actor calls, through a compiled
+Ray graph, and over the engine's links. A compiled graph runs in a separate process, which is killed if it does not
+exit.
 
-`steps`: a plan without slices through the built-in model's executor: in this process, on one rank, with TP 2 and with
-TP 2 x PP 2. `control` is the overhead of the ranks. `decode` is the same with eight requests that each get a token: it
-includes the model, its collectives between processes, and waiting for a core where there are more ranks than cores.
+`steps`: `empty` is a plan without slices through the built-in model's executor, in this process, on one rank, with TP 2
+and with TP 2 x PP 2. `control` is what the ranks add to it. `decode` is a step of eight requests; it includes the
+model, its collectives between processes, and waiting for a core where there are more ranks than cores.
 
-Rounds of all kinds alternate. Figures are medians in milliseconds; the quartiles are printed with them.
+All variants take turns. Figures are medians and quartiles in milliseconds.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from skipjoin.recipes import Settings, build
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
+import harness
 
-MESSAGE, ANSWER = bytes(981), bytes(100)  # a plan of 64 decodes, and what comes back
+MESSAGE, ANSWER = bytes(981), bytes(100)  # sizes of a plan of 64 decodes and of its result
 ROUNDS, CALLS = 10, 200
 REQUESTS, BLOCKS, BLOCK_SIZE = 8, 512, 16
 SIZES = {"one process": None, "one rank": GroupSizes(1, 1), "TP 2": GroupSizes(2, 1), "TP 2 x PP 2": GroupSizes(2, 2)}
@@ -58,7 +58,7 @@ Clocked = dict[str, list[float]]
 
 
 class Echo:
-    """An actor that answers."""
+    """Actor that answers each message."""
 
     def answer(self, message: bytes) -> bytes:
         return ANSWER
@@ -70,16 +70,12 @@ class Echo:
 
 
 def quartiles(times: Sequence[float]) -> dict[str, float]:
-    """In milliseconds."""
-    low, middle, high = statistics.quantiles(times, n=4)
-    return {name: round(1e3 * value, 4) for name, value in (("p25", low), ("median", middle), ("p75", high))}
+    """Return the median and quartiles in milliseconds."""
+    return harness.quartiles([1e3 * one for one in times], 4)
 
 
 def clock(call: Callable[[], Any], times: list[float]) -> None:
-    for _ in range(CALLS):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
+    times += [harness.seconds_of(call) for _ in range(CALLS)]
 
 
 # -- ways -------------------------------------------------------------------------------------------------------------
@@ -122,27 +118,27 @@ def ways(cluster: Cluster) -> dict[str, Any]:
 
 
 def graphs() -> dict[str, Any]:
-    """In processes of their own, since taking a graph down may hang."""
+    """Measure compiled graphs in separate processes, because their teardown may hang."""
     found = {}
     for count in (2, 4):
         command = [sys.executable, __file__, "--graph", str(count)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             try:
-                told, _ = process.communicate(timeout=GRAPH_S)
+                output, _ = process.communicate(timeout=GRAPH_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                told, _ = process.communicate()
-        lines = told.splitlines()
+                output, _ = process.communicate()
+        lines = output.splitlines()
         name = f"compiled graph to {count}"
-        found[name] = json.loads(lines[0]) if lines else {"error": "it did not run"}
-        found[name]["taken_down_s"] = float(lines[1]) if len(lines) > 1 else None
+        found[name] = json.loads(lines[0]) if lines else {"error": "the graph did not run"}
+        found[name]["teardown_s"] = float(lines[1]) if len(lines) > 1 else None
     return found
 
 
 def graph(count: int) -> None:
-    """Measure one, tell it, and then how long taking it down took."""
+    """Measure a compiled graph and print its figures, and then the seconds of its teardown."""
     cluster = Cluster.start(count)
-    from ray.dag import InputNode, MultiOutputNode  # noqa: PLC0415 (Ray must have been set up before)
+    from ray.dag import InputNode, MultiOutputNode  # noqa: PLC0415 (Ray must be set up first)
 
     with InputNode() as sent:
         dag = MultiOutputNode([actor.answer.bind(sent) for actor in echoes(count)])
@@ -161,17 +157,18 @@ def graph(count: int) -> None:
 
 
 class Decoder:
-    """Eight requests on an executor, one token each with every call."""
+    """Eight requests on an executor that each get one token per step."""
 
     def __init__(self, executor: Any) -> None:
         self.executor = executor
         self._core = EngineCore(
             Scheduler(build("fcfs", Settings(LinearCost(0.01, 1e-4), 64, 4096)), KVLedger(BLOCKS, 0, BLOCK_SIZE))
         )
+        self._core.on_finished = executor.on_finished
         self._number = 0
 
     def empty(self) -> None:
-        """A step that computes nothing."""
+        """Run a step that computes nothing."""
         self.executor.submit(StepPlan(-1, ()), 0.0).result()
 
     def token(self) -> None:
@@ -186,7 +183,7 @@ class Decoder:
 
 
 def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
-    """By name, with what must be kept for them to live."""
+    """Return executors by name, each with the rank group that must stay referenced."""
     made: dict[str, tuple[Any, Any]] = {}
     folder = model_folder("tally")
     for name, sizes in SIZES.items():
@@ -226,7 +223,7 @@ def steps(cluster: Cluster) -> dict[str, Any]:
 
 
 def written() -> dict[str, Any]:
-    """A plan of 64 decodes as a message: writing and reading it."""
+    """Measure writing and reading a plan of 64 decodes as a message."""
     core = EngineCore(Scheduler(build("fcfs", Settings(LinearCost(0.01, 1e-4), 64, 4096)), KVLedger(64 * 64, 0, 16)))
     for number in range(64):
         core.add(Request(number, 0.0, [1] * 32, 900, sampling=Sampling(SamplingParams(), 0, ())), 0.0)
@@ -248,22 +245,19 @@ def written() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = harness.parser(__doc__)
     parser.add_argument("--graph", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.graph:
         graph(args.graph)
         return
+    record = harness.new_record()
     cluster = Cluster.start(24)
     try:
-        found = {"machine": describe_machine(), "plan_of_64": written(), "steps": steps(cluster), "ways": ways(cluster)}
+        record |= {"plan_of_64": written(), "steps": steps(cluster), "ways": ways(cluster)}
     finally:
         cluster.close()
-    text = json.dumps(found, indent=1)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    harness.report(record, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The engines that are compared, behind one call: run these jobs, return the seconds it took."""
+"""The engines that are compared, behind one call that runs jobs and returns the seconds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from pathlib import Path
 from typing import Protocol
 
 import servers
+from harness import show
 from peer_venvs import PeerUnavailableError, python_of
 from skipjoin import LLM, SamplingParams
-from workload import FILL_UP, KV_GIB, SEATS, WARM_UP, Job
+from workload import FILL_UP, KV_GIB, SLOTS, WARM_UP, Job
 
 HERE = Path(__file__).parent
-LIMITS = ("--max-num-seqs", SEATS, "--kv-cache-gib", KV_GIB)
+LIMITS = ("--max-num-seqs", SLOTS, "--kv-cache-gib", KV_GIB)
 
 
 class Engine(Protocol):
-    """Something that runs jobs. warm_up: those that touch its code and memory for the first time."""
+    """An engine that runs jobs.
+
+    Attributes:
+        warm_up: Returns jobs that touch the engine's code and memory before the first measurement.
+    """
 
     warm_up: Callable[[int], list[Job]]
 
     def run(self, jobs: list[Job]) -> float:
-        """Run the jobs, all at once; the seconds that this took."""
+        """Run all jobs at once and return the seconds."""
         ...
 
 
@@ -37,7 +42,7 @@ class Ours:
     warm_up = FILL_UP
 
     def __init__(self, folder: Path) -> None:
-        self.llm = LLM(str(folder), progress=False, max_num_seqs=SEATS, kv_cache_gib=KV_GIB)
+        self.llm = LLM(str(folder), progress=False, max_num_seqs=SLOTS, kv_cache_gib=KV_GIB)
         self.weight_bytes = self.llm.engine.info.weight_bytes
 
     def run(self, jobs: list[Job]) -> float:
@@ -49,7 +54,7 @@ class Ours:
         return seconds
 
     def scheduling_share(self, jobs: list[Job]) -> float:
-        """Share of a run that the engine core's decisions take."""
+        """Return the share of a run that the engine core's scheduling takes."""
         core = self.llm.engine.core
         spent = 0.0
         originals = core.start_step, core.finish_step
@@ -74,7 +79,7 @@ class Ours:
 
 
 class OverHttp:
-    """A server in processes of its own, one stream per request."""
+    """A server, with one stream per request."""
 
     def __init__(self, server: servers.Server, warm_up: Callable[[int], list[Job]] = FILL_UP) -> None:
         self.server, self.warm_up = server, warm_up
@@ -91,7 +96,7 @@ class OverHttp:
         return seconds
 
     async def _stream(self, job: Job) -> int:
-        """Tokens of one streamed completion, by the usage that the server reports at its end."""
+        """Return the tokens of a streamed completion from the usage at its end."""
         body = json.dumps(
             {
                 "model": self.server.name,
@@ -103,7 +108,7 @@ class OverHttp:
                 "stream_options": {"include_usage": True},
             }
         ).encode()
-        # A bare socket: a client library would take the processor time that is being measured.
+        # A client library would take processor time from the server, so this is a bare socket.
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json"
         writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
@@ -118,7 +123,7 @@ class OverHttp:
 
 
 class Transformers:
-    """One of transformers' ways to generate. process: that of `transformers_peer.py`."""
+    """One of transformers' ways to generate, in the process of `transformers_peer.py`."""
 
     warm_up = WARM_UP
 
@@ -135,7 +140,7 @@ class Transformers:
 
 @contextmanager
 def transformers(folder: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
-    """The process of `transformers_peer.py`, once it has loaded the model."""
+    """Run `transformers_peer.py` and yield its process once it has loaded the model."""
     command = [python_of("transformers"), HERE / "transformers_peer.py", folder, "--dtype", dtype]
     process = subprocess.Popen(
         [str(part) for part in command],
@@ -156,26 +161,26 @@ def transformers(folder: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
 def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     if not (line := process.stdout.readline()):
-        raise RuntimeError("transformers ended")
+        raise RuntimeError("the transformers process exited")
     return line
 
 
 @contextmanager
 def engines(folder: Path, dtype: str, names: list[str]) -> Iterator[tuple[dict[str, Engine], dict[str, str]]]:
-    """The engines: ours, and those of the named peers that can be had; of the others, why not."""
+    """Yield Skipjoin's engines and those of the named peers, and the reasons for missing peers."""
     found: dict[str, Engine] = {}
     missing: dict[str, str] = {}
     with ExitStack() as stack:
         ours = Ours(folder)
         stack.callback(ours.llm.close)
         found["skipjoin LLM"] = ours
-        found["skipjoin HTTP"] = OverHttp(stack.enter_context(servers.skipjoin(folder, *LIMITS)))
+        found["skipjoin HTTP"] = OverHttp(stack.enter_context(servers.Skipjoin(folder, *LIMITS)))
         for name in names:
             try:
                 found |= _peer(stack, name, folder, dtype)
             except (PeerUnavailableError, RuntimeError) as error:
                 missing[name] = str(error)
-                print(f"{name} is left out: {error}", flush=True)
+                show(f"{name} is left out: {error}")
         yield found, missing
 
 
@@ -187,8 +192,8 @@ def _peer(stack: ExitStack, name: str, folder: Path, dtype: str) -> dict[str, En
             "transformers continuous batching": Transformers(process, "continuous"),
         }
     if name == "llamacpp":
-        server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SEATS)
+        server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SLOTS)
         return {"llama.cpp HTTP": OverHttp(stack.enter_context(server), WARM_UP)}
     is_eager = name == "vllm-eager"
-    server = servers.vllm(python_of("vllm"), folder, seqs=SEATS, dtype=dtype, kv_gib=KV_GIB, is_eager=is_eager)
+    server = servers.vllm(python_of("vllm"), folder, seqs=SLOTS, dtype=dtype, kv_gib=KV_GIB, is_eager=is_eager)
     return {"vLLM eager HTTP" if is_eager else "vLLM HTTP": OverHttp(stack.enter_context(server))}

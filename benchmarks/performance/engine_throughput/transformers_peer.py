@@ -1,10 +1,10 @@
-"""transformers in a process of its own: runs in the environment of the peer `transformers`.
+"""Generate with transformers in a separate process, in the environment of the peer `transformers`.
 
     PYTHON transformers_peer.py FOLDER [--dtype bfloat16]
 
-Reads one JSON object per line: `{"engine": "generate" or "continuous", "jobs": [[prompt, output], ...]}`. Answers each
-with the seconds that the jobs took; the first line says that the model is loaded. `generate` runs requests of one
-length in one batch, others in batches of 16 in the order given, padded on the left.
+The process reads one JSON object per line: `{"engine": "generate" or "continuous", "jobs": [[prompt, output], ...]}`,
+and answers with the seconds of the jobs. Its first line says that the model is loaded. `generate` runs requests of one
+length in one batch, and others in batches of 16 in the given order, padded on the left.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 Jobs = list[tuple[list[int], int]]
-BATCH, LONGEST = 16, 256
+BATCH, MAX_OUTPUT = 16, 256
 
 
 @torch.inference_mode()
 def generate(model: torch.nn.Module, jobs: Jobs) -> float:
-    """Seconds of `generate`."""
+    """Return the seconds of `generate`."""
     begin = time.perf_counter()
     is_uniform = len({(len(prompt), output) for prompt, output in jobs}) == 1
     size = len(jobs) if is_uniform else BATCH
@@ -42,8 +42,8 @@ def generate(model: torch.nn.Module, jobs: Jobs) -> float:
 
 
 def continuous(model: torch.nn.Module, jobs: Jobs) -> float:
-    """Seconds of continuous batching, with a cache that the jobs fit in."""
-    config = GenerationConfig(max_new_tokens=LONGEST, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    """Return the seconds of continuous batching, with a cache for all jobs."""
+    config = GenerationConfig(max_new_tokens=MAX_OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(page_size=32, num_blocks=1024, max_batch_tokens=1024)
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
     manager.start()
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever libraries print
+    os.dup2(2, 1)  # output of libraries goes to standard error
     model = AutoModelForCausalLM.from_pretrained(
         args.folder, dtype=getattr(torch, args.dtype), trust_remote_code=False
     ).eval()

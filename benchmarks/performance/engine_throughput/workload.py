@@ -1,4 +1,4 @@
-"""The sets of requests that every engine gets."""
+"""The sets of requests that every engine runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from random_model import VOCAB
 
-# Most requests in flight at once, of any set, and the KV of each engine that has a pool.
-SEATS, KV_GIB = 64, 1.0
+# Maximum number of requests in flight in any set, and the KV of each engine that has a pool.
+SLOTS, KV_GIB = 64, 1.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """One request: its prompt, and how many tokens it generates whatever they are."""
+    """A prompt and its number of output tokens."""
 
     prompt: list[int]
     output: int
@@ -22,19 +22,19 @@ class Job:
 
 @dataclass(frozen=True)
 class WorkloadSet:
-    """Lengths of requests, prompt and output. counts_prompts: the rate is of prompt tokens, not of output tokens."""
+    """Prompt and output lengths; with `counts_prompts` the rate counts prompt tokens instead of output tokens."""
 
     lengths: list[tuple[int, int]]
     counts_prompts: bool = False
 
     def jobs(self, turn: int) -> list[Job]:
-        """Requests of these lengths. Each turn has other prompts: engines keep the KV of those that they have seen."""
+        """Return requests of these lengths, with new prompts in each turn, because engines cache prefixes."""
         draw = random.Random(f"{turn}")
         return [Job([draw.randrange(3, VOCAB) for _ in range(prompt)], output) for prompt, output in self.lengths]
 
     @property
     def tokens(self) -> int:
-        """Those that the rate counts."""
+        """Number of tokens that the rate counts."""
         return sum(prompt if self.counts_prompts else output for prompt, output in self.lengths)
 
 
@@ -52,5 +52,5 @@ SETS: dict[str, WorkloadSet] = {
     "long": WorkloadSet([(700, 128)] * 16),
 }
 WARM_UP: Callable[[int], list[Job]] = WorkloadSet([(64, 4)] * 16 + [(900, 4)]).jobs
-# The same, and as many tokens as a pool has room for: memory that was never written costs its first user a fault.
+# As many tokens as a pool holds, so that later runs cause no page faults.
 FILL_UP: Callable[[int], list[Job]] = WorkloadSet([(64, 4)] * 16 + [(900, 1)] * 33).jobs

@@ -1,8 +1,7 @@
-"""Attention alone: Skipjoin's kernels, torch's operations and, where it is installed, FlashInfer.
+"""Time attention alone: Skipjoin's kernels, torch's operations and, where it is installed, FlashInfer.
 
-Decodes are bound by memory: their bytes (the keys and values that must be read) per second are compared with those of a
-copy within the device's memory. Prompts are bound by arithmetic: their FLOPs are compared with those of a matrix
-product.
+Decodes are memory-bound: the keys and values read per second are compared with the bandwidth of a copy in device
+memory. Prompts are compute-bound: their FLOPs are compared with those of a matrix product.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.parallel import WHOLE
 
 BLOCK_SIZE = 16
-# heads, kv_heads, head_dim, whether they rotate
+# heads, kv_heads, head_dim, whether heads rotate
 MODELS = {"llama-3-8b": (32, 8, 128, True), "opt-13b": (40, 40, 128, False)}
 _TINY = {"tiny": (4, 2, 16, True)}
-# Layers of the cache that the runs go round, so that none finds the keys of the one before in the device's caches.
+# Size of the layers that runs cycle through, so that the device's caches do not hold the keys of the next run.
 _LAYERS_BYTES = 1 << 30
 _WORKSPACE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class Case:
-    """kind: "decode" or "prefill". mix: (tokens with KV already, new tokens) of each sequence."""
+    """A batch of "decode" or "prefill"; `mix` has (tokens with KV, new tokens) of each sequence."""
 
     kind: str
     model: str
@@ -50,7 +49,7 @@ class Case:
 
 
 def decode_cases(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
-    """Batches of decodes of equal contexts, of very different ones, and of one long context among short ones."""
+    """Return decodes with equal contexts, with very different ones, and with one long context among short ones."""
     sizes = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096))
     cases = [Case("decode", model, ((context - 1, 1),) * count) for model in models for count, context in sizes]
     uneven = (tuple((16 + 31 * i, 1) for i in range(128)), ((32_767, 1), *((511, 1),) * 63))
@@ -58,13 +57,13 @@ def decode_cases(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
 
 
 def prefill_cases(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
-    """One prompt, several, and chunks of prompts whose beginnings are in the cache."""
+    """Return one prompt, several prompts, and chunks of prompts with cached beginnings."""
     mixes = (((0, 8192),), ((0, 2048),) * 4, ((4096, 512),) * 4)
     return [Case("prefill", model, mix) for model in models for mix in mixes]
 
 
 def measure(device: str) -> list[dict[str, Any]]:
-    """A record for each case and implementation; on a CPU a few tiny cases, to see that everything runs."""
+    """Return a record for each case and implementation; on a CPU a few tiny cases as a rehearsal."""
     if device == "cpu":
         cases = [Case("decode", "tiny", ((40, 1), (3, 1))), Case("prefill", "tiny", ((0, 9), (20, 5)))]
         return [record for case in cases for record in _measure(case, device, {})]
@@ -73,7 +72,7 @@ def measure(device: str) -> list[dict[str, Any]]:
 
 
 class _Work:
-    """The tensors of a case."""
+    """Tensors of a case."""
 
     def __init__(self, case: Case, device: str) -> None:
         self.heads, self.kv_heads, self.dim, rotates = (MODELS | _TINY)[case.model]
@@ -97,7 +96,7 @@ class _Work:
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) if rotates else None
         self.scale = self.dim**-0.5
         self.kv_bytes = sum(s + n for s, n in case.mix) * 2 * self.kv_heads * self.dim * self.dtype.itemsize
-        # Token i of a segment sees start + i + 1 keys; a multiplication and an addition for scores and for values.
+        # Token i of a segment sees start + i + 1 keys, with one multiply-add for scores and one for values.
         pairs = sum(n * s + n * (n + 1) // 2 for s, n in case.mix)
         self.flop = 4 * self.heads * self.dim * pairs
 
@@ -109,14 +108,14 @@ def _measure(case: Case, device: str, ceilings: dict[str, float]) -> Iterator[di
         record: dict[str, Any] = {"case": case.name, "kind": case.kind, "model": case.model, "implementation": name}
         try:
             call = make()
-            work.packed.copy_(work.fresh)  # every call rotates the queries anew
+            work.packed.copy_(work.fresh)  # every call rotates the queries in place
             out = call(0).float()
             expected = out if expected is None else expected
             if name.startswith("triton") or (name == "flashinfer" and work.cos_sin is None):
                 record["difference"] = _significant(((out - expected).norm() / expected.norm()).item())
             del out
             record |= _figures(case, work, _times(call, work.layers, device), ceilings)
-        except Exception as error:  # what one cannot do is a finding, not the end
+        except Exception as error:  # an implementation that fails is a finding
             record["failed"] = f"{type(error).__name__}: {error}"[:300]
         yield record
     if device != "cpu":
@@ -124,7 +123,7 @@ def _measure(case: Case, device: str, ceilings: dict[str, float]) -> Iterator[di
 
 
 def _implementations(work: _Work, device: str) -> Iterator[tuple[str, Callable[[], Callable[[int], torch.Tensor]]]]:
-    """Their names, and what makes a function of the layer that attends once."""
+    """Yield names and factories of functions that attend once in a layer."""
     yield "torch", functools.partial(_attend, work, TorchAttention)
     if device == "cpu":
         return
@@ -135,7 +134,7 @@ def _implementations(work: _Work, device: str) -> Iterator[tuple[str, Callable[[
 
 
 def _attend(work: _Work, make: Callable[[], AttentionBackend]) -> Callable[[int], torch.Tensor]:
-    """As a model's layer does it: rotation and the write of keys and values included."""
+    """Attend as a layer does, including rotation and the write of keys and values."""
     backend = make()
     options = {"scale": work.scale, "cos_sin": work.cos_sin}
     return lambda layer: backend.attend(*work.qkv, work.kv, work.batch, layer=layer, **options)
@@ -164,7 +163,7 @@ def _tuned(work: _Work) -> AttentionBackend:
 
 
 def _write_only(work: _Work) -> Callable[[int], torch.Tensor]:
-    """The part of our attention that FlashInfer's does not do."""
+    """Run the part of our attention that FlashInfer does not do."""
     from skipjoin.model.kernels.kv_write import kv_write  # noqa: PLC0415
 
     def call(layer: int) -> torch.Tensor:
@@ -175,7 +174,7 @@ def _write_only(work: _Work) -> Callable[[int], torch.Tensor]:
 
 
 def _flashinfer(work: _Work) -> Callable[[int], torch.Tensor]:
-    """Attention alone: no rotation, no write."""
+    """Attend without rotation and without a write."""
     import flashinfer  # noqa: PLC0415
 
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
@@ -198,7 +197,7 @@ def _flashinfer(work: _Work) -> Callable[[int], torch.Tensor]:
 
 
 def _times(call: Callable[[int], object], layers: int, device: str) -> list[float]:
-    """Seconds of single calls, each on the next layer."""
+    """Return the seconds of single calls, each on the next layer."""
     if device == "cpu":
         found = []
         for _ in range(3):
@@ -207,7 +206,7 @@ def _times(call: Callable[[int], object], layers: int, device: str) -> list[floa
             found.append(time.perf_counter() - begin)
         return found
     turn = iter(range(1 << 40))
-    # Everything is compiled and the clocks are up before the first one counts.
+    # Warm-up calls compile everything and raise the clocks.
     return [ms / 1e3 for ms in _do_bench(lambda: call(next(turn) % layers))]
 
 
@@ -237,7 +236,7 @@ def _figures(case: Case, work: _Work, times: list[float], ceilings: dict[str, fl
 
 
 def _copy_rate(device: str) -> float:
-    """Bytes read plus bytes written per second."""
+    """Return the bytes read and written per second."""
     source = torch.empty(1 << 30, dtype=torch.int8, device=device).random_(-128, 127)
     target = torch.empty_like(source)
     return 2 * source.numel() / statistics.median(_do_bench(lambda: target.copy_(source))) * 1e3

@@ -1,4 +1,4 @@
-"""The part `machine`: what the card is, and the two ceilings that all other parts are compared with."""
+"""The part `machine`: the card, and the two ceilings that all other parts are compared with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from common import Figures, Task, seconds_of, significant, spread
 
 from machine import describe_machine
 
-# Bytes that are copied, several times what caches hold, and the side of the matrices; small in a rehearsal.
+# Bytes of the copy, several times the size of caches, and the side of the matrices; small in a rehearsal.
 _COPY_BYTES, _SIDE = {"cuda": 4 << 30, "cpu": 1 << 22}, {"cuda": 8192, "cpu": 128}
 
 
 def measure(task: Task) -> Figures:
-    """The machine, its copy bandwidth and its rate of matrix products. Raises RuntimeError where there is no card."""
+    """Measure the copy bandwidth and the rate of matrix products.
+
+    Raises:
+        RuntimeError: There is no card.
+    """
     figures: Figures = {"machine": describe_machine() | _card(task)}
     task.keep(figures)
     figures["copy"] = copy_bandwidth(task)
@@ -29,7 +33,7 @@ def measure(task: Task) -> Figures:
 
 
 def copy_bandwidth(task: Task) -> Figures:
-    """Bytes read plus bytes written per second of a copy within the device's memory."""
+    """Measure the bytes read and written per second of a copy in device memory."""
     size = _COPY_BYTES[task.device]
     source = torch.randint(-128, 127, (size,), dtype=torch.int8, device=task.device)
     target = torch.empty_like(source)
@@ -38,7 +42,7 @@ def copy_bandwidth(task: Task) -> Figures:
 
 
 def matmul_rate(task: Task) -> Figures:
-    """Floating-point operations per second of a bfloat16 product of random matrices."""
+    """Measure the floating-point operations per second of a bfloat16 product of random matrices."""
     side = _SIDE[task.device]
     left, right = (torch.randn(side, side, device=task.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(left)

@@ -1,4 +1,4 @@
-"""The parts `tests` and `sanitizer`: whether what runs on the card is right."""
+"""The parts `tests` and `sanitizer`: correctness of what runs on the card."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from common import HERE, ROOT, Figures, Task
 
 _TESTS = ROOT / "tests"
-_NAMED = 40  # most failures that are kept
+_MAX_FAILURES = 40
 _TAIL = 1500
-# Of pytest's lines: one per test, those of its summary, files that could not be imported, and how many tests there are.
+# Lines of pytest: one per test, those of its summary, files that cannot be imported, and the number of tests.
 _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
 _SUMMARY = re.compile(r"^(?:FAILED|ERROR) (.{1,300})", re.MULTILINE)
 _ERROR = re.compile(r"^ERROR [^\s:]+\.py$", re.MULTILINE)
@@ -22,8 +22,7 @@ _COLLECTED = re.compile(r"\b(\d+)(?:/\d+)? tests? collected")
 
 
 def measure_tests(task: Task) -> Figures:
-    """The tests with the mark `gpu`, and those of the Triton kernels, compiled and not interpreted. In a rehearsal they
-    are only collected."""
+    """Run the tests with the mark `gpu` and those of the Triton kernels, compiled; in a rehearsal only collect them."""
     figures: Figures = {}
     runs = {
         "gpu": ["-m", "gpu", *_files("mark.gpu")],
@@ -31,7 +30,7 @@ def measure_tests(task: Task) -> Figures:
     }
     for name, arguments in runs.items():
         if not any(argument.endswith(".py") for argument in arguments):
-            figures[name] = {"passed": 0, "failed": 0, "skipped": 0, "output": "there are none"}
+            figures[name] = {"passed": 0, "failed": 0, "skipped": 0, "output": "no tests"}
         else:
             figures[name] = _pytest(task, arguments, max(20.0, task.left_s * (0.7 if name == "gpu" else 1.0)))
         task.keep(figures)
@@ -39,22 +38,22 @@ def measure_tests(task: Task) -> Figures:
 
 
 def _files(text: str, folder: Path = _TESTS) -> list[str]:
-    """The files of tests that have this text."""
+    """Return the test files that contain a text."""
     return [str(file) for file in sorted(folder.rglob("test_*.py")) if text in file.read_text(encoding="utf-8")]
 
 
 def _pytest(task: Task, arguments: Sequence[str], limit_s: float) -> Figures:
-    """What came of the tests, as far as they got."""
+    """Return the outcomes of the tests that ran."""
     command = [sys.executable, "-u", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
-    # What other versions of torch and Triton warn of is no failure here.
+    # Warnings of other versions of torch and Triton are not failures here.
     command += ["-W", "default"]
-    # A file whose imports are missing here must not keep the others from running.
+    # A file with missing imports must not prevent the others from running.
     command += ["--continue-on-collection-errors", *(["--collect-only", "-q"] if task.is_rehearsal else [])]
     status, output = _outcome(command, limit_s)
     found = _OUTCOME.findall(output)
     counts = {word: sum(outcome == word.upper() for _, outcome in found) for word in ("passed", "failed", "skipped")}
     counts["failed"] += sum(outcome == "ERROR" for _, outcome in found) + len(_ERROR.findall(output))
-    figures: Figures = {"status": status, **counts, "failures": _SUMMARY.findall(output)[:_NAMED]}
+    figures: Figures = {"status": status, **counts, "failures": _SUMMARY.findall(output)[:_MAX_FAILURES]}
     if task.is_rehearsal:
         figures["collected"] = sum(map(int, _COLLECTED.findall(output)))
     if figures["failed"] or status != "exit code 0":
@@ -63,7 +62,7 @@ def _pytest(task: Task, arguments: Sequence[str], limit_s: float) -> Figures:
 
 
 def _outcome(command: list[str], limit_s: float) -> tuple[str, str]:
-    """How a program ended, and what it wrote, until it was stopped if it took too long."""
+    """Run a program with a time limit and return its status and its output."""
     try:
         run = subprocess.run(
             command,
@@ -81,7 +80,7 @@ def _outcome(command: list[str], limit_s: float) -> tuple[str, str]:
 
 
 def measure_sanitizer(task: Task) -> Figures:
-    """compute-sanitizer on a script that runs every kind of step at small sizes; in a rehearsal the script alone."""
+    """Run compute-sanitizer on every kind of step at small sizes; in a rehearsal run the steps alone."""
     program = [sys.executable, str(HERE / "small_steps.py"), task.device]
     tool = shutil.which("compute-sanitizer")
     if task.is_rehearsal or tool is None:

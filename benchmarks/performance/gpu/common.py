@@ -1,4 +1,4 @@
-"""What the parts of the GPU benchmark share: their task, the models, engines, plans, and a driver of requests."""
+"""Shared code of the parts of the GPU benchmark: tasks, models, engines, plans, and a driver of requests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,20 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 Figures = dict[str, Any]
 BLOCK_SIZE = 16
-# Shapes of a rehearsal: every kind of step, in no time.
+# Shapes of a rehearsal, which runs every kind of step quickly.
 _TINY = {"layers": 2, "hidden": 64, "heads": 4, "head_dim": 16, "intermediate": 128, "vocab": 512}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a part is to do. seconds: it may take about so long. ceilings: of the machine, as `machine.measure` found
-    them; empty in that part. earlier: what the part had found in an earlier run of the same folder. into: a file."""
+    """Task of a part.
+
+    Attributes:
+        seconds: Approximate time limit.
+        ceilings: Limits of the machine as the part `machine` measured them; empty in that part.
+        earlier: Figures of the part in an earlier run with the same folder.
+        into: File for the figures.
+    """
 
     device: str
     seconds: float
@@ -55,23 +61,23 @@ class Task:
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether it is only to be seen that everything runs."""
+        """Whether the run only tests the scripts."""
         return self.device == "cpu"
 
     @property
     def left_s(self) -> float:
-        """Of the time that it may take."""
+        """Remaining seconds."""
         return self.seconds - (time.monotonic() - self.began)
 
     def keep(self, figures: Figures) -> None:
-        """What is known so far: it is not lost when the rest fails."""
+        """Write the figures so far, which survive a later failure."""
         partial = self.into.with_suffix(".tmp")
         partial.write_text(json.dumps(figures))
         partial.replace(self.into)
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> Figures:
-    """Median, least and greatest."""
+    """Return the median, the range and the number of runs."""
     found = statistics.median(values), min(values), max(values)
     return dict(zip(("median", "min", "max"), (significant(value * scale) for value in found), strict=True)) | {
         "runs": len(values)
@@ -79,18 +85,18 @@ def spread(values: Sequence[float], scale: float = 1.0) -> Figures:
 
 
 def significant(value: float) -> float:
-    """Five digits, no times are known better."""
+    """Round to five digits."""
     return float(f"{value:.5g}")
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has nothing more to do."""
+    """Wait until the device is idle."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_of(device: str, work: Callable[[], object], *, warmup: int = 3, runs: int = 20) -> list[float]:
-    """How long a call keeps the device busy, by its own clock on CUDA; each run begins when the one before is over."""
+    """Return how long a call keeps the device busy, on CUDA by the device's clock, one run after the other."""
     for _ in range(warmup):
         work()
     found = []
@@ -114,7 +120,7 @@ def seconds_of(device: str, work: Callable[[], object], *, warmup: int = 3, runs
 
 
 def shape_of(task: Task, name: str, *, max_positions: int | None = None) -> ModelShape:
-    """A model of the simulator's catalogue; in a rehearsal a tiny one of the same family."""
+    """Return a model of the simulator's catalog, or in a rehearsal a tiny one of the same family."""
     shape = model_shape(name)
     if task.is_rehearsal:
         heads = {"kv_heads": _TINY["heads"] // (2 if shape.kv_heads < shape.heads else 1)}
@@ -123,7 +129,7 @@ def shape_of(task: Task, name: str, *, max_positions: int | None = None) -> Mode
 
 
 def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
-    """What config.json says of it."""
+    """Return the config.json of a model."""
     common = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -161,7 +167,7 @@ def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def folder_of(shape: ModelShape, dtype: str) -> Iterator[Path]:
-    """A folder with nothing but config.json; its name is the model's, as profiles tell it."""
+    """Yield a folder with only a config.json, named after the model as profiles expect."""
     with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
         folder = Path(scratch) / shape.name
         folder.mkdir()
@@ -170,7 +176,7 @@ def folder_of(shape: ModelShape, dtype: str) -> Iterator[Path]:
 
 
 def settings_for(task: Task, folder: Path, dtype: str, **settings: Any) -> EngineConfig:
-    """An engine's settings on the task's device, with random weights."""
+    """Return the settings of an engine with random weights on the task's device."""
     common: dict[str, Any] = {
         "model": str(folder),
         "dtype": dtype,
@@ -186,7 +192,7 @@ def settings_for(task: Task, folder: Path, dtype: str, **settings: Any) -> Engin
 
 @contextlib.contextmanager
 def loaded_model(config: EngineConfig) -> Iterator[Loaded]:
-    """A model and its pools, with numbers in the KV as attention meets them: zeros would be kinder to the card."""
+    """Load a model and its pools, with random KV, because zeros would be faster."""
     loaded = load(config)
     try:
         loaded.executor.store.device.tensor.normal_(0.0, 0.5)
@@ -197,7 +203,7 @@ def loaded_model(config: EngineConfig) -> Iterator[Loaded]:
 
 
 def backends(loaded: Loaded) -> Figures:
-    """Which implementations the model runs on."""
+    """Return the implementations that the model runs on."""
     model = loaded.executor.model
     return {
         "attention": model.attention.name,
@@ -207,12 +213,12 @@ def backends(loaded: Loaded) -> Figures:
 
 
 def tokens(number: int, count: int, vocab: int) -> list[int]:
-    """A prompt: ids all over the vocabulary, another one for each request."""
+    """Return a prompt with ids from the whole vocabulary that differs between requests."""
     return [3 + (number * 7919 + place * 104729) % (vocab - 3) for place in range(count)]
 
 
 def plan_of(pieces: Sequence[tuple[int, int]], vocab: int) -> StepPlan:
-    """A step with slices of (start, tokens), each in blocks of its own, that samples one token of each."""
+    """Return a step with slices of (start, tokens), each in its own blocks, that samples one token of each."""
     slices, next_block = [], 0
     for number, (start, count) in enumerate(pieces):
         blocks = -(-(start + count) // BLOCK_SIZE)
@@ -229,21 +235,21 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def forced(output: int) -> SamplingParams:
-    """Greedy, and just so many tokens whatever they are."""
+    """Return greedy sampling of exactly `output` tokens."""
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
 
 
 def room(engine: Engine, job: WorkloadRequest) -> bool:
-    """Whether the engine can take it."""
-    most = min(engine.info.max_model_len, engine.core.largest_request)
-    return job.prompt_tokens + job.output_tokens <= most
+    """Return whether the request fits the engine."""
+    limit = min(engine.info.max_model_len, engine.core.largest_request)
+    return job.prompt_tokens + job.output_tokens <= limit
 
 
 def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Record:
-    """Hand in jobs when they are due, between steps as the server does, and say what came of them.
+    """Add jobs at their due times, between steps as the server does, and return their record.
 
-    Latencies count from the moment a job was due. Those that are not over `until_s` seconds after the start count with
-    their age, and are aborted. The engine is idle again afterwards.
+    Latencies count from the due time. Jobs that have not finished `until_s` seconds after the start count with their
+    age and are aborted. The engine is idle afterwards.
     """
     loop, info = EngineLoop(engine), engine.info
     ended: list[RequestFacts] = []
@@ -278,7 +284,7 @@ def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Re
 
 
 def drain(loop: EngineLoop) -> None:
-    """End what runs."""
+    """Abort all requests."""
     for number in list(loop.core.requests):
         loop.abort(number)
     while not loop.idle:
@@ -286,7 +292,7 @@ def drain(loop: EngineLoop) -> None:
 
 
 def slim(record: Record) -> Record:
-    """Without the curves."""
+    """Return a record without its curves."""
     return {name: value for name, value in record.items() if name not in ("series", "quantiles", "slo")}
 
 

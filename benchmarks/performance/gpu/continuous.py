@@ -33,15 +33,15 @@ from skipjoin.engine.load import Loaded
 from skipjoin.workload.workload import WorkloadRequest
 
 MODEL, DTYPE = "llama-3-8b", "bfloat16"
-# Wanted: so many times the peer's tokens per second.
-WANTED = 3.0
+# Target: multiple of the peer's tokens per second.
+TARGET = 3.0
 TURNS = 2
 _BATCH_TOKENS = 8192
 _PEERS_BLOCK = 256
 
 
 class _Load(NamedTuple):
-    """Requests that are all there at the start."""
+    """Requests that are all present at the start."""
 
     requests: int
     prompt: int
@@ -56,11 +56,11 @@ _CARD, _REHEARSAL = _Load(256, 256, 128), _Load(4, 24, 6)
 
 
 def measure(task: Task) -> Figures:
-    """Both engines in turn, each warmed up by a run of its own before."""
+    """Measure both engines in turn, each after a warm-up run."""
     load = _REHEARSAL if task.is_rehearsal else _CARD
     shape = shape_of(task, MODEL)
     rates: dict[str, list[float]] = {"skipjoin": [], "transformers": []}
-    figures: Figures = {"model": MODEL, **load._asdict(), "wanted": WANTED}
+    figures: Figures = {"model": MODEL, **load._asdict(), "target": TARGET}
     with folder_of(shape, DTYPE) as folder:
         config = settings_for(
             task,
@@ -124,7 +124,7 @@ class _Theirs:
         self.settings: Figures = {}
 
     def run(self, load: _Load) -> float:
-        """Tokens per second, from the first request to the last token; graphs are captured before."""
+        """Return tokens per second from the first request to the last token, after graphs are captured."""
         blocks = load.requests * -(-(load.prompt + load.output) // _PEERS_BLOCK) + 8
         batching = ContinuousBatchingConfig(
             num_blocks=blocks, max_batch_tokens=_BATCH_TOKENS, **_block_size(_PEERS_BLOCK)
@@ -157,13 +157,13 @@ class _Theirs:
         finally:
             manager.stop(block=True, timeout=30)
         if made != load.generated:
-            raise RuntimeError(f"transformers made {made} tokens of {load.generated}")
+            raise RuntimeError(f"transformers generated {made} of {load.generated} tokens")
         self.settings = json.loads(json.dumps(vars(manager.continuous_batching_config), default=str))
         self.settings["attention"] = attention
         return load.generated / seconds
 
 
 def _block_size(size: int) -> dict[str, int]:
-    """The field has another name in older versions."""
+    """Return the block size under the field name of this version."""
     fields = ContinuousBatchingConfig.__dataclass_fields__
     return {"block_size" if "block_size" in fields else "page_size": size}

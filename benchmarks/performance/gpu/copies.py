@@ -1,26 +1,23 @@
-"""Copies of KV between a GPU and page-locked host memory: their share of the link, and their effect on concurrent
-steps.
+"""Measure copies of KV between a GPU and page-locked CPU memory, and their effect on concurrent steps.
 
     python benchmarks/performance/gpu/copies.py [--device cuda|cpu] [--out FILE]
 
-`link`: one large copy, each way alone and both at once: the limit.
+`link` is one large copy in each direction and in both: the limit.
 
-`moves`: one move of 1 to 256 blocks, scattered over both pools, through the store's copy, from its submission until it
-has landed. `share` is relative to the link; wanted is `WANTED_SHARE` for moves that are large enough to fill it. The
-blocks are as large as those of 16 tokens of Llama-3-8B and OPT-13B, and small ones, which a kernel copies; `one_by_one`
-is the same without the kernel. `int8_us`: the same move where the host holds 8 bits for each number.
+`moves` is one move of 1 to 256 blocks, scattered over both pools, from submission to completion. `share` is relative to
+the link; the target is 0.8 for moves that are large enough to fill it. Block sizes are those of 16 tokens of Llama-3-8B
+and OPT-13B, and a small one, which a kernel copies (`one_by_one` is the same without the kernel). `int8_us` is the same
+move with 8-bit values on the CPU tier.
 
-`beside`: steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight both ways
-throughout alternate with rounds without; `slowdown` is the median step of the one over that of the next. Wanted is
-`WANTED_SLOWDOWN` at most.
+`concurrent` has steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight in
+both directions alternate with rounds without; `slowdown` is the ratio of their median steps, with a target of at most
+1.05.
 
-On a CPU everything runs on a small scale, as a test of the script: the figures mean nothing there.
+On a CPU everything runs at a small scale to test the script.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import sys
@@ -41,10 +38,10 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.page_locked import page_locked_bytes
 
 Figures = dict[str, Any]
-WANTED_SHARE, WANTED_SLOWDOWN = 0.8, 1.05
+MIN_SHARE, MAX_SLOWDOWN = 0.8, 1.05
 _KIB, _MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = {"small": 32 * _KIB, "llama-3-8b": 2 * _MIB, "opt-13b": 25 * _MIB // 2}
-# A layer of 256 bytes per token in bfloat16, so that blocks of any size are so many layers.
+# A layer has 256 bytes per token in bfloat16, so the number of layers sets the block size.
 _TOKEN_BYTES, _BLOCK_TOKENS = 256, 16
 _SHAPE = {
     "model_type": "llama",
@@ -55,21 +52,21 @@ _SHAPE = {
     "max_position_embeddings": 8,
 }
 _OWNER = Request(0, 0.0, [0], 1)
-# Bytes of the link's copies, of the steps' weights, and of each pool that copies beside steps go between.
+# Bytes of the link's copies, of the steps' weights, and of each pool of the concurrent copies.
 _LINK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 _WEIGHT_BYTES, _SIDE = {"cuda": 8 << 30, "cpu": 1 << 21}, {"cuda": 8192, "cpu": 256}
 _POOL_BYTES = {"cuda": 2 << 30, "cpu": 1 << 22}
 _COUNTS = {"cuda": (1, 4, 16, 64, 256), "cpu": (1, 4)}
 _RUNS = {"cuda": 15, "cpu": 3}
 _ROUNDS, _STEPS = {"cuda": 15, "cpu": 2}, {"cuda": 20, "cpu": 3}
-# Bytes of a move beside steps, and what is kept on its way in each direction: more than a link carries in a step.
+# Bytes of a concurrent move, and of all moves in flight per direction, which exceed what a link carries in a step.
 _MOVE_BYTES, _ON_WAY_BYTES = {"cuda": 16 * _MIB, "cpu": _MIB // 2}, {"cuda": 512 * _MIB, "cpu": 2 * _MIB}
 # Requests in a step.
 _BATCH = 8
 
 
 def measure(device: str = "cuda", step: Callable[[], object] | None = None) -> Figures:
-    """All figures. step: queues a step on the current stream; None: one that is like a decode."""
+    """Return all figures; `step` queues a step on the current stream, by default one that resembles a decode."""
     link = measure_link(device)
     moves = [
         figures
@@ -78,13 +75,13 @@ def measure(device: str = "cuda", step: Callable[[], object] | None = None) -> F
     ]
     step = step or decode_like(device)
     sizes = {name: BLOCK_BYTES[name] for name in ("llama-3-8b", "small")}
-    overlapped = [measure_beside(device, step, name, size, link) for name, size in sizes.items()]
+    overlapped = [measure_concurrent(device, step, name, size, link) for name, size in sizes.items()]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "wanted": {"share": WANTED_SHARE, "slowdown": WANTED_SLOWDOWN},
+        "target": {"share": MIN_SHARE, "slowdown": MAX_SLOWDOWN},
         "link": link,
         "moves": moves,
-        "beside": overlapped,
+        "concurrent": overlapped,
     }
 
 
@@ -95,7 +92,7 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
 
 
 def seconds(device: str, work: Callable[[], object], runs: int) -> list[float]:
-    """How long the work takes, to its end on the device; the first run warms up and does not count."""
+    """Return the seconds of runs until the device has finished, without the warm-up run."""
     times = []
     for _ in range(runs + 1):
         synchronize(device)
@@ -107,7 +104,7 @@ def seconds(device: str, work: Callable[[], object], runs: int) -> list[float]:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has nothing more to do."""
+    """Wait until the device is idle."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -116,7 +113,7 @@ def synchronize(device: str) -> None:
 
 
 def measure_link(device: str) -> Figures:
-    """GB/s of one large copy: out to the host, in from it, and of both together at once."""
+    """Measure the GB/s of one large copy out to the CPU, in from it, and in both directions."""
     size = _LINK_BYTES[device]
     here = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2)]
     if device == "cuda":
@@ -156,7 +153,7 @@ def measure_link(device: str) -> Figures:
 
 
 def make_store(device: str, block_bytes: int, blocks: int, swap_dtype: str = "auto") -> KVStore:
-    """Two pools that hold something."""
+    """Return two pools with all memory written."""
     layers = block_bytes // (_BLOCK_TOKENS * _TOKEN_BYTES)
     store = KVStore(
         ModelConfig.from_dict(_SHAPE | {"num_hidden_layers": layers}),
@@ -175,7 +172,7 @@ def make_store(device: str, block_bytes: int, blocks: int, swap_dtype: str = "au
 
 
 def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> Iterator[Figures]:
-    """Moves of several sizes, both ways, and of small blocks without their kernel, too."""
+    """Measure moves of several sizes in both directions, and of small blocks also without their kernel."""
     counts = _COUNTS[device]
     store, draw = make_store(device, block_bytes, 2 * counts[-1]), random.Random(0)
     small = make_store(device, block_bytes, 2 * counts[-1], "int8")
@@ -186,14 +183,14 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
             move = Move(direction, _OWNER, source, target, blocks * store.device.block_size)
             store._kernel = kernel
             times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])
-            most = link[f"{direction.name.lower()}_gb_per_s"]["median"]
+            limit = link[f"{direction.name.lower()}_gb_per_s"]["median"]
             found = {
                 "blocks_of": name,
                 "block_bytes": block_bytes,
                 "blocks": blocks,
                 "direction": direction.name.lower(),
                 "us": spread([taken * 1e6 for taken in times], 1),
-                "share": spread([blocks * block_bytes / taken / 1e9 / most for taken in times]),
+                "share": spread([blocks * block_bytes / taken / 1e9 / limit for taken in times]),
             }
             times = seconds(device, lambda move=move: small.copy(move), _RUNS[device])
             found["int8_us"] = spread([taken * 1e6 for taken in times], 1)
@@ -204,11 +201,11 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
             yield found
 
 
-# -- beside steps ---------------------------------------------------------------------------------------------------
+# -- concurrent steps-----------------------------------------------------------------------------------------------
 
 
 def decode_like(device: str) -> Callable[[], object]:
-    """A step that reads matrices which no cache holds, one product of few rows after the other."""
+    """Return a step of products with few rows and more matrices than caches hold."""
     side, dtype = _SIDE[device], torch.bfloat16
     matrices = [
         torch.randn(side, side, device=device, dtype=dtype) / side**0.5
@@ -226,7 +223,7 @@ def decode_like(device: str) -> Callable[[], object]:
 
 
 class Traffic:
-    """Moves both ways, as many on their way as a link is busy with for longer than a step."""
+    """Moves in both directions, with more in flight than a link carries in a step."""
 
     def __init__(self, device: str, block_bytes: int) -> None:
         per_move = max(1, _MOVE_BYTES[device] // block_bytes)
@@ -238,7 +235,7 @@ class Traffic:
         self._most = max(2, _ON_WAY_BYTES[device] // self._move_bytes)
         self._next: dict[Direction, Iterator[Move]] = {}
         self._on_way = dict.fromkeys(LINK, 0)
-        self.moved = 0  # bytes that landed
+        self.moved = 0  # bytes of completed moves
         tokens = per_move * store.device.block_size
         for index, direction in enumerate(LINK):
             here, there = (draw.sample(range(index * half, (index + 1) * half), half) for _ in range(2))
@@ -249,7 +246,7 @@ class Traffic:
             self._next[direction] = cycle(moves)
 
     def keep_up(self) -> None:
-        """Let more follow where some have landed."""
+        """Submit moves to replace completed ones."""
         self._settle(0.0)
         for direction, on_way in self._on_way.items():
             more = list(islice(self._next[direction], self._most - on_way))
@@ -257,7 +254,7 @@ class Traffic:
             self._on_way[direction] += len(more)
 
     def drain(self) -> None:
-        """Wait for all."""
+        """Wait for all moves."""
         while any(self._on_way.values()):
             self._settle(0.01)
 
@@ -272,8 +269,8 @@ class Traffic:
             self.moved += self._move_bytes
 
 
-def measure_beside(device: str, step: Callable[[], object], name: str, block_bytes: int, link: Figures) -> Figures:
-    """Steps with and without copies of such blocks."""
+def measure_concurrent(device: str, step: Callable[[], object], name: str, block_bytes: int, link: Figures) -> Figures:
+    """Measure steps with and without copies of blocks of a size."""
     traffic = Traffic(device, block_bytes)
     seconds(device, step, 3)
     slowdowns: list[float] = []
@@ -303,7 +300,7 @@ def measure_beside(device: str, step: Callable[[], object], name: str, block_byt
 
 
 def step_seconds(device: str, step: Callable[[], object]) -> float:
-    """A step's time on the device. The host waits for it, as an engine does for tokens."""
+    """Return a step's time on the device, which the host waits for, as an engine waits for tokens."""
     if device == "cpu":
         return seconds(device, step, 1)[0]
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -315,18 +312,13 @@ def step_seconds(device: str, step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    figures = measure(options.device)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from machine import describe_machine  # noqa: PLC0415 (beside this folder, wherever this is imported from)
+    import harness  # noqa: PLC0415 (the part `copies` imports this module without it)
 
-    text = json.dumps({"machine": describe_machine(), **figures}, indent=2)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    harness.report(harness.new_record() | measure(options.device), options.out)
 
 
 if __name__ == "__main__":

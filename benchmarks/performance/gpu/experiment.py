@@ -1,15 +1,16 @@
-"""The part `experiment`: FastServe's claim on this card. OPT-13B's shape with random float16 weights and 11 GiB of KV,
-ShareGPT's lengths, Poisson arrivals, the output lengths forced: the largest rate at which each recipe keeps the mean
-normalized latency under ten decode iterations of a request that is alone (FastServe section 6.1).
+"""The part `experiment`: FastServe's claim on this card.
 
-The model is loaded once, and each run has an engine of its own around it, in this process: requests enter between
-steps, as they do in the server. Rates are of one grid for all recipes, so that runs can be compared; each search begins
-where the simulator, with a profile that was measured on this card before, sees the bound broken (moved by as much as it
-was wrong about the recipe before), and ends between two neighbours of the grid of which the lower one keeps the bound
-and the upper one does not. The figure is interpolated between them. What an earlier call measured with the same
-settings on the same card is kept and gone on from.
+The figure is the largest rate at which each recipe keeps the mean normalized latency under ten decode iterations of a
+single request (FastServe section 6.1), for OPT-13B's shape with random float16 weights, 11 GiB of KV, ShareGPT's
+lengths, Poisson arrivals and forced output lengths.
 
-Runs of half a minute say less of overload than long ones: see `long_runs.py`.
+The model is loaded once, and each run has its own engine in this process: requests enter between steps, as in the
+server. All recipes use one grid of rates. Each search begins at the rate that the simulator predicts with a profile of
+this card, corrected by its error for the previous recipe, and ends between two neighbors of the grid of which only the
+lower keeps the bound. The figure is interpolated between them. A call continues an earlier one with the same settings
+and card.
+
+Runs of half a minute show less of overload than long ones: see `long_runs.py`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from common import (
 )
 from grid import FAR, next_place
 
+from papers.recipes import SPELLED
 from skipjoin.config import EngineConfig
 from skipjoin.config.profile import read_profile, write_profile
 from skipjoin.engine.build import engine_around
@@ -58,7 +60,7 @@ from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Workload, WorkloadRequest, synthetic
 
 MODEL, DTYPE = "opt-13b", "float16"
-# In the order in which they are measured: what the paper compares, then the ablations.
+# In the order of measurement: the paper's comparison, then the ablations.
 RECIPES = (
     "fcfs",
     "fastserve",
@@ -70,16 +72,18 @@ RECIPES = (
 )
 # FastServe section 6.1: ten times the latency of a decode iteration under light load.
 BOUND_FACTOR = 10
-# Neighbouring rates of the grid differ by this factor.
+# Ratio of neighboring rates of the grid.
 _STRIDE = 1.1
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs share, and what must be alike for runs of different calls to be put side by side.
+    """Settings of all runs, which must be equal for calls to continue each other.
 
-    duration_s: in which requests arrive. until_s: end of a run; requests left then count with their age.
+    Attributes:
+        duration_s: Seconds of arrivals.
+        until_s: End of a run; unfinished requests count with their age.
     """
 
     gpu: str
@@ -96,19 +100,18 @@ class Setting:
 
 
 def setting_of(task: Task, kv_bytes_per_token: int) -> Setting:
-    """On a card the paper's; in a rehearsal as many requests on as little KV, but short ones."""
+    """Return the paper's setting, or in a rehearsal one with short requests and little KV."""
     if task.is_rehearsal:
         kv_gib = (3000 + BLOCK_SIZE) * kv_bytes_per_token / 2**30
         return Setting("rehearsal", kv_gib, 4 * kv_gib, "sharegpt*0.05", 1.0, 2.0)
-    # Page-locked memory comes in powers of two; half of the RAM at most.
+    # Page-locked memory has a size of a power of two, and at most half of the RAM.
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     swap_gib = float(min(32, 2 ** math.floor(math.log2(max(2.0, ram / 2)))))
     return Setting(torch.cuda.get_device_name(), 11.0, swap_gib, "sharegpt", 30.0, 42.0)
 
 
 class Bench:
-    """A loaded model with what is known of it; None: only to simulate. profile: the file that the card's is in.
-    workload: of all runs."""
+    """A loaded model with its profile and workload; without a model it only simulates."""
 
     def __init__(self, loaded: Loaded | None, config: EngineConfig | None, setting: Setting, profile: Path) -> None:
         self._loaded, self._config, self._setting, self.profile = loaded, config, setting, profile
@@ -117,28 +120,28 @@ class Bench:
 
     @property
     def bound(self) -> Bound:
-        """On the mean normalized latency, as records tell it."""
+        """Bound on the mean normalized latency."""
         return parse_bound(f"normalized_latency_s.mean<={self.bound_s!r}")
 
     def measure_profile(self, effort: Effort) -> None:
-        """Of this card, into the file."""
+        """Profile this card and write the profile."""
         assert self._loaded is not None
         assert self._config is not None
         write_profile(measure_profile(self._loaded, self._config, effort), self.profile)
 
     def light_load(self) -> list[float]:
-        """Seconds of the decode iterations of requests that are alone."""
+        """Return the decode iterations of single requests in seconds."""
         job = WorkloadRequest(0.0, 160, 64, "default", 0)
         runs = [self._run("fcfs", [job], 60.0) for _ in range(4)]
         return [record["tpot_s"]["mean"] for record in runs[1:]]
 
     def measured(self, recipe: str, rate: float) -> Record:
-        """What came of a run."""
+        """Run a recipe at a rate and return the record."""
         jobs = self.workload.draw(rate, self._setting.duration_s, _SEED)
         return self._run(recipe, jobs, self._setting.until_s)
 
     def cell(self, recipe: str, rate: float) -> Cell:
-        """The same run in the simulator, with this card's profile."""
+        """Return the same run for the simulator, with this card's profile."""
         extent = Extent(rate, self._setting.duration_s, _SEED, until_s=self._setting.until_s)
         return Cell(self._system(recipe), self.workload, extent)
 
@@ -147,9 +150,9 @@ class Bench:
         assert self._config is not None
         config = dataclasses.replace(
             self._config,
-            recipe=recipe,
+            recipe=SPELLED[recipe],
             profile=str(self.profile),
-            recipe_params=own(recipe, {"oracle": "max-tokens"}),
+            recipe_params=own(SPELLED[recipe], {"oracle": "max-tokens"}),
             **({"slo_s": self.bound_s} if math.isfinite(self.bound_s) else {}),
         )
         return drive(engine_around(self._loaded, config), jobs, until_s)
@@ -163,18 +166,18 @@ class Bench:
             max_model_len=setting.max_model_len,
         )
         (found,) = machine.systems(
-            recipe,
+            SPELLED[recipe],
             slo_s=self.bound_s,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
             max_tokens="exact",
-            decision_s=0.0,  # one step is decided while another runs
+            decision_s=0.0,  # scheduling overlaps with the previous step
         )
         return found
 
 
 class _Silent:
-    """Watches a sweep and says nothing."""
+    """Sweep watcher without output."""
 
     def begun(self, number: int, cell: Cell) -> None: ...
 
@@ -184,7 +187,7 @@ class _Silent:
 
 
 class _Predicted:
-    """The simulator's search for the largest rate, which keeps what it saw."""
+    """Simulated search for the largest rate that keeps its records."""
 
     def __init__(self, cell: Cell, bound: Bound) -> None:
         self._search, self._bound = RateSearch([cell], bound), bound
@@ -203,7 +206,7 @@ class _Predicted:
 
 
 def predictions(bench: Bench) -> dict[str, MaximumRate | None]:
-    """Of all recipes, in processes of their own."""
+    """Return the predicted largest rates of all recipes, computed in separate processes."""
     start = _first_rate(bench)
     plans = {recipe: _Predicted(bench.cell(recipe, start), bench.bound) for recipe in RECIPES}
     sweep(list(plans.values()), max(1, min(len(RECIPES), (os.cpu_count() or 1) // 2)), _Silent())
@@ -211,7 +214,7 @@ def predictions(bench: Bench) -> dict[str, MaximumRate | None]:
 
 
 def _first_rate(bench: Bench) -> float:
-    """What `fcfs` finishes per second when all requests are there at once: near where its bound breaks."""
+    """Return the requests per second that `fcfs` finishes when all are present at the start."""
     cell = bench.cell("fcfs", 1.0)
     rate: float = simulate(dataclasses.replace(cell, extent=Extent(1e4, None, _SEED, 300)))["throughput_rps"]
     return rate
@@ -221,20 +224,20 @@ def _first_rate(bench: Bench) -> float:
 
 
 class Search:
-    """All recipes' searches over one grid. rows: a row per run, measured and predicted."""
+    """Searches of all recipes over one grid, with a row per run."""
 
     def __init__(self, bench: Bench, base_rps: float, begins: Mapping[str, int], rows: list[Figures]) -> None:
         self._bench, self._base, self._begins, self.rows = bench, base_rps, begins, rows
 
     def next(self) -> tuple[str, int] | None:
-        """The first recipe that is not done, and where to measure it."""
+        """Return the first unfinished recipe and its next place on the grid."""
         for recipe in RECIPES:
             if (place := self._next_place(recipe)) is not None:
                 return recipe, place
         return None
 
     def measure(self, recipe: str, place: int) -> None:
-        """One run and its prediction."""
+        """Measure one run and add its prediction."""
         rate, began = self._base * _STRIDE**place, time.monotonic()
         row: Figures = {"recipe": recipe, "place": place, "rate_rps": significant(rate)}
         row["measured"] = self._bench.measured(recipe, rate)
@@ -243,7 +246,7 @@ class Search:
         self.rows.append(row)
 
     def largest(self, recipe: str, kind: str) -> MaximumRate | None:
-        """What the rows say of the recipe."""
+        """Return the largest rate of a recipe."""
         points: dict[float, list[Record]] = {}
         for row in self.rows:
             if row["recipe"] == recipe:
@@ -251,7 +254,7 @@ class Search:
         return maximum_rate(points, self._bench.bound)
 
     def is_done(self, recipe: str) -> bool:
-        """Whether there is nothing more to measure of it."""
+        """Return whether the search of a recipe is finished."""
         return self._next_place(recipe) is None
 
     def _next_place(self, recipe: str) -> int | None:
@@ -259,7 +262,7 @@ class Search:
         return next_place(tried, next(iter(tried), self._begins[recipe] + self._shift()))
 
     def _shift(self) -> int:
-        """By how much the simulator was off, on the grid, where it was measured last."""
+        """Return the simulator's error on the grid for the last measured recipe."""
         for recipe in reversed(RECIPES):
             holds = [place for place, held in self._tried(recipe).items() if held]
             if holds:
@@ -271,11 +274,11 @@ class Search:
         return {row["place"]: bound.holds(row["measured"]) for row in self.rows if row["recipe"] == recipe}
 
 
-# -- all of it --------------------------------------------------------------------------------------------
+# -- the part --------------------------------------------------------------------------------------------
 
 
 def measure(task: Task) -> Figures:
-    """Profile, light load, predictions, and as many runs as there is time for."""
+    """Profile, measure light load, predict, and run as much as the time allows."""
     shape = shape_of(task, MODEL)
     setting = setting_of(task, shape.kv_bytes_per_token)
     with folder_of(shape, DTYPE) as folder:
@@ -301,14 +304,14 @@ def measure(task: Task) -> Figures:
 
 
 def _known(task: Task, setting: Setting) -> Figures | None:
-    """What an earlier call found, if it is of this card and these settings and got to its runs."""
+    """Return the figures of an earlier call with this card and these settings, if it reached its runs."""
     earlier = task.earlier
     same = earlier.get("settings") == json.loads(json.dumps(dataclasses.asdict(setting)))
     return dict(earlier) if same and "base_rps" in earlier else None
 
 
 def _prepare(task: Task, bench: Bench, figures: Figures) -> None:
-    """Profile, bound and predictions, unless they are known."""
+    """Determine profile, bound and predictions unless an earlier call has them."""
     if "base_rps" in figures:
         bench.profile.write_text(json.dumps(figures["profile"]))
         read_profile(bench.profile)
@@ -336,20 +339,20 @@ def _search(task: Task, bench: Bench, setting: Setting, figures: Figures) -> Non
         began = time.monotonic()
         search.measure(*following)
         longest = max(longest, time.monotonic() - began)
-        _tell(search, figures)
+        _summarize(search, figures)
         task.keep(figures)
-    _tell(search, figures)
+    _summarize(search, figures)
 
 
-def _tell(search: Search, figures: dict[str, Any]) -> None:
-    """The largest rates as far as they are known."""
-    told = {}
+def _summarize(search: Search, figures: dict[str, Any]) -> None:
+    """Write the largest rates so far into the figures."""
+    found = {}
     for recipe in RECIPES:
         rate = search.largest(recipe, "measured") if any(row["recipe"] == recipe for row in search.rows) else None
-        told[recipe] = {
+        found[recipe] = {
             "measured": None if rate is None else str(rate),
             "predicted": figures["predicted_rps"][recipe],
             "runs": sum(row["recipe"] == recipe for row in search.rows),
             "done": search.is_done(recipe),
         }
-    figures["largest_rate_rps"] = told
+    figures["largest_rate_rps"] = found

@@ -1,4 +1,4 @@
-"""The least time that a decode step takes on a card."""
+"""Lower bound of the time of a decode step on a card."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ if TYPE_CHECKING:
 
 
 def floor_of(shape: ModelShape, batch: int, context: float, ceilings: Mapping[str, float]) -> tuple[int, float]:
-    """Bytes that a decode step reads, and the least seconds that it takes: products follow one another, and each takes
-    as long as its weights take to read or its multiplications to do, whichever is longer. context: of all requests
-    together. The table of embeddings is not read."""
+    """Return the bytes that a decode step reads and a lower bound of its seconds.
+
+    Each product takes the longer of the times to read its weights and to multiply. The embedding table is not read.
+
+    Args:
+        context: Tokens of context of all requests together.
+    """
     queries, both = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim * 2
     layer = [
         shape.hidden * (queries + both),

@@ -1,16 +1,19 @@
-"""The search for the last place of a grid where a bound holds."""
+"""Search for the last place of a grid where a bound holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Places further from where a search began are not tried.
+# Maximum distance from the first place.
 FAR = 24
 
 
 def next_place(tried: Mapping[int, bool], begin: int) -> int | None:
-    """Where on the grid to measure next; None: it is known between which neighbours the bound breaks, or that it does
-    so too far away. tried: whether the bound held there."""
+    """Return the next place to measure, or None if the search is finished or too far from its beginning.
+
+    Args:
+        tried: Whether the bound held, by place.
+    """
     if not tried:
         return begin
     holds = [place for place, held in tried.items() if held]
@@ -29,5 +32,5 @@ def next_place(tried: Mapping[int, bool], begin: int) -> int | None:
 
 
 def _leap(tries: int) -> int:
-    """First to the neighbour, then further."""
+    """Return the step, which doubles with every try up to 8."""
     return 1 << min(tries - 1, 3)

@@ -1,4 +1,4 @@
-"""The parts `attention`, `activations` and `copies`: kernels alone, as measured by modules of their own."""
+"""The parts `attention`, `activations` and `copies`: kernels alone, measured by separate modules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from common import HERE, Figures, Task
 
 
 def measure_attention(task: Task) -> Figures:
-    """See `attention.py`."""
+    """Measure attention; see `attention.py`."""
     return _figures_of("attention", task)
 
 
 def measure_activations(task: Task) -> Figures:
-    """See `model_step/activations.py`."""
+    """Measure products with activations; see `model_step/activations.py`."""
     sys.path.append(str(HERE.parent / "model_step"))
     from activations import measure  # noqa: PLC0415
 
@@ -23,7 +23,7 @@ def measure_activations(task: Task) -> Figures:
 
 
 def measure_copies(task: Task) -> Figures:
-    """See `copies.py`."""
+    """Measure copies; see `copies.py`."""
     return _figures_of("copies", task)
 
 

@@ -1,11 +1,11 @@
-"""What the simulator says of runs longer than a card was lent for, with the profile that `experiment` measured on it.
+"""Simulate runs that are longer than those on the card, with the profile that `experiment` measured.
 
     python benchmarks/performance/gpu/long_runs.py [FILE] [--duration 300]
 
-A run of half a minute ends before the queue of an overloaded system has grown to what it would, so its largest rate is
-above what the system sustains, and more so for recipes that let many requests begin. This adds to the record of
-`experiment` in FILE (default: result.json here) the simulator's largest rates for arrivals over the duration, in which
-every request is waited for. It needs no card.
+A run of half a minute ends before the queue of an overloaded system has grown, so its largest rate exceeds the
+sustainable one, and more so for recipes that start many requests. This script adds the simulator's largest rates for
+the duration to the record of `experiment` in FILE (default: result.json here), with all requests finished. It needs no
+card.
 """
 
 from __future__ import annotations

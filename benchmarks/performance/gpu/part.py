@@ -1,8 +1,8 @@
-"""One part of the GPU benchmark, in this process: `run.py` starts it.
+"""Run one part of the GPU benchmark in this process; `run.py` starts it.
 
     python benchmarks/performance/gpu/part.py NAME TASK.json FILE
 
-TASK.json holds the fields of `Task`. The figures go to FILE, what was known before a failure, too.
+TASK.json has the fields of `Task`. The figures are written to FILE, including those before a failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common import Figures, Task
 
-# Name of the part: where it is.
+# Module and function of each part.
 PARTS = {
     "machine": ("card", "measure"),
     "tests": ("checks", "measure_tests"),

@@ -1,15 +1,13 @@
-"""The GPU benchmark: all measurements and checks that need a GPU, in one command.
+"""Run all measurements and checks that need a GPU.
 
     python benchmarks/performance/gpu/run.py [--parts decode,prefill,...] [--minutes 9] [--out FOLDER] [--rehearse]
 
-Each part runs in a process of its own, with a time limit, so that a crash or a hang loses only that part; result.json
-is written after each. Parts of an earlier run in FOLDER/result.json are kept, each with its own date. Every part except
-`machine` is compared with the results of `machine`, which always runs first: the bandwidth of a copy and the rate of a
-matrix product.
+Each part runs in its own process with a time limit, so a crash or a hang loses only that part; result.json is written
+after each. Parts of an earlier run in FOLDER/result.json are kept with their dates. `machine` always runs first and
+measures the copy bandwidth and the rate of matrix products, which the other parts are compared with.
 
-`--rehearse` runs all parts on the CPU with tiny shapes, to test the script; its figures mean nothing, and go to
-rehearsal.json in a folder of their own. `experiment` takes the whole time of a call, and runs only if it is named; with
-the result of an earlier call in FOLDER it continues from there.
+`--rehearse` runs all parts on the CPU with tiny shapes to test the scripts, and writes rehearsal.json to a separate
+folder. `experiment` takes the whole time of a call, runs only if it is named, and continues an earlier call in FOLDER.
 """
 
 from __future__ import annotations
@@ -29,16 +27,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-# Seconds that a part may take beyond its share of the time, to end a running measurement; and, for that reason, seconds
-# of the remaining time that are withheld from it.
+# Seconds that a part may take beyond its share to finish a measurement, and seconds that are withheld from it for that.
 _GRACE_S, _RESERVE_S = 30.0, 8.0
-# Parts with less time than this are not started.
-_LEAST_S = 15.0
+# Minimum time of a part; with less it is not started.
+_MIN_S = 15.0
 _LOG_CHARS = 3000
 
 
 class Part(NamedTuple):
-    """weight: its share of the remaining time, relative to those of the parts after it."""
+    """A part; `weight` is its share of the remaining time relative to later parts."""
 
     name: str
     weight: float
@@ -62,7 +59,11 @@ USUAL = tuple(part.name for part in PARTS if part.name != "experiment")
 
 
 def chosen(names: str | None) -> list[Part]:
-    """The parts to run, in their order. Raises ValueError for one that there is not."""
+    """Return the parts to run in their order.
+
+    Raises:
+        ValueError: A part is unknown.
+    """
     wanted = set(USUAL if names is None else [name.strip() for name in names.split(",")])
     if missing := sorted(wanted - {part.name for part in PARTS}):
         raise ValueError(f"parts must be of {', '.join(part.name for part in PARTS)}, got {', '.join(missing)}")
@@ -70,15 +71,15 @@ def chosen(names: str | None) -> list[Part]:
 
 
 def environment(device: str) -> dict[str, str]:
-    """The environment of a part's process: imports this Skipjoin, and downloads no model."""
+    """Return the environment of a part's process, which imports this Skipjoin and downloads nothing."""
     paths = (str(HERE.parents[2] / "src"), str(HERE.parents[2] / "tests" / "exec"), os.environ.get("PYTHONPATH", ""))
     ours = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "HF_HUB_OFFLINE": "1"}
-    # On a CPU kernels run in Triton's interpreter, which has to be known before it is imported.
+    # On a CPU kernels run in Triton's interpreter, which must be set before the import.
     return os.environ | ours | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
 
 
 def run_part(part: Part, task: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Run a part in a process group of its own: its status, its seconds, what it found, and how it failed."""
+    """Run a part in its own process group and return its status, seconds, figures and log."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
         given, found, log = (Path(scratch) / name for name in ("task.json", "figures.json", "log.txt"))
@@ -98,7 +99,7 @@ def run_part(part: Part, task: Mapping[str, Any], limit_s: float) -> dict[str, A
             except subprocess.TimeoutExpired:
                 status = f"stopped after {limit_s:.0f} s"
             finally:
-                # What it started ends with it.
+                # Its descendants end with it.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -108,15 +109,18 @@ def run_part(part: Part, task: Mapping[str, Any], limit_s: float) -> dict[str, A
             "seconds": round(time.monotonic() - began, 1),
             "figures": json.loads(found.read_text()) if found.is_file() else {},
         }
-        # Warnings say what a figure was measured without.
-        if told := log.read_text(errors="replace").replace(str(HERE.parents[2]), ".").replace(sys.prefix, "python"):
-            outcome["log"] = told[-_LOG_CHARS:]
+        # Warnings name what was missing during the measurement.
+        if text := log.read_text(errors="replace").replace(str(HERE.parents[2]), ".").replace(sys.prefix, "python"):
+            outcome["log"] = text[-_LOG_CHARS:]
     return outcome
 
 
 def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) -> dict[str, Any]:
-    """Run the parts, each with its share of the time that is left; the file is written after every part. Raises
-    RuntimeError, and writes nothing, where the first part cannot measure the machine."""
+    """Run the parts, each with its share of the remaining time, and write the file after every part.
+
+    Raises:
+        RuntimeError: The first part cannot measure the machine. Nothing is written.
+    """
     end = time.monotonic() + minutes * 60
     device = "cpu" if rehearse else "cuda"
     result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"parts": {}}
@@ -127,13 +131,13 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
         "rehearsal": rehearse,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command + (" --rehearse" if rehearse else ""),
-        "statuses": {},  # of this call; what stands in `parts` may be of an earlier one
+        "statuses": {},  # of this call; `parts` may be of earlier ones
     }
     for index, part in enumerate(parts):
         left = end - time.monotonic()
         share = left * part.weight / sum(later.weight for later in parts[index:])
         known = result["parts"].get("machine", {}).get("figures", {})
-        if left < _LEAST_S:
+        if left < _MIN_S:
             outcome: dict[str, Any] = {"status": "not begun: no time left", "seconds": 0.0, "figures": {}}
         else:
             task = {
@@ -143,14 +147,14 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
                 "earlier": result["parts"].get(part.name, {}).get("figures", {}),
             }
             print(f"{part.name}: {share:.0f} s", file=sys.stderr, flush=True)
-            if part.name == "machine":  # of this run, or none
+            if part.name == "machine":  # results of earlier runs do not count
                 result["parts"].pop(part.name, None)
             outcome = run_part(part, task, min(share + _GRACE_S, left))
             outcome["gpu"] = (outcome["figures"] if part.name == "machine" else known).get("machine", {}).get("gpu")
         result["statuses"][part.name] = outcome["status"]
         if part.name == "machine" and "ceilings" not in outcome["figures"]:
             raise RuntimeError(f"the card cannot be measured: {outcome.get('log', outcome['status'])[-500:]}")
-        # A part that did not come to anything does not take the place of one that did.
+        # A part without figures does not replace one with figures.
         if outcome["figures"] or not result["parts"].get(part.name, {}).get("figures"):
             result["parts"][part.name] = outcome
         result["machine"] = result["parts"].get("machine", {}).get("figures", {}).get("machine")
@@ -159,14 +163,14 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """A few lines on each part, and what of this call has come to nothing."""
+    """Return a few lines on each part and the failures of this call."""
     lines = [f"{name}: {status}" for name, status in result["statuses"].items() if status != "ok"]
     for part in PARTS:
         if (outcome := result["parts"].get(part.name)) is None:
             continue
         lines.append(f"{part.name:11} {outcome['status']}, {outcome['seconds']:.0f} s")
         try:
-            lines += [f"  {line}" for line in _told(part.name, outcome["figures"])]
+            lines += [f"  {line}" for line in _lines(part.name, outcome["figures"])]
         except (KeyError, TypeError) as error:
             lines.append(f"  figures are missing: {error}")
         if outcome["status"] != "ok" and "log" in outcome:
@@ -174,8 +178,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _told(name: str, figures: Mapping[str, Any]) -> list[str]:
-    """What the table says of a part's figures."""
+def _lines(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a part's figures."""
     return _LINES[name](figures) if name in _LINES and figures else [json.dumps(figures)[:300]]
 
 
@@ -217,16 +221,16 @@ def _prefill_lines(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _peers_lines(figures: Mapping[str, Any]) -> list[str]:
-    told = [f"{engine}: {found['median']:.4g} tokens/s" for engine, found in figures["tokens_per_s"].items()]
-    return [*told, f"ours over theirs: {figures['ratio']}"]
+    lines = [f"{engine}: {found['median']:.4g} tokens/s" for engine, found in figures["tokens_per_s"].items()]
+    return [*lines, f"ours over theirs: {figures['ratio']}"]
 
 
 def _attention_lines(figures: Mapping[str, Any]) -> list[str]:
     lines = []
     for case in figures["cases"]:
         share = case.get("of_copy", case.get("of_matmul"))
-        told = case.get("failed") or f"{case['ms']['median']:.4g} ms"
-        lines.append(f"{case['case']}, {case['implementation']}: {told}" + ("" if share is None else f", {share:.2f}"))
+        text = case.get("failed") or f"{case['ms']['median']:.4g} ms"
+        lines.append(f"{case['case']}, {case['implementation']}: {text}" + ("" if share is None else f", {share:.2f}"))
     return lines
 
 
@@ -245,8 +249,8 @@ def _copies_lines(figures: Mapping[str, Any]) -> list[str]:
         what = f"{move['blocks']} blocks of {move['blocks_of']} {move['direction']}"
         lines.append(f"{what}: {move['share']['median']:.2f} of the link")
     return lines + [
-        f"steps beside copies of {found['blocks_of']}: {found['slowdown']['median']:.3f} times as long"
-        for found in figures["beside"]
+        f"steps during copies of {found['blocks_of']}: {found['slowdown']['median']:.3f} times as long"
+        for found in figures["concurrent"]
     ]
 
 
@@ -286,9 +290,9 @@ _LINES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", help=f"some of: {', '.join(part.name for part in PARTS)}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")
     parser.add_argument("--out", type=Path, help="folder of result.json (default: this one)")
-    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on the CPU")
     args = parser.parse_args()
     try:
         parts = chosen(args.parts)

@@ -8,13 +8,13 @@ from skipjoin.engine.build import engine_around
 from skipjoin.workload.workload import synthetic
 
 MODEL, DTYPE, RECIPE = "llama-3-8b", "bfloat16", "fastserve"
-# On a card and in a rehearsal: requests per second, seconds of arrivals and of the whole run, lengths, tokens of KV.
+# On a card and in a rehearsal: requests per second, seconds of arrivals and of the run, lengths, tokens of KV.
 _CARD, _REHEARSAL = (24.0, 20.0, 40.0, "sharegpt", 60_000), (20.0, 1.0, 5.0, "sharegpt*0.05", 2048)
 _SWAP_GIB = {"cuda": 8.0, "cpu": 0.01}
 
 
 def measure_record(task: Task) -> Figures:
-    """One run of `fastserve` with less KV than the requests want."""
+    """Run `fastserve` with less KV than the requests need."""
     rate, duration_s, until_s, lengths, kv_tokens = _REHEARSAL if task.is_rehearsal else _CARD
     shape = shape_of(task, MODEL, max_positions=2048)
     workload = synthetic(lengths, "poisson")
@@ -30,7 +30,7 @@ def measure_record(task: Task) -> Figures:
             pipeline_depth=2,
         )
         with loaded_model(config) as loaded:
-            # What comes first compiles kernels and captures graphs.
+            # The first run compiles kernels and captures graphs.
             drive(engine_around(loaded, config), workload.draw(rate, min(duration_s, 4.0), 1), min(until_s, 12.0))
             record = drive(engine_around(loaded, config), workload.draw(rate, duration_s, 0), until_s)
             return {

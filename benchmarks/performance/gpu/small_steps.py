@@ -1,10 +1,10 @@
-"""Every kind of step at small sizes, for a memory checker to watch.
+"""Run every kind of step at small sizes under a memory checker.
 
     python benchmarks/performance/gpu/small_steps.py cuda
 
-Each family in each type: prompts, chunks of prompts over KV that is there, decodes and mixes of them, of more requests
-than there is KV for, and then blocks of KV that leave for the host and come back. Fails if a token is not one of the
-vocabulary, or if blocks come back changed.
+Each family runs in each type: prompts, chunks of prompts with existing KV, decodes and mixes of them, with more
+requests than the KV holds. Then blocks are swapped out and in. The script fails if a token is outside the vocabulary or
+if blocks change.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from skipjoin.engine.loop import EngineLoop
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.models import ModelShape
 
-# Prompts whose ends lie inside and on the ends of blocks, a long one, and more of them than fit the pool at once.
+# Prompts that end inside and at the ends of blocks, and a long one; together they exceed the pool.
 _PROMPTS = (1, 15, 16, 17, 40, 63, 700)
 _OUTPUT, _KV_TOKENS, _MAX_LEN = 24, 800, 768
-# Where blocks go on the host.
+# CPU blocks of the swap.
 _MOVED = (3, 1, 4, 0)
 
 
 def main() -> None:
     device = sys.argv[1]
-    # Tiny models on whatever device: that is what a rehearsal is.
+    # A rehearsal's task gives tiny models on any device.
     tiny = Task("cpu", 60.0, {}, {}, Path(), time.monotonic())
     for name in ("llama-3-8b", "opt-13b"):
         for dtype in ("bfloat16", "float16", "float32"):
@@ -69,20 +69,20 @@ def _run(task: Task, folder: Path, dtype: str, shape: ModelShape) -> None:
                     made += 1
                     assert 0 <= event.token < shape.vocab, event
         assert made == _OUTPUT * len(_PROMPTS), made
-        _there_and_back(loaded)
-    print(f"{folder.name} {dtype}: {made} tokens, and KV there and back", flush=True)
+        _swap(loaded)
+    print(f"{folder.name} {dtype}: {made} tokens, and KV swapped out and in", flush=True)
 
 
 def _ways(number: int) -> SamplingParams:
-    """Every other request samples, and tells log-probabilities."""
+    """Return greedy sampling, or for every second request random sampling with log-probabilities."""
     params = forced(_OUTPUT)
     if number % 2:
         params = replace(params, temperature=0.8, top_k=20, top_p=0.9, seed=number, logprobs=3, prompt_logprobs=1)
     return params
 
 
-def _there_and_back(loaded: Loaded) -> None:
-    """Blocks that leave for the host and come back hold what they held."""
+def _swap(loaded: Loaded) -> None:
+    """Check that blocks are unchanged after they are swapped out and in."""
     device = loaded.executor.store.device.tensor
     held = device[: len(_MOVED)].clone()
     request = Request(0, 0.0, [0], 1)

@@ -41,12 +41,12 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.sim.models import ModelShape
 
 MODEL, DTYPE = "llama-3-8b", "bfloat16"
-# Wanted of a step: this share of the floor; of the gap between steps and of deciding, at most these.
-WANTED = {"decode_of_floor": 0.8, "gap_share": 0.05, "scheduling_share": 0.01, "prefill_of_rate": 0.55}
+# Targets: minimum shares of the lower bound and of the matrix rate, maximum shares of the gap and of scheduling.
+TARGETS = {"decode_of_floor": 0.8, "gap_share": 0.05, "scheduling_share": 0.01, "prefill_of_rate": 0.55}
 
 
 class _Model(NamedTuple):
-    """What steps run on."""
+    """A loaded model with its configuration and shape."""
 
     loaded: Loaded
     config: EngineConfig
@@ -54,7 +54,7 @@ class _Model(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """batches, context: of decode steps. prompts: tokens of each in a prefill step. warmup, steps: how many run."""
+    """Sizes of the steps: decode batches and context, tokens of each prompt, and numbers of steps."""
 
     batches: tuple[int, ...]
     context: int
@@ -65,7 +65,7 @@ class _Sizes(NamedTuple):
 
 _CARD = _Sizes((64, 1, 16, 256), 1024, ((8192,), (2048,) * 4), 12, 60)
 _REHEARSAL = _Sizes((4, 1), 48, ((64,), (16,) * 4), 2, 6)
-# The gap between steps is looked at where requests are as many as a busy server has.
+# Batch size for the gap between steps, as on a busy server.
 _GAP_BATCH = {"cuda": 64, "cpu": 4}
 _PROFILED_STEPS = 10
 
@@ -74,10 +74,10 @@ _PROFILED_STEPS = 10
 
 
 def measure_decode(task: Task) -> Figures:
-    """Decode steps through the engine's loop, one plan ahead, by batch."""
+    """Measure decode steps through the engine's loop, one plan ahead, by batch size."""
     sizes = _REHEARSAL if task.is_rehearsal else _CARD
     shape = shape_of(task, MODEL)
-    figures: Figures = {"model": MODEL, "context": sizes.context, "wanted": WANTED, "batches": {}}
+    figures: Figures = {"model": MODEL, "context": sizes.context, "target": TARGETS, "batches": {}}
     with folder_of(shape, DTYPE) as folder:
         config = _decode_config(task, folder, sizes, shape)
         began = time.monotonic()
@@ -90,7 +90,7 @@ def measure_decode(task: Task) -> Figures:
                     continue
                 figures["batches"][str(batch)], plans[batch] = _decode(task, model, sizes, batch)
                 task.keep(figures)
-            # Last: a capture that fails may leave nothing that works.
+            # Captures come last, because a failed capture may break the device.
             for batch, plan in plans.items():
                 found = figures["batches"][str(batch)]
                 found["forward"] = _forward(task, loaded, plan, found["floor_ms"])
@@ -100,21 +100,21 @@ def measure_decode(task: Task) -> Figures:
 
 def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) -> EngineConfig:
     length = sizes.context + 2 * (sizes.warmup + sizes.steps) + _PROFILED_STEPS + 64
-    most = max(sizes.batches)
+    largest = max(sizes.batches)
     return settings_for(
         task,
         folder,
         DTYPE,
         max_model_len=length,
-        max_num_seqs=most,
+        max_num_seqs=largest,
         max_num_batched_tokens=max(8192, length),
-        kv_cache_gib=(most + 1) * (length + BLOCK_SIZE) * shape.kv_bytes_per_token / 2**30,
+        kv_cache_gib=(largest + 1) * (length + BLOCK_SIZE) * shape.kv_bytes_per_token / 2**30,
         pipeline_depth=2,
     )
 
 
 def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figures, StepPlan]:
-    """Steps of so many requests, and the last one's plan."""
+    """Measure steps of a batch and return the figures and the last plan."""
     loaded, config, shape = model
     loop = EngineLoop(engine_around(loaded, config))
     for number in range(batch):
@@ -153,7 +153,7 @@ def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figur
 
 
 def _pretend_prefill(core: EngineCore) -> None:
-    """Commit the prompts' steps without running them: the KV has numbers anyway."""
+    """Commit the prefill steps without running them, because the KV is random anyway."""
     while any(not request.output for request in core.requests.values()):
         plan = core.start_step(0.0)
         assert plan is not None
@@ -162,7 +162,7 @@ def _pretend_prefill(core: EngineCore) -> None:
 
 
 def _results(loop: EngineLoop, count: int) -> Iterable[StepResult]:
-    """What the next steps came to; each is waited for with the next one on its way."""
+    """Yield the results of the next steps, each with the next step in flight."""
     for _ in range(count):
         yield from (event.result for event in loop.step() if isinstance(event, Computed))
 
@@ -173,7 +173,7 @@ def _run(loop: EngineLoop, count: int) -> None:
 
 
 class _Clock:
-    """How long the engine core decides and settles."""
+    """Stopwatch on the engine core's scheduling."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._core = loop.core
@@ -198,7 +198,7 @@ class _Clock:
 
 
 def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor_ms: float) -> Figures:
-    """The model's part of the step alone, without a host in between: a CUDA graph of it, replayed."""
+    """Measure the forward pass alone, as a replayed CUDA graph."""
     model, kv = loaded.executor.model, loaded.executor.store.device
     segments = [Segment([5], piece.start, piece.blocks) for piece in plan.slices]
     batch = PackedBatch.build(segments, kv.block_size, model.device)
@@ -206,7 +206,7 @@ def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor_ms: float) -> Fig
         if task.device == "cuda":
             _warm_up(lambda: model.forward(batch, kv))
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the engine has threads of its own
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the engine has other threads
                 model.forward(batch, kv)
             times = seconds_of(task.device, graph.replay)
         else:
@@ -217,7 +217,7 @@ def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor_ms: float) -> Fig
 
 
 def _warm_up(work: Callable[[], object]) -> None:
-    """On a stream of its own, as a capture wants it."""
+    """Warm up on a separate stream, as a capture requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -227,8 +227,10 @@ def _warm_up(work: Callable[[], object]) -> None:
 
 
 def _gpu_time(task: Task, loop: EngineLoop, wall: float) -> Figures:
-    """How long the GPU is busy in a step, and what with, by a profiler's trace of some steps; the gap is the rest of a
-    step's time without the profiler."""
+    """Measure with a profiler how long the GPU is busy in a step, and its kernels.
+
+    The gap is the rest of a step's time without the profiler.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if task.device == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -240,7 +242,7 @@ def _gpu_time(task: Task, loop: EngineLoop, wall: float) -> Figures:
     except RuntimeError as error:
         return {"error": str(error)}
     if not spans:
-        return {"error": "the profiler saw no work of the GPU"}
+        return {"error": "the profiler recorded no work on the GPU"}
     busy = _union([(start, end) for _, start, end in spans]) / _PROFILED_STEPS / 1e6
     by_name: dict[str, list[float]] = {}
     for name, start, end in spans:
@@ -255,7 +257,7 @@ def _gpu_time(task: Task, loop: EngineLoop, wall: float) -> Figures:
 
 
 def _spans(task: Task, profiler: Any) -> list[tuple[str, float, float]]:
-    """Name, begin and end in microseconds of what ran on the device."""
+    """Return name, start and end in microseconds of the work on the device."""
     wanted = torch.autograd.DeviceType.CUDA if task.device == "cuda" else torch.autograd.DeviceType.CPU
     return [
         (event.name, event.time_range.start, event.time_range.end)
@@ -265,7 +267,7 @@ def _spans(task: Task, profiler: Any) -> list[tuple[str, float, float]]:
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
-    """Time that at least one of the spans covers, in their unit."""
+    """Return the length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -277,19 +279,19 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 
 def measure_prefill(task: Task) -> Figures:
-    """Steps of nothing but prompts, beside the rate of matrix products."""
+    """Measure prefill steps relative to the rate of matrix products."""
     sizes = _REHEARSAL if task.is_rehearsal else _CARD
-    most = max(sum(prompts) for prompts in sizes.prompts)
-    shape = shape_of(task, MODEL, max_positions=most)
-    figures: Figures = {"model": MODEL, "wanted": WANTED["prefill_of_rate"], "steps": {}}
+    longest = max(sum(prompts) for prompts in sizes.prompts)
+    shape = shape_of(task, MODEL, max_positions=longest)
+    figures: Figures = {"model": MODEL, "target": TARGETS["prefill_of_rate"], "steps": {}}
     with folder_of(shape, DTYPE) as folder:
         config = settings_for(
             task,
             folder,
             DTYPE,
             max_num_seqs=8,
-            max_num_batched_tokens=most,
-            kv_cache_gib=2 * (most + 8 * BLOCK_SIZE) * shape.kv_bytes_per_token / 2**30,
+            max_num_batched_tokens=longest,
+            kv_cache_gib=2 * (longest + 8 * BLOCK_SIZE) * shape.kv_bytes_per_token / 2**30,
         )
         with loaded_model(config) as loaded:
             figures |= backends(loaded)
@@ -323,8 +325,11 @@ def _prefill(task: Task, loaded: Loaded, shape: ModelShape, prompts: tuple[int, 
 
 
 def flop_of(shape: ModelShape, plan: StepPlan) -> int:
-    """Two for each parameter that a token is multiplied with, four for each dimension of a pair of query and key; the
-    output head for sampled rows only."""
+    """Return the FLOPs of a plan.
+
+    There are two for each parameter and token, and four for each dimension of a pair of query and key. The output head
+    counts for sampled rows only.
+    """
     step = StepShape.of(plan.slices)
     matrices = (step.prefill + step.decodes) * shape.flops_per_token + 2 * len(plan.slices) * shape.head_parameters
     return matrices + 4 * shape.layers * shape.heads * shape.head_dim * (step.attention + step.context)

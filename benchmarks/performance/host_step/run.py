@@ -1,19 +1,17 @@
-"""Host time of a decode step, which on a GPU must be overlapped with the previous step: scheduling, queueing, reading.
+"""Measure the host time of a decode step, which on a GPU must overlap with the previous step.
 
     python benchmarks/performance/host_step/run.py [--out FILE]
 
-The engine core with its scheduler, a `Worker` and decode graphs, two plans deep, on one thread; the model takes no
-time: a function that returns fixed logits of a small vocabulary replaces the recorded graph. No launch is counted: on a
-GPU a step adds one of the graph, one copy each way and a handful for sampling. Requests decode greedily at contexts of
-1,024 tokens, with block tables for up to 131,072. On a GPU two threads of one interpreter do this work, so the sum must
-be shorter than a step.
+The benchmark runs the engine core with its scheduler, a `Worker` and decode graphs, two plans deep, on one thread. The
+model takes no time: a function that returns fixed logits of a small vocabulary replaces the recorded graph. Launches
+are not counted; on a GPU a step adds one of the graph, one copy each way and a few for sampling. Requests decode
+greedily at contexts of 1,024 tokens, with block tables for up to 131,072 tokens. On a GPU two threads of one
+interpreter do this work, so the sum must be shorter than a step.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -38,7 +36,7 @@ from skipjoin.recipes import Settings, build, own
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
+import harness
 
 BATCHES = (1, 16, 64, 256)
 CONTEXT, LONGEST, BLOCK_SIZE = 1024, 131072, 16
@@ -55,8 +53,8 @@ CONFIG = {
 }
 
 
-class Nothing:
-    """Records a function as what returns its first result."""
+class FixedGraphs:
+    """Graph recorder that replays the first result of a function."""
 
     def record(self, run: Run) -> Run:
         result = run()
@@ -64,12 +62,12 @@ class Nothing:
 
 
 def measure(recipe: str, batch: int) -> dict[str, float]:
-    """Median microseconds of each part of a step, and of their sum."""
+    """Return the median microseconds of each part of a step and of their sum."""
     blocks = batch * (CONTEXT // BLOCK_SIZE + 20)
-    # Slot -1 is nowhere to the attention that graphs are for; to this one, which runs once, it is the last block's.
+    # Graphs write padding to slot -1, which this attention takes for a slot of the last block: hence one more block.
     model = random_model(CONFIG, attention="torch")
     store = make_store(model, blocks + 1, 0, BLOCK_SIZE)
-    graphs = DecodeGraphs(model, store.device, Nothing(), sizes=graph_batch_sizes(batch), longest=LONGEST)
+    graphs = DecodeGraphs(model, store.device, FixedGraphs(), sizes=graph_batch_sizes(batch), longest=LONGEST)
     worker = Worker(model, store, graphs=graphs)
     cost = LinearCost(floor=0.004, prefill_token=1e-5, decode=1e-5, context_token=1e-9)
     settings = Settings(cost, max_seqs=batch, max_tokens=1 << 20)
@@ -100,32 +98,18 @@ def _timed(times: list[float], do: Callable[..., Any], *args: object) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = harness.parser(__doc__, repeats=5)
     parser.add_argument("--recipes", nargs="*", default=["fcfs", "fastserve"])
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()
-    rows = []
+    record = harness.new_record(context=CONTEXT, longest=LONGEST, steps=STEPS, rows=[])
     for recipe in args.recipes:
         for batch in BATCHES:
-            runs = [measure(recipe, batch) for _ in range(args.repeats)]
-            row: dict[str, object] = {"recipe": recipe, "batch": batch}
-            for name in runs[0]:
-                values = [run[name] for run in runs]
-                row[name] = {
-                    "median": round(statistics.median(values), 1),
-                    "min": round(min(values), 1),
-                    "max": round(max(values), 1),
-                }
-            rows.append(row)
-            print(
-                recipe, batch, {name: one["median"] for name, one in row.items() if isinstance(one, dict)}, flush=True
-            )
-    if args.out:
-        record = {"machine": describe_machine(), "context": CONTEXT, "longest": LONGEST, "steps": STEPS, "rows": rows}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+            found = harness.spreads([measure(recipe, batch) for _ in range(args.repeats)], 1)
+            record["rows"].append({"recipe": recipe, "batch": batch} | found)
+            harness.show(recipe, batch, {name: one["median"] for name, one in found.items()})
+    harness.write_record(record, args.out)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
-"""Accuracy of the load client's arrival times, on one core, with a server that costs next to nothing.
+"""Measure how punctually the load client sends on one core, with a server that costs almost nothing.
 
     python benchmarks/performance/load_client/run.py [--repeats 3] [--duration 15] [--out FILE]
 
-The server (stub.py) runs on a core of its own and sends 32 tokens to each request, 20 ms apart, to all requests at
-once. The client sends Poisson arrivals of 161 prompt tokens. `lag` is the client's figure: from a request's due time to
-the start of its sending. `arrived` is the server's: from the due time of the k-th request to the complete arrival of
-the k-th. `cv`: coefficient of variation of the gaps between requests, as wanted, sent and received; `gap`: the largest
-distance of their distribution from the wanted one (Kolmogorov-Smirnov). `cpu_share`: of its core that the client used;
-`queued_share`: of the time in which it could have run, but its core ran other work. `tpot`: the client's median, which
-the server makes 20 ms. Figures are medians over the repeats.
+The server (stub.py) runs on another core and sends 32 tokens to each request, 20 ms apart. The client sends Poisson
+arrivals with prompts of 161 tokens. Figures are medians over the repeats.
 
-On a machine that others use, their work decides the tail; `nice -n -10` before the command gives both processes
-precedence, which the record notes.
+- `lag`: time from a request's due time until the client starts to send it, measured by the client.
+- `arrived`: time from the due time of the k-th request until the k-th request has arrived, measured by the server.
+- `cv`: coefficient of variation of the gaps between requests, as planned, sent and received.
+- `gap`: Kolmogorov-Smirnov distance of the sent and received gaps from the planned ones.
+- `cpu_share`: share of its core that the client used.
+- `queued_share`: share of the time in which the client was runnable while its core ran other work.
+- `tpot`: the client's median, which is 20 ms at the server.
+
+On a shared machine other processes decide the tail. `nice -n -10` before the command gives client and server
+precedence; the record notes it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -31,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from rich.progress import track
 
-from machine import describe_machine
+import harness
 from skipjoin.loadtest.client import ClientProgress, Exchange
 from skipjoin.loadtest.plan import LoadPlan
 from skipjoin.loadtest.runs import measure
@@ -45,7 +47,7 @@ CLIENT_CORE, SERVER_CORE = 0, 1
 
 
 class Keeper:
-    """A watcher that keeps what a run leaves."""
+    """Sweep watcher that keeps the record and the exchanges of a run."""
 
     def begun(self, number: int, rate: float | None, seed: int) -> None:
         self.cpu_s, self.wall_s, self.queued_s = time.process_time(), time.monotonic(), queued()
@@ -60,12 +62,12 @@ class Keeper:
 
 
 def queued() -> float:
-    """Seconds that this process was ready to run while its core ran something else."""
+    """Return the seconds in which this process was runnable while its core ran something else."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def measure_once(rate: float, duration_s: float, seed: int) -> dict[str, float]:
-    """One run against a fresh server."""
+    """Run the client against a new server."""
     stub = str(Path(__file__).with_name("stub.py"))
     with subprocess.Popen(
         [sys.executable, stub, str(SERVER_CORE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -85,28 +87,30 @@ def measure_once(rate: float, duration_s: float, seed: int) -> dict[str, float]:
 
 
 def figures(keeper: Keeper, seen: Sequence[float]) -> dict[str, float]:
-    """What the run says of the client. seen: arrivals at the server on the monotonic clock."""
+    """Return the figures of a run; `seen` has the arrivals at the server on the monotonic clock."""
     due = [one.job.at for one in keeper.exchanges]
     sent = [one.sent for one in keeper.exchanges if one.sent is not None]
     lags = sorted(late - at for late, at in zip(sent, due, strict=True))
-    # Both clocks run alike; the run's start is where the earliest arrival cannot precede its sending.
+    # Both clocks have the same rate. The start of the run is chosen so that no arrival precedes its sending.
     start = min(arrival - late for arrival, late in zip(seen, sorted(sent), strict=True))
     arrived = sorted(arrival - start - at for arrival, at in zip(seen, due, strict=True))
-    wanted, left, got = ([later - earlier for earlier, later in pairwise(times)] for times in (due, sorted(sent), seen))
+    planned, left, got = (
+        [later - earlier for earlier, later in pairwise(times)] for times in (due, sorted(sent), seen)
+    )
     return {
         "achieved_rps": (len(seen) - 1) / (seen[-1] - seen[0]),
-        "wanted_rps": (len(due) - 1) / (due[-1] - due[0]),
+        "planned_rps": (len(due) - 1) / (due[-1] - due[0]),
         "lag_mean_ms": statistics.fmean(lags) * 1e3,
         "lag_p50_ms": percentile(lags, 50) * 1e3,
         "lag_p99_ms": percentile(lags, 99) * 1e3,
         "lag_max_ms": lags[-1] * 1e3,
         "arrived_p50_ms": percentile(arrived, 50) * 1e3,
         "arrived_p99_ms": percentile(arrived, 99) * 1e3,
-        "cv_wanted": statistics.stdev(wanted) / statistics.fmean(wanted),
+        "cv_planned": statistics.stdev(planned) / statistics.fmean(planned),
         "cv_sent": statistics.stdev(left) / statistics.fmean(left),
         "cv_arrived": statistics.stdev(got) / statistics.fmean(got),
-        "gap_sent": distance(wanted, left),
-        "gap_arrived": distance(wanted, got),
+        "gap_sent": distance(planned, left),
+        "gap_arrived": distance(planned, got),
         "cpu_share": keeper.cpu_s / keeper.wall_s,
         "queued_share": keeper.queued_s / keeper.wall_s,
         "tpot_p50_ms": keeper.record["tpot_s"]["p50"] * 1e3,
@@ -114,33 +118,29 @@ def figures(keeper: Keeper, seen: Sequence[float]) -> dict[str, float]:
 
 
 def distance(first: Sequence[float], second: Sequence[float]) -> float:
-    """The largest difference between two empirical distributions."""
+    """Return the largest difference between two empirical distribution functions."""
     one, two = sorted(first), sorted(second)
     return max(abs(bisect_right(one, at) / len(one) - bisect_right(two, at) / len(two)) for at in (*one, *two))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = harness.parser(__doc__, repeats=3)
     parser.add_argument("--duration", type=float, default=15.0, help="seconds of arrivals in a run")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    conditions = {"nice": os.nice(0), "duration_s": args.duration, "repeats": args.repeats, "lengths": LENGTHS}
+    record = harness.new_record(**conditions, rows=[])
     os.sched_setaffinity(0, {CLIENT_CORE})
     runs: dict[float, list[dict[str, float]]] = {rate: [] for rate in RATES}
     for seed in track(range(args.repeats), transient=True):
         for rate in RATES:
             runs[rate].append(measure_once(rate, args.duration, seed))
-    rows = []
     for rate, found in runs.items():
         row: dict[str, object] = {"rate_rps": rate}
         row |= {name: float(f"{statistics.median(run[name] for run in found):.4g}") for name in found[0]}
         row["lag_p99_ms_by_run"] = [round(run["lag_p99_ms"], 3) for run in found]
-        rows.append(row)
-        print(row, flush=True)
-    if args.out:
-        conditions = {"nice": os.nice(0), "duration_s": args.duration, "repeats": args.repeats, "lengths": LENGTHS}
-        record = {"machine": describe_machine(), **conditions, "rows": rows}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        record["rows"].append(row)
+        harness.show(row)
+    harness.write_record(record, args.out)
 
 
 if __name__ == "__main__":

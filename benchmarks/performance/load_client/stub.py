@@ -1,10 +1,10 @@
-"""An OpenAI-compatible server without a model: every request gets a token per step at once, 20 ms apart.
+"""OpenAI-compatible server without a model that sends one token to every request each 20 ms.
 
     python stub.py CORE
 
-It runs on that core alone. It prints its port, serves until its input ends, and then prints a JSON array: when each
-request for a completion arrived, in seconds on the monotonic clock. As in an engine, the tokens of all streams come
-together, once per step.
+The server is pinned to the core. It prints its port, serves until its input ends, and then prints a JSON array with the
+arrival times of all completion requests in seconds on the monotonic clock. As in an engine, the tokens of all streams
+are sent together, once per step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodin
 
 
 def chunk(data: bytes) -> bytes:
-    """As HTTP sends a part of an answer."""
+    """Return a chunk of a chunked HTTP response."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
@@ -34,14 +34,14 @@ TOKEN_CHUNK = chunk(TOKEN)
 
 
 def last_chunks(tokens: int) -> bytes:
-    """The last token, the usage, and the end."""
+    """Return the last token, the usage and the end of a stream."""
     usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
     tail = b'data: {"choices":[],"usage":%s}\n\ndata: [DONE]\n\n' % json.dumps(usage).encode()
     return chunk(TOKEN.replace(b'"finish_reason":null', b'"finish_reason":"length"') + tail) + b"0\r\n\r\n"
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which has one request at a time."""
+    """Connection with one request at a time."""
 
     def __init__(self, live: dict[Connection, int], arrivals: list[float]) -> None:
         self._live = live
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
 
 
 async def steps(live: dict[Connection, int]) -> None:
-    """A token for everyone, again and again."""
+    """Send a token to every stream in each step."""
     due = time.monotonic()
     while True:
         due += STEP_S

@@ -1,22 +1,19 @@
-"""Thousands of replicas in one command: its time, its memory, and whether 20 replicas tell the same.
+"""Measure `skipjoin simulate` with thousands of replicas, and compare its means with those of 20 replicas.
 
     python benchmarks/performance/many_replicas/run.py [--replicas 4000] [--recipe fcfs] [--jobs 2] [--out FILE]
 
-OPT-13B on one A100-80GB for each replica, ShareGPT lengths, Poisson arrivals for 60 s, every request to its end. `many`
-is `skipjoin simulate` with all replicas; wanted within 10 minutes and 8 GB. `few` are 20 replicas at their part of the
-rate, with ten seeds, because the mean of one is off by several percent by chance; wanted: mean figures within 3 %. The
-pool is large enough that no request waits for KV: such waits are rare and long, and their mean over few requests is
-chance.
+Each replica is OPT-13B on one A100-80GB. Requests have ShareGPT lengths, arrive as a Poisson process for 60 s and all
+finish. `many` is one run with all replicas; the targets are 10 minutes and 8 GB. `few` is 20 replicas at their share of
+the rate, with ten seeds because the mean of one seed varies by several percent; the target is a difference of at most 3
+%. The pool is large enough that no request waits for KV: such waits are rare and long, so their mean varies much.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import fmean
@@ -25,21 +22,20 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
+import harness
 
 FEW, SEEDS = 20, "0-9"
 RATE_RPS = 3.0  # of a replica
 COMMON = "--model opt-13b --hardware a100-80gb --lengths sharegpt --duration 60"
 MEANS = ("normalized_latency_s", "ttft_s", "tpot_s", "jct_s")
-LONGEST_S, MOST_GB, NEAR = 600, 8.0, 0.03
+MAX_S, MAX_GB, TOLERANCE = 600, 8.0, 0.03
 
 
 def simulate(options: str) -> dict[str, Any]:
-    """Run the command; its seconds, those of the processors, the most memory that its processes had at one time, and
-    its records."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "records.json"
-        command = [str(Path(sys.executable).parent / "skipjoin"), "simulate", *options.split(), "--out", str(out)]
+    """Run the command and return its wall time, processor time, peak memory and records."""
+    with harness.scratch() as folder:
+        out = folder / "records.json"
+        command = [str(harness.SKIPJOIN), "simulate", *options.split(), "--out", str(out)]
         begun, before, peak = time.perf_counter(), processor_s(), 0
         process = subprocess.Popen(command)
         while process.poll() is None:
@@ -56,22 +52,22 @@ def simulate(options: str) -> dict[str, Any]:
 
 
 def processor_s() -> float:
-    """Seconds of processors that commands have taken which are over."""
+    """Return the processor time of all finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def memory_of(pid: int) -> int:
-    """Bytes that a process and those that it started have to themselves, shared ones divided."""
+    """Return the proportional set size of a process and its descendants in bytes."""
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         return sum(process.memory_full_info().pss for process in processes)
-    except psutil.NoSuchProcess:  # it ended meanwhile
+    except psutil.NoSuchProcess:  # a process has exited
         return 0
 
 
 def figures(record: dict[str, Any]) -> dict[str, float]:
-    """The mean figures of a record, for each replica where they add up."""
+    """Return the mean figures of a record, with counts divided by the number of replicas."""
     replicas = record["settings"]["replicas"]
     tokens = record["throughput_tps"] * record["duration_s"]
     return {
@@ -87,12 +83,10 @@ def figures(record: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=4000)
+    parser = harness.parser(__doc__, replicas=4000, jobs=2)
     parser.add_argument("--recipe", default="fcfs")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    record = harness.new_record()
     common = f"{COMMON} --recipes {args.recipe} --jobs {args.jobs}"
     few = simulate(f"{common} --replicas {FEW} --rates {RATE_RPS * FEW:g} --seeds {SEEDS}")
     options = f"{common} --replicas {args.replicas} --rates {RATE_RPS * args.replicas:g}"
@@ -101,9 +95,8 @@ def main() -> None:
     parts = [figures(record) for record in few["records"]]
     scaled = {name: fmean(part[name] for part in parts) for name in parts[0]}
     ratios = {name: round(value / scaled[name], 4) for name, value in figures(whole).items()}
-    record = {
-        "machine": describe_machine(),
-        "command": f"skipjoin simulate {options}",
+    record |= {
+        "simulated": f"skipjoin simulate {options}",
         "seconds": many["seconds"],
         "cpu_seconds": many["cpu_seconds"],
         "peak_gb": many["peak_gb"],
@@ -114,14 +107,12 @@ def main() -> None:
         "few_by_seed": {name: [part[name] for part in parts] for name in MEANS},
         "ratios": ratios,
         "met": {
-            "time": many["seconds"] <= LONGEST_S,
-            "memory": many["peak_gb"] <= MOST_GB,
-            "means": all(abs(ratio - 1) <= NEAR for ratio in ratios.values()),
+            "time": many["seconds"] <= MAX_S,
+            "memory": many["peak_gb"] <= MAX_GB,
+            "means": all(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values()),
         },
     }
-    print(json.dumps(record, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    harness.report(record, args.out)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""Time the first product of an MLP with bias and activation, fused and apart. Writes JSON; prints a table.
+"""Time the first product of an MLP with bias and activation, fused and unfused.
 
     OMP_WAIT_POLICY=passive python benchmarks/performance/model_step/activations.py [--device cpu|cuda]
         [--threads N] [--out FILE]
 
-The product is the one of OPT, [rows, hidden] times [hidden, 4 hidden], with OPT's ReLU and with both forms of GELU.
-Rows are the sequences of a decode step or the tokens of a prompt. `torch` is torch's product with bias, then torch's
-activation. `fused` is the product that a model on this device runs. `apart`, on a CPU: the compiled product with bias,
-then torch's activation. `epilogue`, on CUDA: cuBLASLt's product with bias and activation, where it has the activation.
+The product is OPT's: [rows, hidden] times [hidden, 4 hidden], with OPT's ReLU and both forms of GELU. Rows are the
+sequences of a decode step or the tokens of a prompt.
 
-A call goes over the matrices of several layers, so that decodes read their weights from memory; times are of one layer.
-On a CPU the ways take turns in random order: what else runs on the machine then meets all of them. On CUDA calls are
-replayed as a graph, as decode steps are.
+- `torch`: torch's product with bias, then torch's activation.
+- `fused`: the product that a model runs on this device.
+- `apart` (CPU): the compiled product with bias, then torch's activation.
+- `epilogue` (CUDA): cuBLASLt's product with bias and activation, where it has the activation.
+
+A call runs the matrices of several layers, so that decodes read their weights from memory; times are per layer. On a
+CPU the variants take turns in random order. On CUDA calls are replayed as a graph, as decode steps are.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import sys
@@ -29,27 +29,27 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
-from machine import describe_machine
+import harness
 from skipjoin.model.backends import implementations
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.torch_ops import TorchOps, activated
 
-# Hidden size and number of layers.
+# Hidden size and number of layers of each model.
 MODELS = {"tiny": (64, 2), "opt-125m": (768, 12), "opt-1.3b": (2048, 24), "opt-13b": (5120, 40)}
 MEASURED = {"cpu": ("opt-125m", "opt-1.3b"), "cuda": ("opt-1.3b", "opt-13b")}
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh")
 ROWS = (1, 4, 16, 64, 512)
-# Weights that no cache of the device holds, as far as the model has that many.
+# More weights than the caches of a device hold, where the model has that many.
 _WEIGHT_BYTES = 256 << 20
-# Seconds and rounds of a case on a CPU.
-_SPAN_S, _LEAST, _MOST = 0.5, 5, 200
+# Seconds of a case on a CPU, and bounds on its rounds.
+_SPAN_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.5, 5, 200
 
 Calls = dict[str, Callable[[], object]]
 
 
 def measure(device: str, *, tiny: bool = False) -> list[dict[str, Any]]:
-    """A record for each type, model, activation and number of rows; tiny: few and small, to see that it runs."""
+    """Return a record for each type, model, activation and number of rows; `tiny` uses small shapes for a rehearsal."""
     with torch.inference_mode():
         return list(_records(device, ("tiny",) if tiny else MEASURED[device], ROWS[:2] if tiny else ROWS))
 
@@ -76,7 +76,7 @@ def _records(device: str, models: tuple[str, ...], rows: tuple[int, ...]) -> Ite
 
 
 def _products(ops: LayerOps, model: str, activation: str, dtype: torch.dtype, device: str) -> dict[str, list[Any]]:
-    """Functions of the input, one per layer, for each way to compute."""
+    """Return the functions of the layers for each variant."""
     hidden, layers = MODELS[model]
     layers = max(1, min(layers, _WEIGHT_BYTES // (4 * hidden * hidden * dtype.itemsize)))
     weights = [torch.randn(4 * hidden, hidden, device=device).mul_(0.02).to(dtype) for _ in range(layers)]
@@ -105,28 +105,29 @@ def _over_layers(layers: list[Any], x: torch.Tensor) -> Callable[[], object]:
 
 
 def _cpu_times(calls: Calls) -> dict[str, list[float]]:
-    """Milliseconds of the calls; the first round warms up."""
+    """Return the milliseconds of the calls, without the warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     draw = random.Random(0)
-    end = None
-    while end is None or len(times["torch"]) <= _LEAST or (time.perf_counter() < end and len(times["torch"]) <= _MOST):
+    end = time.perf_counter() + _SPAN_S
+    for turn in range(1 + _MAX_ROUNDS):
         for name in draw.sample(list(calls), len(calls)):
-            begin = time.perf_counter()
-            calls[name]()
-            times[name].append((time.perf_counter() - begin) * 1e3)
-        end = end or time.perf_counter() + _SPAN_S
+            times[name].append(harness.seconds_of(calls[name]) * 1e3)
+        if turn == 0:
+            end = time.perf_counter() + _SPAN_S
+        elif turn >= _MIN_ROUNDS and time.perf_counter() >= end:
+            break
     return {name: found[1:] for name, found in times.items()}
 
 
 def _cuda_times(calls: Calls) -> dict[str, list[float]]:
-    """Milliseconds of the calls."""
+    """Return the milliseconds of the calls on CUDA."""
     from triton.testing import do_bench_cudagraph  # noqa: PLC0415
 
     return {name: do_bench_cudagraph(call, rep=100, return_mode="all") for name, call in calls.items()}
 
 
 def _spread(times: list[float], layers: int) -> dict[str, float]:
-    """Microseconds of a layer from milliseconds of a call."""
+    """Return the microseconds per layer from milliseconds per call."""
     return {
         "median": round(statistics.median(times) / layers * 1e3, 2),
         "min": round(min(times) / layers * 1e3, 2),
@@ -135,7 +136,7 @@ def _spread(times: list[float], layers: int) -> dict[str, float]:
 
 
 def line(record: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     label = f"{record['dtype']} {record['operations']} {record['model']} {record['activation']} {record['rows']} rows"
     return f"{label}: " + ", ".join(
         f"{name} {us['median']:.0f} us ({us['min']:.0f})" for name, us in record["us"].items()
@@ -143,18 +144,17 @@ def line(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="of the CPU's operations")
-    parser.add_argument("--out", type=Path, help="write the JSON here")
+    parser.add_argument("--threads", type=int, help="threads of torch on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to test the script")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    records = measure(arguments.device)
-    print("\n".join(map(line, records)))
-    if arguments.out is not None:
-        machine = describe_machine() | {"threads": torch.get_num_threads(), "device": arguments.device}
-        arguments.out.write_text(json.dumps({"machine": machine, "results": records}, indent=1) + "\n")
+    record = harness.new_record(threads=torch.get_num_threads(), device=arguments.device)
+    record["results"] = measure(arguments.device, tiny=arguments.tiny)
+    print("\n".join(map(line, record["results"])))
+    harness.write_record(record, arguments.out)
 
 
 if __name__ == "__main__":

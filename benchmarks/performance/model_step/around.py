@@ -1,23 +1,26 @@
-"""What a decode step costs around the model: Python, sampling, text, the engine's process and HTTP.
+"""Measure what a decode step costs around the model: Python, sampling, text, the engine process and HTTP.
 
     python benchmarks/performance/model_step/around.py [--batches 1 16 64] [--repeats 5] [--out FILE]
 
-The model of `random_model.py` in bfloat16, greedy, prompts of 64 tokens. `LLM` in this process and `skipjoin serve` run
-the same requests in turns. `llm`: milliseconds of a step by part, in the wall time of a run. `decide` and `settle` are
-the engine core's; `there` and `back` the ways to the model's thread and from it; `pack`, `forward`, `sample` and
-`begin`, the rest of `Worker.begin`, that thread's; `finish` reads the tokens. `text` makes text of them, while the next
-step runs; `rest` is what remains, less what ran at the same time. `http`: milliseconds of processor time in a step, as
-the kernel counts it, of the API process, of the engine's process outside the model's threads, and of the client.
-`http_over_llm`: the median of the ratios of their rates. Linux only.
+`LLM` in this process and `skipjoin serve` run the same greedy requests in turns: the model of `random_model.py` in
+bfloat16, prompts of 64 tokens. Linux only.
+
+`llm` has the milliseconds of a step by part, in wall time:
+
+- `decide` and `settle`: the engine core.
+- `there` and `back`: the ways to the model's thread and back.
+- `pack`, `forward`, `sample`, and `begin` for the rest of `Worker.begin`: the model's thread.
+- `finish`: reading the tokens.
+- `text`: detokenization, which overlaps with the next step.
+- `rest`: the remainder, less what ran at the same time.
+
+`http` has the processor time per step of the API process, of the engine process without the model's threads, and of the
+client. `http_over_llm` is the median ratio of their rates.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,25 +34,25 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine_throughput"))
 from peers import LIMITS, Ours, OverHttp
 
-import servers
-from machine import describe_machine
-from random_model import make_model
+import harness
+from random_model import scratch_model
+from servers import Server, Skipjoin
 from skipjoin.engine.text import Choice
 from workload import WorkloadSet
 
-# Steps of a run, by batch: so that each takes a few seconds.
+# Steps of a run by batch size, so that each run takes a few seconds.
 STEPS = {1: 256, 16: 128, 64: 64}
 Figures = dict[str, Any]
 
 
 class Stopwatch:
-    """Begins and ends of calls, by part."""
+    """Start and end times of calls, by part."""
 
     def __init__(self) -> None:
         self.spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def watch(self, owner: Any, name: str, part: str) -> None:
-        """Time all calls of a method."""
+        """Record all calls of a method."""
         inner: Callable[..., Any] = getattr(owner, name)
         spans = self.spans
 
@@ -63,17 +66,17 @@ class Stopwatch:
         setattr(owner, name, call)
 
     def total(self, part: str) -> float:
-        """Seconds of a part."""
+        """Return the total seconds of a part."""
         return sum(end - begin for begin, end in self.spans[part])
 
     def between(self, first: str, at: int, then: str) -> float:
-        """Seconds from the beginnings (`at` 0) or ends (1) of one part to the beginnings of another."""
+        """Return the seconds from the starts (`at` 0) or ends (1) of one part to the starts of another."""
         pairs = zip(self.spans[first], self.spans[then], strict=True)
         return sum(later[0] - earlier[at] for earlier, later in pairs)
 
 
 def watched(ours: Ours) -> Stopwatch:
-    """Times the parts of this engine's steps."""
+    """Return a stopwatch on the parts of this engine's steps."""
     watch = Stopwatch()
     engine = ours.llm.engine
     executor: Any = engine.executor
@@ -91,7 +94,7 @@ def watched(ours: Ours) -> Stopwatch:
 
 
 def parts(watch: Stopwatch, seconds: float) -> dict[str, float]:
-    """Milliseconds of a step by part."""
+    """Return the milliseconds of a step by part."""
     steps = len(watch.spans["begin"])
     found = {name: watch.total(name) for name in ("decide", "pack", "forward", "sample", "finish", "settle", "text")}
     found["begin"] = watch.total("begin") - found["pack"] - found["forward"] - found["sample"]
@@ -104,13 +107,12 @@ def parts(watch: Stopwatch, seconds: float) -> dict[str, float]:
 class Clocks:
     """Processor time of a server's threads and of this process."""
 
-    def __init__(self, pid: int) -> None:
-        self._api = psutil.Process(pid)
-        children = self._api.children(recursive=True)
-        (self._engine,) = [child for child in children if "engine" in " ".join(child.cmdline())]
+    def __init__(self, server: Server) -> None:
+        self._api = psutil.Process(server.process.pid)
+        (self._engine,) = server.engines()
 
     def read(self) -> dict[str, float]:
-        """Seconds so far. Of the engine's threads those count that do not compute: the first, and those of messages."""
+        """Return the seconds so far. Of the engine, only the main thread and the message threads count."""
         threads = self._threads(self._engine)
         host = [thread for thread, name in threads if thread == self._engine.pid or name.startswith("ZMQ")]
         return {
@@ -128,10 +130,10 @@ class Clocks:
 
 
 def measure(ours: Ours, http: OverHttp, batch: int, repeats: int) -> Figures:
-    """All figures of one batch size."""
+    """Measure one batch size."""
     steps = STEPS.get(batch, 64)
     work = WorkloadSet([(64, steps)] * batch)
-    clocks = Clocks(http.server.pid)
+    clocks = Clocks(http.server)
     watch = watched(ours)
     inside: list[dict[str, float]] = []
     outside: list[dict[str, float]] = []
@@ -148,38 +150,26 @@ def measure(ours: Ours, http: OverHttp, batch: int, repeats: int) -> Figures:
         ratios.append(seconds / over_http)
     return {
         "batch": batch,
-        "llm": medians(inside[1:]),
-        "http": medians(outside[1:]),
-        "http_over_llm": round(statistics.median(ratios[1:]), 3),
+        "llm": harness.medians(inside[1:]),
+        "http": harness.medians(outside[1:]),
+        "http_over_llm": harness.median_ratio(ratios[1:], [1.0] * repeats),
     }
 
 
-def medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each part."""
-    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, repeats=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[*STEPS])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    results = []
-    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
-        folder = Path(scratch) / "model"
-        make_model(folder, torch.bfloat16)
-        with servers.skipjoin(folder, *LIMITS) as server:
-            for batch in args.batches:
-                ours = Ours(folder)  # a fresh one: its parts are watched
-                try:
-                    results.append(measure(ours, OverHttp(server), batch, args.repeats))
-                finally:
-                    ours.llm.close()
-                print(json.dumps(results[-1]), flush=True)
-    if args.out:
-        record = {"machine": describe_machine(), "results": results}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = harness.new_record(results=[])
+    with scratch_model(torch.bfloat16) as folder, Skipjoin(folder, *LIMITS) as server:
+        for batch in args.batches:
+            ours = Ours(folder)  # the stopwatch changes an engine, so each batch size gets its own
+            try:
+                record["results"].append(measure(ours, OverHttp(server), batch, args.repeats))
+            finally:
+                ours.llm.close()
+            harness.show(record["results"][-1])
+    harness.write_record(record, args.out)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,25 @@
-"""Time compiled attention on this machine's CPU, on its own or in turns with that of another commit. Writes JSON.
+"""Time compiled attention on this machine's CPU, alone or in turns with that of another commit.
 
     python benchmarks/performance/model_step/attention.py [--against COMMIT] [--threads N ...] [--repeats N]
         [--out FILE]
 
-A call is the attention of all layers of a model, without rotation, so that keys and values of decodes come from memory.
-The two libraries, compiled with the same flags, take turns: what else runs on the machine then meets both. Times are
-medians over repeats, in milliseconds, with the smallest: of processor time with one thread, of wall time with more.
-`ratio` is the median of the ratios of neighbours, other over ours, with its quartiles. For decodes, `gb_per_s` is the
-keys and values that a call reads over its time, beside `read_gb_per_s`, of plain reads of as much memory by one thread.
-For prompts, `gflops` counts the products of scores and values that causality leaves, beside `peak_gflops`, of the
-fastest products of the type that this processor has, with nothing to load, on one thread.
+A call is the attention of all layers of a model, without rotation, so that decodes read keys and values from memory.
+The two libraries are compiled with the same flags and take turns. Times are medians and minima in milliseconds, of
+processor time with one thread and of wall time with more.
+
+- `ratio`: median of the ratios of adjacent calls, other commit over this one, with its quartiles.
+- `gb_per_s` (decodes): keys and values read per second; `read_gb_per_s`: plain reads of the same size by one thread.
+- `gflops` (prompts): multiplications of scores and values that causality leaves; `peak_gflops`: the fastest products of
+  this type that the processor has, without loads, on one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +28,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
-from machine import describe_machine
+import harness
+from harness import seconds_of
 from skipjoin.model.attention.cpp_backend import CppAttention
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig
@@ -39,13 +37,12 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops import build
 from skipjoin.model.ops.threads import share_between
 
-ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 16
 LAYERS = 12
 
 
 class Case(NamedTuple):
-    """`sequences` with so much context each, of which the last `new` tokens are computed."""
+    """Sequences with `context` tokens each, of which the last `new` are computed."""
 
     sequences: int
     context: int
@@ -57,7 +54,7 @@ class Case(NamedTuple):
     window: int = 0
 
     def keys_seen(self) -> int:
-        """Pairs of a query and a key that it sees, of one head."""
+        """Return the number of pairs of a query and a visible key, for one head."""
         ends = range(self.context - self.new + 1, self.context + 1)
         return self.sequences * sum(min(end, self.window or end) for end in ends)
 
@@ -69,11 +66,11 @@ CASES = (
     Case(1, 1024, 1024, 12, 12, 64, torch.bfloat16, 256), Case(1, 512, 512, dtype=torch.float32),
 )  # fmt: skip
 
-# Products with nothing to load, and sums over memory, on one thread: what `Case`s are compared with.
+# Products without loads and sums over memory, on one thread: the limits that cases are compared with.
 _LIMITS = r"""
 #include "products.inc.cpp"
 
-// Seconds are the caller's; returns what keeps the compiler from leaving the work out.
+// The result keeps the compiler from removing the work.
 extern "C" float products(int64_t type, int64_t count) {
   Floats sums[16] = {};
   Words a{}, b{};
@@ -112,60 +109,43 @@ extern "C" float reads(const float *from, int64_t count) {
 """
 
 
-def compiled(folder: Path, library: Path, *sources: str) -> ctypes.CDLL:
-    """A library for this processor of a folder's sources."""
-    command = ["g++", *build.FLAGS, "-march=native", f"-I{folder}", *(str(folder / name) for name in sources)]
-    subprocess.run([*command, "-o", str(library)], check=True)
+def compiled(include: Path, library: Path, *sources: Path) -> ctypes.CDLL:
+    """Compile sources for this processor."""
+    command = ["g++", *build.FLAGS, "-march=native", f"-I{include}", *map(str, sources), "-o", str(library)]
+    subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 
 
 def of_commit(commit: str, scratch: Path) -> ctypes.CDLL:
-    """The compiled operations of another commit of this repository."""
-    inside = "src/skipjoin/model/ops"
-    files = subprocess.run(["git", "archive", commit, inside], cwd=ROOT, check=True, capture_output=True).stdout
-    subprocess.run(["tar", "-x", "-C", str(scratch)], input=files, check=True)
-    folder = scratch / inside
-    names = [name for name in build.SOURCES if (folder / name).exists()]
-    return compiled(folder, scratch / "other.so", *names)
-
-
-def seconds(work: Callable[[], Any], clock: Callable[[], float] = time.thread_time) -> float:
-    begin = clock()
-    work()
-    return clock() - begin
+    """Compile the operations of another commit of this repository."""
+    folder = harness.source_at(commit, "src/skipjoin/model/ops", scratch)
+    sources = [folder / name for name in build.SOURCES if (folder / name).exists()]
+    return compiled(folder, scratch / "other.so", *sources)
 
 
 class Limits:
-    """What this processor does at most, on one thread."""
+    """Peak arithmetic and memory rates of this processor on one thread."""
 
     def __init__(self, scratch: Path) -> None:
         (scratch / "limits.cpp").write_text(_LIMITS)
-        (scratch / "limits.so").unlink(missing_ok=True)
-        command = [
-            "g++",
-            *build.FLAGS,
-            "-march=native",
-            f"-I{Path(build.__file__).parent}",
-            str(scratch / "limits.cpp"),
-        ]
-        subprocess.run([*command, "-o", str(scratch / "limits.so")], check=True)
-        self._library = ctypes.CDLL(str(scratch / "limits.so"))
+        self._library = compiled(Path(build.__file__).parent, scratch / "limits.so", scratch / "limits.cpp")
         self._library.flops.restype = ctypes.c_int64
         self._library.reads.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 
     def peak_gflops(self, dtype: torch.dtype) -> float:
         kind, count = int(dtype == torch.bfloat16), 2_000_000
         flops = self._library.flops(kind, ctypes.c_int64(count))
-        return flops / min(seconds(lambda: self._library.products(kind, ctypes.c_int64(count))) for _ in range(5)) / 1e9
+        work = partial(self._library.products, kind, ctypes.c_int64(count))
+        return flops / min(seconds_of(work, time.thread_time) for _ in range(5)) / 1e9
 
     def read_gb_per_s(self, size: int) -> float:
         memory = torch.zeros(size // 4)
-        taken = (seconds(lambda: self._library.reads(memory.data_ptr(), memory.numel())) for _ in range(8))
-        return memory.nbytes / statistics.median(taken) / 1e9
+        work = partial(self._library.reads, memory.data_ptr(), memory.numel())
+        return memory.nbytes / statistics.median(seconds_of(work, time.thread_time) for _ in range(8)) / 1e9
 
 
 class Work:
-    """The attention of all layers for a case, with a cache of its own."""
+    """Attention of all layers for a case, with its own KV cache."""
 
     def __init__(self, case: Case) -> None:
         hidden = case.heads * case.dim
@@ -190,22 +170,23 @@ class Work:
 
 
 def measure(case: Case, ways: list[CppAttention], repeats: int, limits: Limits, threads: int) -> dict[str, Any]:
-    """All figures of a case. ways: ours, and the other."""
+    """Measure a case with this library and, if there are two, the other one."""
     work = Work(case)
     times: list[list[float]] = [[] for _ in ways]
     clock = time.thread_time if threads == 1 else time.perf_counter
     for way in ways:
         work.run(way)
     for turn in range(repeats):
-        for i in range(len(ways)) if turn % 2 else reversed(range(len(ways))):
-            times[i].append(seconds(partial(work.run, ways[i]), clock))
+        for i in harness.in_turn(range(len(ways)), turn):
+            times[i].append(seconds_of(partial(work.run, ways[i]), clock))
     ours = statistics.median(times[0])
     found: dict[str, Any] = case._asdict() | {"dtype": str(case.dtype).removeprefix("torch."), "threads": threads}
     found |= {"median_ms": round(ours * 1e3, 3), "min_ms": round(min(times[0]) * 1e3, 3)}
     if len(ways) > 1:
         found["other_median_ms"] = round(statistics.median(times[1]) * 1e3, 3)
         ratios = [b / a for a, b in zip(*times, strict=True)]
-        found["ratio"], found["quartiles"] = round(statistics.median(ratios), 3), _quartiles(ratios)
+        spread = harness.quartiles(ratios)
+        found["ratio"], found["quartiles"] = spread["median"], [spread["p25"], spread["p75"]]
     if case.new == 1:
         size = 2 * LAYERS * case.sequences * case.context * case.kv_heads * case.dim * case.dtype.itemsize
         found |= {"gb_per_s": round(size / ours / 1e9, 2), "read_gb_per_s": round(limits.read_gb_per_s(size), 2)}
@@ -215,25 +196,20 @@ def measure(case: Case, ways: list[CppAttention], repeats: int, limits: Limits, 
     return found
 
 
-def _quartiles(values: list[float]) -> list[float]:
-    first, _, third = statistics.quantiles(values)
-    return [round(first, 3), round(third, 3)]
-
-
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, repeats=21)
     parser.add_argument("--against", help="another commit of this repository")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of cases, from 0")
-    parser.add_argument("--out", type=Path, help="write the JSON here")
+    parser.add_argument("--only", type=int, nargs="+", help="indices of cases")
     arguments = parser.parse_args()
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        scratch, limits = Path(folder), Limits(Path(folder))
-        mine = build.load_library()
-        assert mine is not None, "there is no compiler"
+    mine = build.load_library()
+    if mine is None:
+        parser.error("the operations cannot be compiled: install a C++ compiler")
+    record = harness.new_record(layers=LAYERS, block_size=BLOCK, against=arguments.against, path=build.path_of(mine))
+    record["results"] = results = []
+    with harness.scratch() as scratch:
+        limits = Limits(scratch)
         ways = [CppAttention(mine)]
         if arguments.against:
             ways.append(CppAttention(of_commit(arguments.against, scratch)))
@@ -242,11 +218,8 @@ def main() -> None:
             for number, case in enumerate(CASES):
                 if arguments.only is None or number in arguments.only:
                     results.append(measure(case, ways, arguments.repeats, limits, threads))
-                    print({name: value for name, value in results[-1].items() if value}, flush=True)
-    record = {"machine": describe_machine(), "layers": LAYERS, "block_size": BLOCK, "against": arguments.against}
-    record |= {"path": build.path_of(mine), "results": results}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                    harness.show({name: value for name, value in results[-1].items() if value})
+    harness.write_record(record, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
-"""Time one model step and its parts on this machine's CPU. Writes JSON; prints a table.
+"""Time one model step and its parts on this machine's CPU.
 
     OMP_WAIT_POLICY=passive python benchmarks/performance/model_step/run.py [--out FILE] [--repeats N]
         [--dtype bfloat16 float32] [--attention auto torch]
 
-The model has random weights in the shape that the other engines were measured on: a Llama of 97.5 million
-parameters. A decode step of n sequences has one token each with 96 tokens of context, or with 764; a prefill step is
-one prompt. `step` is the whole: packing the batch, the forward pass, choosing tokens. `build`, `forward` and `sample`
-are its parts; `linears`, `attention` (with rotation) and `norms` are parts of `forward`, each timed on its own over all
-layers. `floor_ms` is what reading the weights and that KV once takes at the memory bandwidth measured in the same run,
-just before and after, and `floor_share` its share of the step. Medians over repeats, and the smallest, because a shared
-machine only ever adds. Where other processes want the same cores, OpenMP's default of spinning while it waits makes
-every step many times slower: hence the variable.
+The model is a random-weight Llama of 97.5 million parameters, as in engine_throughput. A decode step of n sequences has
+one token each with 96 or 764 tokens of context; a prefill step is one prompt. Times are medians over repeats and
+minima.
+
+- `step` is the whole step: batch packing (`build`), forward pass (`forward`) and sampling (`sample`).
+- `linears`, `attention` (with rotation) and `norms` are parts of `forward`, each timed alone over all layers.
+- `floor_ms` is the time to read the weights and the KV once at the memory bandwidth measured before and after;
+  `floor_share` is its share of the step.
+
+By default OpenMP threads spin while they wait, which makes every step many times slower where other processes need the
+cores. The variable prevents that.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from skipjoin.model.sampler import Sampled, Sampler, SampleRow
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import harness
 from bandwidth import memory_bandwidth
-from machine import describe_machine
 
 SHAPE = {
     "model_type": "llama",
@@ -47,25 +47,19 @@ SHAPE = {
     "max_position_embeddings": 2048,
 }
 BLOCK = 16
-# Sequences and the context of each.
+# Number of sequences and the context of each.
 DECODES = ((1, 96), (4, 96), (16, 96), (64, 96), (16, 764))
 PREFILLS = (64, 512)
 
 
 def timed(work: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Milliseconds: median and smallest of `repeats` runs after two that warm up."""
-    for _ in range(2):
-        work()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        work()
-        taken.append((time.perf_counter() - begin) * 1e3)
+    """Return the median and minimum milliseconds of `repeats` runs after two warm-up runs."""
+    taken = [harness.seconds_of(work) * 1e3 for _ in range(repeats + 2)][2:]
     return {"median_ms": round(statistics.median(taken), 3), "min_ms": round(min(taken), 3)}
 
 
 def segments(decodes: int, context: int, prefill: int) -> list[Segment]:
-    """`decodes` sequences with `context` tokens each, or one prompt; tables of blocks far apart."""
+    """Return `decodes` sequences with `context` tokens each, or one prompt, with blocks that are not adjacent."""
     if prefill:
         return [Segment(list(range(prefill)), 0, list(range(0, 2 * (prefill // BLOCK), 2)))]
     width = context // BLOCK + 1
@@ -73,7 +67,7 @@ def segments(decodes: int, context: int, prefill: int) -> list[Segment]:
 
 
 class Parts:
-    """The work of one step split by kind, in the shapes that the model has."""
+    """The work of one step by kind, in the shapes of the model."""
 
     def __init__(self, model: CausalLM, batch: PackedBatch, kv: PagedKV) -> None:
         config, ops = model.config, model.ops
@@ -124,14 +118,14 @@ class Parts:
 
 @torch.inference_mode()
 def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: int) -> dict[str, Any]:
-    """All timings of one shape."""
+    """Measure one shape."""
     work = segments(decodes, context, prefill)
     blocks = max(max(s.blocks) for s in work) + 1
     kv = PagedKV(blocks, BLOCK, model.config, model.dtype, "cpu")
     batch = PackedBatch.build(work, BLOCK)
     sampler = Sampler(model.config.vocab_size)
     greedy = SamplingParams(temperature=0)
-    rows = [SampleRow(greedy, 0, (), (), (2,))] * batch.num_rows
+    rows = [SampleRow(sampler.start(greedy, 0, (), (2,)), 0)] * batch.num_rows
     logits = model.forward(batch, kv)
     parts = Parts(model, batch, kv)
 
@@ -152,7 +146,7 @@ def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: 
     found |= {name: timed(work, repeats) for name, work in names.items()}
     if decodes:
         bandwidth = max(before, memory_bandwidth())
-        embeddings = model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize  # of which few are read
+        embeddings = model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize  # few rows are read
         kv_bytes = decodes * context * PagedKV.bytes_per_block(model.config, 1, model.dtype)
         floor_ms = 1e3 * (model.weight_bytes - embeddings + kv_bytes) / bandwidth
         share = {name: round(floor_ms / found["step"][name], 3) for name in ("median_ms", "min_ms")}
@@ -161,36 +155,24 @@ def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the JSON here instead of printing it")
-    parser.add_argument("--repeats", type=int, default=30)
+    parser = harness.parser(__doc__, repeats=30)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--attention", nargs="+", default=["auto"], help="auto, cpp, torch: each in turn")
+    parser.add_argument("--attention", nargs="+", default=["auto"], help="one or more of auto, cpp, torch")
     arguments = parser.parse_args()
-    results = []
+    record = harness.new_record(threads=torch.get_num_threads(), model=SHAPE, block_size=BLOCK, results=[])
     for dtype in arguments.dtype:
         for attention in arguments.attention:
             model = random_model(SHAPE, 0, dtype, attention=attention)
             for decodes, context, prefill in [*((n, c, 0) for n, c in DECODES), *((0, 0, n) for n in PREFILLS)]:
                 repeats = max(arguments.repeats // (4 if prefill > 64 else 1), 3)
                 found = measure(model, decodes, context, prefill, repeats)
-                results.append({"dtype": dtype, "operations": model.ops.name, "path": model.ops.path} | found)
+                record["results"].append({"dtype": dtype, "operations": model.ops.name, "path": model.ops.path} | found)
                 shape = f"prefill {prefill}" if prefill else f"decode {decodes} at {context}"
                 label = f"{dtype} {model.ops.name} {shape}"
                 times = ((n, v) for n, v in found.items() if isinstance(v, dict))
                 cells = (f"{n} {v['median_ms']:.2f} ({v['min_ms']:.2f})" for n, v in times)
-                print(f"{label:28}", "  ".join(cells), flush=True)
-    record = {
-        "machine": describe_machine() | {"threads": torch.get_num_threads()},
-        "model": SHAPE,
-        "block_size": BLOCK,
-        "results": results,
-    }
-    text = json.dumps(record, indent=1)
-    if arguments.out is None:
-        print(text)
-    else:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
+                harness.show(f"{label:28}", "  ".join(cells))
+    harness.write_record(record, arguments.out)
 
 
 if __name__ == "__main__":

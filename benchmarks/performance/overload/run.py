@@ -1,27 +1,26 @@
-"""A server at one to ten times its capacity: how fast it refuses, what it tells, and what it still does.
+"""Measure a server at one to ten times its capacity: refusals, `Retry-After`, objectives and goodput.
 
     python benchmarks/performance/overload/run.py [--factors 1,2,5,10] [--seconds 30] [--longest 60]
         [--peers vllm] [--out FILE]
 
-Serves the built-in model with a queue of `PLACES` requests, measures its capacity with as many streams in flight, then
-sends streams at so many times that rate, none of which waits for another; the last factor lasts `--longest` seconds.
-Every request is sent when it is due. `--peers vllm`: vLLM, in an environment of its own (`peer_venvs.py`), serves the
-same model for the same loads, at its own capacity; it has no limit on its queue.
+The script serves the built-in model with a queue of 64 requests and measures its capacity with 64 streams in flight.
+Then it sends streams at multiples of that rate, each at its due time; the last factor lasts `--longest` seconds. With
+`--peers vllm` it repeats this with vLLM, whose queue has no limit, at vLLM's own capacity.
 
-Wanted at every factor: of the refusals 99 % within 50 ms, each with a `Retry-After` in which a place comes free and
-which is not far longer than that takes; of the admitted requests 95 % within the objectives; as many such requests
-per second at the last factor as at the best one, less a tenth.
+Targets at every factor: 99 % of the refusals within 50 ms; a `Retry-After` that suffices for 95 % of them and whose
+median exceeds neither twice the time until a slot is free nor that by more than a second; 95 % of the admitted requests
+within the objectives; a goodput at the last factor of at least 0.9 of the best one.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,22 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from streams import Outcome, closed_loop, open_loop
 
-from machine import describe_machine
+import harness
 from peer_venvs import available
-from servers import skipjoin, vllm
+from servers import Server, Skipjoin, vllm
 from skipjoin.builtin import builtin_model_path
 from skipjoin.observe.record import percentile
 
-PLACES = 64
+QUEUE = 64
 PROMPT, OUTPUT = 100, 300
 TTFT_S, TPOT_S = 1.0, 0.1
 CAPACITY_S, SETTLE_S = 15.0, 3.0
-REFUSAL_S, KEPT, HONEST, FALL = 0.05, 0.95, 0.95, 0.9
+MAX_REFUSAL_S, MIN_KEPT, MIN_HONEST, MIN_GOODPUT = 0.05, 0.95, 0.95, 0.9
 Figures = dict[str, Any]
 
 
 def bodies(model: str, seed: int) -> Iterator[bytes]:
-    """Streams of one length; no two prompts begin alike."""
+    """Yield requests of one length with different prompts."""
     draw = random.Random(seed)
     while True:
         body = {
@@ -60,25 +59,25 @@ def bodies(model: str, seed: int) -> Iterator[bytes]:
 
 
 async def measure(url: str, model: str, factors: Sequence[float], seconds: float, longest: float) -> Figures:
-    """The capacity of a server, and what it does at so many times that."""
-    await closed_loop(url, bodies(model, 0), PLACES, 3.0)  # code and memory touched for the first time
-    done = await closed_loop(url, bodies(model, 1), PLACES, CAPACITY_S)
+    """Measure the capacity of a server and its figures at each multiple of it."""
+    await closed_loop(url, bodies(model, 0), QUEUE, 3.0)  # warm-up
+    done = await closed_loop(url, bodies(model, 1), QUEUE, CAPACITY_S)
     if not done:
-        raise RuntimeError(f"no request has ended within {CAPACITY_S:g} s: the machine is too busy")
+        raise RuntimeError(f"no request finished within {CAPACITY_S:g} s: the machine is too busy")
     capacity = done / CAPACITY_S
-    print(f"{url}: capacity {capacity:.1f} requests/s", flush=True)
+    harness.show(f"capacity {capacity:.1f} requests/s")
     loads = {}
     for factor in factors:
         await asyncio.sleep(SETTLE_S)
         lasts = longest if factor == factors[-1] else seconds
         outcomes = await open_loop(url, bodies(model, 2), factor * capacity, lasts)
         loads[f"{factor:g}"] = summary(outcomes, lasts)
-        print(f"{factor:g} times", json.dumps(loads[f"{factor:g}"]), flush=True)
+        harness.show(f"{factor:g} times", loads[f"{factor:g}"])
     return {"capacity_rps": round(capacity, 2), "loads": loads}
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> Figures:
-    """The figures of one load."""
+    """Return the figures of one load."""
     admitted = [one for one in outcomes if one.status == 200]
     refused = [one for one in outcomes if one.status == 429]
     kept = [one for one in admitted if keeps_objectives(one)]
@@ -100,24 +99,26 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> Figures:
 
 
 def keeps_objectives(one: Outcome) -> bool:
-    """Whether a stream has come to its end within the objectives."""
+    """Return whether a stream finished within the objectives."""
     pace = one.tpot(OUTPUT)
     return one.ttft is not None and pace is not None and one.ttft <= TTFT_S and pace <= TPOT_S
 
 
 def honesty(admitted: Sequence[Outcome], refused: Sequence[Outcome]) -> Figures | None:
-    """What refusals told, and after how many seconds the next request was admitted. honest: the share after which that
-    was within what was told."""
+    """Compare `Retry-After` of the refusals with the time until the next request was admitted.
+
+    `honest` is the share of the refusals after which a request was admitted within that time.
+    """
     sent = sorted(one.sent for one in admitted)
     pairs = []
     for one in refused:
         after = next_after(sent, one.sent)
-        if after is not None:  # at the end of a load none comes to take a place
+        if after is not None:  # after the last admission there is nothing to compare with
             pairs.append((one.retry_after, after - one.sent))
     if not pairs:
         return None
     told_s, true_s = (sorted(values) for values in zip(*pairs, strict=True))
-    honest = [true <= told for told, true in pairs]
+    honest = [true <= promised for promised, true in pairs]
     return {
         "told_s": {"p50": percentile(told_s, 50), "max": told_s[-1]},
         "true_s": {"p50": round(percentile(true_s, 50), 3), "max": round(true_s[-1], 3)},
@@ -126,13 +127,13 @@ def honesty(admitted: Sequence[Outcome], refused: Sequence[Outcome]) -> Figures 
 
 
 def next_after(times: Sequence[float], time: float) -> float | None:
-    """The first of sorted times that is later."""
+    """Return the first of the sorted times that is later than `time`."""
     at = bisect_right(times, time)
     return times[at] if at < len(times) else None
 
 
 def quantiles(seconds: Sequence[float]) -> Figures | None:
-    """In milliseconds."""
+    """Return quantiles in milliseconds."""
     if not seconds:
         return None
     rising = sorted(seconds)
@@ -141,53 +142,50 @@ def quantiles(seconds: Sequence[float]) -> Figures | None:
 
 
 def verdict(ours: Figures) -> dict[str, bool]:
-    """Which of the criteria hold."""
+    """Return which targets are met."""
     loads = ours["loads"]
     refusing = {name: one for name, one in loads.items() if one["refused"]}
     goodput = [one["goodput_rps"] for one in loads.values()]
     return {
         "refusals are answered": not any(one["failed"] for one in loads.values()),
-        "refusals within 50 ms": all(one["refusal_ms"]["p99"] <= 1e3 * REFUSAL_S for one in refusing.values()),
+        "refusals within 50 ms": all(one["refusal_ms"]["p99"] <= 1e3 * MAX_REFUSAL_S for one in refusing.values()),
         "Retry-After is honest": all(is_honest(one["retry_after"]) for one in refusing.values()),
-        "admitted requests keep the objectives": all(one["kept"] >= KEPT for one in loads.values()),
-        "goodput does not fall": goodput[-1] >= FALL * max(goodput),
+        "admitted requests keep the objectives": all(one["kept"] >= MIN_KEPT for one in loads.values()),
+        "goodput does not fall": goodput[-1] >= MIN_GOODPUT * max(goodput),
     }
 
 
 def is_honest(retry_after: Figures) -> bool:
-    """Whether places came free in the time that was told, and in the median not far sooner, by the second, which is the
-    least that can be told."""
+    """Return whether `Retry-After` suffices, and is not much longer than necessary; its unit is one second."""
     told_s, true_s = retry_after["told_s"]["p50"], retry_after["true_s"]["p50"]
-    return retry_after["honest"] >= HONEST and told_s <= 2 * true_s + 1
+    return retry_after["honest"] >= MIN_HONEST and told_s <= 2 * true_s + 1
 
 
 def main() -> int:
-    """1 if a criterion does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return 1 if a target is missed."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--factors", type=lambda text: [float(part) for part in text.split(",")], default=[1, 2, 5, 10])
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--longest", type=float, default=60.0)
     parser.add_argument("--peers", choices=["vllm"])
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    record: Figures = {
-        "machine": describe_machine(),
-        "places": PLACES,
-        "tokens": {"prompt": PROMPT, "output": OUTPUT},
-        "objectives": {"ttft_s": TTFT_S, "tpot_s": TPOT_S},
-    }
-    # The model gets one core, the other is for HTTP and for the client.
-    limits = ("--max-num-queued-reqs", PLACES, "--threads", 1, "--kv-cache-gib", 0.5)
-    servers = {"skipjoin": skipjoin(builtin_model_path(), *limits)}
+    record = harness.new_record(
+        queue=QUEUE,
+        tokens={"prompt": PROMPT, "output": OUTPUT},
+        objectives={"ttft_s": TTFT_S, "tpot_s": TPOT_S},
+    )
+    model = builtin_model_path()
+    # The model gets one core; HTTP and the client get the other.
+    limits = ("--max-num-queued-reqs", QUEUE, "--threads", 1, "--kv-cache-gib", 0.5)
+    starts: dict[str, Callable[[], Server]] = {"skipjoin": partial(Skipjoin, model, *limits)}
     for name, python in available([args.peers] if args.peers else []).items():
-        servers[name] = vllm(python, builtin_model_path(), seqs=128, kv_gib=1, is_eager=True, cores="0")
-    for name, serving in servers.items():
-        with serving as server:
+        starts[name] = partial(vllm, python, model, seqs=128, kv_gib=1, is_eager=True, cores="0")
+    for name, start in starts.items():
+        with start() as server:
             record[name] = uvloop.run(measure(server.url, server.name, args.factors, args.seconds, args.longest))
     record["holds"] = verdict(record["skipjoin"])
-    print(json.dumps(record["holds"], indent=2))
-    if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+    harness.show(record["holds"])
+    harness.write_record(record, args.out)
     return 0 if all(record["holds"].values()) else 1
 
 

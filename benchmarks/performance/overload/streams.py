@@ -1,4 +1,4 @@
-"""The client: streams that are sent when they are due, and what became of each."""
+"""Load client that sends each stream at its due time and records its outcome."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-# After the last request was sent, streams get so many seconds more.
+# Streams have this many seconds after the last request is sent.
 DRAIN_S = 10.0
 FAILED = -1
 HEADERS = {"Content-Type": "application/json"}
@@ -17,11 +17,14 @@ HEADERS = {"Content-Type": "application/json"}
 
 @dataclass(slots=True)
 class Outcome:
-    """A request; times in seconds from the start of the load.
+    """A request, with times in seconds from the start of the load.
 
-    due: when it was to be sent. status: of HTTP; 0: no answer has come; FAILED: the connection has failed. answered:
-    when the answer was complete. first, last: when its first and its last event came; last: None where the stream did
-    not come to its end.
+    Attributes:
+        due: When the request should be sent.
+        status: HTTP status; 0 without a response, FAILED if the connection failed.
+        answered: When the response was complete.
+        first: When the first event arrived.
+        last: When the stream ended, or None if it did not.
     """
 
     due: float
@@ -34,16 +37,16 @@ class Outcome:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token, from the time that it was due."""
+        """Seconds from the due time to the first token."""
         return None if self.first is None else self.first - self.due
 
     def tpot(self, tokens: int) -> float | None:
-        """Seconds for each of so many tokens after the first. Events are fewer: not every token has text."""
+        """Return the seconds per token after the first; `tokens` is their number, as not every token has an event."""
         return None if self.first is None or self.last is None else (self.last - self.first) / (tokens - 1)
 
 
 async def closed_loop(url: str, bodies: Iterator[bytes], lanes: int, seconds: float) -> int:
-    """How many streams end within so many seconds, of which so many are always in flight."""
+    """Keep `lanes` streams in flight for `seconds` and return the number that finished."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     done = 0
@@ -61,7 +64,7 @@ async def closed_loop(url: str, bodies: Iterator[bytes], lanes: int, seconds: fl
 
 
 async def open_loop(url: str, bodies: Iterator[bytes], rate: float, seconds: float) -> list[Outcome]:
-    """Streams that arrive at random at this rate for so many seconds."""
+    """Send streams as a Poisson process and return their outcomes."""
     loop, draw = asyncio.get_running_loop(), random.Random(f"{rate}")
     outcomes: list[Outcome] = []
     tasks: set[asyncio.Task[None]] = set()
@@ -89,7 +92,7 @@ def _session() -> aiohttp.ClientSession:
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, body: bytes, outcome: Outcome, begin: float) -> None:
-    """Send one request, and note in `outcome` what becomes of it."""
+    """Send one request and record it in `outcome`."""
     loop = asyncio.get_running_loop()
     outcome.sent = loop.time() - begin
     try:

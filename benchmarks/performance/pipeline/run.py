@@ -1,34 +1,32 @@
-"""Throughput of a two-stage pipeline, its bubbles, and the simulator's accuracy for it: PP 2 over two processes of one
-thread each, against one process of one thread, with the same requests, all present at the start.
+"""Measure the throughput and bubbles of a two-stage pipeline, and the simulator's accuracy for it.
 
     OMP_WAIT_POLICY=passive python benchmarks/performance/pipeline/run.py [--pairs 3] [--dtype float32] [--out FILE]
 
-A random-weight Llama of 24 layers, 512 wide. Two loads: of `long` prompts, which fill several plans, and of `short`
-ones, which would all fit one plan. `even` balances the plans of the stages (`EvenStages`), with prompts cut to fit
-(`fastserve`) or whole (`fcfs`); `greedy` is the same system without: every plan takes all requests that can run. One
-process runs `fastserve`. Before each pair the PP 2 executor is profiled, and the simulator runs the same requests on
-that profile.
+PP 2 over two processes of one thread each runs the same requests as one process of one thread, all present at the
+start. The model is a random-weight Llama of 24 layers and width 512. `long` prompts fill several plans; `short` ones
+would all fit one plan. `even` balances the plans of the stages (`EvenStages`), with prompts cut to fit (`fastserve`) or
+whole (`fcfs`). `greedy` is the same system without balancing: every plan takes all requests that can run. One process
+runs `fastserve`. Before each pair the PP 2 executor is profiled, and the simulator runs the same requests on that
+profile.
 
-`bubbles` is the share of the stages' time in which they were idle; `speed` the duration of the steps of a run over the
-profile's prediction; `others` the share of the machine's time that other programs used. Runs that they disturb are
-repeated, a few times. Rows in FILE are kept, and count. Wanted: PP 2 at 1.5 times the throughput of one process or
-more, and simulated throughput and bubble share within 20 % of the measured ones.
+`bubbles` is the share of the stages' time in which they were idle. `speed` is the duration of the steps relative to the
+profile. `others` is the share of the machine's time that other programs used; runs with too much of it are repeated a
+few times. Rows that FILE already has are kept and counted. Targets: PP 2 at 1.5 times the throughput of one process,
+and simulated throughput and bubbles within 20 % of the measured ones.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,9 +34,10 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from executors import BLOCK_SIZE, DEVICE_BLOCKS, SHAPE, VOCAB, local, pipeline, saved
+from executors import BLOCK_SIZE, DEVICE_BLOCKS, SHAPE, local, pipeline
 
-from machine import describe_machine
+import harness
+from random_model import prompt_of, scratch_model
 from skipjoin.config.profile import Profile, ProfileKey
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed
@@ -63,32 +62,31 @@ from skipjoin.sampling import SamplingParams
 from skipjoin.sim.driver import Replica, simulate
 
 STAGES, MAX_SEQS, MAX_TOKENS = 2, 256, 512
-# More of the machine's time than this to other programs disturbs a run, which is then made again, up to so many times.
-MOST_OTHERS, TRIES = 0.03, 4
-# How many requests, and least and most tokens of their prompts and outputs.
+# A run is repeated, up to TRIES times, if other programs use more than this share of the machine's time.
+MAX_OTHERS, TRIES = 0.03, 4
+# Number of requests, and ranges of their prompts and outputs in tokens.
 LOADS = {"long": (48, (16, 256), (8, 48)), "short": (64, (4, 8), (16, 48))}
-MOST_REQUESTS, LONGEST = 64, 304
+MAX_REQUESTS, MAX_LENGTH = 64, 304
 SYSTEMS = [f"{recipe} {how}" for recipe in ("fastserve", "fcfs") for how in ("even", "greedy")]
-# Of no machine: for runs in which times do not matter.
+# A cost model for runs whose times do not matter.
 WARM = LinearCost(floor=1e-3, prefill_token=1e-3, decode=1e-3)
 T = TypeVar("T")
 FIELDS = ("tokens_per_s", "bubbles")
 
 
 def requests(load: str) -> list[Request]:
-    """The requests of a load, the same at every call."""
+    """Return the requests of a load, the same at every call."""
     draw, made = random.Random(0), []
     count, prompts, outputs = LOADS[load]
     for number in range(count):
         length, tokens = draw.randint(*prompts), draw.randint(*outputs)
-        prompt = [3 + (number * 7919 + place * 104729) % (VOCAB - 3) for place in range(length)]
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        made.append(Request(number, 0.0, prompt, tokens, sampling=Sampling(params, 0, ())))
+        made.append(Request(number, 0.0, prompt_of(number, length), tokens, sampling=Sampling(params, 0, ())))
     return made
 
 
 def core_of(system: str, cost: CostModel, stages: int) -> EngineCore:
-    """The engine of a system. One process decides the next step while one runs, as a server may."""
+    """Return the engine core of a system. One process schedules the next step while one runs, as a server may."""
     recipe, how = system.split()
     policies = build(recipe, Settings(cost, MAX_SEQS, MAX_TOKENS, stages=stages))
     batcher = policies.batcher
@@ -99,9 +97,10 @@ def core_of(system: str, cost: CostModel, stages: int) -> EngineCore:
 
 
 def serve(core: EngineCore, executor: Executor, load: list[Request], cost: CostModel) -> dict[str, float]:
-    """Run all requests to their end. Returns the figures. cost: the reference of `speed`."""
+    """Run all requests to their end and return the figures; `cost` is the reference of `speed`."""
     use, flying, steps = StageUse(), deque[Any](), 0
     taken = expected = 0.0
+    core.on_finished = executor.on_finished
     begin = time.perf_counter()
     for request in load:
         core.add(request, 0.0)
@@ -118,7 +117,7 @@ def serve(core: EngineCore, executor: Executor, load: list[Request], cost: CostM
 
 
 def predict(core: EngineCore, profile: Profile, load: list[Request]) -> dict[str, float]:
-    """The same on the virtual clock."""
+    """Run the same requests in the simulator."""
     use, steps = StageUse(), 0
 
     def observe(events: list[Any]) -> None:
@@ -132,20 +131,19 @@ def predict(core: EngineCore, profile: Profile, load: list[Request]) -> dict[str
 
 
 def undisturbed(run: Callable[[], T]) -> tuple[T, float]:
-    """The result of a run, and the share of the machine that others used meanwhile; of the first quiet run, or the
-    last."""
+    """Return the result of the first quiet run, or the last, and the share of the machine that others used."""
     for _ in range(TRIES):
         begin, before = time.perf_counter(), _busy_s()
         found = run()
         seconds, (all_s, own_s) = time.perf_counter() - begin, _busy_s()
         others = max(0.0, (all_s - before[0]) - (own_s - before[1])) / (seconds * (os.cpu_count() or 1))
-        if others <= MOST_OTHERS:
+        if others <= MAX_OTHERS:
             break
     return found, round(others, 4)
 
 
 def _busy_s() -> tuple[float, float]:
-    """CPU seconds of all programs, and of this one with its ranks."""
+    """Return the CPU seconds of all programs, and of this one with its ranks."""
     this = psutil.Process()
     own = [one.cpu_times() for one in (this, *this.children(recursive=True))]
     every = psutil.cpu_times()
@@ -153,7 +151,7 @@ def _busy_s() -> tuple[float, float]:
 
 
 def outcome(load: list[Request], seconds: float, use: StageUse, steps: int) -> dict[str, float]:
-    """tokens_per_s: of prompts and outputs together."""
+    """Return the figures of a run; `tokens_per_s` counts prompts and outputs."""
     tokens = sum(request.known for request in load)
     return {
         "seconds": round(seconds, 3),
@@ -164,9 +162,9 @@ def outcome(load: list[Request], seconds: float, use: StageUse, steps: int) -> d
 
 
 def host_seconds(executor: Executor, cost: CostModel) -> float:
-    """What deciding, messages and hand-overs add to a step of a batch that goes round alone; the median."""
+    """Return the median time that scheduling and messages add to a step of a single batch."""
     core, times = core_of("fcfs greedy", cost, 1), []
-    for request in requests("short")[: MOST_REQUESTS // STAGES]:
+    for request in requests("short")[: MAX_REQUESTS // STAGES]:
         core.add(request, 0.0)
     for _ in range(16):
         begin = time.perf_counter()
@@ -179,22 +177,22 @@ def host_seconds(executor: Executor, cost: CostModel) -> float:
 
 
 def profile_of(executor: ModelExecutor, config: ModelConfig, dtype: str, seconds: float) -> Profile:
-    """Of the pipeline as it is now."""
+    """Profile the pipeline."""
     host_s = host_seconds(executor, WARM)
     key = ProfileKey("random", "-", "cpu", "-", 1, dtype, "auto", "-", "-", 1, STAGES, "-")
-    limits = Limits(MAX_TOKENS, MOST_REQUESTS, LONGEST, DEVICE_BLOCKS * BLOCK_SIZE)
+    limits = Limits(MAX_TOKENS, MAX_REQUESTS, MAX_LENGTH, DEVICE_BLOCKS * BLOCK_SIZE)
     return measure_profile(
         executor, config, key, limits, Effort(seconds, 0.02), host_s=host_s, on_progress=lambda what, share: None
     )
 
 
 def pair(number: int, profile: Profile, executors: dict[int, Executor]) -> dict[str, Any]:
-    """Everything once, in reversed order every other time. executors: by their stages."""
+    """Run everything once; `executors` are keyed by their number of stages."""
     cost, row = profile.cost, {"pair": number, "shares": [round(share, 3) for share in profile.stage_shares]}
     row |= {"fit_error": round(profile.errors.median, 4), "host_s": round(profile.host_s, 5)}
     for load in LOADS:
         order = [("one process", 1), *((system, STAGES) for system in SYSTEMS)]
-        for system, stages in order if number % 2 == 0 else reversed(order):
+        for system, stages in harness.in_turn(order, number):
 
             def once(system: str = system, stages: int = stages, load: str = load) -> dict[str, float]:
                 core = core_of(system if stages > 1 else SYSTEMS[0], cost, stages)
@@ -210,13 +208,11 @@ def pair(number: int, profile: Profile, executors: dict[int, Executor]) -> dict[
     return row
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and greatest."""
-    return {name: round(of(values), 4) for name, of in (("median", statistics.median), ("min", min), ("max", max))}
+spread = partial(harness.spread, digits=4)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over the pairs."""
+    """Return the spread over the pairs."""
     summary: dict[str, Any] = {}
     for load in LOADS:
         alone = [row[f"{load} one process"]["measured"]["tokens_per_s"] for row in rows]
@@ -229,39 +225,35 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 predicted = [one["predicted"][field] for one in chosen]
                 line[field], line[f"{field} predicted"] = spread(measured), spread(predicted)
                 line[f"{field} error"] = spread(
-                    [told / real - 1 for told, real in zip(predicted, measured, strict=True)]
+                    [said / real - 1 for said, real in zip(predicted, measured, strict=True)]
                 )
     return summary
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser = harness.parser(__doc__, pairs=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--profile-seconds", type=float, default=20.0)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()
-    scratch = tempfile.TemporaryDirectory(prefix="skipjoin-bench-")
-    config = saved(Path(scratch.name), args.dtype)
-    ranks, single = pipeline(Path(scratch.name), args.dtype, STAGES), local(Path(scratch.name), args.dtype)
-    for executor, stages in ((ranks, STAGES), (single, 1)):
-        serve(core_of(SYSTEMS[0], WARM, stages), executor, requests("short"), WARM)
-    rows = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
-    for number in range(len(rows), len(rows) + args.pairs):
-        profile, others = undisturbed(lambda: profile_of(ranks, config, args.dtype, args.profile_seconds))
-        rows.append(pair(number, profile, {1: single, STAGES: ranks}) | {"others": others})
-        print(json.dumps(rows[-1]), flush=True)
-    summary = summarize(rows)
-    print(json.dumps(summary, indent=1))
-    if args.out:
-        settings = {"stages": STAGES, "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": MAX_TOKENS}
-        settings |= {"requests": LOADS, "dtype": args.dtype, "model": SHAPE}
-        record = {"machine": describe_machine(), "settings": settings, "summary": summary, "rows": rows}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
-    single.close()
-    ranks.close()
+    settings = {"stages": STAGES, "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": MAX_TOKENS}
+    settings |= {"requests": LOADS, "dtype": args.dtype, "model": SHAPE}
+    record = harness.new_record(settings=settings, rows=harness.read_record(args.out).get("rows", []))
+    with scratch_model(getattr(torch, args.dtype), **SHAPE) as folder:
+        config = ModelConfig.from_folder(folder)
+        ranks, single = pipeline(folder, args.dtype, STAGES), local(folder, args.dtype)
+        for executor, stages in ((ranks, STAGES), (single, 1)):
+            serve(core_of(SYSTEMS[0], WARM, stages), executor, requests("short"), WARM)
+        for number in range(len(record["rows"]), len(record["rows"]) + args.pairs):
+            profile, others = undisturbed(lambda: profile_of(ranks, config, args.dtype, args.profile_seconds))
+            record["rows"].append(pair(number, profile, {1: single, STAGES: ranks}) | {"others": others})
+            harness.show(record["rows"][-1])
+        single.close()
+        ranks.close()
+    record["summary"] = summarize(record["rows"])
+    harness.show(record["summary"])
+    harness.write_record(record, args.out)
 
 
 if __name__ == "__main__":

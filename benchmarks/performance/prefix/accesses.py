@@ -1,5 +1,7 @@
-"""Hit rates of caches that hold nothing but KV that was computed, on the sequence of a workload's prompts: an analysis
-beside the scheduler, which knows no running requests, no times and, for Belady's order, the future."""
+"""Offline hit rates of prefix caches on the sequence of a workload's prompts.
+
+The analysis has no running requests and no times. Belady's order knows the future.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 Name = int
-# A prompt: the names of its full parts and its tokens.
+# The names of a prompt's full parts, and its number of tokens.
 Prompt = tuple[tuple[Name, ...], int]
 
 
 def hit_rate(prompts: Sequence[Prompt], part: int, size: int | None, *, optimal: bool = False) -> float:
-    """Share of prompt tokens that a cache of `size` parts holds when the prompt comes; None: of any size. All but the
-    last token can be held. optimal: what is used again latest goes first (Belady), otherwise what was used longest
-    ago."""
+    """Return the share of prompt tokens that a cache holds when their prompt arrives.
+
+    Args:
+        size: Capacity in parts; None for an unlimited cache.
+        optimal: Evict the part whose next use is latest (Belady) instead of the least recently used one.
+    """
     uses = _uses(prompts) if optimal else {}
     cache = _Cache(size, (lambda name, now: -_next(uses[name], now)) if optimal else (lambda name, now: now))
     hits = total = 0
@@ -23,14 +28,14 @@ def hit_rate(prompts: Sequence[Prompt], part: int, size: int | None, *, optimal:
         usable = names[: (tokens - 1) // part]
         found = next((index for index, name in enumerate(usable) if name not in cache), len(usable))
         hits, total = hits + found * part, total + tokens
-        # The last parts first: a part is of no use without those before it.
+        # In reverse, so that a part is evicted before the parts that precede it.
         for name in reversed(names):
             cache.use(name, now)
     return hits / total
 
 
 class _Cache:
-    """Names, of which the one with the least value goes first. value: of a name that is used now."""
+    """Cache that evicts the name with the lowest value; `value` returns that of a name that is used now."""
 
     def __init__(self, size: int | None, value: Callable[[Name, int], float]) -> None:
         self._size = size
@@ -55,7 +60,7 @@ class _Cache:
 
 
 def _uses(prompts: Sequence[Prompt]) -> dict[Name, list[int]]:
-    """When each name is used, the latest time first."""
+    """Return the times at which each name is used, latest first."""
     uses: dict[Name, list[int]] = {}
     for now in range(len(prompts) - 1, -1, -1):
         for name in prompts[now][0]:
@@ -64,7 +69,7 @@ def _uses(prompts: Sequence[Prompt]) -> dict[Name, list[int]]:
 
 
 def _next(times: list[int], now: int) -> float:
-    """The first time after now; those before are forgotten."""
+    """Return the first time after now, and drop those before it."""
     while times and times[-1] <= now:
         times.pop()
     return times[-1] if times else float("inf")

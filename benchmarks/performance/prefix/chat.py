@@ -1,16 +1,14 @@
-"""Times to the first token of conversations, turn by turn, over HTTP: with prefix caching and without, with a host tier
-and without, and vLLM's, in one run.
+"""Measure times to the first token of conversations over HTTP, with and without prefix caching and a CPU tier.
 
     python benchmarks/performance/prefix/chat.py [--peers vllm] [--rounds 3] [--out FILE]
 
-A random-weight Llama of 97.5M parameters in bfloat16. Conversations begin with the same 192 tokens; the prompt of each
-turn is that of the turn before and 160 more tokens. They are random and not the answers of the turn before, as no API
-gives those as tokens everywhere: what is generated is found by none. All first turns are sent, then all second
-ones, and so on, four at a time, so that between two turns of a conversation all others have theirs.
+The model is a random-weight Llama of 97.5M parameters in bfloat16. All conversations begin with the same 192 tokens.
+The prompt of each turn is that of the previous turn and 160 more random tokens; answers are not part of it, because not
+every API returns them as tokens. All first turns are sent, then all second turns, and so on, four at a time.
 
-Two sizes of KV: "ample", for all conversations, and "small", for a quarter of their tokens, with a host pool that has
-room for all; vLLM has none on a CPU, and no such small pool. The servers of a size are up together, and take turns: a
-round of each with new conversations, then the next round. The result is written after every round.
+There are two sizes of KV: "ample" for all conversations, and "small" for a quarter of their tokens with a CPU pool for
+all of them. vLLM has no CPU pool on a CPU, and no pool of the small size. The servers of a size run at the same time
+and take turns, each round with new conversations. The record is written after every round.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,20 +28,20 @@ import httpx
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
-from peer_venvs import PeerUnavailableError, names_of, python_of
-from random_model import VOCAB, make_model
-from servers import Server, skipjoin, vllm
+import harness
+from peer_venvs import names_of
+from random_model import VOCAB, scratch_model
+from servers import Server, Skipjoin, start_vllm
 
 COMMON, TURN, TURNS, OUTPUT = 192, 160, 5, 16
-CONVERSATIONS, AT_ONCE = 16, 4
-# Tokens of all conversations: 16 * (192 + 5 * 160 + 16), of which a GiB of the model's KV holds 29,127.
+CONVERSATIONS, CONCURRENT = 16, 4
+# GiB of KV. All conversations have 16 * (192 + 5 * 160 + 16) tokens; a GiB of the model's KV holds 29,127.
 SIZES = {"ample": 1.0, "small": 0.15}
-HOST_GIB, SEATS, TIMEOUT_S = 1.0, 16, 300.0
+CPU_GIB, MAX_SEQS, TIMEOUT_S = 1.0, 16, 300.0
 
 
 async def first_token(client: httpx.AsyncClient, server: Server, prompt: list[int]) -> tuple[float, int]:
-    """Seconds to the first token, and how many tokens of the prompt were cached."""
+    """Return the seconds to the first token and the number of cached prompt tokens."""
     body = {
         "model": server.name,
         "prompt": prompt,
@@ -69,16 +66,16 @@ async def first_token(client: httpx.AsyncClient, server: Server, prompt: list[in
 
 
 async def converse(server: Server, seed: int) -> list[dict[str, Any]]:
-    """The turns of a round of conversations: times to the first token, and tokens that were cached."""
+    """Run a round of conversations and return the times to the first token and the cached tokens of each turn."""
     draw = random.Random(seed)
     common = [draw.randrange(3, VOCAB) for _ in range(COMMON)]
     prompts = [list(common) for _ in range(CONVERSATIONS)]
     rows = []
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-        seats = asyncio.Semaphore(AT_ONCE)
+        slots = asyncio.Semaphore(CONCURRENT)
 
         async def ask(prompt: list[int]) -> tuple[float, int]:
-            async with seats:
+            async with slots:
                 return await first_token(client, server, prompt)
 
         for _ in range(TURNS):
@@ -89,31 +86,28 @@ async def converse(server: Server, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def servers(args: argparse.Namespace, kv_gib: float, model: Path, stack: ExitStack) -> dict[str, Server]:
-    """All servers with so much KV, by name."""
-    ours = ("--recipe", "fcfs", "--max-num-seqs", SEATS, "--kv-cache-gib", kv_gib, "--max-model-len", 1024)
+def start_servers(stack: ExitStack, args: argparse.Namespace, kv_gib: float, model: Path) -> dict[str, Server]:
+    """Start all servers with a size of KV."""
+    ours = ("--recipe", "fcfs", "--max-num-seqs", MAX_SEQS, "--kv-cache-gib", kv_gib, "--max-model-len", 1024)
     kinds = {
-        "skipjoin": ("--swap-space", HOST_GIB),
+        "skipjoin": ("--swap-space", CPU_GIB),
         "skipjoin, no host pool": ("--swap-space", 0),
-        "skipjoin, no caching": ("--swap-space", HOST_GIB, "--no-enable-prefix-caching"),
+        "skipjoin, no caching": ("--swap-space", CPU_GIB, "--no-enable-prefix-caching"),
     }
-    found = {name: stack.enter_context(skipjoin(model, *ours, *options)) for name, options in kinds.items()}
-    for name in args.peers if kv_gib % 1 == 0 else ():  # vLLM's pool on a CPU has whole GiB
-        try:
-            peer = vllm(python_of(name), model, seqs=SEATS, kv_gib=kv_gib, is_eager=name == "vllm-eager")
-            found[name] = stack.enter_context(peer)
-        except (PeerUnavailableError, RuntimeError) as error:
-            print(f"{name} is left out: {error}", flush=True)
-    return found
+    found: dict[str, Server] = {
+        name: stack.enter_context(Skipjoin(model, *ours, *options)) for name, options in kinds.items()
+    }
+    peers = args.peers if kv_gib % 1 == 0 else ()  # vLLM's pool on a CPU has whole GiB
+    return found | start_vllm(stack, peers, model, seqs=MAX_SEQS, kv_gib=kv_gib)[0]
 
 
 def summary(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds and conversations, and their spread over rounds."""
+    """Return medians over conversations and their spread over rounds."""
     prompts = [CONVERSATIONS * (COMMON + TURN * turn) for turn in range(1, TURNS + 1)]
 
     def median(turns: slice) -> dict[str, float]:
         each = [statistics.median([one for row in rows[turns] for one in row["ttft_s"]]) for rows in rounds]
-        return {"p50": round(statistics.median(each), 4), "least": round(min(each), 4), "most": round(max(each), 4)}
+        return harness.spread(each, 4)
 
     cached = statistics.mean(sum(row["cached"] for row in rows[1:]) for rows in rounds)
     return {
@@ -125,33 +119,27 @@ def summary(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--peers", type=names_of, default=["vllm"])
-    parser.add_argument("--sizes", type=lambda text: text.split(","), default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("chat.json"))
+    parser.add_argument("--sizes", type=harness.some_of("sizes", SIZES), default=list(SIZES))
     args = parser.parse_args()
-    result: dict[str, Any] = {
-        "machine": describe_machine(),
-        "settings": {"common": COMMON, "turn": TURN, "turns": TURNS, "conversations": CONVERSATIONS, "at_once": AT_ONCE}
-        | {"output": OUTPUT, "kv_gib": SIZES, "host_gib": HOST_GIB, "rounds": args.rounds},
-    }
-    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
-        model = Path(scratch) / "model"
-        make_model(model, torch.bfloat16)
+    settings = {"common": COMMON, "turn": TURN, "turns": TURNS, "conversations": CONVERSATIONS}
+    settings |= {"concurrent": CONCURRENT, "output": OUTPUT, "kv_gib": SIZES, "cpu_gib": CPU_GIB}
+    result = harness.new_record(settings=settings | {"rounds": args.rounds})
+    with scratch_model(torch.bfloat16) as model:
         for size in args.sizes:
             with ExitStack() as stack:
-                found = servers(args, SIZES[size], model, stack)
+                found = start_servers(stack, args, SIZES[size], model)
                 rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in found}
-                for number in range(-1, args.rounds):  # the first one warms up
+                for number in range(-1, args.rounds):  # the first round is a warm-up
                     for name, server in found.items():
                         rows = asyncio.run(converse(server, 100 + number))
                         if number >= 0:
                             rounds[name].append(rows)
                     result[size] = {name: summary(rows) for name, rows in rounds.items() if rows}
-                    args.out.write_text(json.dumps(result, indent=1) + "\n")
+                    harness.write_record(result, args.out)
                 for name, figures in result[size].items():
-                    print(size, name, json.dumps(figures), flush=True)
+                    harness.show(size, name, figures)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""Prefix caching in the simulator: hit rates over cache sizes, tiers and orders of eviction, what it saves where
-requests are recomputed, how long a request waits that nothing is cached for, and where requests go among replicas.
+"""Measure prefix caching in the simulator: hit rates, recomputation, waits of uncached requests, and dispatch rules.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/performance/prefix/run.py [--parts sizes,tiers,order,...] [--out FILE]
 
-With Mooncake's conversation_trace.jsonl, with its hash_ids, in the folder, `sizes` and `order` are of it, too.
+`sizes` and `order` also use Mooncake's conversation_trace.jsonl (with `hash_ids`) if the folder has it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
@@ -18,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from statistics import median
 from time import process_time
 from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
+import harness
+from papers.recipes import SPELLED
 from performance.prefix.accesses import Prompt, hit_rate
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import ContentPrefix
@@ -42,13 +39,18 @@ from skipjoin.workload.workload import Replay, Workload, synthetic
 Result = dict[str, Any]
 MOONCAKE = "conversation_trace.jsonl"
 WHOLE = Extent(None, None, 0)
-PART = 64  # tokens of a named part of a conversation, and of a block
+PART = 64  # tokens of a block and of a named part of a conversation
 
 
 def conversations(seed: int, requests: int, *, rate: float) -> Trace:
-    """Generated: conversations of 8 turns on average, which begin with one of four system prompts of 256 tokens. The
-    prompt of a turn has all that was said before and 150 more tokens on average; answers have 250. A user takes 60 s
-    on average from one prompt to the next. rate: conversations that begin per second."""
+    """Generate conversations that begin with one of four system prompts of 256 tokens.
+
+    They have 8 turns on average, 60 s apart. The prompt of a turn contains all previous turns and 150 more tokens on
+    average; answers have 250 tokens on average.
+
+    Args:
+        rate: Conversations that begin per second.
+    """
     draw = random.Random(seed)
     rows: list[TraceRow] = []
     start, conversation = 0.0, 0
@@ -73,20 +75,20 @@ def _names(group: int, conversation: int, tokens: int) -> tuple[int, ...]:
 
 
 def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000, host_gib: float = 0) -> System:
-    """A GPU with so much KV; without a host pool what makes way is computed again."""
+    """Return a GPU with `blocks` of KV; without a CPU pool, preempted requests are recomputed."""
     machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=host_gib)
-    (found,) = machine.systems(recipe)
+    (found,) = machine.systems(SPELLED[recipe])
     return replace(found, kv_blocks=blocks, max_model_len=length, max_num_batched_tokens=8192)
 
 
 def traces() -> Iterator[tuple[Trace, int]]:
-    """Each with its tokens per block."""
+    """Yield the traces, each with its tokens per block."""
     yield conversations(0, 3000, rate=0.6), PART
     folder = os.environ.get("SKIPJOIN_TRACES")
     if folder and (Path(folder) / MOONCAKE).exists():
         yield read_trace(Path(folder) / MOONCAKE), 512
     else:
-        print(f"no {MOONCAKE} in SKIPJOIN_TRACES: Mooncake is left out", flush=True)
+        harness.show(f"SKIPJOIN_TRACES has no {MOONCAKE}: it is left out")
 
 
 def prompts_of(trace: Trace) -> list[Prompt]:
@@ -94,7 +96,7 @@ def prompts_of(trace: Trace) -> list[Prompt]:
 
 
 def found(record: Result) -> Result:
-    """The figures of a run."""
+    """Return the figures of a run."""
     return {
         "finished": record["requests"]["finished"],
         "hit_rate": record["prefix"]["hit_rate"] if "prefix" in record else 0.0,
@@ -109,13 +111,13 @@ def found(record: Result) -> Result:
 
 @contextmanager
 def plain_lru() -> Iterator[None]:
-    """Requests that wait keep nothing in the cache for longer."""
+    """Disable the retention of blocks that waiting requests will use."""
     with patch.object(KVLedger, "await_prefix", lambda ledger, request: None):
         yield
 
 
 def sizes() -> Result:
-    """Hit rates in the simulator, first come first served, over the size of the KV pool."""
+    """Measure hit rates under `fcfs` by the size of the KV pool."""
     results: Result = {}
     for trace, block_size in traces():
         tokens = sum(row.prompt_tokens + row.output_tokens for row in trace.rows)
@@ -128,14 +130,14 @@ def sizes() -> Result:
                 continue
             record = run(Cell(system("fcfs", blocks, block_size, length=length), Replay(trace), WHOLE))
             rows.append({"share_of_all_tokens": share, "kv_blocks": blocks, **found(record)})
-            print(trace.name, rows[-1], flush=True)
+            harness.show(trace.name, rows[-1])
         infinite = hit_rate(prompts_of(trace), block_size, None)
         results[trace.name] = {"requests": len(trace.rows), "sequence_unlimited": infinite, "simulated": rows}
     return results
 
 
 def tiers() -> Result:
-    """The same with a host pool, which gets what the device loses, and where more arrives than the device can hold."""
+    """Measure hit rates with a CPU pool that receives evicted blocks, also under overload."""
     results: Result = {}
     for name, rate, pools in (("sizes", 0.6, (1017, 2034)), ("twice the load", 1.2, (800,))):
         trace = conversations(0, 1500, rate=rate)
@@ -147,14 +149,13 @@ def tiers() -> Result:
             use["saved_gb"] = record["prefix"]["saved_bytes"] / 1e9
             use["swapped_out_gb"] = record["kv"]["swapped_out_bytes"] / 1e9
             rows.append(use)
-            print(name, use, flush=True)
+            harness.show(name, use)
         results[name] = {"sequence_unlimited": hit_rate(prompts_of(trace), PART, None), "simulated": rows}
     return results
 
 
 def order() -> Result:
-    """Orders of eviction: by the sequence of prompts alone, and in the simulator with requests that wait for what is
-    cached."""
+    """Compare orders of eviction: offline on the sequence of prompts, and in the simulator with waiting requests."""
     results: Result = {}
     for trace, block_size in traces():
         prompts = prompts_of(trace)
@@ -168,8 +169,8 @@ def order() -> Result:
             for share in (0.02, 0.05, 0.1, 0.2, 0.4)
         ]
         results[trace.name] = {"distinct_blocks": distinct, "offline_analysis": offline}
-        print(trace.name, results[trace.name], flush=True)
-    # Twice the load that the machine can take, so that hundreds wait: what they wait for is what interest keeps.
+        harness.show(trace.name, results[trace.name])
+    # Twice the capacity, so that hundreds of requests wait; `interest` retains the blocks that they will use.
     trace = conversations(1, 2000, rate=2.5)
     rows = []
     for blocks in (800, 1200, 2400):
@@ -177,13 +178,15 @@ def order() -> Result:
         with plain_lru():
             lru = found(run(cell))
         rows.append({"kv_blocks": blocks, "lru": lru, "interest": found(run(cell))})
-        print(rows[-1], flush=True)
+        harness.show(rows[-1])
     return results | {"simulated_overload": rows}
 
 
 def recompute() -> Result:
-    """`fastserve-recompute` under pressure, with caching and without: prompts that have nothing in common with others,
-    so that requests find what they computed themselves, and conversations."""
+    """Measure recomputation with and without caching, for conversations and for prompts without common prefixes.
+
+    Without common prefixes a request can only find KV that it computed itself.
+    """
     alone = synthetic("uniform:200-1500,50-400", "poisson").draw(6.0, None, 0, 600)
     rows = tuple(
         TraceRow(job.at, job.prompt_tokens, job.output_tokens, parts=PromptParts(_own(number, job.prompt_tokens), PART))
@@ -197,7 +200,7 @@ def recompute() -> Result:
             warm = found(run(Cell(with_cache, Replay(trace), WHOLE)))
             share = warm["recomputed_tokens"] / max(1, cold["recomputed_tokens"])
             results[f"{trace.name}, {recipe}"] = {"without": cold, "with": warm, "recomputed_share": round(share, 4)}
-            print(trace.name, recipe, results[f"{trace.name}, {recipe}"], flush=True)
+            harness.show(trace.name, recipe, results[f"{trace.name}, {recipe}"])
     return results
 
 
@@ -206,7 +209,7 @@ def _own(number: int, tokens: int) -> tuple[int, ...]:
 
 
 def flood() -> Result:
-    """Requests whose prompts begin with 4,096 cached tokens, and one in twenty whose prompt nothing is cached for."""
+    """Measure waits where 19 of 20 requests begin with 4,096 cached tokens and the others find nothing."""
     workload = synthetic("uniform:50-200,50-200", "poisson", ["name=cold,lengths=fixed:4096,100,share=0.05"], "4096:1")
     results: Result = {}
     for recipe in ("fcfs", "sarathi", "fastserve", "bros", "econoserve", "srpt"):
@@ -219,7 +222,7 @@ def flood() -> Result:
                 stream: _waits([one for one in shard.facts if one.stream == stream], shard.end_s)
                 for stream in ("cold", "default")
             }
-            print(name, results[name], flush=True)
+            harness.show(name, results[name])
     return results
 
 
@@ -235,8 +238,7 @@ def _waits(facts: list[Any], end: float) -> Result:
 
 
 def replicas() -> Result:
-    """Four replicas behind the dispatch rules: conversations at a load that they can take and at one that is too much,
-    and requests that have one system prompt of 4,096 tokens in common."""
+    """Compare dispatch rules over four replicas: conversations below and above capacity, and a shared system prompt."""
     fast = [row._replace(arrival_s=(row.arrival_s or 0.0) / 4) for row in conversations(0, 4000, rate=4.0).rows]
     system_prompt = synthetic("uniform:50-400,50-400", "poisson", [], "4096:1")
     loads: dict[str, tuple[Workload, Extent]] = {
@@ -254,13 +256,12 @@ def replicas() -> Result:
                 record = run(Cell(chosen, workload, extent))
             name = f"{load}, {rule}" + (f", weight {weight:g}" if rule == "prefix-aware" else "")
             results[name] = found(record) | {"ttft_p99_s": record["ttft_s"]["p99"]}
-            print(name, results[name], flush=True)
+            harness.show(name, results[name])
     return results
 
 
 def routing_cost() -> Result:
-    """Processor time that the API process takes to choose one of four replicas for a prompt: to hash it, and to look
-    the keys up and remember them."""
+    """Measure the processor time for choosing one of four replicas: hashing the prompt, and looking up its keys."""
     results: Result = {}
     for tokens in (1000, 10_000, 30_000, 100_000):
         rule = prefix_aware()
@@ -269,17 +270,17 @@ def routing_cost() -> Result:
         draw, times = random.Random(0), []
         for number in range(41):
             prompt = [draw.randrange(150_000) for _ in range(tokens)]
-            for turn in range(2):  # the second one finds what the first one left
+            for turn in range(2):  # the second turn finds the keys of the first
                 request = Request(2 * number + turn, 0.0, prompt, 100, prefix=ContentPrefix(16))
                 begun = process_time()
                 rule.choose(request)
                 times.append(1e3 * (process_time() - begun))
         new, known = times[::2], times[1::2]
         results[f"{tokens} tokens"] = {
-            name: {"median_ms": median(some), "least_ms": min(some), "greatest_ms": max(some)}
+            name: {f"{figure}_ms": value for figure, value in harness.spread(some, 5).items()}
             for name, some in (("new", new), ("known", known))
         }
-        print(tokens, results[f"{tokens} tokens"], flush=True)
+        harness.show(tokens, results[f"{tokens} tokens"])
     return results
 
 
@@ -295,15 +296,15 @@ PARTS: dict[str, Callable[[], Result]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
+    parser = harness.parser(__doc__)
+    parser.add_argument(
+        "--parts", type=harness.some_of("parts", PARTS), default=list(PARTS), help="the file keeps its other parts"
+    )
     args = parser.parse_args()
-    record = json.loads(args.out.read_text()) if args.out.exists() else {}
-    for part in args.parts.split(","):
+    record = harness.read_record(args.out) | harness.new_record()
+    for part in args.parts:
         record[part] = PARTS[part]()
-        record["machine"] = describe_machine()
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        harness.write_record(record, args.out)
 
 
 if __name__ == "__main__":

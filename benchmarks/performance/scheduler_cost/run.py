@@ -1,27 +1,28 @@
-"""What a scheduling decision costs: schedule + commit per step, with 128 requests decoding and a queue behind them.
+"""Measure the cost of a scheduling decision with 128 decoding requests and a queue of up to 100,000.
 
-    python benchmarks/performance/scheduler_cost/run.py [--out FILE]
+    python benchmarks/performance/scheduler_cost/run.py [--recipes NAME ...] [--repeats 5] [--out FILE]
 
-No model runs: every plan is answered at once with fixed tokens. `decide` is Scheduler.schedule + Scheduler.commit;
-`engine` is EngineCore.start_step + finish_step + take_events, which adds tokens, stop conditions and events.
-The queue waits either because the batch is full (128 seats) or because the KV pool is (256 seats, no blocks for a
-newcomer). Its prompts are long, so that every recipe ranks it behind the requests that run, and the state is steady.
-`prefix` has one request that waits for memory, and finds the KV of the first 30,000 tokens of its prompt in the cache.
-`swapping` is another load: OPT-13B on a simulated A100 with 11 GiB of KV and 128 GiB of host memory, ShareGPT's lengths
-at 5.5 requests per second for 100 s, which is above capacity: KV moves all the time, and hundreds hold some.
-Each figure is the median over the steps of a run; printed are median, least and greatest over the repeats.
+No model runs: every plan is answered immediately with fixed tokens. `decide` is the time of `Scheduler.schedule` and
+`Scheduler.commit`. `engine` is the time of `EngineCore.start_step`, `finish_step` and `take_events`, which adds tokens,
+stop conditions and events. Each figure is the median over the steps of a run, and the record has the median and the
+range over the repeats.
+
+- `slots`: the queue waits because the batch is full (128 slots).
+- `memory`: the queue waits because the KV pool is full (256 slots, no free blocks).
+- `prefix`: one request waits for memory and finds the KV of the first 30,000 tokens of its prompt in the cache.
+- `swapping`: OPT-13B on a simulated A100 with 11 GiB of KV and 128 GiB of CPU memory, ShareGPT lengths, 5.5 requests
+  per second for 100 s. The rate exceeds the capacity, so KV is swapped in most steps.
+
+Queued prompts are long, so every recipe ranks them behind the running requests and the state does not change.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from skipjoin.core.engine import EngineCore
@@ -32,30 +33,32 @@ from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.observe.record import preempted
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import RECIPES, Settings, build, own
+from skipjoin.recipes import Settings, build, own
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import Cell, Extent, run
 from skipjoin.workload.workload import synthetic
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from machine import describe_machine
+import harness
+from papers.recipes import SPELLED
 
 RUNNING = 128
 WAITING = (0, 100, 1_000, 10_000, 100_000)
 BLOCK_SIZE = 16
 PREFIX = 30_000  # tokens
-STEPS = 200  # beyond that, fastserve would demote the running requests behind the queue
+STEPS = 200  # in a longer run fastserve would demote the running requests behind the queue
 SWAPPING = ("alise", "fastserve", "fastserve-reactive", "mlfq", "srpt")
 COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-7)
 
 
 def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
-    """An engine in which RUNNING requests decode and `waiting` others queue behind what `limit` names."""
-    seats = RUNNING if limit == "seats" else 2 * RUNNING
-    settings = Settings(COST, max_seqs=seats, max_tokens=8192)
-    policies = build(recipe, settings, own(recipe, {"starvation_s": 1e9, "oracle": "max-tokens"}))
+    """Return an engine with RUNNING decoding requests and `waiting` queued ones that `limit` blocks."""
+    slots = RUNNING if limit == "slots" else 2 * RUNNING
+    settings = Settings(COST, max_seqs=slots, max_tokens=8192)
+    name = SPELLED[recipe]
+    policies = build(name, settings, own(name, {"starvation_s": 1e9, "oracle": "max-tokens"}))
     cached = PREFIX if limit == "prefix" else 0
-    # 24 blocks each: enough for 128 + STEPS tokens, too few for a waiting prompt besides.
+    # 24 blocks each are enough for 128 + STEPS tokens, and leave too few for a waiting prompt.
     core = EngineCore(Scheduler(policies, KVLedger(RUNNING * 24 + cached // BLOCK_SIZE, 0, BLOCK_SIZE)))
     if cached:
         core.add(Request(-1, 0.0, range(cached), 1, prefix=ContentPrefix(BLOCK_SIZE)), 0.0)
@@ -73,13 +76,13 @@ def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
 
 
 def answer(core: EngineCore, plan: StepPlan | None, now: float) -> None:
-    """Finish a plan with token 7 for every sample."""
+    """Finish a plan with token 7 for every sampled row."""
     assert plan is not None
     core.finish_step(StepResult(plan, [7 if piece.samples else None for piece in plan.slices], 0.02), now)
 
 
 def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
-    """Median microseconds per step of the decision alone and of the whole engine core."""
+    """Return the median microseconds per step of the decision and of the whole engine core."""
     core = engine_with(recipe, waiting, limit)
     scheduler = core.scheduler
     decide, engine = [], []
@@ -113,8 +116,8 @@ def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
 
 
 def measure_swapping(recipe: str) -> dict[str, float]:
-    """Median and 95th percentile of the microseconds per decision while KV moves, and how much goes on."""
-    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(recipe)
+    """Return the microseconds per decision while KV is swapped, and the load of the run."""
+    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(SPELLED[recipe])
     schedule, commit = Scheduler.schedule, Scheduler.commit
     seconds: list[float] = []
 
@@ -145,40 +148,25 @@ def measure_swapping(recipe: str) -> dict[str, float]:
     }
 
 
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest."""
-    return {"median": round(statistics.median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--recipes", nargs="*", default=sorted(RECIPES))
-    parser.add_argument("--out", type=Path)
+    parser = harness.parser(__doc__, repeats=5)
+    parser.add_argument("--recipes", nargs="*", default=sorted(SPELLED))
     args = parser.parse_args()
     gc.freeze()
-    rows = []
-    # Under mlfq the queue's prompts, of any length, enter the first queue and displace running requests: no steady
-    # state.
+    record = harness.new_record(steps=STEPS, rows=[])
+    # There is no steady state under mlfq: queued prompts enter the first queue and displace running requests.
     steady = [recipe for recipe in args.recipes if recipe != "mlfq"]
-    queues = [*itertools.product(("seats", "memory"), WAITING), ("prefix", 1)]
+    queues = [*itertools.product(("slots", "memory"), WAITING), ("prefix", 1)]
     for recipe, (limit, waiting) in itertools.product(steady, queues):
         runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]
-        row: dict[str, object] = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
-        row |= {name: summary([one[name] for one in runs]) for name in runs[0]}
-        rows.append(row)
-        print(row, flush=True)
-    for recipe in args.recipes:
-        if recipe not in SWAPPING:
-            continue
+        row = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
+        record["rows"].append(row | harness.spreads(runs, 2))
+        harness.show(record["rows"][-1])
+    for recipe in (recipe for recipe in args.recipes if recipe in SWAPPING):
         runs = [measure_swapping(recipe) for _ in range(args.repeats)]
-        row = {"recipe": recipe, "limit": "swapping"}
-        row |= {name: summary([one[name] for one in runs]) for name in runs[0]}
-        rows.append(row)
-        print(row, flush=True)
-    if args.out:
-        record = {"machine": describe_machine(), "steps": STEPS, "rows": rows}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        record["rows"].append({"recipe": recipe, "limit": "swapping"} | harness.spreads(runs, 2))
+        harness.show(record["rows"][-1])
+    harness.write_record(record, args.out)
 
 
 if __name__ == "__main__":

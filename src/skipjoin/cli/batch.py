@@ -19,7 +19,7 @@ from skipjoin.cli.batch_watch import Watch, summary
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.config import base_url
-from skipjoin.options import ConfigError, Knob
+from skipjoin.options import ConfigError, Option
 
 if TYPE_CHECKING:
     from skipjoin.cli.batch_client import BatchClient
@@ -41,8 +41,12 @@ class Connection:
         ConfigError: If a value is invalid.
     """
 
-    url: Annotated[str, Knob("The server.", metavar="URL", group=_GROUP)] = "http://127.0.0.1:8000"
-    api_key: Annotated[str | None, Knob("Key to send.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP)] = None
+    url: Annotated[str, Option("URL of the server.", metavar="URL", group=_GROUP, is_common=True)] = (
+        "http://127.0.0.1:8000"
+    )
+    api_key: Annotated[
+        str | None, Option("API key.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP, is_common=True)
+    ] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", base_url("url", self.url))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record
@@ -22,11 +22,11 @@ _COLUMNS = {
 }
 
 
-def class_table(head: Sequence[str], groups: Iterable[tuple[Sequence[str], Sequence[Record]]]) -> Table:
+def class_table(head: Sequence[str | Column], groups: Iterable[tuple[Sequence[str], Sequence[Record]]]) -> Table:
     """Return a table of each stream's latencies, and of its throughput while requests were submitted.
 
     Args:
-        head: Names of the first columns.
+        head: The first columns, or their names.
         groups: Cells of the first columns, and records that differ only in their seeds.
     """
     # The longest recipe names must fit into 120 columns.

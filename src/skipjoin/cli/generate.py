@@ -12,7 +12,7 @@ import typer
 from skipjoin.cli.options import Section, Values, engine_values, takes
 from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.core.request import ServiceClass
-from skipjoin.options import Knob, check
+from skipjoin.options import Option, check
 from skipjoin.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,31 +25,50 @@ _GROUP = "Generation"
 class Task:
     """What to generate, and how to print it. `SamplingParams` has the bounds of sampling options."""
 
-    prompt: Annotated[tuple[str, ...], Knob("Text to complete; may be repeated.", metavar="TEXT", group=_GROUP)]
+    prompt: Annotated[
+        tuple[str, ...], Option("Text to complete; may be repeated.", metavar="TEXT", group=_GROUP, is_common=True)
+    ]
     chat: Annotated[
-        bool, Knob("Put each prompt to the model as a user's message.", flags=("--chat/--no-chat",), group=_GROUP)
+        bool,
+        Option("Send each prompt as a user's chat message.", flags=("--chat/--no-chat",), group=_GROUP, is_common=True),
     ] = False
-    max_tokens: Annotated[int, Knob("Most tokens to generate.", group=_GROUP)] = 128
-    temperature: Annotated[float | None, Knob("0 is greedy (default: the model's, or 1).", group=_GROUP)] = None
+    max_tokens: Annotated[int, Option("Maximum number of tokens to generate.", group=_GROUP, is_common=True)] = 128
+    temperature: Annotated[
+        float | None,
+        Option("Sampling temperature; 0 is greedy (default: the model's, or 1).", group=_GROUP, is_common=True),
+    ] = None
     top_p: Annotated[
         float | None,
-        Knob("Sample among the likeliest tokens of this total (default: the model's, or 1).", group=_GROUP),
+        Option(
+            "Sample from the most likely tokens with this total probability (default: the model's, or 1).",
+            group=_GROUP,
+            is_common=True,
+        ),
     ] = None
     top_k: Annotated[
-        int | None, Knob("Sample among this many tokens; 0: all (default: the model's, or 0).", group=_GROUP)
+        int | None,
+        Option(
+            "Sample from this number of most likely tokens; 0 is unlimited (default: the model's, or 0).",
+            group=_GROUP,
+            is_common=True,
+        ),
     ] = None
-    sampling_seed: Annotated[int | None, Knob("Same seed, same tokens.", group=_GROUP)] = None
+    sampling_seed: Annotated[
+        int | None, Option("Seed of sampling (default: derived from --seed).", group=_GROUP, is_common=True)
+    ] = None
     stop: Annotated[
-        tuple[str, ...], Knob("Text that ends the output; may be repeated.", metavar="TEXT", group=_GROUP)
+        tuple[str, ...],
+        Option("Text that ends the output; may be repeated.", metavar="TEXT", group=_GROUP, is_common=True),
     ] = ()
     ignore_eos: Annotated[
-        bool, Knob("Go on after end-of-sequence.", flags=("--ignore-eos/--no-ignore-eos",), group=_GROUP)
+        bool, Option("Continue after the end-of-sequence token.", flags=("--ignore-eos/--no-ignore-eos",), group=_GROUP)
     ] = False
-    service: Annotated[
-        str,
-        Knob("What the prompts are scheduled for", choices=tuple(ServiceClass), group=_GROUP),
-    ] = ServiceClass.REAL_TIME.value
-    as_json: Annotated[bool, Knob("Print one JSON object per prompt.", flags=("--json",), group=_GROUP)] = False
+    service: Annotated[str, Option("Service class of the prompts", choices=tuple(ServiceClass), group=_GROUP)] = (
+        ServiceClass.REAL_TIME.value
+    )
+    as_json: Annotated[
+        bool, Option("Print one JSON object per prompt.", flags=("--json",), group=_GROUP, is_common=True)
+    ] = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -63,14 +82,15 @@ class Task:
         Raises:
             ParameterError: If an option is out of bounds.
         """
-        filters = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return replace(
             defaults,
             max_tokens=self.max_tokens,
             seed=self.sampling_seed,
             stop=self.stop,
             ignore_eos=self.ignore_eos,
-            **{name: value for name, value in filters.items() if value is not None},
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
         )
 
 

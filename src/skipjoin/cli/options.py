@@ -18,14 +18,14 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import typer
 
 from skipjoin.cli.settings_file import read_settings, variable
-from skipjoin.config import DEPRECATED
 from skipjoin.config.profile import read_profile
 from skipjoin.model.config import ModelError
-from skipjoin.options import ConfigError, Setting, Value, settings_of
-from skipjoin.recipes import Recipe, check_names, described, find
+from skipjoin.options import ConfigError, Setting, settings_of
+from skipjoin.recipes import find, read_assignments
 from skipjoin.sampling import ParameterError
 
 BAD_INPUT = 2
+_HELP_ALL = "help_all"
 # Values of options by field name.
 Values = dict[str, Any]
 
@@ -63,7 +63,7 @@ def with_flags(text: str, flags: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Options for the fields of a dataclass that have a `Knob` (an option's definition).
+    """Command-line options for the fields of a dataclass that have an `Option`.
 
     Attributes:
         names: Fields to use; None uses all that are command-line options.
@@ -80,7 +80,7 @@ class Section:
         """Return the selected fields in their order."""
         known = settings_of(self.source)
         wanted = known if self.names is None else self.names
-        return [setting for name, setting in known.items() if name in wanted and setting.knob.option]
+        return [setting for name, setting in known.items() if name in wanted and not setting.option.is_internal]
 
 
 def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -106,39 +106,35 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
             for name, parameter in inspect.signature(command).parameters.items()
             if name not in sections
         ]
-        parameters.append(_CONFIG)
+        parameters += [_CONFIG, *_help_all(parameters)]
         _check_conflicts([*own, *parameters])
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            given.pop(_CONFIG.name)  # processed by its callback
-            with plain_errors(typed_flags(parts.values(), given)):
+            for name in _HANDLED_BY_CALLBACK:
+                given.pop(name, None)
+            with plain_errors(typed_flags(parts.values())):
                 for name, settings in parts.items():
                     values = {setting.name: _value(setting, given.pop(setting.name)) for setting in settings}
                     given[name] = sections[name].finish(values)
                 command(**given)
 
-        ordered = sorted([*own, *parameters], key=_place)
+        ordered = sorted([*own, *parameters], key=lambda one: one.kind is one.KEYWORD_ONLY)
         run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+        run.settings = {one.name: one for settings in parts.values() for one in settings}  # type: ignore[attr-defined]
         return run
 
     return decorate
 
 
-def typed_flags(sections: Iterable[Sequence[Setting]], given: Values) -> dict[str, str]:
-    """Return the flag of each setting, preferring the alias that the user typed.
-
-    Args:
-        given: Values of the settings. A deprecated setting without a value has no flag, because a recipe's parameter
-            may have the same name.
-    """
+def typed_flags(sections: Iterable[Sequence[Setting]]) -> dict[str, str]:
+    """Return the flag of each setting, preferring the alias that the user typed."""
     typed = {argument.partition("=")[0] for argument in sys.argv}
     found = {}
     for setting in itertools.chain.from_iterable(sections):
-        is_used = setting.knob.group != DEPRECATED or given.get(setting.name) != setting.default
-        if is_used and not setting.knob.positional:
-            flags = [flag for text in _flags(setting) for flag in text.split("/")]
+        if not setting.option.is_positional:
+            flags = [flag for text in flags_of(setting) for flag in text.split("/")]
             found[setting.name] = next((flag for flag in flags if flag in typed), flags[0])
     return found
 
@@ -150,11 +146,11 @@ def variables_of(sections: Iterable[Section]) -> list[str]:
 
 
 def _variable(setting: Setting) -> str | None:
-    if setting.knob.envvar is not None:
-        return setting.knob.envvar
+    if setting.option.envvar is not None:
+        return setting.option.envvar
     # Typer would split texts at blanks, which may be part of them.
     several_texts = get_origin(setting.kind) is tuple
-    return None if several_texts else variable(_flags(setting)[0].partition("/")[0])
+    return None if several_texts else variable(flags_of(setting)[0].partition("/")[0])
 
 
 def _use_file(context: typer.Context, path: Path | None) -> None:
@@ -167,6 +163,7 @@ def _use_file(context: typer.Context, path: Path | None) -> None:
             context.default_map = dict(read_settings(path, known, several))
 
 
+_HANDLED_BY_CALLBACK = ("config", _HELP_ALL)
 _CONFIG = inspect.Parameter(
     "config",
     inspect.Parameter.KEYWORD_ONLY,
@@ -184,44 +181,56 @@ _CONFIG = inspect.Parameter(
 )
 
 
+def _help_all(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Return the option `--help-all`, if `--help` omits any of these options."""
+    omitted = sum(parameter.annotation.__metadata__[0].hidden for parameter in parameters)
+    text = f"Show all options, {omitted} more than --help does."
+    info = typer.Option("--help-all", is_eager=True, callback=_print_full_help, help=text)
+    annotation = Annotated[bool, info]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(_HELP_ALL, kind, default=False, annotation=annotation)] if omitted else []
+
+
+def _print_full_help(context: typer.Context, is_wanted: bool) -> None:
+    if is_wanted:
+        for parameter in context.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
     """Return the parameter from which Typer makes an option or argument."""
-    knob, kind = setting.knob, setting.kind
-    envvar = _variable(setting) if from_environment else knob.envvar
+    option, kind = setting.option, setting.kind
+    envvar = _variable(setting) if from_environment else option.envvar
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
     if get_origin(kind) in (tuple, dict):  # several values by repeating the flag
         kind = list[str]
         default = default if default is inspect.Parameter.empty else []
     else:
         kind = str if setting.words else kind  # parsed by the setting, which has special words
-        kind = kind | None if setting.optional else kind
-    if knob.positional:
+        kind = kind | None if setting.is_optional else kind
+    if option.is_positional:
         info = typer.Argument(help=setting.help, envvar=envvar, show_envvar=False)
-        place = inspect.Parameter.POSITIONAL_OR_KEYWORD
     else:
         info = typer.Option(
-            *_flags(setting),
+            *flags_of(setting),
             help=setting.help,
-            metavar=knob.metavar,
-            rich_help_panel=knob.group,
+            metavar=option.metavar,
+            rich_help_panel=option.group,
+            hidden=not option.is_common and default is not inspect.Parameter.empty,
             # Typer would split a variable's text at blanks, and treat an empty one as unset.
-            envvar=None if knob.envvar and get_origin(kind) is list else envvar,
-            show_envvar=knob.envvar is not None,
+            envvar=None if option.envvar and get_origin(kind) is list else envvar,
+            show_envvar=option.envvar is not None,
         )
-        place = inspect.Parameter.KEYWORD_ONLY
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD if option.is_positional else inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(setting.name, place, default=default, annotation=Annotated[kind, info])
 
 
-def _flags(setting: Setting) -> tuple[str, ...]:
+def flags_of(setting: Setting) -> tuple[str, ...]:
     """Return the flags of an option. Booleans have a negative flag, to override a file or the environment."""
     name = setting.name.replace("_", "-")
-    return setting.knob.flags or (f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}",)
-
-
-def _place(parameter: inspect.Parameter) -> tuple[bool, bool]:
-    """Return the sort key: arguments first, deprecated options last."""
-    (info,) = parameter.annotation.__metadata__
-    return parameter.kind is parameter.KEYWORD_ONLY, info.rich_help_panel == DEPRECATED
+    return setting.option.flags or (f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}",)
 
 
 def _value(setting: Setting, given: Any) -> Any:
@@ -229,7 +238,7 @@ def _value(setting: Setting, given: Any) -> Any:
         return setting.read(given)
     if get_origin(setting.kind) is not tuple:
         return given
-    texts, separator = given or _from_environment(setting), setting.knob.separator
+    texts, separator = given or _from_environment(setting), setting.option.separator
     return tuple(part.strip() for text in texts for part in text.split(separator)) if separator else tuple(texts)
 
 
@@ -239,7 +248,7 @@ def _from_environment(setting: Setting) -> tuple[str, ...]:
     Raises:
         ConfigError: If the variable is empty.
     """
-    name = setting.knob.envvar
+    name = setting.option.envvar
     if name is None or name not in os.environ:
         return ()
     if not os.environ[name]:
@@ -258,25 +267,6 @@ def _check_conflicts(parameters: Sequence[inspect.Parameter]) -> None:
             seen.add(name)
 
 
-def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str]) -> dict[str, Value]:
-    """Parse parameters of recipes from texts such as "starvation_s=3".
-
-    Raises:
-        ConfigError: If a text is malformed, a name is repeated, or no recipe has the parameter. The message lists the
-            recipes' parameters.
-    """
-    found: dict[str, Value] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not (name and equals):
-            raise ConfigError(f"set must be NAME=VALUE, got {text!r}: {described(recipes)}")
-        if name in found:
-            raise ConfigError(f"set: {name} is given twice")
-        check_names(recipes, [name])
-        found[name] = next(one.parameters[name] for one in recipes if name in one.parameters).read(value)
-    return found
-
-
 def engine_values(values: Values) -> Values:
     """Parse the texts of `--set`, and validate the profile's file before slow work begins.
 
@@ -286,4 +276,4 @@ def engine_values(values: Values) -> Values:
     if values["profile"] not in ("auto", "off", ""):
         read_profile(Path(values["profile"]))
     texts = values["recipe_params"] or ()
-    return values | {"recipe_params": read_assignments([find(values["recipe"])], texts)}
+    return values | {"recipe_params": read_assignments([find(values["recipe"])], texts, "set")}

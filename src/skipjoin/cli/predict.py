@@ -21,29 +21,18 @@ from rich.table import Table
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, plain_errors, takes
 from skipjoin.config import ForecastConfig
-from skipjoin.options import ConfigError, Knob, check
+from skipjoin.options import ConfigError, Option, check
 from skipjoin.system.machine import cpu_name
 from skipjoin.workload.traces import Trace, read_trace
 
 if TYPE_CHECKING:
     from skipjoin.forecast.evaluate import Evaluation, Figures, Sample
 
-predict = Commands(help="Forecasts of output lengths: how good they are, and what was learnt.")
+predict = Commands(help="Forecasts of output lengths: how good they are, and what was learned.")
 
 # Value of the column 'split' for training rows.
 _TRAIN = "train"
-_COLUMNS = (
-    "forecaster",
-    "R",
-    "R of logs",
-    "MAE",
-    "within 25 %",
-    "accuracy",
-    "pairs",
-    "coverage",
-    "by prompt",
-    "ms",
-)
+_COLUMNS = ("forecaster", "R", "R of logs", "MAE", "within 25 %", "accuracy", "pairs", "coverage", "by prompt", "ms")
 ForecastDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where forecasters keep what they learn (default: the user's cache).")
 ]
@@ -57,14 +46,35 @@ class EvaluateOptions:
         ConfigError: If a value is out of bounds.
     """
 
-    trace: Annotated[Path, Knob("JSONL with prompts and with lengths or texts of outputs.", metavar="FILE")]
+    trace: Annotated[
+        Path, Option("JSONL file with prompts and with lengths or texts of outputs.", metavar="FILE", is_common=True)
+    ]
     second_run: Annotated[
-        str | None, Knob("Lengths of a second run of the same prompts, which are the oracle's.", metavar="COLUMN")
+        str | None,
+        Option(
+            "Column with the lengths of a second run of the same prompts, which the oracle predicts from.",
+            metavar="COLUMN",
+            is_common=True,
+        ),
     ] = None
-    encoder: Annotated[str, Knob("'hashed', or the folder of an encoder of texts.", metavar="NAME")] = "hashed"
-    entries: Annotated[int, Knob("Most past requests to find similar ones among.", low=1, high=1_000_000)] = 10_000
-    max_tokens: Annotated[int, Knob("Longer outputs are cut off here.", low=1, high=1 << 20)] = 2048
-    rows: Annotated[int | None, Knob("Use the first rows of the file only.", low=20, high=1 << 40)] = None
+    encoder: Annotated[str, Option("'hashed', or the folder of a text encoder.", metavar="NAME", is_common=True)] = (
+        "hashed"
+    )
+    entries: Annotated[
+        int, Option("Maximum number of past requests to predict from.", low=1, high=1_000_000, is_common=True)
+    ] = 10_000
+    max_tokens: Annotated[
+        int, Option("Length at which outputs are truncated.", low=1, high=1 << 20, is_common=True)
+    ] = 2048
+    rows: Annotated[
+        int | None,
+        Option(
+            "Number of rows to use, from the beginning of the file (default: all).",
+            low=20,
+            high=1 << 40,
+            is_common=True,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -224,7 +234,7 @@ def export(
             except (StateError, OSError, KeyError, ValueError) as error:
                 print(f"warning: {folder} is left out: {error}", file=sys.stderr)
         if not lines:
-            raise ConfigError(f"{parent}: nothing was learnt there")
+            raise ConfigError(f"{parent}: nothing was learned there")
         _write_text(out, "".join(lines))
     print(f"{len(lines)} lines: {out}")
 
@@ -234,7 +244,7 @@ def reset(
     *,
     forecast_dir: ForecastDir = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only what was learnt for this model, as it was served.")
+        str | None, typer.Option(metavar="NAME", help="Only what was learned for this model, as it was served.")
     ] = None,
 ) -> None:
     """Remove learned lengths. A running server keeps its state in memory and saves it again."""
@@ -250,4 +260,4 @@ def reset(
     for folder in gone:
         print(f"removed {folder}")
     if not gone:
-        print(f"{parent}: nothing was learnt there")
+        print(f"{parent}: nothing was learned there")

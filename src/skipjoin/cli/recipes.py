@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from skipjoin.cli.options import plain_errors
 from skipjoin.options import Setting
-from skipjoin.recipes import DEFAULT, RECIPES, Recipe
+from skipjoin.recipes import DEFAULT, Recipe, listed
 
 
 def recipes(
@@ -19,17 +21,19 @@ def recipes(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, by recipe.")] = False,
 ) -> None:
     """List the schedulers, and the parameters that --set accepts for each."""
+    with plain_errors():
+        found = listed()
     if as_json:
-        print(json.dumps({name: _described(recipe) for name, recipe in sorted(RECIPES.items())}, indent=1))
+        print(json.dumps({name: _described(recipe) for name, recipe in sorted(found.items())}, indent=1))
         return
     console = Console(highlight=False)
     alike: dict[type, list[Recipe]] = {}
-    for recipe in sorted(RECIPES.values(), key=lambda one: one.name != DEFAULT):
+    for recipe in sorted(found.values(), key=lambda one: one.name != DEFAULT):
         alike.setdefault(recipe.params, []).append(recipe)
     for group in alike.values():
         for recipe in group:
             default = " (default)" if recipe.name == DEFAULT else ""
-            console.print(f"[bold]{recipe.name}[/bold]{default}: {recipe.summary}")
+            console.print(f"[bold]{recipe.name}[/bold]{default}: {escape(recipe.summary)}")
         console.print(Padding(_parameters(group[0]), (0, 0, 1, 4)))
 
 
@@ -41,7 +45,7 @@ def _parameters(recipe: Recipe) -> Table | str:
         table.add_column(no_wrap=not wraps)
     for setting in recipe.parameters.values():
         default = "" if setting.default is None else f"={_value(setting.default)}"
-        bounds = f" {setting.bounds}" if setting.bounds and not setting.knob.choices else ""
+        bounds = f" {setting.bounds}" if setting.bounds and not setting.option.choices else ""
         table.add_row(f"{setting.name}{default}", f"{setting.kind.__name__}{bounds}", setting.help)
     return table
 
@@ -59,8 +63,13 @@ def _described(recipe: Recipe) -> dict[str, Any]:
 
 
 def _parameter(setting: Setting) -> dict[str, Any]:
-    knob = setting.knob
-    bounds = {"at_least": knob.low, "above": knob.above, "at_most": knob.high, "choices": list(knob.choices) or None}
+    option = setting.option
+    bounds = {
+        "at_least": option.low,
+        "above": option.above,
+        "at_most": option.high,
+        "choices": list(option.choices) or None,
+    }
     return {
         "type": setting.kind.__name__,
         "default": setting.default,

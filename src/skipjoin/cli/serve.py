@@ -13,7 +13,7 @@ from skipjoin.cli.settings_file import unknown_variables
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 
 if TYPE_CHECKING:
-    from skipjoin.server.launch import MakeEngines
+    from skipjoin.server.lifecycle import MakeEngines
 
 
 SECTIONS = {
@@ -27,11 +27,11 @@ SECTIONS = {
 def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
     """Serve MODEL over the OpenAI API."""
     from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
-    from skipjoin.server.launch import one_engine, run_server  # noqa: PLC0415
+    from skipjoin.server.lifecycle import one_engine, run_server  # noqa: PLC0415
 
     for warning in unknown_variables(variables_of(SECTIONS.values())):
         print(f"warning: {warning}", file=sys.stderr)
-    flags = typed_flags((section.settings() for section in SECTIONS.values()), engine | forecasts | server)
+    flags = typed_flags(section.settings() for section in SECTIONS.values())
     http = ServerConfig(**server)
     make_engines: MakeEngines = one_engine
     if http.replicas > 1:

@@ -12,14 +12,14 @@ from typing import Annotated
 
 import typer
 
-from skipjoin.cli.options import Section, Values, read_assignments, takes
+from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.cli.simulate_report import Goal, SimulationReport, kept_requests, single_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
-from skipjoin.config import DEPRECATED, ConfigError, with_aliases
+from skipjoin.config import ConfigError
 from skipjoin.observe.record import NO_SLO, Slo
-from skipjoin.options import Knob, check
-from skipjoin.recipes import DEFAULT, find
+from skipjoin.options import Option, check
+from skipjoin.recipes import DEFAULT, find, names_in, read_assignments
 from skipjoin.report.bound import parse_bound
 from skipjoin.report.results import ResultsFile
 from skipjoin.sim.experiments.machines import Machine
@@ -63,29 +63,29 @@ class RunOptions:
 
     recipes: Annotated[
         str,
-        Knob(
-            "Separated by commas; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own.",
+        Option(
+            "Separated by commas; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own. "
+            "NAME[PARAMETER=VALUE,...]: with parameters of its own.",
             flags=("--recipes", "--recipe"),
             metavar="NAMES",
             group=_SCHEDULING,
+            is_common=True,
         ),
     ] = DEFAULT
     params: Annotated[
         tuple[str, ...],
-        Knob(
-            "A parameter of those of the recipes that have it; may be repeated.",
+        Option(
+            "A parameter of those of the recipes that have it, unless in brackets; may be repeated.",
             flags=("--set",),
             metavar="NAME=VALUE",
             group=_SCHEDULING,
+            is_common=True,
         ),
     ] = ()
-    starvation_s: Annotated[
-        float | None, Knob("As --set starvation_s=SECONDS.", metavar="SECONDS", group=DEPRECATED)
-    ] = None
     decision_ms: Annotated[
         float | None,
-        Knob(
-            "Host time that each decision takes (default: 0, or the profile's).",
+        Option(
+            "CPU time of each scheduling decision (default: 0, or the profile's).",
             low=0,
             high=1e9,
             metavar="MS",
@@ -94,29 +94,36 @@ class RunOptions:
     ] = None
     find_max_rate: Annotated[
         str | None,
-        Knob(
-            "Search the largest rate with, for example, 'normalized_latency_s.mean<=0.3'.", metavar="BOUND", group=_RUNS
+        Option(
+            "Search for the highest rate that meets a bound, such as 'normalized_latency_s.mean<=0.3'.",
+            metavar="BOUND",
+            group=_RUNS,
+            is_common=True,
         ),
     ] = None
     find_min_replicas: Annotated[
         str | None,
-        Knob(
-            "Search the fewest replicas, from --replicas on, with for example 'slo.goodput_rps>=100' at each rate.",
+        Option(
+            "Search for the smallest number of replicas, from --replicas up, that meets a bound at each rate, such as "
+            "'slo.goodput_rps>=100'.",
             metavar="BOUND",
             group=_RUNS,
         ),
     ] = None
     slo_scale: Annotated[
         float | None,
-        Knob(
-            "Objectives as so many times the light-load prefill and decode step.", above=0, high=1e9, group="Objectives"
+        Option(
+            "TTFT and TPOT objectives as a multiple of prefill and decode step at light load.",
+            above=0,
+            high=1e9,
+            group="Objectives",
         ),
     ] = None
     slo_jct_scale: Annotated[
         float | None,
-        Knob(
-            "A JCT objective for each request: so many times the light-load prefill, and decode step for each of its "
-            "output tokens; policies get that of the tokens that are forecast.",
+        Option(
+            "JCT objective of each request as a multiple of its prefill and decode steps at light load. Policies get "
+            "the objective of the predicted length.",
             above=0,
             high=1e9,
             group="Objectives",
@@ -124,24 +131,27 @@ class RunOptions:
     ] = None
     until: Annotated[
         float | None,
-        Knob(
-            "Stop at this second; a request that is not finished counts with its age.",
+        Option(
+            "Stop at this time; an unfinished request counts with its age.",
             above=0,
             high=1e12,
             metavar="SECONDS",
             group=_RUNS,
         ),
     ] = None
-    jobs: Annotated[int | None, Knob("Processes (default: one per core).", low=1, group=_RUNS)] = None
+    jobs: Annotated[
+        int | None, Option("Number of processes (default: one per core).", low=1, group=_RUNS, is_common=True)
+    ] = None
     timeline: Annotated[
         Path | None,
-        Knob(
-            "Trace of a single run (its first replica) for Perfetto or chrome://tracing.", metavar="FILE", group=_RUNS
+        Option(
+            "Write a trace of a single run (its first replica) for Perfetto or chrome://tracing.",
+            metavar="FILE",
+            group=_RUNS,
         ),
     ] = None
     record_requests: Annotated[
-        Path | None,
-        Knob("File for the times of every request, as JSON lines.", metavar="FILE", group="Results"),
+        Path | None, Option("File for the times of each request, as JSON lines.", metavar="FILE", group="Results")
     ] = None
 
     def __post_init__(self) -> None:
@@ -157,8 +167,8 @@ class RunOptions:
 
     def system_values(self) -> Values:
         """Return the fields of `System` that these options set."""
-        given = read_assignments([find(name.strip()) for name in self.recipes.split(",")], self.params)
-        values: Values = {"recipe_params": with_aliases(given, starvation_s=self.starvation_s)}
+        given = read_assignments([find(name) for name in names_in(self.recipes)], self.params, "set")
+        values: Values = {"recipe_params": given}
         return values if self.decision_ms is None else values | {"decision_s": self.decision_ms / 1000}
 
     def objectives(self, single: Slo) -> Slo:

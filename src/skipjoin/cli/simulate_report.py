@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
 from skipjoin.cli.requests_file import RequestsFile
@@ -26,7 +26,8 @@ from skipjoin.report.results import ResultsFile, rate_of
 from skipjoin.sim.experiments.simulation import Cell, run
 from skipjoin.sim.experiments.sweep import BoundSearch, OnRequests, ReplicaSearch
 
-_FILE_WIDTH = 120  # width of tables that are not printed to a terminal
+# Width of tables that are not printed to a terminal, and of the recipes' names there, which may be longer.
+_FILE_WIDTH, _RECIPE_WIDTH = 120, 20
 _COLUMNS = {
     "s/token": "normalized_latency_s.mean",
     "P95": "normalized_latency_s.p95",
@@ -75,7 +76,7 @@ class SimulationReport:
         self._shares: dict[int, float] = {}  # finished share of runs in progress
         console = Console(stderr=True)
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -138,7 +139,7 @@ class SimulationReport:
         clusters = ["replicas"] if self._goal is not None and self._goal.replicas else []
         columns = _COLUMNS | (_HITS if any("prefix" in record for record in self._records.values()) else {})
         refused = ["rejected"] if any(record["requests"]["rejected"] for record in self._records.values()) else []
-        table = Table("recipe", "req/s", *clusters, "finished", *refused, *columns, "preempted", box=None)
+        table = Table(_recipe_column(), "req/s", *clusters, "finished", *refused, *columns, "preempted", box=None)
         for group, records in ordered:
             cells = [mean_text(records, field) for field in columns.values()]
             size = [str(group.replicas) for _ in clusters]
@@ -147,9 +148,9 @@ class SimulationReport:
             table.add_row(
                 group.recipe, number_text(group.rate_rps), *size, finished(records), *counts, *cells, made_way
             )
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False)
         if not console.is_terminal:
-            console.width = _FILE_WIDTH
+            console.width = _FILE_WIDTH + max(0, max(map(len, recipes)) - _RECIPE_WIDTH)
         console.print(table)
         for told in _rejections(ordered):
             console.print(told)
@@ -196,15 +197,20 @@ def _rejections(groups: _Groups) -> Iterator[str]:
             yield f" {group.recipe}{at}: {rejected} of {of} requests rejected: prompt and output exceed {most}"
 
 
+def _recipe_column() -> Column:
+    return Column("recipe", overflow="fold")  # because names with parameters may differ at their end only
+
+
 def _classes(groups: _Groups) -> Table:
     return class_table(
-        ("recipe", "req/s"), (((group.recipe, number_text(group.rate_rps)), records) for group, records in groups)
+        (_recipe_column(), "req/s"),
+        (((group.recipe, number_text(group.rate_rps)), records) for group, records in groups),
     )
 
 
 def _predictions(groups: _Groups) -> Table:
     """Return a table of the accuracy of predictions and of the linear model of execution time."""
-    table = Table("recipe", "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
+    table = Table(_recipe_column(), "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
     for group, records in groups:
         if "prediction" not in records[0]:
             continue
@@ -219,7 +225,7 @@ def _predictions(groups: _Groups) -> Table:
 
 def _roles(groups: _Groups) -> Table:
     """Return a table of the replicas of each kind and of KV transfers between them."""
-    table = Table("recipe", "req/s", "replicas", *_ROLES, *_TRANSFER, box=None)
+    table = Table(_recipe_column(), "req/s", "replicas", *_ROLES, *_TRANSFER, box=None)
     for group, records in groups:
         sent = [mean_text(records, f"transfer.{field}") for field in _TRANSFER.values()]
         for role, part in records[0].get("roles", {}).items():
@@ -230,7 +236,7 @@ def _roles(groups: _Groups) -> Table:
 
 
 def _maxima(groups: _Groups, bound: Bound) -> Table:
-    table = Table("recipe", f"largest req/s with {bound}", "to the first", box=None)
+    table = Table(_recipe_column(), f"largest req/s with {bound}", "to the first", box=None)
     first: float | None = None
     points: dict[str, dict[float, list[Record]]] = defaultdict(dict)
     for group, records in groups:
@@ -245,7 +251,7 @@ def _maxima(groups: _Groups, bound: Bound) -> Table:
 
 
 def _minima(groups: _Groups, bound: Bound) -> Table:
-    table = Table("recipe", "req/s", f"fewest replicas with {bound}", "to the first", box=None)
+    table = Table(_recipe_column(), "req/s", f"fewest replicas with {bound}", "to the first", box=None)
     first: dict[float, int] = {}  # by rate
     points: dict[tuple[str, float], dict[int, list[Record]]] = defaultdict(dict)
     for group, records in groups:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from skipjoin.observe.record import Slo
-from skipjoin.options import ConfigError, Knob, check, settings_of
+from skipjoin.options import ConfigError, Option, check, settings_of
 from skipjoin.report.results import Existing
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.fields import number
@@ -28,8 +28,8 @@ from skipjoin.workload.workload import (
 _WORKLOAD, _OBJECTIVES, _RESULTS = "Workload", "Objectives", "Results"
 
 
-def _in_ms(flag: str) -> Knob:
-    return Knob(f"As --{flag}, in milliseconds, as for `serve`.", above=0, metavar="MILLISECONDS", group=_OBJECTIVES)
+def _in_ms(flag: str) -> Option:
+    return Option(f"As --{flag}, in milliseconds, as for `serve`.", above=0, metavar="MILLISECONDS", group=_OBJECTIVES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,95 +42,107 @@ class LoadOptions:
 
     lengths: Annotated[
         str,
-        Knob(
+        Option(
             "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32, fixed:128,64 or "
             "trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them.",
             metavar="LENGTHS",
             group=_WORKLOAD,
+            is_common=True,
         ),
     ] = "sharegpt"
     arrivals: Annotated[
-        str, Knob("poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.", metavar="ARRIVALS", group=_WORKLOAD)
+        str,
+        Option(
+            "Arrival process: poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.",
+            metavar="ARRIVALS",
+            group=_WORKLOAD,
+            is_common=True,
+        ),
     ] = "poisson"
     rates: Annotated[
-        str | None, Knob("Requests per second, separated by commas.", metavar="RATES", group=_WORKLOAD)
+        str | None,
+        Option("Requests per second, separated by commas.", metavar="RATES", group=_WORKLOAD, is_common=True),
     ] = None
-    duration: Annotated[float | None, Knob("Time in which requests arrive.", metavar="SECONDS", group=_WORKLOAD)] = None
-    requests: Annotated[int | None, Knob("How many requests, instead of --duration.", group=_WORKLOAD)] = None
-    seeds: Annotated[str, Knob("Seeds separated by commas, or 0-2 for a range.", metavar="SEEDS", group=_WORKLOAD)] = (
-        "0"
-    )
+    duration: Annotated[
+        float | None, Option("Time in which requests arrive.", metavar="SECONDS", group=_WORKLOAD, is_common=True)
+    ] = None
+    requests: Annotated[
+        int | None, Option("Number of requests, instead of --duration.", group=_WORKLOAD, is_common=True)
+    ] = None
+    seeds: Annotated[
+        str, Option("Seeds separated by commas, or 0-2 for a range.", metavar="SEEDS", group=_WORKLOAD, is_common=True)
+    ] = "0"
     trace: Annotated[
         Path | None,
-        Knob(
-            "CSV with prompt_tokens, output_tokens and perhaps arrival_s, deadline_s, priority, class, ttft_s, tpot_s "
-            "and jct_s, JSONL with these or the texts prompt and output, or Mooncake's JSONL, instead of --lengths; "
-            "hash_ids say what prompts have in common.",
+        Option(
+            "Trace instead of --lengths: a CSV or JSONL file with prompt_tokens, output_tokens and optionally "
+            "arrival_s, deadline_s, priority, class, ttft_s, tpot_s and jct_s, a JSONL file with the texts prompt and "
+            "output, or Mooncake's JSONL, whose hash_ids identify common prefixes.",
             metavar="FILE",
             group=_WORKLOAD,
+            is_common=True,
         ),
     ] = None
     hash_tokens: Annotated[
-        int, Knob("Tokens of a prompt for each of a trace's hash_ids.", low=1, high=1 << 31, group=_WORKLOAD)
+        int, Option("Prompt tokens of each of a trace's hash_ids.", low=1, high=1 << 31, group=_WORKLOAD)
     ] = HASH_TOKENS
     prefix: Annotated[
         str | None,
-        Knob(
-            "Tokens before each prompt of --lengths that all have in common, or those of each of so many groups.",
+        Option(
+            "Common prefix of all prompts of --lengths, or one prefix for each of several groups.",
             metavar="TOKENS[:GROUPS]",
             group=_WORKLOAD,
         ),
     ] = None
     ignore_columns: Annotated[
         str | None,
-        Knob(
-            "Columns of a trace that are not known, and are left out; separated by commas.",
-            metavar="NAMES",
-            group=_WORKLOAD,
-        ),
+        Option("Unknown columns of a trace to ignore, separated by commas.", metavar="NAMES", group=_WORKLOAD),
     ] = None
-    speedup: Annotated[float, Knob("Play a trace's arrival times this much faster.", group=_WORKLOAD)] = 1.0
+    speedup: Annotated[float, Option("Factor by which a trace's arrivals are sped up.", group=_WORKLOAD)] = 1.0
     best_effort_share: Annotated[
-        float | None, Knob("Share of requests of class best-effort.", metavar="SHARE", group=_WORKLOAD)
+        float | None, Option("Share of best-effort requests.", metavar="SHARE", group=_WORKLOAD)
     ] = None
     stream: Annotated[
         tuple[str, ...],
-        Knob(
-            "Further requests with a share of the rate: name=batch,lengths=uniform:512-1024,32-128,share=0.3,"
-            "class=best-effort (default: real-time),priority=0,key=NAME (of a client, for simulate; default: none),"
-            "arrivals=poisson,prefix=TOKENS:GROUPS; may be repeated.",
+        Option(
+            "Additional stream with a share of the rate: "
+            "name=batch,lengths=uniform:512-1024,32-128,share=0.3,class=best-effort (default: "
+            "real-time),priority=0,key=NAME (API key, for simulate; default: "
+            "none),arrivals=poisson,prefix=TOKENS:GROUPS; may be repeated.",
             metavar="STREAM",
             group=_WORKLOAD,
         ),
     ] = ()
     closed: Annotated[
         tuple[str, ...],
-        Knob(
-            "Requests beside the rate, of which so many are in flight at most until --duration: name=be,"
-            "lengths=uniform:512-1024,32-128,size=128,class=best-effort (default: real-time),priority=0,"
-            "prefix=TOKENS:GROUPS,mode=batch (as many again when all are over; default) or mode=refill (one when "
-            "another is over); may be repeated.",
+        Option(
+            "Additional closed loop with a fixed number of requests in flight until --duration: "
+            "name=be,lengths=uniform:512-1024,32-128,size=128,class=best-effort (default: "
+            "real-time),priority=0,prefix=TOKENS:GROUPS,mode=batch (send size requests when all have finished; "
+            "default) or mode=refill (send one when one has finished); may be repeated.",
             metavar="STREAM",
             group=_WORKLOAD,
         ),
     ] = ()
     slo_ttft: Annotated[
-        float | None, Knob("Time to the first token.", above=0, metavar="SECONDS", group=_OBJECTIVES)
+        float | None, Option("Time to the first token.", above=0, metavar="SECONDS", group=_OBJECTIVES, is_common=True)
     ] = None
     slo_tpot: Annotated[
-        float | None, Knob("Time per token after the first.", above=0, metavar="SECONDS", group=_OBJECTIVES)
+        float | None,
+        Option("Time per token after the first.", above=0, metavar="SECONDS", group=_OBJECTIVES, is_common=True),
     ] = None
     slo_jct: Annotated[
-        float | None, Knob("Time from arrival to end.", above=0, metavar="SECONDS", group=_OBJECTIVES)
+        float | None, Option("Time from arrival to the last token.", above=0, metavar="SECONDS", group=_OBJECTIVES)
     ] = None
     slo_ttft_ms: Annotated[float | None, _in_ms("slo-ttft")] = None
     slo_tpot_ms: Annotated[float | None, _in_ms("slo-tpot")] = None
     slo_jct_ms: Annotated[float | None, _in_ms("slo-jct")] = None
     out: Annotated[
-        Path | None, Knob("File for the results, a JSON array of records.", metavar="FILE", group=_RESULTS)
+        Path | None,
+        Option("File for the results, a JSON array of records.", metavar="FILE", group=_RESULTS, is_common=True),
     ] = None
-    overwrite: Annotated[bool, Knob("Replace the results in --out.", group=_RESULTS)] = False
-    append: Annotated[bool, Knob("Add to the results in --out.", group=_RESULTS)] = False
+    overwrite: Annotated[bool, Option("Replace the results in --out.", group=_RESULTS)] = False
+    append: Annotated[bool, Option("Add to the results in --out.", group=_RESULTS)] = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -145,7 +157,8 @@ class LoadOptions:
         return Slo(*map(self._seconds, ("slo_ttft", "slo_tpot", "slo_jct")))
 
     def _seconds(self, name: str) -> float | None:
-        seconds, ms = getattr(self, name), getattr(self, f"{name}_ms")
+        seconds: float | None = getattr(self, name)
+        ms: float | None = getattr(self, f"{name}_ms")
         return seconds if ms is None else ms / 1000
 
     @property
@@ -208,6 +221,7 @@ def rates_of(text: str | None, workload: Workload) -> tuple[float | None, ...]:
 
 
 def has_own_times(workload: Workload) -> bool:
+    """Return whether the workload replays a trace with arrival times."""
     return isinstance(workload, Replay) and workload.trace.has_arrivals
 
 

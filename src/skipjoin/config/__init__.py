@@ -6,7 +6,6 @@ from skipjoin.config.engine import EngineConfig
 from skipjoin.config.forecast import ForecastConfig
 from skipjoin.config.server import HANG_LIMITS, MAX_DEADLINE_MS, NOWHERE, HangLimits, ServerConfig
 from skipjoin.config.shared import (
-    DEPRECATED,
     MAX_NUM_SEQS,
     BestEffortWait,
     FairBy,
@@ -18,12 +17,10 @@ from skipjoin.config.shared import (
     base_url,
     check_not_one_card,
     check_swap_type,
-    with_aliases,
 )
 from skipjoin.options import ConfigError, unknown
 
 __all__ = [
-    "DEPRECATED",
     "HANG_LIMITS",
     "MAX_DEADLINE_MS",
     "MAX_NUM_SEQS",
@@ -44,5 +41,4 @@ __all__ = [
     "check_not_one_card",
     "check_swap_type",
     "unknown",
-    "with_aliases",
 ]

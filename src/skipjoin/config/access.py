@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar
 
 from skipjoin.config.key_files import AS_ALL, KeyRights, check_key, owner_of_key, read_keys
-from skipjoin.options import ConfigError, Knob
+from skipjoin.options import ConfigError, Option
 
 ACCESS = "Access"
 # Matches all hosts or origins.
@@ -32,29 +32,31 @@ class AccessConfig:
 
     api_keys: Annotated[
         tuple[str, ...],
-        Knob(
-            "Key that clients must send; may be repeated. Other users of the machine see it. Without this option "
-            "SKIPJOIN_API_KEY in the environment is one (default: none is asked for).",
+        Option(
+            "API key of clients; may be repeated. Other users of the machine can see it; --api-key-file and the "
+            "variable SKIPJOIN_API_KEY hide it (default: none is required).",
             flags=("--api-key",),
             envvar="SKIPJOIN_API_KEY",
             metavar="KEY",
             group=ACCESS,
+            is_common=True,
         ),
     ] = ()
     api_key_file: Annotated[
         str | None,
-        Knob(
-            "File with such keys, one per line; lines that begin with # are left out. A line like "
-            "[priority-range=0:5 priority-tier=all operator=yes] is about the keys that follow.",
+        Option(
+            "File with one API key per line, and comment lines that begin with #. A line like [priority-range=0:5 "
+            "priority-tier=all operator=yes] applies to the keys below it.",
             metavar="FILE",
             group=ACCESS,
+            is_common=True,
         ),
     ] = None
     metrics_keys: Annotated[
         tuple[str, ...],
-        Knob(
-            "Key for /metrics alone; may be repeated. Without this option SKIPJOIN_METRICS_KEY in the environment is "
-            "one (default: a key as for all else, if one is asked for).",
+        Option(
+            "API key for /metrics only; may be repeated (default: the variable SKIPJOIN_METRICS_KEY, or else an "
+            "--api-key, if one is required).",
             flags=("--metrics-key",),
             envvar="SKIPJOIN_METRICS_KEY",
             metavar="KEY",
@@ -62,13 +64,14 @@ class AccessConfig:
         ),
     ] = ()
     metrics_key_file: Annotated[
-        str | None, Knob("File with keys for /metrics alone, as --api-key-file.", metavar="FILE", group=ACCESS)
+        str | None,
+        Option("File with keys for /metrics only, in the format of --api-key-file.", metavar="FILE", group=ACCESS),
     ] = None
     metrics_port: Annotated[
         int | None,
-        Knob(
-            "Port that serves /metrics, and nothing else, beside --port; it asks for a --metrics-key if there is one, "
-            "and for no other; 0 picks a free one (default: none).",
+        Option(
+            "Additional port that serves only /metrics and accepts only --metrics-key, if there is one; 0 picks a "
+            "free port (default: none).",
             low=0,
             high=65535,
             group=ACCESS,
@@ -76,9 +79,9 @@ class AccessConfig:
     ] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Knob(
-            "Names by which clients may address this server, separated by commas; * is any. IP addresses and localhost "
-            "are always among them (default: no other where only this machine reaches it and no key is asked for).",
+        Option(
+            "Host names of this server, separated by commas, or *. IP addresses and localhost are always allowed "
+            "(default: * on a server with keys or a public address, else none).",
             separator=",",
             metavar="NAMES",
             group=ACCESS,
@@ -86,9 +89,9 @@ class AccessConfig:
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...],
-        Knob(
-            "Sites whose pages may use this server from a browser, such as https://chat.example.com, separated by "
-            "commas; * is any (default: none).",
+        Option(
+            "Origins whose pages may use this server from a browser, such as https://chat.example.com, separated by "
+            "commas, or * (default: none).",
             separator=",",
             metavar="ORIGINS",
             group=ACCESS,
@@ -96,9 +99,9 @@ class AccessConfig:
     ] = ()
     forwarded_allow_ips: Annotated[
         tuple[str, ...],
-        Knob(
-            "Addresses and networks of proxies, separated by commas, whose X-Forwarded-For names the client that the "
-            "limits of connections count; * is any (default: none).",
+        Option(
+            "Addresses and networks of trusted proxies, separated by commas, or *: connection limits apply to the "
+            "client in their X-Forwarded-For (default: none).",
             separator=",",
             metavar="ADDRESSES",
             group=ACCESS,

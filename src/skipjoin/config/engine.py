@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from skipjoin.config.shared import (
-    DEPRECATED,
     MAX_NUM_SEQS,
     MEASUREMENT,
     MEMORY,
@@ -22,9 +21,8 @@ from skipjoin.config.shared import (
     SwapType,
     check_not_one_card,
     check_swap_type,
-    with_aliases,
 )
-from skipjoin.options import ConfigError, Knob, Value, check
+from skipjoin.options import ConfigError, Option, Value, check
 from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, absolute, check_recipe
 
 
@@ -32,86 +30,108 @@ from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, absolut
 class EngineConfig:
     """Engine configuration: model, memory and scheduling.
 
-    Each field is described by its `Knob`. None selects the default that the help gives in brackets.
+    Each field is described by its `Option`. None selects the default that the help gives in brackets.
 
     Raises:
         ConfigError: A value is out of bounds.
     """
 
     model: Annotated[
-        str, Knob("A Hugging Face folder, a hub id, or 'tally', the built-in model.", group=MODEL, positional=True)
+        str, Option("Hugging Face folder or hub id, or 'tally', the built-in model.", group=MODEL, is_positional=True)
     ] = "tally"
     dtype: Annotated[
-        str, Knob("Type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"), group=MODEL)
+        str,
+        Option(
+            "Data type of weights and KV",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            group=MODEL,
+            is_common=True,
+        ),
     ] = "auto"
     device: Annotated[
-        str, Knob("Where the model runs: auto, cpu, cuda, or cuda:N, one of several cards.", group=MODEL)
+        str,
+        Option("Device of the model: auto, cpu, cuda, or cuda:N for one of several GPUs.", group=MODEL, is_common=True),
     ] = "auto"
     attention: Annotated[
         str,
-        Knob(
-            "What computes the layers, cpp on a CPU and triton or flash on a GPU",
+        Option(
+            "Backend of attention and kernels: cpp is for CPUs, triton and flash are for GPUs",
             choices=("auto", "torch", "cpp", "triton", "flash"),
             group=MODEL,
         ),
     ] = "auto"
     load_format: Annotated[
         str,
-        Knob(
-            "Weights as they are, or random ones, for which a folder with config.json is enough",
+        Option(
+            "Load the model's weights, or fill it with random ones, which needs only config.json",
             choices=("auto", "dummy"),
             group=MODEL,
         ),
     ] = "auto"
     quantization: Annotated[
         str,
-        Knob(
-            "Weights of products as they are, or rounded to 8 bits, which makes decoding on a CPU faster",
+        Option(
+            "Round the weights of linear layers to 8 bits, which speeds up decoding on a CPU",
             choices=("none", "int8"),
             group=MODEL,
+            is_common=True,
         ),
     ] = "none"
     max_model_len: Annotated[
         int | None,
-        Knob("Most tokens of prompt and output together (default: the model's).", low=1, high=1 << 31, group=MODEL),
+        Option(
+            "Maximum tokens of prompt and output together (default: the model's).",
+            low=1,
+            high=1 << 31,
+            group=MODEL,
+            is_common=True,
+        ),
     ] = None
     generation_config: Annotated[
         str,
-        Knob(
-            "Sampling defaults of requests without their own: those of the model's generation_config.json, or "
-            "Skipjoin's",
+        Option(
+            "Default sampling parameters: those of the model's generation_config.json, or Skipjoin's",
             choices=("auto", "none"),
             group=MODEL,
         ),
     ] = "auto"
     enforce_eager: Annotated[
-        bool, Knob("Launch the kernels of decode steps one by one, without CUDA graphs.", group=MODEL)
+        bool, Option("Launch the kernels of decode steps one by one, without CUDA graphs.", group=MODEL)
     ] = False
     batch_invariant: Annotated[
         bool,
-        Knob("On a GPU, compute a token alike whatever else is in the batch, with slower products.", group=MODEL),
+        Option("Make outputs on a GPU independent of the rest of the batch, with slower matrix products.", group=MODEL),
     ] = False
     threads: Annotated[
         int | None,
-        Knob("CPU threads of the model (default: as many as can run at once).", low=1, high=1 << 31, group=MODEL),
+        Option(
+            "CPU threads of the model (default: as many as can run at once).",
+            low=1,
+            high=1 << 31,
+            group=MODEL,
+            is_common=True,
+        ),
     ] = None
-    seed: Annotated[int, Knob("From which requests without a seed draw theirs.", group=MODEL)] = 0
+    seed: Annotated[int, Option("Seed from which requests without their own seed derive one.", group=MODEL)] = 0
     recipe: Annotated[
         str,
-        Knob(
-            "The scheduler; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own.",
+        Option(
+            "The scheduler; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own. "
+            "NAME[PARAMETER=VALUE,...]: with parameters.",
             flags=("--recipe", "--scheduling-policy"),
             metavar="NAME",
             group=SCHEDULING,
+            is_common=True,
         ),
     ] = DEFAULT
     recipe_params: Annotated[
         dict[str, Value],
-        Knob(
-            "A parameter of the recipe; may be repeated. `skipjoin recipes` lists them.",
+        Option(
+            "Parameter of the recipe; may be repeated. `skipjoin recipes` lists them.",
             flags=("--set",),
             metavar="NAME=VALUE",
             group=SCHEDULING,
+            is_common=True,
         ),
     ] = field(default_factory=dict)
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
@@ -120,19 +140,18 @@ class EngineConfig:
     best_effort_wait_s: BestEffortWait = BEST_EFFORT_WAIT_S
     fair_output_weight: Annotated[
         float | None,
-        Knob(
-            "What a generated token counts where clients get equal service, which the driver of the engine tells apart "
-            "(default: they are not).",
+        Option(
+            "Weight of a generated token relative to a prompt token (default: no fairness).",
             above=0,
             high=1000,
-            option=False,
+            is_internal=True,
         ),
     ] = None
     slo_jct_scale: Annotated[
         float | None,
-        Knob(
-            "Time from arrival to the last token, as so many times what the request takes alone: its prefill, and a "
-            "decode step for each token that is forecast (default: none).",
+        Option(
+            "Time from arrival to the last token, as a multiple of the time of the request alone: its prefill and one "
+            "decode step for each predicted token (default: none).",
             above=0,
             high=1e9,
             group=OBJECTIVES,
@@ -140,9 +159,9 @@ class EngineConfig:
     ] = None
     pipeline_depth: Annotated[
         int | None,
-        Knob(
-            "Plans in flight; 2 decides the next step while one runs (default: 2 on a GPU, else 1, as the model needs "
-            "the CPU's cores).",
+        Option(
+            "Plans in flight; 2 plans the next step while one runs (default: 2 on a GPU, else 1, because the model "
+            "needs the CPU's cores).",
             low=1,
             high=2,
             group=SCHEDULING,
@@ -150,51 +169,69 @@ class EngineConfig:
     ] = None
     max_live_requests: Annotated[
         int | None,
-        Knob(
-            "Most requests at once, which the driver of the engine keeps to (default: any number).",
+        Option(
+            "Maximum number of unfinished requests, which the caller enforces (default: unlimited).",
             low=1,
             high=1 << 40,
-            option=False,
+            is_internal=True,
         ),
     ] = None
-    block_size: Annotated[int, Knob("Tokens per KV block.", low=1, high=1024, group=MEMORY)] = 16
+    block_size: Annotated[int, Option("Tokens per KV block.", low=1, high=1024, group=MEMORY)] = 16
     kv_cache_gib: Annotated[
         float | None,
-        Knob("Size of the KV pool (default: a share of free memory).", above=0, high=1e6, metavar="GIB", group=MEMORY),
+        Option(
+            "Size of the KV cache (default: a share of free memory).",
+            above=0,
+            high=1e6,
+            metavar="GIB",
+            group=MEMORY,
+            is_common=True,
+        ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Knob("Share of GPU memory to use, weights included.", above=0, high=1, metavar="SHARE", group=MEMORY)
+        float,
+        Option(
+            "Share of GPU memory to use, weights included.",
+            above=0,
+            high=1,
+            metavar="SHARE",
+            group=MEMORY,
+            is_common=True,
+        ),
     ] = 0.9
     swap_space_gib: Annotated[
         float | None,
-        Knob(
-            "Size of the host pool that KV is swapped to; 0: none, it is recomputed (default: a share of free RAM).",
+        Option(
+            "Size of the KV cache's CPU tier; 0 disables swapping, so that evicted KV is recomputed (default: a share "
+            "of free RAM).",
             low=0,
             high=1e6,
             flags=("--swap-space", "--kv-offloading-size"),
             metavar="GIB",
             group=MEMORY,
+            is_common=True,
         ),
     ] = None
     swap_dtype: SwapType = "auto"
     enable_prefix_caching: Annotated[
-        bool, Knob("Keep the KV of full blocks for later prompts that begin alike.", group=MEMORY)
+        bool, Option("Keep the KV of full blocks for later prompts with the same prefix.", group=MEMORY)
     ] = True
     tensor_parallel_size: Annotated[
         int,
-        Knob(
+        Option(
             "Ranks that share each layer.",
             low=1,
             high=1024,
             flags=("--tensor-parallel-size", "-tp"),
             metavar="RANKS",
             group=PARALLELISM,
+            is_common=True,
         ),
     ] = 1
     pipeline_parallel_size: Annotated[
         int,
-        Knob(
-            "Stages of consecutive layers, one after the other; each has a plan of its own in flight.",
+        Option(
+            "Pipeline stages of consecutive layers; each has one plan in flight.",
             low=1,
             high=1024,
             flags=("--pipeline-parallel-size", "-pp"),
@@ -204,24 +241,18 @@ class EngineConfig:
     ] = 1
     distributed_executor_backend: Annotated[
         str,
-        Knob(
-            "Ranks are processes that Ray places if there are several, or always",
-            choices=("auto", "ray"),
-            group=PARALLELISM,
-        ),
+        Option("Let Ray place the ranks if there are several, or always", choices=("auto", "ray"), group=PARALLELISM),
     ] = "auto"
     ray_address: Annotated[
         str | None,
-        Knob(
-            "Ray cluster for the ranks (default: one of its own on this machine).",
-            metavar="HOST:PORT",
-            group=PARALLELISM,
+        Option(
+            "Ray cluster of the ranks (default: a new one on this machine).", metavar="HOST:PORT", group=PARALLELISM
         ),
     ] = None
     max_restarts: Annotated[
         int,
-        Knob(
-            "How often within ten minutes lost ranks are started anew before the engine gives up.",
+        Option(
+            "Maximum number of restarts of lost ranks within ten minutes before the engine fails.",
             low=0,
             high=1000,
             group=PARALLELISM,
@@ -229,27 +260,16 @@ class EngineConfig:
     ] = 5
     profile: Annotated[
         str,
-        Knob(
-            "What steps cost: measured at the first start and cached, guessed, or of `skipjoin profile --out FILE`.",
+        Option(
+            "Step costs: measured at the first start and cached, estimated, or from a file of `skipjoin profile --out "
+            "FILE`.",
             metavar="auto|off|FILE",
             group=MEASUREMENT,
         ),
     ] = "auto"
     timeline: Annotated[
-        str | None, Knob("Write a trace for Perfetto and chrome://tracing.", metavar="FILE", group=MEASUREMENT)
+        str | None, Option("Write a trace for Perfetto or chrome://tracing.", metavar="FILE", group=MEASUREMENT)
     ] = None
-    # Deprecated aliases of `recipe_params`; to be removed.
-    starvation_s: Annotated[
-        float | None, Knob("As --set starvation_s=SECONDS.", metavar="SECONDS", group=DEPRECATED)
-    ] = None
-    starvation_bound_s: Annotated[
-        float | None,
-        Knob(
-            "As --set starvation_bound_s=SECONDS.", flags=("--starvation-bound",), metavar="SECONDS", group=DEPRECATED
-        ),
-    ] = None
-    quantum_s: Annotated[float | None, Knob("As --set quantum_s=SECONDS.", metavar="SECONDS", group=DEPRECATED)] = None
-    oracle: Annotated[str, Knob("As --set oracle=max-tokens.", metavar="NAME", group=DEPRECATED)] = "none"
 
     def __post_init__(self) -> None:
         if not self.profile:
@@ -260,23 +280,12 @@ class EngineConfig:
         object.__setattr__(self, "recipe", absolute(self.recipe))  # engines may run in another working folder
         check_recipe(
             self.recipe,
-            self.params,
+            self.recipe_params,
             lossless_swap=self.swap_dtype == "auto",
             fair_output_weight=self.fair_output_weight,
         )
         check_swap_type(self.swap_dtype, "swap_space_gib", self.swap_space_gib)
         self._check_ranks()
-
-    @property
-    def params(self) -> dict[str, Value]:
-        """The recipe's given parameters, including those under deprecated names."""
-        return with_aliases(
-            self.recipe_params,
-            starvation_s=self.starvation_s,
-            starvation_bound_s=self.starvation_bound_s,
-            quantum_s=self.quantum_s,
-            oracle=None if self.oracle == "none" else self.oracle,
-        )
 
     @property
     def ranks(self) -> int:

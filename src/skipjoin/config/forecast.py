@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from skipjoin.config.shared import FORECASTS
-from skipjoin.options import ConfigError, Knob, check
+from skipjoin.options import ConfigError, Option, check
 
-FORECASTERS = ("learnt", "alise", "prior", "none")
+FORECASTERS = ("learned", "alise", "prior", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +21,16 @@ class ForecastConfig:
 
     forecaster: Annotated[
         str | None,
-        Knob(
-            "What forecasts how long outputs get (default: learnt if forecasts are read, else none)",
+        Option(
+            "Predictor of output lengths (default: learned if the recipe reads forecasts, else none)",
             choices=FORECASTERS,
             group=FORECASTS,
         ),
     ] = None
     forecast_encoder: Annotated[
         str,
-        Knob(
-            "What prompts are compared by: their hashed tokens, the model's embeddings of them, or a Hugging Face "
+        Option(
+            "Representation by which prompts are compared: hashed tokens, the model's embeddings, or a Hugging Face "
             "encoder in a folder.",
             metavar="hashed|embeddings|FOLDER",
             group=FORECASTS,
@@ -38,19 +38,18 @@ class ForecastConfig:
     ] = "hashed"
     forecast_dir: Annotated[
         str | None,
-        Knob(
-            "Where what was learnt is kept; none: it ends with the process (default: in the user's cache folder).",
+        Option(
+            "Folder of the learned state; none discards it on exit (default: in the user's cache folder).",
             metavar="DIR",
             group=FORECASTS,
         ),
     ] = None
     forecast_entries: Annotated[
-        int,
-        Knob("Most past requests that forecasts are made from.", low=1, high=10_000_000, group=FORECASTS),
+        int, Option("Maximum number of past requests to predict from.", low=1, high=10_000_000, group=FORECASTS)
     ] = 10_000
     forecast_max_age_s: Annotated[
         float,
-        Knob("Age from which a past request is forgotten.", above=0, high=1e12, metavar="SECONDS", group=FORECASTS),
+        Option("Age from which a past request is forgotten.", above=0, high=1e12, metavar="SECONDS", group=FORECASTS),
     ] = 30 * 86400.0
 
     def __post_init__(self) -> None:

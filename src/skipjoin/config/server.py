@@ -20,7 +20,7 @@ from skipjoin.config.shared import (
     OutputWeight,
     base_url,
 )
-from skipjoin.options import ConfigError, Knob, check, settings_of
+from skipjoin.options import ConfigError, Option, check, settings_of
 from skipjoin.recipes import OUTPUT_WEIGHT
 
 METRICS_COMPAT = ("none", "vllm")
@@ -49,9 +49,16 @@ class HangLimits(NamedTuple):
 HANG_LIMITS = HangLimits()
 
 
-def _objective(what: str, default: str = "none", group: str = OBJECTIVES) -> Knob:
-    """Return the knob of a soft objective or its bound; `default` is how the help describes None."""
-    return Knob(f"{what} (default: {default}).", above=0, high=MAX_DEADLINE_MS, metavar="MILLISECONDS", group=group)
+def _objective(what: str, default: str = "none", group: str = OBJECTIVES, *, is_common: bool = False) -> Option:
+    """Return the `Option` of a soft objective or its bound; `default` is how the help describes None."""
+    return Option(
+        f"{what} (default: {default}).",
+        above=0,
+        high=MAX_DEADLINE_MS,
+        metavar="MILLISECONDS",
+        group=group,
+        is_common=is_common,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,29 +69,33 @@ class ServerConfig(AccessConfig):
         ConfigError: A value is out of bounds.
     """
 
-    host: Annotated[str, Knob("Address to listen on.", group=SERVER)] = "127.0.0.1"
-    port: Annotated[int, Knob("Port to listen on; 0 picks a free one.", low=0, high=65535, group=SERVER)] = 8000
+    host: Annotated[str, Option("Address to listen on.", group=SERVER, is_common=True)] = "127.0.0.1"
+    port: Annotated[
+        int, Option("Port to listen on; 0 picks a free one.", low=0, high=65535, group=SERVER, is_common=True)
+    ] = 8000
     served_model_name: Annotated[
-        str | None, Knob("What clients call the model (default: its own name).", metavar="NAME", group=SERVER)
+        str | None,
+        Option("Name of the model for clients (default: its own name).", metavar="NAME", group=SERVER, is_common=True),
     ] = None
     chat_template: Annotated[
-        str | None, Knob("Jinja chat template to use instead of the model's own.", metavar="FILE", group=SERVER)
+        str | None, Option("Jinja chat template instead of the model's.", metavar="FILE", group=SERVER)
     ] = None
     max_queued_requests: Annotated[
         int,
-        Knob(
-            "Most requests in the server, waiting and running; more are refused with 429.",
+        Option(
+            "Maximum number of requests in the server, waiting and running; more are refused with 429.",
             low=1,
             high=1 << 40,
             flags=("--max-num-queued-reqs",),
             metavar="REQUESTS",
             group=LIMITS,
+            is_common=True,
         ),
     ] = 1024
     max_queued_tokens: Annotated[
         int,
-        Knob(
-            "Most prompt tokens of requests that wait; more are refused with 429.",
+        Option(
+            "Maximum number of prompt tokens of waiting requests; more are refused with 429.",
             low=1,
             high=1 << 40,
             flags=("--max-num-queued-tokens",),
@@ -94,8 +105,8 @@ class ServerConfig(AccessConfig):
     ] = 1 << 20
     default_deadline_s: Annotated[
         float | None,
-        Knob(
-            "Time until a request without a deadline is given up (default: never).",
+        Option(
+            "Time after which a request without its own deadline is aborted (default: never).",
             above=0,
             high=1e9,
             metavar="SECONDS",
@@ -104,50 +115,48 @@ class ServerConfig(AccessConfig):
     ] = None
     priority_range: Annotated[
         str | None,
-        Knob(
-            "Numbers that clients may set as the priority of a request, besides 0; lower is earlier (default: only 0).",
+        Option(
+            "Priorities that clients may set, besides 0; lower is earlier (default: only 0).",
             metavar="LOW:HIGH",
             group=LIMITS,
         ),
     ] = None
     priority_tier: Annotated[
         str,
-        Knob(
-            "Which clients may ask for service_tier priority, whose requests displace those of the other tiers",
+        Option(
+            "Clients that may use service_tier priority, whose requests preempt those of other tiers",
             choices=PRIORITY_TIERS,
             group=LIMITS,
         ),
     ] = "none"
     fair_by: FairBy = "none"
     fair_output_weight: OutputWeight = OUTPUT_WEIGHT
-    slo_ttft_ms: Annotated[float | None, _objective("Time to the first token")] = None
-    slo_tpot_ms: Annotated[float | None, _objective("Time per token after the first")] = None
+    slo_ttft_ms: Annotated[float | None, _objective("Time to the first token", is_common=True)] = None
+    slo_tpot_ms: Annotated[float | None, _objective("Time per token after the first", is_common=True)] = None
     slo_jct_ms: Annotated[float | None, _objective("Time from arrival to the last token")] = None
     priority_ttft_ms: Annotated[
         float | None, _objective("Time to the first token with service_tier priority", "half of --slo-ttft-ms")
     ] = None
     priority_tpot_ms: Annotated[
-        float | None,
-        _objective("Time per token after the first with service_tier priority", "half of --slo-tpot-ms"),
+        float | None, _objective("Time per token after the first with service_tier priority", "half of --slo-tpot-ms")
     ] = None
     min_slo_ttft_ms: Annotated[
-        float | None, _objective("Least time to the first token that a request may ask for", "any above 0", ASKED)
+        float | None, _objective("Minimum time to the first token that a request may ask for", "any above 0", ASKED)
     ] = None
     max_slo_ttft_ms: Annotated[
-        float | None, _objective("Largest time to the first token that a request may ask for", "a week", ASKED)
+        float | None, _objective("Maximum time to the first token that a request may ask for", "a week", ASKED)
     ] = None
     min_slo_tpot_ms: Annotated[
         float | None,
-        _objective("Least time per token after the first that a request may ask for", "any above 0", ASKED),
+        _objective("Minimum time per token after the first that a request may ask for", "any above 0", ASKED),
     ] = None
     max_slo_tpot_ms: Annotated[
-        float | None,
-        _objective("Largest time per token after the first that a request may ask for", "a week", ASKED),
+        float | None, _objective("Maximum time per token after the first that a request may ask for", "a week", ASKED)
     ] = None
     shutdown_timeout_s: Annotated[
         float,
-        Knob(
-            "Time that running requests get after SIGTERM.",
+        Option(
+            "Time for running requests to finish after SIGTERM.",
             above=0,
             high=1e9,
             flags=("--shutdown-timeout",),
@@ -157,8 +166,8 @@ class ServerConfig(AccessConfig):
     ] = 30.0
     step_timeout_s: Annotated[
         float,
-        Knob(
-            "Longest time of a step; an engine that computes one for longer hangs (--hang-timeout).",
+        Option(
+            "Maximum time of a step; an engine whose step takes longer counts as hung (--hang-timeout).",
             above=0,
             high=1e9,
             flags=("--step-timeout",),
@@ -168,8 +177,8 @@ class ServerConfig(AccessConfig):
     ] = HANG_LIMITS.step_s
     hang_timeout_s: Annotated[
         float,
-        Knob(
-            "Time without a sign of life of an engine process after which it prints its stacks and is killed.",
+        Option(
+            "Time without a heartbeat after which an engine process prints its stacks and is killed.",
             low=1,
             high=1e9,
             flags=("--hang-timeout",),
@@ -178,15 +187,15 @@ class ServerConfig(AccessConfig):
         ),
     ] = HANG_LIMITS.hang_s
     max_body_bytes: Annotated[
-        int, Knob("Largest body of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
+        int, Option("Maximum size of a request's body.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
     ] = 4 << 20
     max_header_bytes: Annotated[
-        int, Knob("Largest headers of a request.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
+        int, Option("Maximum size of a request's headers.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
     ] = 64 << 10
     max_connections: Annotated[
         int,
-        Knob(
-            "Most connections at once; one more closes an idle one. The limit of open files may allow fewer.",
+        Option(
+            "Maximum number of connections; another one closes an idle one. The limit of open files may allow fewer.",
             low=1,
             high=1 << 20,
             metavar="CONNECTIONS",
@@ -195,9 +204,9 @@ class ServerConfig(AccessConfig):
     ] = 4096
     max_connections_per_address: Annotated[
         int | None,
-        Knob(
-            "Most connections of one client address that have not shown a key (default: an eighth of "
-            "--max-connections, and three quarters where no key is asked for).",
+        Option(
+            "Maximum number of connections of one client address without a valid key (default: an eighth of "
+            "--max-connections, or three quarters if no key is required).",
             low=1,
             high=1 << 20,
             metavar="CONNECTIONS",
@@ -206,8 +215,8 @@ class ServerConfig(AccessConfig):
     ] = None
     max_connections_per_key: Annotated[
         int | None,
-        Knob(
-            "Most connections of one API key (default: three quarters of --max-connections).",
+        Option(
+            "Maximum number of connections of one API key (default: three quarters of --max-connections).",
             low=1,
             high=1 << 20,
             metavar="CONNECTIONS",
@@ -216,8 +225,8 @@ class ServerConfig(AccessConfig):
     ] = None
     write_timeout_s: Annotated[
         float,
-        Knob(
-            "Time after which a client that does not read its answer is disconnected.",
+        Option(
+            "Time after which a client that does not read its response is disconnected.",
             above=0,
             high=1e9,
             metavar="SECONDS",
@@ -226,8 +235,8 @@ class ServerConfig(AccessConfig):
     ] = 60.0
     max_prompt_scores: Annotated[
         int,
-        Knob(
-            "Most log-probabilities of prompts in one answer: tokens, times 1 + logprobs, times n.",
+        Option(
+            "Maximum number of prompt log-probabilities in one response: tokens, times 1 + logprobs, times n.",
             low=1,
             high=1 << 30,
             metavar="SCORES",
@@ -236,78 +245,72 @@ class ServerConfig(AccessConfig):
     ] = 1 << 18
     forecast_url: Annotated[
         str | None,
-        Knob(
-            "OpenAI-compatible server whose model is asked how long each output gets, such as http://127.0.0.1:9000; "
-            "nothing waits for its answers.",
+        Option(
+            "OpenAI-compatible server that predicts output lengths, such as http://127.0.0.1:9000. Requests do not "
+            "wait for it.",
             metavar="URL",
             group=FORECASTS,
         ),
     ] = None
     forecast_model: Annotated[
-        str | None, Knob("Model to ask there (default: the one that it serves).", metavar="NAME", group=FORECASTS)
+        str | None, Option("Model of that server (default: the one that it serves).", metavar="NAME", group=FORECASTS)
     ] = None
     forecast_timeout_s: Annotated[
-        float,
-        Knob(
-            "Time after which such an answer is not waited for any more.",
-            above=0,
-            high=600,
-            metavar="SECONDS",
-            group=FORECASTS,
-        ),
+        float, Option("Timeout of a prediction by that server.", above=0, high=600, metavar="SECONDS", group=FORECASTS)
     ] = 5.0
     metrics_compat: Annotated[
-        str, Knob("Tell metrics under other names, too", choices=METRICS_COMPAT, group=MEASUREMENT)
+        str, Option("Also export metrics under vLLM's names", choices=METRICS_COMPAT, group=MEASUREMENT)
     ] = "none"
     replicas: Annotated[
         int,
-        Knob(
-            "Engines behind this server, placed by Ray; each has the model, and the KV pool, of its own.",
+        Option(
+            "Engines behind this server, placed by Ray, each with its own model and KV cache.",
             low=1,
             high=4096,
             group=PARALLELISM,
+            is_common=True,
         ),
     ] = 1
     log_level: Annotated[
         str,
-        Knob(
-            "What the log has at least; info: a line for each request, but for those that only look",
+        Option(
+            "Minimum level of the log; info logs each request except successful GETs",
             choices=LOG_LEVELS,
             group=SERVER,
+            is_common=True,
         ),
     ] = "info"
-    log_format: Annotated[str, Knob("Form of the log's lines", choices=LOG_FORMATS, group=SERVER)] = "text"
+    log_format: Annotated[str, Option("Format of log lines", choices=LOG_FORMATS, group=SERVER)] = "text"
     enable_debug_routes: Annotated[
         bool,
-        Knob(
-            "Serve GET /debug/requests, the state of live requests: to keys with operator=yes in the key file all, to "
-            "others their own.",
+        Option(
+            "Serve GET /debug/requests, the state of live requests: all of them for keys with operator=yes in the key "
+            "file, own ones for other keys.",
             group=SERVER,
         ),
     ] = False
     batch_dir: Annotated[
         str | None,
-        Knob(
-            "Folder of uploaded files and batches; none: this server has no batches (default: in the user's cache "
-            "folder).",
+        Option(
+            "Folder of uploaded files and batches; none disables batches (default: in the user's cache folder).",
             metavar="DIR",
             group=BATCHES,
         ),
     ] = None
     batch_db: Annotated[
         str | None,
-        Knob(
-            "PostgreSQL database of the batches, which several servers may share if they share the folder, too "
-            "(default: SQLite in the folder).",
+        Option(
+            "PostgreSQL database of the batches, which servers may share if they also share the folder (default: "
+            "SQLite in the folder).",
             metavar="postgresql://...",
             group=BATCHES,
         ),
     ] = None
     batch_inflight: Annotated[
         int | None,
-        Knob(
-            "Most sequences of batches in the engine, waiting and running (default: twice --max-num-seqs, for each "
-            "replica).",
+        Option(
+            "Maximum number of batch sequences in the engines, waiting and running (default: twice --max-num-seqs for "
+            "each replica).",
             low=1,
             high=1 << 20,
             metavar="SEQUENCES",
@@ -315,18 +318,18 @@ class ServerConfig(AccessConfig):
         ),
     ] = None
     batch_max_lines: Annotated[
-        int, Knob("Most lines of a batch.", low=1, high=10_000_000, metavar="LINES", group=BATCHES)
+        int, Option("Maximum number of lines of a batch.", low=1, high=10_000_000, metavar="LINES", group=BATCHES)
     ] = 50_000
     batch_max_file_bytes: Annotated[
-        int, Knob("Largest file that is uploaded.", low=1, high=1 << 40, metavar="BYTES", group=BATCHES)
+        int, Option("Maximum size of an uploaded file.", low=1, high=1 << 40, metavar="BYTES", group=BATCHES)
     ] = 200_000_000
     batch_max_line_bytes: Annotated[
-        int, Knob("Longest line of a batch.", low=1, high=1 << 30, metavar="BYTES", group=BATCHES)
+        int, Option("Maximum size of a batch's line.", low=1, high=1 << 30, metavar="BYTES", group=BATCHES)
     ] = 4 << 20
     batch_max_bytes_per_key: Annotated[
         int,
-        Knob(
-            "Most bytes of files that one key has; uploads, batches and lines beyond are refused with 429.",
+        Option(
+            "Maximum total size of one key's files; uploads, batches and lines beyond it are refused with 429.",
             low=1,
             high=1 << 50,
             metavar="BYTES",
@@ -335,8 +338,8 @@ class ServerConfig(AccessConfig):
     ] = 10_000_000_000
     batch_max_files_per_key: Annotated[
         int,
-        Knob(
-            "Maximum number of files of one key; uploads beyond are refused with 429.",
+        Option(
+            "Maximum number of one key's files; uploads beyond it are refused with 429.",
             low=1,
             high=1 << 40,
             metavar="FILES",
@@ -345,8 +348,8 @@ class ServerConfig(AccessConfig):
     ] = 10_000
     batch_max_active_per_key: Annotated[
         int,
-        Knob(
-            "Most unfinished batches that one key has; more are refused with 429.",
+        Option(
+            "Maximum number of one key's unfinished batches; more are refused with 429.",
             low=1,
             high=1 << 30,
             metavar="BATCHES",

@@ -5,23 +5,27 @@ from __future__ import annotations
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from skipjoin.options import ConfigError, Knob, Value
+from skipjoin.options import ConfigError, Option
 
 # Groups in the order of the help.
 MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"
-MEASUREMENT, DEPRECATED = "Measurement", "Deprecated aliases"
+MEASUREMENT = "Measurement"
 SERVER, LIMITS, FORECASTS, BATCHES = "HTTP server", "Limits", "Forecasts", "Files and batches"
 OBJECTIVES = "Objectives of requests without their own"
 ASKED = "Objectives that requests may ask for"
 
 # Fields shared with simulated systems, and a default.
 MAX_NUM_SEQS = 256
-MaxNumSeqs = Annotated[int, Knob("Most requests in a step.", low=1, high=65536, group=SCHEDULING)]
-MaxBatchedTokens = Annotated[int, Knob("Most tokens in a step.", low=1, high=1 << 20, group=SCHEDULING)]
+MaxNumSeqs = Annotated[
+    int, Option("Maximum number of requests in a step.", low=1, high=65536, group=SCHEDULING, is_common=True)
+]
+MaxBatchedTokens = Annotated[
+    int, Option("Maximum number of tokens in a step.", low=1, high=1 << 20, group=SCHEDULING, is_common=True)
+]
 Objective = Annotated[
     float,
-    Knob(
-        "Seconds per output token that users accept: recipes take their parameters from it. It is no objective of a "
+    Option(
+        "Acceptable time per output token, from which recipes derive their parameters. It is not an objective of a "
         "request.",
         above=0,
         high=1e6,
@@ -32,8 +36,9 @@ Objective = Annotated[
 ]
 BestEffortWait = Annotated[
     float,
-    Knob(
-        "Time after which the oldest best-effort request is served as a real-time one, until it ends; one at a time.",
+    Option(
+        "Time after which the oldest best-effort request is served as a real-time one until it finishes, one at a "
+        "time.",
         above=0,
         high=1e9,
         metavar="SECONDS",
@@ -42,13 +47,12 @@ BestEffortWait = Annotated[
 ]
 # See `docs/scheduling.md`.
 FairBy = Annotated[
-    str,
-    Knob("Between which clients the service is shared out evenly", choices=("none", "key"), group=SCHEDULING),
+    str, Option("Clients between which the service is shared fairly", choices=("none", "key"), group=SCHEDULING)
 ]
 OutputWeight = Annotated[
     float,
-    Knob(
-        "With --fair-by key: what a generated token counts, where one of a prompt counts 1.",
+    Option(
+        "Weight of a generated token relative to a prompt token, with --fair-by key.",
         above=0,
         high=1000,
         group=SCHEDULING,
@@ -56,9 +60,9 @@ OutputWeight = Annotated[
 ]
 SwapType = Annotated[
     str,
-    Knob(
-        "KV on the host: as on the device, or rounded to 8 bits, which makes room for 1.6 to 1.8 times as much; "
-        "outputs of requests that were swapped may then differ",
+    Option(
+        "Type of swapped-out KV: unchanged, or rounded to 8 bits, which fits 1.6 to 1.8 times as much but may change "
+        "outputs of swapped requests",
         choices=("auto", "int8"),
         group=MEMORY,
     ),
@@ -91,15 +95,3 @@ def check_not_one_card(device: str) -> None:
     """Raise `ConfigError` for a GPU index where Ray assigns the GPUs."""
     if ":" in device:
         raise ConfigError(f"device must be auto, cpu or cuda where Ray places ranks or replicas on cards, got {device}")
-
-
-def with_aliases(given: dict[str, Value], **aliases: Value | None) -> dict[str, Value]:
-    """Return a recipe's parameters merged with those given by deprecated names (None: not given).
-
-    Raises:
-        ConfigError: A parameter is given both ways.
-    """
-    old = {name: value for name, value in aliases.items() if value is not None}
-    if twice := next((name for name in old if name in given), None):
-        raise ConfigError(f"{twice} is given twice, as a parameter of the recipe and by its old name")
-    return given | old

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from skipjoin.core.events import Arrived, Decoded, Event, Finished, Token
@@ -25,11 +25,15 @@ class EngineCore:
 
     A driver calls `start_step` until it returns None and passes the plans to an executor. It then calls `finish_step`
     with each result in order. After any call, `take_events` returns what happened.
+
+    Attributes:
+        on_finished: Called once with each request when it finishes. Drivers set it to `Executor.on_finished`.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.requests: dict[int, Request] = {}  # live requests by id
+        self.on_finished: Callable[[Request], object] = lambda request: None
         # Heap of (deadline, id). Entries of finished requests stay until they outnumber the live ones.
         self._deadlines: list[tuple[float, int]] = []
         self._with_deadline = 0  # number of live requests with a deadline
@@ -203,6 +207,7 @@ class EngineCore:
             self._drop_old_deadlines()
         self.scheduler.remove(request, now)
         self.scheduler.events.append(Finished(request, now, reason, detail))
+        self.on_finished(request)
 
     def _drop_old_deadlines(self) -> None:
         """Limit the heap to twice the number of live entries, at amortized constant cost."""

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from skipjoin.core.kv.reservations import Lender
+from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move, StepPlan, StepResult
@@ -54,7 +54,7 @@ class Claimed(NamedTuple):
 
     request: Request
     now: float
-    lender: Lender
+    lender: Owner
     blocks: int
     drawn: int = 0
     group: Hashable | None = None

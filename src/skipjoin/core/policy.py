@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.scheduling.waits import WaitReason
@@ -116,6 +116,8 @@ class Scope(Enum):
 
 
 class Refusal(NamedTuple):
+    """Refusal of a request or of all remaining ones, with the reason for which they wait."""
+
     scope: Scope
     reason: WaitReason
 
@@ -179,7 +181,7 @@ class Grant:
     blocks: int = 0
     spare: int = 0
     tokens: int | None = None
-    lender: Lender = None
+    lender: Owner = None
     draws: Account | None = None
     group: Hashable | None = None
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.kv.block_pool import Key
 from skipjoin.core.kv.prefixes import Prefix
 from skipjoin.core.scheduling.waits import WaitState
 
@@ -170,6 +171,10 @@ class Request:
     def is_satisfied(self) -> bool:
         """True if every token that the request may generate is known or being sampled."""
         return self.known + self.pending_samples >= self.max_total_tokens
+
+    def keys(self, tokens: int) -> Sequence[Key]:
+        """Return the keys of the full blocks in the first `tokens` known tokens; see `Prefix.keys`."""
+        return self.prefix.keys(self.tokens, tokens, reverse=self.reverse) if self.prefix is not None else ()
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the known tokens at positions [start, end)."""

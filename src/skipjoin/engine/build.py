@@ -101,7 +101,7 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
     cost = LearningCost(start_cost(config, loaded, on_progress))
     recipe = find(config.recipe)
     settings = recipe_settings(config, cost, engine_limits(config, loaded))
-    params = recipe.resolve(settings, config.params)
+    params = recipe.resolve(settings, config.recipe_params)
     ledger = KVLedger(blocks, host_blocks, block_size, is_exact=spec.swap_dtype == "auto")
     scheduler = make_scheduler(config, recipe.make(settings, params), ledger, depth_of(config, executor))
     info = EngineInfo(

@@ -22,13 +22,14 @@ class StepDriver:
     def __init__(
         self,
         core: EngineCore,
-        executor: Executor,
+        executor: Executor[Handle],
         clock: Callable[[], float],
         on_result: Callable[[StepResult], object] = lambda result: None,
         on_plan: Callable[[StepPlan], object] = lambda plan: None,
     ) -> None:
         self.core = core
         self.executor = executor
+        core.on_finished = executor.on_finished
         self.clock = clock
         self._on_result = on_result
         self._on_plan = on_plan

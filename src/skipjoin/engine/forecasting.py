@@ -64,6 +64,8 @@ class OwnerForecasters(Protocol):
 
 
 class Save(Protocol):
+    """Saves the state of a forecaster and returns whether that succeeded. If `quiet`, failures are not logged."""
+
     def __call__(self, *, quiet: bool) -> bool: ...
 
 
@@ -162,13 +164,13 @@ def chosen_forecasts(config: ForecastConfig, engine: EngineConfig, *, url: str |
     Raises:
         ConfigError: If settings exclude each other, the encoder is missing, or the folder cannot be written.
     """
-    is_needed = find(engine.recipe).forecasts is Forecasts.LEARNT or engine.slo_jct_scale is not None
+    is_needed = find(engine.recipe).forecasts is Forecasts.LEARNED or engine.slo_jct_scale is not None
     if url is not None:
         if config.forecaster not in (None, "prior"):
             raise ConfigError(f"forecaster must be prior, or not be given, with forecast_url, got {config.forecaster}")
         forecaster = "prior"
     else:
-        forecaster = config.forecaster or ("learnt" if is_needed else "none")
+        forecaster = config.forecaster or ("learned" if is_needed else "none")
     if forecaster == "none" and engine.slo_jct_scale is not None:
         raise ConfigError("slo_jct_scale needs forecasts: forecaster must be another one than none")
     if config.forecaster != "none":

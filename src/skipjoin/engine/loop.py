@@ -55,6 +55,7 @@ class EngineLoop:
         """Add a request.
 
         Args:
+            params: Parameters with a number as `max_tokens`; see `SamplingParams.resolved`.
             forecast: Forecast of its whole output.
             output: Tokens that another engine has generated for it; this one continues after them.
             age_s: Seconds since it arrived at the first engine, from which its deadline counts.
@@ -64,16 +65,16 @@ class EngineLoop:
                 context.
             RequestTooLargeError: If the KV pool cannot hold the request.
         """
+        self._check(prompt, params.output_limit)
         now = self.clock()
-        info = self.engine.info
-        eos = info.eos_token_ids
+        eos = self.engine.info.eos_token_ids
         stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         request = Request(
             request_id,
             now - age_s,
             prompt,
-            self._max_tokens(prompt, params),
+            params.output_limit,
             min_tokens=params.min_tokens,
             stop_tokens=stop_tokens,
             options=options,
@@ -166,7 +167,7 @@ class EngineLoop:
             return None
         return ContentPrefix(self.engine.info.block_size, options.cache_salt.encode())
 
-    def _max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:
+    def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
         info = self.engine.info
         if not prompt:
             raise ParameterError("prompt", "prompt must have at least 1 token")
@@ -177,12 +178,9 @@ class EngineLoop:
             raise ParameterError(
                 "prompt", f"prompt must have at most {info.max_model_len - 1} tokens, got {len(prompt)}"
             )
-        if params.max_tokens is None:
-            return left
-        if params.max_tokens > left:
+        if max_tokens > left:
             raise ParameterError(
                 "max_tokens",
                 f"max_tokens must be at most {left} after a prompt of {len(prompt)} tokens "
-                f"(the context holds {info.max_model_len}), got {params.max_tokens}",
+                f"(the context holds {info.max_model_len}), got {max_tokens}",
             )
-        return params.max_tokens

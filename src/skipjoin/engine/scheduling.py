@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skipjoin.config import EngineConfig
-from skipjoin.core.kv.interface import Ledger
+from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import CostModel, Policies
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.engine.load import Loaded
@@ -16,7 +16,8 @@ def depth_of(config: EngineConfig, executor: ModelExecutor) -> int:
     return config.plans_in_flight(executor.rank_specs[0].device_kind)
 
 
-def make_scheduler(config: EngineConfig, policies: Policies, kv: Ledger, depth: int) -> Scheduler:
+def make_scheduler(config: EngineConfig, policies: Policies, kv: BlockLedger, depth: int) -> Scheduler:
+    """Make the scheduler of an engine with up to `depth` plans in flight."""
     # With several stages, the first stage learns a sampled token only with the next plan.
     return Scheduler(policies, kv, depth=depth, overlap=config.pipeline_parallel_size == 1)
 

@@ -88,8 +88,10 @@ def host_blocks(
     """
     block_bytes = sum(spec.host_block_bytes for spec in rank_specs)
     pairs = list(zip(rank_specs, budgets, strict=True))
-    spec, budget = min(pairs, key=lambda pair: _most_host_bytes(*pair, device_blocks) // pair[0].host_block_bytes)
-    left = _most_host_bytes(spec, budget, device_blocks)
+    spec, budget = min(
+        pairs, key=lambda pair: _max_host_bytes(pair[0], pair[1], device_blocks) // pair[0].host_block_bytes
+    )
+    left = _max_host_bytes(spec, budget, device_blocks)
     asked = config.swap_space_gib
     if asked is None:
         blocks = min(_SWAP_MOST // block_bytes, min(int(budget.ram * _SWAP_SHARE), left) // spec.host_block_bytes)
@@ -114,7 +116,7 @@ def _usual(spec: RankSpec, budget: MemoryBudget) -> int:
     return budget.device if spec.device_kind == "cuda" else min(_CPU_MOST, int(budget.device * _CPU_SHARE))
 
 
-def _most_host_bytes(spec: RankSpec, budget: MemoryBudget, device_blocks: int) -> int:
+def _max_host_bytes(spec: RankSpec, budget: MemoryBudget, device_blocks: int) -> int:
     # A CPU's device pool is in RAM too, but its untouched blocks still count as free.
     taken = 0 if spec.device_kind == "cuda" else device_blocks * spec.block_bytes
     return max(0, budget.ram - taken - _SWAP_SPARE)

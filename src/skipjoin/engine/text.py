@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from skipjoin.core.request import FinishReason
 from skipjoin.model.tokenizer import Detokenizer, Tokenizer
-from skipjoin.sampling import Scored, TokenDetail
+from skipjoin.sampling import TokenDetail, TokenLogprob
 
 
 class Output(NamedTuple):
@@ -116,7 +116,7 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.tokens = 0
-        self.scored: list[Scored] = []
+        self.scored: list[TokenLogprob] = []
         self.text_length = 0  # characters of the tokens whose logprobs were sent
         self.finish_reason: str | None = None
         self._rules = rules
@@ -152,7 +152,7 @@ class Choice:
             shown += self._stops.flush() if self._stops is not None else ""
         return shown
 
-    def take_scored(self) -> list[Scored]:
+    def take_scored(self) -> list[TokenLogprob]:
         """Remove and return the tokens whose logprobs are to be sent now."""
         scored, self.scored = self.scored, []
         return scored

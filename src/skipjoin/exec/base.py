@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
+from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan, StepResult
 
 
@@ -44,6 +45,10 @@ class Executor(Protocol[HandleT_co]):
 
     `submit` may read a plan's requests (prompt, output, sampling) until the result is ready. Known tokens never change,
     and a slice whose last token is still pending is marked `awaits`.
+
+    A request starts with the first plan that has a slice of it, and ends with `on_finished`. In between an executor may
+    keep state for it, which preemption must not change. After a restart it makes the state again from the request's
+    known tokens.
     """
 
     def submit(self, plan: StepPlan, now: float) -> HandleT_co:
@@ -51,5 +56,12 @@ class Executor(Protocol[HandleT_co]):
 
         Args:
             now: Seconds on the driver's clock.
+        """
+        ...
+
+    def on_finished(self, request: Request) -> None:
+        """Free the state of a request that no later plan contains, after the plans submitted before.
+
+        Called once for each request, whether it has started or not.
         """
         ...

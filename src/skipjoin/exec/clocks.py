@@ -53,8 +53,9 @@ class DeviceClock:
         assert isinstance(start, torch.cuda.Event)
         assert isinstance(end, torch.cuda.Event)
         end.synchronize()
-        return start.elapsed_time(end) * 1e-3
+        ms: float = start.elapsed_time(end)
+        return ms * 1e-3
 
     def is_past(self, mark: Mark) -> bool:
         assert isinstance(mark, torch.cuda.Event)
-        return mark.query()
+        return bool(mark.query())

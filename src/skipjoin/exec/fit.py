@@ -12,7 +12,7 @@ from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
 
 # Cost models divide by their floor.
-_LEAST_S = 1e-6
+_MIN_S = 1e-6
 
 Array = NDArray[np.float64]
 
@@ -38,13 +38,13 @@ def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCos
         for _ in range(_TURNS):
             # In weight-bound steps, tokens cost nothing and the last term counts once.
             features = np.column_stack([counts, hidden])
-            features[np.ix_(hidden, (1, 3))] = 0
+            features[np.ix_(hidden, np.array((1, 3)))] = 0
             terms = fit_times(features, times)
             now_hidden = terms[1] * counts[:, 1] + terms[3] * counts[:, 3] < terms[5]
             if (now_hidden == hidden).all():
                 break
             hidden = now_hidden
-        terms[0] = max(terms[0], _LEAST_S)
+        terms[0] = max(terms[0], _MIN_S)
         cost = LinearCost(**dict(zip(STEP_TERMS, terms.tolist(), strict=True)))
         candidates.append((sum(cost_errors(cost, shapes, seconds)), most, cost))
     return min(candidates)[2]

@@ -131,7 +131,7 @@ class DecodeGraphs:
     def fits(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> bool:
         """Return whether `run` can compute these segments."""
         largest = self._buffers[self._sizes[-1]]
-        return (sampled is None or len(sampled) <= largest.seats) and largest.holds(segments)
+        return (sampled is None or len(sampled) <= largest.capacity) and largest.holds(segments)
 
     def _step(self, batch: PackedBatch) -> torch.Tensor:
         """Compute what a graph captures: the logits, or the hidden states for the next stage."""

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 BlocksKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 # Below this mean run length the kernel copies. Queueing one copy takes about 5 us of CPU time, in which the link
 # transfers 256 KiB.
-_LEAST_RUN_BYTES = 256 << 10
+_MIN_RUN_BYTES = 256 << 10
 
 
 class KVStore:
@@ -66,7 +66,7 @@ class KVStore:
                 self._copy_blocks = block_copy()
             elif is_cuda and self.host.tensor.is_pinned():
                 self._kernel = _blocks_kernel()
-                if self.device.block_bytes < _LEAST_RUN_BYTES:
+                if self.device.block_bytes < _MIN_RUN_BYTES:
                     # Compiled here rather than in the first step that needs it. Both blocks are zeros.
                     self._launch(self.host.block_view(), self.device.block_view(), (0,), (0,))
 
@@ -108,7 +108,7 @@ class KVStore:
     def _queue(self, to: torch.Tensor, rows: torch.Tensor, move: Move) -> None:
         runs = list(runs_of(move.target, move.source))
         row_bytes = rows.shape[1] * rows.element_size()
-        if row_bytes * len(move.source) < _LEAST_RUN_BYTES * len(runs) and self._launch(
+        if row_bytes * len(move.source) < _MIN_RUN_BYTES * len(runs) and self._launch(
             to, rows, move.target, move.source
         ):
             return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
 from skipjoin.config.profile import Transfer
+from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, StepPlan, StepResult
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
@@ -87,6 +89,10 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan, now: float) -> LocalHandle:
         return LocalHandle(self._worker, self._thread.submit(self._worker.begin, plan))
+
+    def on_finished(self, request: Request) -> None:
+        with suppress(RuntimeError):  # closed
+            self._thread.submit(self._worker.on_finished, request)
 
     def check(self) -> None: ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -12,7 +11,7 @@ from skipjoin.core.step import Slice
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.sampler import PromptLogprob, prompt_logprobs
 from skipjoin.model.transfer import HostCopy
-from skipjoin.sampling import Scored
+from skipjoin.sampling import TokenLogprob
 
 
 def wants_scores(piece: Slice) -> bool:
@@ -34,23 +33,14 @@ def score_prompt(
     return prompt_logprobs(rows[: len(targets)], targets, _asked(piece.request) or 0, logits_of)
 
 
-class PromptScores:
-    """Prompt logprobs, kept until the request's first output token is reported."""
-
-    def __init__(self) -> None:
-        self._scores: WeakKeyDictionary[Request, list[Scored]] = WeakKeyDictionary()
-
-    def keep(self, piece: Slice, scores: Sequence[PromptLogprob]) -> None:
-        request = piece.request
-        known = self._scores.setdefault(request, [Scored(request.prompt[0], None)])
-        # A chunk that is recomputed after an eviction is scored again, with the same result.
-        known[piece.start + 1 :] = [
-            Scored(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
-        ]
-
-    def take(self, request: Request) -> tuple[Scored, ...]:
-        """Remove and return a request's scores; empty if it has none."""
-        return tuple(self._scores.pop(request, ()))
+def keep_scores(kept: list[TokenLogprob], piece: Slice, scores: Sequence[PromptLogprob]) -> None:
+    """Add the scores of a slice to those of the chunks before it."""
+    if not kept:
+        kept.append(TokenLogprob(piece.request.prompt[0], None))
+    # A chunk that is recomputed after an eviction is scored again, with the same result.
+    kept[piece.start + 1 :] = [
+        TokenLogprob(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
+    ]
 
 
 def _targets(piece: Slice) -> Sequence[int]:

@@ -121,6 +121,7 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
+    """Describe the rank that runs `model`."""
     config, shard, quantization = model.config, model.shard, model.ops.quantization
     block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
     is_quantized = swap_dtype == "int8"
@@ -183,6 +184,7 @@ def _free_here() -> int:
 def make_store(
     model: CausalLM, device_blocks: int, host_blocks: int, block_size: int, swap_dtype: str = "auto"
 ) -> KVStore:
+    """Allocate the KV pools of a rank on both tiers."""
     return KVStore(
         model.config,
         model.dtype,

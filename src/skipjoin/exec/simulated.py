@@ -118,7 +118,10 @@ class SimulatedExecutor:
         result = StepResult(plan, tokens, seconds, moving=moving, landed=landed, failed=failed, stages=stages)
         return SimulatedHandle(result, ready_at)
 
-    def foresee(self, handle: SimulatedHandle, most: int) -> list[float]:
+    def on_finished(self, request: Request) -> None:
+        """Do nothing: a simulated device keeps no state of requests."""
+
+    def predict(self, handle: SimulatedHandle, most: int) -> list[float]:
         """Predict when the step in flight and the identical decode steps that can follow it end.
 
         Assumes one stage and no moves.

@@ -61,6 +61,7 @@ class Copier(Protocol):
 
 
 def copier_for(store: KVStore) -> Copier:
+    """Return a copier on CUDA streams for a GPU, else one in a thread."""
     return StreamCopier(store) if store.device.tensor.is_cuda else ThreadCopier(store)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakSet
 
 import torch
 
@@ -14,15 +13,16 @@ from skipjoin.core.step import PAUSE_S, Slice, StageTime, StepPlan, StepResult
 from skipjoin.exec.clocks import DeviceClock, HostClock, Mark
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.prompt_scores import PromptScores, score_prompt, wants_scores
+from skipjoin.exec.prompt_scores import keep_scores, score_prompt, wants_scores
+from skipjoin.exec.request_state import RequestState
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.transfer import Copier, Ended, copier_for
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import is_out_of_memory
-from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, joined, needs_output
+from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, SamplingState, joined
 from skipjoin.model.transfer import HostCopy, send
-from skipjoin.sampling import Scored, TokenDetail
+from skipjoin.sampling import TokenDetail, TokenLogprob
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ class InFlightStep:
     """Plan whose work is queued on the device, or done on a CPU.
 
     Attributes:
+        states: States of the slices' requests, which may finish before the step does.
         chosen: Indexes of the slices that sample, in the row order of `sampled`.
-        scores: Prompt scores of slices.
+        scores: Prompt scores of slices, by index.
         given_up: See `StepResult`.
         waited: Seconds spent waiting for the previous stage.
     """
@@ -42,9 +43,10 @@ class InFlightStep:
     start: Mark
     ended: Ended
     moving: tuple[Mark, Mark] | None = None
+    states: Sequence[RequestState] = ()
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
-    scores: list[tuple[Slice, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
+    scores: list[tuple[int, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
     given_up: dict[int, str] = field(default_factory=dict)
     end: Mark | None = None
     waited: float = 0.0
@@ -56,7 +58,7 @@ class _Part:
 
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
-    scores: list[tuple[Slice, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
+    scores: list[tuple[int, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
 
 
 class Worker:
@@ -65,6 +67,9 @@ class Worker:
     `begin` queues a plan's work, and `finish` waits for it and builds the result. A plan may begin before the previous
     one is finished: sampled tokens stay on the device, where the next plan reads them. All calls of `begin` come from
     one thread and all calls of `finish` from one thread, in the same order.
+
+    A request starts with the first plan that has a slice of it, which makes its `RequestState`, and `on_finished` ends
+    it.
 
     All ranks run the same plans. A stage executes a plan's blocking moves while the previous stage still computes
     (FastServe section 4.3). Every rank of the last stage samples the same tokens, which are a function of logits, seed
@@ -91,10 +96,8 @@ class Worker:
         # Tokens sampled by the latest plan and the row of each request, for slices of the next plan that await them.
         self._sampled: SampledTokens | None = None
         self._rows: dict[Request, int] = {}
-        # Requests with a dropped slice: their KV has a hole, so their slices in later plans are void.
-        self._given_up: WeakSet[Request] = WeakSet()
+        self._states: dict[Request, RequestState] = {}
         self.halvings = 0  # number of times that memory ran out
-        self._prompts = PromptScores()
         self._ended: Mark | None = None  # end of the previous plan
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -135,14 +138,15 @@ class Worker:
         plan, sampled = in_flight.plan, in_flight.sampled
         tokens: list[int | None] = [None] * len(plan.slices)
         details: dict[int, object] = {}
-        for piece, scores in in_flight.scores:
-            self._prompts.keep(piece, scores.read())
+        for index, scores in in_flight.scores:
+            keep_scores(in_flight.states[index].scores, plan.slices[index], scores.read())
         for index, sample in zip(in_flight.chosen, sampled.report.read() if sampled is not None else (), strict=True):
-            request = plan.slices[index].request
+            state = in_flight.states[index]
             tokens[index] = sample.token
-            prompt = self._prompts.take(request)
-            if sample.logprob is not None or prompt:
-                details[index] = TokenDetail(Scored(sample.token, sample.logprob, sample.top), prompt)
+            if sample.logprob is not None or state.scores:
+                chosen, prompt = TokenLogprob(sample.token, sample.logprob, sample.top), tuple(state.scores)
+                details[index] = TokenDetail(chosen, prompt)
+                state.scores = []
         assert in_flight.end is not None
         seconds = self._clock.between(in_flight.start, in_flight.end) - in_flight.waited
         moving = self._clock.between(*in_flight.moving) if in_flight.moving is not None else 0.0
@@ -157,6 +161,10 @@ class Worker:
             stages=self._stage_times(in_flight, seconds),
             given_up=in_flight.given_up,
         )
+
+    def on_finished(self, request: Request) -> None:
+        """Free the state of a request that no later plan contains; it has none if it never ran. Called like `begin`."""
+        self._states.pop(request, None)
 
     def is_done(self, in_flight: InFlightStep) -> bool:
         """Return whether `finish` returns without blocking."""
@@ -178,11 +186,10 @@ class Worker:
         return (StageTime(busy, idle),)
 
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
-        going = list(range(len(slices)))
-        if self._given_up:
-            void = [index for index in going if slices[index].request in self._given_up]
-            in_flight.given_up.update(dict.fromkeys(void, "an earlier step gave this request up"))
-            going = [index for index in going if index not in in_flight.given_up]
+        in_flight.states = states = [self._state_of(piece.request) for piece in slices]
+        void = [index for index, state in enumerate(states) if state.is_given_up]
+        in_flight.given_up.update(dict.fromkeys(void, "an earlier step gave this request up"))
+        going = [index for index in range(len(slices)) if index not in in_flight.given_up]
         parts = self._halved(slices, going, in_flight) if going else []
         in_flight.chosen = [index for part in parts for index in part.chosen]
         in_flight.scores = [score for part in parts for score in part.scores]
@@ -196,14 +203,14 @@ class Worker:
         Slices do not depend on each other, so each half can run alone. A slice that does not fit alone is dropped.
         """
         try:
-            return [self._attempt(slices, going)]
+            return [self._attempt(slices, in_flight.states, going)]
         except Exception as error:
             # Other ranks would still run the whole step.
             if not self._alone or not is_out_of_memory(error):
                 raise
             if len(going) == 1:
                 in_flight.given_up[going[0]] = out_of_memory(slices[going[0]], error)
-                self._given_up.add(slices[going[0]].request)
+                in_flight.states[going[0]].is_given_up = True
         self.halvings += 1
         # After the except block, whose traceback keeps the attempt's tensors alive.
         torch.cuda.empty_cache()
@@ -211,17 +218,29 @@ class Worker:
             return []
         return [part for half in halves(slices, going) for part in self._halved(slices, half, in_flight)]
 
-    def _attempt(self, slices: Sequence[Slice], going: Sequence[int]) -> _Part:
+    def _state_of(self, request: Request) -> RequestState:
+        state = self._states.get(request)
+        if state is None:
+            sampling: Sampling = request.sampling  # type: ignore[assignment]
+            started = None
+            if self.model.shard.is_last:
+                started = self._sampler.start(sampling.params, sampling.seed, request.prompt, sampling.eos_token_ids)
+            state = self._states[request] = RequestState(started)
+        return state
+
+    def _attempt(self, slices: Sequence[Slice], states: Sequence[RequestState], going: Sequence[int]) -> _Part:
         part = _Part()
         pieces = [slices[index] for index in going]
         segments = [self._segment(piece) for piece in pieces]
         chosen = [at for at, piece in enumerate(pieces) if piece.samples]
         if any(segment.all_logits for segment in segments):
             logits = self._score(pieces, segments, chosen, part)
+            part.scores = [(going[at], scores) for at, scores in part.scores]
         else:
             logits = self._forward(segments)
         if chosen and self.model.shard.is_last:
-            part.sampled = self._sampler.sample(logits, [self._sample_row(pieces[at]) for at in chosen])
+            rows = [self._sample_row(pieces[at], states[going[at]].sampling) for at in chosen]
+            part.sampled = self._sampler.sample(logits, rows)
             part.chosen = [going[at] for at in chosen]
         return part
 
@@ -237,9 +256,10 @@ class Worker:
         rows = self.model.wanted_rows(batch, self.store.device)
         if not self.model.shard.is_last:
             return rows
-        for piece, segment, first, end in zip(pieces, segments, batch.row_starts, batch.row_starts[1:], strict=False):
+        each = zip(pieces, segments, batch.row_starts, batch.row_starts[1:], strict=False)
+        for at, (piece, segment, first, end) in enumerate(each):
             if segment.all_logits:
-                part.scores.append((piece, score_prompt(piece, rows[first:end], self.model.logits)))
+                part.scores.append((at, score_prompt(piece, rows[first:end], self.model.logits)))
         if not chosen:
             return rows
         # The last row of a segment predicts the next token.
@@ -278,24 +298,19 @@ class Worker:
             reverse=request.reverse,
         )
 
-    def _sample_row(self, piece: Slice) -> SampleRow:
+    def _sample_row(self, piece: Slice, state: SamplingState | None) -> SampleRow:
+        """Return the sampler's input for the token after a slice, with the tokens before it accepted."""
+        assert state is not None
         request = piece.request
-        sampling: Sampling = request.sampling  # type: ignore[assignment]
         length = piece.start + piece.tokens - len(request.prompt)
-        # Most sampling parameters need only the number of output tokens.
-        output: Sequence[int] = range(length)
-        if needs_output(sampling.params):
+        if state.reads_output:
             # The engine may append during this call, so take only the tokens before this slice's end.
-            output = request.output[: length - piece.awaits]
-            if piece.awaits:
-                output.append(self._awaited(request))
-        return SampleRow(
-            params=sampling.params,
-            seed=sampling.seed,
-            prompt=request.prompt,
-            output=output,
-            eos_token_ids=sampling.eos_token_ids,
-        )
+            tokens = request.output[state.length : length - piece.awaits]
+            if piece.awaits and state.length < length:
+                tokens.append(self._awaited(request))
+            state.accept(tokens)
+            assert state.length == length, "no plan samples before a token that an earlier plan sampled"
+        return SampleRow(state, length)
 
     def _awaited(self, request: Request) -> int:
         assert self._sampled is not None

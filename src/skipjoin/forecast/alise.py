@@ -16,7 +16,7 @@ from skipjoin.forecast.prior import Prior
 # of Alpaca and ShareGPT best with hashed tokens.
 TOP_K, THRESHOLD = 16, 0.2
 # Minimum standard deviation of the log length.
-_LEAST_SPREAD = 0.2
+_MIN_SPREAD = 0.2
 
 
 class Alise:
@@ -69,5 +69,5 @@ def _weighted(found: Found, similar: Array) -> Estimate:
 
 def _guess(estimate: Estimate, source: str) -> Guess:
     """Return a lognormal distribution around the estimate, plus a little mass for every length."""
-    mass = np.exp(-0.5 * ((LOG_MIDDLES - estimate.log_tokens) / max(estimate.spread, _LEAST_SPREAD)) ** 2)
+    mass = np.exp(-0.5 * ((LOG_MIDDLES - estimate.log_tokens) / max(estimate.spread, _MIN_SPREAD)) ** 2)
     return Guess((mass + 1e-4) / (mass.sum() + 1e-4 * BINS), source, tokens=float(np.exp(estimate.log_tokens)))

@@ -68,7 +68,7 @@ class ProxyClassifier:
 
 
 class HeadOnly:
-    """The linear head of `Learnt` alone."""
+    """The linear head of `Learned` alone."""
 
     name = "head"
 

@@ -14,11 +14,11 @@ from skipjoin.forecast.forecaster import Forecaster
 from skipjoin.forecast.head import REPLAYED
 from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.mass import Array
-from skipjoin.forecast.models import Learnt, Model, PriorOnly
+from skipjoin.forecast.models import Learned, Model, PriorOnly
 from skipjoin.forecast.owners import MAX_OWNERS, OwnerForecasters
 from skipjoin.options import ConfigError
 
-FORECASTERS = (Learnt.name, Alise.name, PriorOnly.name)
+FORECASTERS = (Learned.name, Alise.name, PriorOnly.name)
 HASHED, EMBEDDINGS = "hashed", "embeddings"
 
 
@@ -30,7 +30,7 @@ def make_forecaster(
     folder: Path | None = None,
     text_of: TextOf | None = None,
 ) -> Forecaster:
-    """Return an untrained forecaster; `learnt` if the configuration names none.
+    """Return an untrained forecaster; `learned` if the configuration names none.
 
     Args:
         served: Name of the model whose requests are forecast.
@@ -69,7 +69,7 @@ def _model(config: ForecastConfig, encoder: Encoder, clock: Callable[[], float],
         return PriorOnly()
     entries = max(1, config.forecast_entries // parts)
     index = VectorIndex(encoder.width, entries, config.forecast_max_age_s, clock)
-    return Alise(index, encoder.width) if config.forecaster == Alise.name else Learnt(index, max(1, REPLAYED // parts))
+    return Alise(index, encoder.width) if config.forecaster == Alise.name else Learned(index, max(1, REPLAYED // parts))
 
 
 def _encoder(name: str, folder: Path | None, text_of: TextOf | None) -> Encoder:

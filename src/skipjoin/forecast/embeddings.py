@@ -15,7 +15,7 @@ from skipjoin.forecast.mass import Array
 from skipjoin.options import ConfigError
 
 # Wider embeddings are projected onto this many random directions, which nearly preserves angles.
-_MOST_WIDTH = 256
+_MAX_WIDTH = 256
 # Rows read at a time, since a float32 copy of a large matrix would not fit next to the model.
 _ROWS = 8192
 # Names of the matrix in different model families, with and without a head.
@@ -100,11 +100,11 @@ def _read(file: Path, name: str) -> Array:
 
 
 def _projection(width: int) -> Array:
-    """Return random directions, equal for equal widths, or the identity if narrow: (width, at most `_MOST_WIDTH`)."""
-    if width <= _MOST_WIDTH:
+    """Return random directions, equal for equal widths, or the identity if narrow: (width, at most `_MAX_WIDTH`)."""
+    if width <= _MAX_WIDTH:
         return np.eye(width, dtype=np.float32)
-    drawn = np.random.default_rng(width).standard_normal((width, _MOST_WIDTH), dtype=np.float32)
-    return drawn / np.float32(np.sqrt(_MOST_WIDTH))
+    drawn = np.random.default_rng(width).standard_normal((width, _MAX_WIDTH), dtype=np.float32)
+    return drawn / np.float32(np.sqrt(_MAX_WIDTH))
 
 
 def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array:

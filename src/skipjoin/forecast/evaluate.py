@@ -17,7 +17,7 @@ from skipjoin.forecast.encode import Encoder
 from skipjoin.forecast.forecaster import Forecaster, Predicted
 from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.mass import Array
-from skipjoin.forecast.models import Learnt, Model, PriorOnly
+from skipjoin.forecast.models import Learned, Model, PriorOnly
 
 ORACLE, PERMUTED = "oracle", "permuted"
 # Sampled pairs for pairwise accuracy.
@@ -93,7 +93,7 @@ class Evaluation:
             ProxyClassifier(lengths),
             Alise(self._index(), self.encoder.width),
             HeadOnly(),
-            Learnt(self._index()),
+            Learned(self._index()),
             PriorOnly(),
         ]
         found = [self._measure(model, progress) for model in models]
@@ -141,7 +141,7 @@ class Evaluation:
         order = drawn.permutation(len(rows.train))
         train = [one._replace(tokens=rows.train[other].tokens) for one, other in zip(rows.train, order, strict=True)]
         made, _ = rows._predict(
-            Learnt(self._index()), train, PERMUTED, lambda name, share: progress(name, (run + share) / _CONTROLS)
+            Learned(self._index()), train, PERMUTED, lambda name, share: progress(name, (run + share) / _CONTROLS)
         )
         return rows._figures(PERMUTED, [one.forecast for one in made], [one.interval for one in made])
 

@@ -99,7 +99,7 @@ class Forecaster:
         """
         end = length_bin(tokens)
         with self._lock:
-            self.stats.learnt(predicted.forecast.tokens, predicted.interval, tokens, exact or tokens >= predicted.most)
+            self.stats.learned(predicted.forecast.tokens, predicted.interval, tokens, exact or tokens >= predicted.most)
             self._calibrator.learn(predicted.prompt.tokens, place(predicted.guess.mass, tokens), exact)
             self.model.learn(predicted.prompt, predicted.guess, tokens, end, exact)
             with self._brief_lock:

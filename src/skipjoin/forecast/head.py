@@ -46,7 +46,7 @@ class Head:
         self._bias_squares: Array = np.full(BINS, _FIRST_BIAS_SQUARES)
         self._past: list[Example] = []
         self._replayed = replayed
-        self._learnt = 0
+        self._learned = 0
         self._drawn = Random(0)  # deterministic
 
     def mass(self, ids: Array, weights: Array) -> Array:
@@ -68,8 +68,8 @@ class Head:
         if len(self._past) < self._replayed:
             self._past.append(example)
         else:
-            self._past[self._learnt % self._replayed] = example
-        self._learnt += 1
+            self._past[self._learned % self._replayed] = example
+        self._learned += 1
 
     def _step(self, example: Example) -> None:
         error = self._hazards(example.ids, example.weights)

@@ -11,7 +11,7 @@ from skipjoin.forecast.encode import FEATURES, Hashed
 from skipjoin.forecast.head import REPLAYED, Example, Head
 from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.mass import Array, likelihood
-from skipjoin.forecast.neighbours import NEIGHBOURS, neighbours_mass
+from skipjoin.forecast.neighbors import NEIGHBORS, neighbors_mass
 from skipjoin.forecast.prior import Prior
 
 
@@ -70,13 +70,13 @@ class Model(Protocol):
 
 
 # Minimum learning rate of the mixture, and minimum share of each component.
-_MIXING, _LEAST_SHARE = 0.01, 0.01
+_MIXING, _MIN_SHARE = 0.01, 0.01
 
 
-class Learnt:
+class Learned:
     """Mixture of prior, similar prompts and linear head, weighted by their recent likelihoods."""
 
-    name = "learnt"
+    name = "learned"
 
     def __init__(self, index: VectorIndex, replayed: int = REPLAYED) -> None:
         """Create the model.
@@ -87,10 +87,10 @@ class Learnt:
         self._index = index
         self._head = Head(FEATURES, replayed)
         self._shares: Array = np.full(3, 1 / 3)
-        self._learnt = 0
+        self._learned = 0
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
-        near = neighbours_mass(self._index.search(prompt.vector, NEIGHBOURS), prior.hazards())
+        near = neighbors_mass(self._index.search(prompt.vector, NEIGHBORS), prior.hazards())
         head = self._head.mass(prompt.features.ids, prompt.features.weights)
         parts = np.stack([prior.mass(), near, head])
         return Guess(self._shares @ parts, self.name, tuple(parts))
@@ -102,10 +102,10 @@ class Learnt:
 
     def _mix(self, found: Array) -> None:
         """Update the shares by a step of online expectation maximization, given the components' likelihoods."""
-        self._learnt += 1
-        step = max(_MIXING, 1.0 / (self._learnt + 2))
+        self._learned += 1
+        step = max(_MIXING, 1.0 / (self._learned + 2))
         shares = self._shares * (1 - step + step * found / (self._shares @ found))
-        shares = np.maximum(shares, _LEAST_SHARE)
+        shares = np.maximum(shares, _MIN_SHARE)
         self._shares = shares / shares.sum()
 
     def __len__(self) -> int:
@@ -114,13 +114,13 @@ class Learnt:
 
     def state(self) -> dict[str, Array]:
         return (
-            {"shares": self._shares, "learnt": np.array([self._learnt])}
+            {"shares": self._shares, "learned": np.array([self._learned])}
             | prefixed("head", self._head.state())
             | prefixed("index", self._index.state())
         )
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        self._shares, self._learnt = state["shares"], int(state["learnt"][0])
+        self._shares, self._learned = state["shares"], int(state["learned"][0])
         self._head.restore(part_of(state, "head"))
         self._index.restore(part_of(state, "index"))
 

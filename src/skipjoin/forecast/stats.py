@@ -35,7 +35,7 @@ class Stats:
         """Count a forecast."""
         self.forecasts[source] += 1
 
-    def learnt(self, expected: float, interval: tuple[float, float], tokens: int, known: bool) -> None:
+    def learned(self, expected: float, interval: tuple[float, float], tokens: int, known: bool) -> None:
         """Count a request that finished after `tokens` tokens."""
         self.requests += 1
         if not known:

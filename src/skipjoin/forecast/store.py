@@ -36,7 +36,7 @@ FOLDER_VARIABLE = "SKIPJOIN_FORECAST_DIR"
 # Damaged states that are kept for inspection.
 _KEPT_BAD = 3
 # Maximum size of an arrays file; a million entries take less.
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 _ORPHAN_S = 3600.0
 
 _log = logging.getLogger(__name__)
@@ -186,8 +186,8 @@ def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:
     name = str(described.get("arrays"))
     if Path(name).name != name or not (folder / name).is_file():
         raise StateError(f"{name} is missing")
-    if (folder / name).stat().st_size > _MOST_BYTES:
-        raise StateError(f"{name} is larger than {_MOST_BYTES >> 30} GiB")
+    if (folder / name).stat().st_size > _MAX_BYTES:
+        raise StateError(f"{name} is larger than {_MAX_BYTES >> 30} GiB")
     content = (folder / name).read_bytes()
     if hashlib.sha256(content).hexdigest() != described.get("sha256"):
         raise StateError(f"{name} is not what was written")

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Annotated
 
 from skipjoin.observe.record import NO_SLO, Slo
-from skipjoin.options import ConfigError, Knob, check
+from skipjoin.options import ConfigError, Option, check
 from skipjoin.workload.workload import Workload, WorkloadRequest
 
 _GROUP = "Runs"
@@ -33,17 +33,20 @@ class LoadPlan:
     slo: Slo = NO_SLO
     warmup: Annotated[
         int,
-        Knob(
-            "Requests before the first run, one at a time, that do not count.", low=0, metavar="REQUESTS", group=_GROUP
+        Option(
+            "Number of sequential requests before the first run, which are not recorded.",
+            low=0,
+            metavar="REQUESTS",
+            group=_GROUP,
         ),
     ] = 4
     settle_s: Annotated[
-        float, Knob("Time between runs.", low=0, high=1e6, flags=("--settle",), metavar="SECONDS", group=_GROUP)
+        float, Option("Time between runs.", low=0, high=1e6, flags=("--settle",), metavar="SECONDS", group=_GROUP)
     ] = 1.0
     timeout_s: Annotated[
         float | None,
-        Knob(
-            "Time until a request is given up (default: never).",
+        Option(
+            "Time after which a request is aborted (default: never).",
             above=0,
             flags=("--timeout",),
             metavar="SECONDS",
@@ -51,10 +54,15 @@ class LoadPlan:
         ),
     ] = None
     label: Annotated[
-        str | None, Knob("The record's recipe (default: what a skipjoin server says).", metavar="NAME", group="Results")
+        str | None,
+        Option(
+            "Recipe of the record (default: the recipe that a skipjoin server reports).",
+            metavar="NAME",
+            group="Results",
+        ),
     ] = None
     hardware: Annotated[
-        str, Knob("The record's hardware.", flags=("--hardware-label",), metavar="NAME", group="Results")
+        str, Option("Hardware of the record.", flags=("--hardware-label",), metavar="NAME", group="Results")
     ] = "unknown"
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from skipjoin.config import base_url
-from skipjoin.options import ConfigError, Knob, unknown
+from skipjoin.options import ConfigError, Option, unknown
 from skipjoin.workload.workload import WorkloadRequest
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -29,20 +29,27 @@ class Target:
         ConfigError: If a value is invalid.
     """
 
-    base_url: Annotated[str, Knob("The server, such as http://127.0.0.1:8000.", metavar="URL", group=_GROUP)]
+    base_url: Annotated[
+        str, Option("URL of the server, such as http://127.0.0.1:8000.", metavar="URL", group=_GROUP, is_common=True)
+    ]
     endpoint: Annotated[
         str,
-        Knob(
-            "completions (prompts of token ids, or a trace's texts) or chat (messages of words, or those).",
+        Option(
+            "Endpoint: completions (with token ids, or a trace's texts) or chat (with words, or a trace's texts).",
             metavar="NAME",
             group=_GROUP,
+            is_common=True,
         ),
     ] = "completions"
     model: Annotated[
         str | None,
-        Knob("Model to ask for (default: the first that the server lists).", metavar="NAME", group=_GROUP),
+        Option(
+            "Model to request (default: the first that the server lists).", metavar="NAME", group=_GROUP, is_common=True
+        ),
     ] = None
-    api_key: Annotated[str | None, Knob("Key to send.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP)] = None
+    api_key: Annotated[
+        str | None, Option("API key.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP, is_common=True)
+    ] = None
     prompt_ids: tuple[int, int] = (100, 500)
     extra: Mapping[str, Any] = field(default_factory=dict)
 

@@ -44,20 +44,20 @@ class Segment(NamedTuple):
 class GraphBuffers:
     """Fixed device tensors for decode batches, so that CUDA graphs can be replayed with new contents.
 
-    Holds up to `seats` segments of one token each, with tables of up to `width` blocks. Padding has context 0 and slot
-    -1, which is not written. Only the table columns that a batch uses are written, since the width may be far longer
-    than any request.
+    Holds up to `capacity` segments of one token each, with tables of up to `width` blocks. Padding has context 0 and
+    slot -1, which is not written. Only the table columns that a batch uses are written, since the width may be far
+    longer than any request.
 
     Args:
-        tables: Block tables, int64 [seats or more, width]. Several buffers may share them if no batch is used after one
-            of another buffer was built.
+        tables: Block tables, int64 [capacity or more, width]. Several buffers may share them if no batch is used after
+            one of another buffer was built.
     """
 
-    def __init__(self, seats: int, tables: torch.Tensor) -> None:
-        self.seats, self.width = seats, tables.shape[1]
-        self.tables = tables[:seats]
+    def __init__(self, capacity: int, tables: torch.Tensor) -> None:
+        self.capacity, self.width = capacity, tables.shape[1]
+        self.tables = tables[:capacity]
         # Without the tables, which have a tensor of their own.
-        bounds = _bounds(seats, seats, 0, 0)
+        bounds = _bounds(capacity, capacity, 0, 0)
         self.buffer = torch.empty(bounds[-1], dtype=torch.int64, device=tables.device)
         self._parts = _Parts(*(self.buffer[a:b] for a, b in pairwise(bounds)))
 
@@ -69,7 +69,7 @@ class GraphBuffers:
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Return whether a batch of these segments fits."""
-        return len(segments) <= self.seats and all(
+        return len(segments) <= self.capacity and all(
             segment.length == 1 and segment.sample and len(segment.blocks) <= self.width for segment in segments
         )
 
@@ -170,11 +170,12 @@ class PackedBatch:
         rows, row_starts = _wanted_rows(segments, lengths, tokens)
         empty, width = 0, int(held.max())
         if graph_buffers is not None:
-            if n > graph_buffers.seats or tokens > n or rows is not None or width > graph_buffers.width:
+            if n > graph_buffers.capacity or tokens > n or rows is not None or width > graph_buffers.width:
                 raise ValueError(
-                    f"the graph buffers hold {graph_buffers.seats} decodes with tables of {graph_buffers.width} blocks"
+                    f"the graph buffers hold {graph_buffers.capacity} decodes, with tables of "
+                    f"{graph_buffers.width} blocks"
                 )
-            empty = graph_buffers.seats - n
+            empty = graph_buffers.capacity - n
         # One buffer, so that a single copy transfers it to the device.
         bounds = _bounds(tokens + empty, n + empty, width, len(rows or ()))
         flat = np.zeros(bounds[-1], np.int64)

@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.families.gpt_neox import GPTNeoXDecoder
-from skipjoin.model.families.llama import LlamaDecoder
-from skipjoin.model.families.opt import OPTDecoder
-from skipjoin.model.families.starcoder2 import Starcoder2Decoder
+from skipjoin.model.decoder import Decoder
+from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layers import Builder, Embedding, LayerInputs, Weights
+from skipjoin.model.layers import Builder, LayerInputs, Weights
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.parallel import Group, check_shards
-
-
-class Decoder(Protocol):
-    """A model family's layers between token ids and the output projection.
-
-    Attributes:
-        EMBEDDING: Name of the embedding tensor.
-        OUTPUT: Name of the output projection tensor.
-    """
-
-    EMBEDDING: str
-    OUTPUT: str
-    embedding: Embedding | None
-
-    def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
-        ...
-
-    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """Run [T, hidden] through this rank's layers; may change `x`."""
-        ...
-
-    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [rows, hidden] to the input of the output projection, on the last stage."""
-        ...
-
-
-_FAMILIES = {
-    "llama": LlamaDecoder,
-    "opt": OPTDecoder,
-    "gpt_neox": GPTNeoXDecoder,
-    "starcoder2": Starcoder2Decoder,
-}
 
 
 class CausalLM:
@@ -80,7 +43,7 @@ class CausalLM:
         self.shard = group.shard
         check_shards(config, self.shard.tp_size, self.shard.pp_size)
         builder = Builder(config, weights, ops, group)
-        self._decoder: Decoder = _FAMILIES[config.family](builder, device)
+        self._decoder: Decoder = family_named(config.family).decoder(builder, device)
         self._vocabulary = self.shard.vocabulary_sizes(config)
         self._output = self._make_output(builder) if self.shard.is_last else None
         self.weight_bytes = builder.weight_bytes

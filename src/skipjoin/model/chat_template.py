@@ -44,6 +44,7 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def read_template(file: Path) -> str:
+    """Read a template, or raise `ModelError`."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -8,27 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipjoin.model.family import FamilyError, find_architecture
 from skipjoin.model.rope import RopeSettings, is_number, parse_rope
 
-# Architecture name in config.json -> model family.
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "llama",
-    "Qwen3ForCausalLM": "llama",
-    "OPTForCausalLM": "opt",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "Starcoder2ForCausalLM": "starcoder2",
-}
-_MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "opt": "OPTForCausalLM",
-    "gpt_neox": "GPTNeoXForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-}
 _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
@@ -59,7 +41,9 @@ _MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
 # Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
 # variance.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
-_LEAST_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
+_MIN_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
+# Fields of `ModelConfig` and their names in config.json, unless a family reads them by other names.
+_COMMON = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}
 _POSITIVE = (
     "num_layers",
     "hidden_size",
@@ -81,7 +65,7 @@ class ModelConfig:
     """Shape of a decoder-only model.
 
     Attributes:
-        family: Family that implements it: "llama" (also Mistral, Qwen2, Qwen3), "opt", "gpt_neox" or "starcoder2".
+        family: Name of the registered family that implements it.
         head_dim: Values per attention head; num_heads * head_dim need not be hidden_size.
         windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
         rope: Rotary embedding; None if positions are learned.
@@ -144,12 +128,19 @@ class ModelConfig:
             ModelError: If the model is not supported.
         """
         _check_numbers(raw)
-        architecture = _architecture(raw)
-        family = _ARCHITECTURES[architecture]
+        names = raw.get("architectures") or []
+        if not isinstance(names, list):
+            raise ModelError(f"architectures in config.json must be a list of names, got {names!r:.80}")
         try:
-            values = _FAMILY_FIELDS[family](raw, architecture)
-            common = _common_fields(raw, values["num_layers"], extra_eos)
-            config = cls(architecture=architecture, family=family, **(common | values))
+            architecture, family = find_architecture(names, raw.get("model_type"))
+        except FamilyError as error:
+            raise ModelError(str(error)) from error
+        _check_sizes(raw, family.sizes)
+        try:
+            values = family.fields(raw, architecture)
+            config = cls(
+                architecture=architecture, family=family.name, **(_common_fields(raw, values, extra_eos) | values)
+            )
         except KeyError as error:
             raise ModelError(f"config.json of this {architecture} has no {error.args[0]!r}") from error
         except (TypeError, ValueError, ArithmeticError) as error:
@@ -168,6 +159,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model folder, or raise `ModelError`."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face format")
     try:
@@ -181,35 +173,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_numbers(raw: Mapping[str, Any]) -> None:
-    for name, largest in _LARGEST.items():
+def _check_sizes(raw: Mapping[str, Any], bounds: Mapping[str, int]) -> None:
+    for name, largest in bounds.items():
         value = raw.get(name)
         if value is None:  # default, or a field that the family does not use
             continue
         least = 0 if name in _MAY_BE_ZERO else 1
         if not (is_number(value) and least <= value <= largest and value == int(value)):
             raise ModelError(f"{name} in config.json must be an integer in [{least}, {largest}], got {value!r:.80}")
+
+
+def _check_numbers(raw: Mapping[str, Any]) -> None:
+    _check_sizes(raw, _LARGEST)
     for name in _EPSILONS:
         value = raw.get(name)
-        if value is not None and not (is_number(value) and _LEAST_EPSILON <= value <= _LARGEST_EPSILON):
+        if value is not None and not (is_number(value) and _MIN_EPSILON <= value <= _LARGEST_EPSILON):
             raise ModelError(
-                f"{name} in config.json must be a number in [{_LEAST_EPSILON:g}, {_LARGEST_EPSILON:g}], "
-                f"got {value!r:.80}"
+                f"{name} in config.json must be a number in [{_MIN_EPSILON:g}, {_LARGEST_EPSILON:g}], got {value!r:.80}"
             )
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or [_MODEL_TYPES.get(str(raw.get("model_type")), raw.get("model_type"))]
-    if not isinstance(names, list):
-        raise ModelError(f"architectures in config.json must be a list of names, got {names!r:.80}")
-    for name in names:
-        if isinstance(name, str) and name in _ARCHITECTURES:
-            return name
-    supported = ", ".join(_ARCHITECTURES)
-    raise ModelError(f"architecture {', '.join(map(str, names))} is not supported; supported are {supported}")
-
-
-def _common_fields(raw: Mapping[str, Any], num_layers: int, extra_eos: Any) -> dict[str, Any]:
+def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos: Any) -> dict[str, Any]:
+    """Return the fields that families share, except those among `values` of this one."""
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("quantization_config"):
         raise ModelError("quantized weights are not supported; supported are " + ", ".join(DTYPES))
@@ -219,12 +204,9 @@ def _common_fields(raw: Mapping[str, Any], num_layers: int, extra_eos: Any) -> d
         "bos_token_id": raw.get("bos_token_id"),
         "pad_token_id": raw.get("pad_token_id"),
         "dtype_name": dtype if dtype in DTYPES else "float32",
-        "windows": (0,) * num_layers,
-        "embed_dim": int(raw["hidden_size"]),
-        "vocab_size": int(raw["vocab_size"]),
-        "hidden_size": int(raw["hidden_size"]),
-        "num_heads": int(raw["num_attention_heads"]),
-    }
+        "windows": (0,) * values["num_layers"],
+        "embed_dim": values["hidden_size"] if "hidden_size" in values else int(raw["hidden_size"]),
+    } | {field: int(raw[name]) for field, name in _COMMON.items() if field not in values}
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
@@ -233,129 +215,27 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)
 
 
-def _activation(name: str) -> str:
+def activation(name: str) -> str:
+    """Return our name of an activation in config.json.
+
+    Raises:
+        ModelError: If it is not supported.
+    """
     if name not in _ACTIVATIONS:
         raise ModelError(f"activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
-def _llama_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    heads = int(raw["num_attention_heads"])
-    layers = int(raw["num_hidden_layers"])
-    # Missing fields take the architecture's default.
-    kv_default = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}.get(architecture)
-    head_dim = raw.get("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None)
-    head_dim = int(head_dim or raw["hidden_size"] // heads)
-    max_positions = int(raw["max_position_embeddings"])
-    bias = bool(raw.get("attention_bias", False))
-    if _activation(raw.get("hidden_act", "silu")) != "silu":
-        raise ModelError(f"activation {raw['hidden_act']!r} is not supported in gated layers, only silu is")
-    return {
-        "num_layers": layers,
-        "num_kv_heads": int(raw.get("num_key_value_heads", kv_default) or heads),
-        "head_dim": head_dim,
-        "intermediate_size": int(raw["intermediate_size"]),
-        "max_positions": max_positions,
-        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "activation": "silu",
-        "rope": _rope(raw, head_dim, max_positions, 1.0),
-        "windows": _windows(raw, architecture, layers),
-        "attention_bias": bias or architecture == "Qwen2ForCausalLM",
-        "output_bias": bias and architecture != "Qwen2ForCausalLM",
-        "mlp_bias": bool(raw.get("mlp_bias", False)),
-        "qk_norm": architecture == "Qwen3ForCausalLM",
-    }
+def rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
+    """Return the rotary embedding that config.json describes.
 
+    Args:
+        default_share: Rotated fraction of a head if the file does not give it.
 
-def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """Return each layer's attention window: all layers of Mistral, and the layers that config.json names for Qwen."""
-    if architecture == "MistralForCausalLM":
-        return (int(raw.get("sliding_window", 4096) or 0),) * layers
-    window = int(raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window") else 0
-    if not architecture.startswith("Qwen") or not window:
-        return (0,) * layers
-    first = int(raw.get("max_window_layers", 28))
-    kinds = raw.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * layers
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
-
-
-def _opt_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-    before = bool(raw.get("do_layer_norm_before", True))
-    bias = bool(raw.get("enable_bias", True))
-    return {
-        "num_layers": int(raw["num_hidden_layers"]),
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": int(raw["ffn_dim"]),
-        "max_positions": int(raw["max_position_embeddings"]),
-        "norm_eps": 1e-5,
-        "tie_embeddings": bool(raw.get("tie_word_embeddings", True)),
-        "activation": _activation(raw.get("activation_function", "relu")),
-        "rope": None,
-        "embed_dim": int(raw.get("word_embed_proj_dim") or hidden),
-        "attention_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": bias,
-        "norm_before": before,
-        "final_norm": before and not raw.get("_remove_final_layer_norm", False),
-        "norm_affine": bool(raw.get("layer_norm_elementwise_affine", True)),
-    }
-
-
-def _gpt_neox_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-    max_positions = int(raw["max_position_embeddings"])
-    bias = bool(raw.get("attention_bias", True))
-    return {
-        "num_layers": int(raw["num_hidden_layers"]),
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": int(raw["intermediate_size"]),
-        "max_positions": max_positions,
-        "norm_eps": float(raw.get("layer_norm_eps", 1e-5)),
-        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "activation": _activation(raw.get("hidden_act", "gelu")),
-        "rope": _rope(raw, hidden // heads, max_positions, 0.25),
-        "attention_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": True,
-        "parallel_residual": bool(raw.get("use_parallel_residual", True)),
-    }
-
-
-def _starcoder2_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    heads, hidden, layers = (int(raw[name]) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    max_positions = int(raw["max_position_embeddings"])
-    bias = bool(raw.get("use_bias", True))
-    return {
-        "num_layers": layers,
-        "num_kv_heads": int(raw.get("num_key_value_heads", 2)),
-        "head_dim": hidden // heads,
-        "intermediate_size": int(raw["intermediate_size"]),
-        "max_positions": max_positions,
-        "norm_eps": float(raw.get("norm_epsilon", 1e-5)),
-        "tie_embeddings": bool(raw.get("tie_word_embeddings", True)),
-        "activation": _activation(raw.get("hidden_act", "gelu_pytorch_tanh")),
-        "rope": _rope(raw, hidden // heads, max_positions, 1.0),
-        "windows": (int(raw.get("sliding_window") or 0),) * layers,
-        "attention_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": bias,
-    }
-
-
-def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
+    Raises:
+        ModelError: If it is not supported.
+    """
     try:
         return parse_rope(raw, head_dim, max_positions, default_share)
     except ValueError as error:
         raise ModelError(str(error)) from error
-
-
-_FAMILY_FIELDS = {
-    "llama": _llama_fields,
-    "opt": _opt_fields,
-    "gpt_neox": _gpt_neox_fields,
-    "starcoder2": _starcoder2_fields,
-}

@@ -81,7 +81,7 @@ def cuda_facts() -> CudaFacts:
         # torch reports an outdated driver as a warning.
         why_not = why_not or (first_line(caught[-1].message) if caught else "")
         return CudaFacts(runtime, present=_is_present(), driver=_driver(), why_not=why_not)
-    version, error = _triton()
+    version, triton_error = _triton()
     return CudaFacts(
         runtime,
         cards,
@@ -89,7 +89,7 @@ def cuda_facts() -> CudaFacts:
         driver=_driver(),
         archs=tuple(torch.cuda.get_arch_list()),
         triton=version,
-        triton_error=error,
+        triton_error=triton_error,
         # Searched in the same way as Triton does.
         compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
     )
@@ -126,10 +126,12 @@ def _triton() -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: Exception | str) -> str:
+    """Return the first line of an error's text."""
     return str(error).partition("\n")[0]
 
 

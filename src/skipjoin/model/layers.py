@@ -150,13 +150,13 @@ class SummedLinear:
         self._group.all_reduce(product)
         return product
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         if self._begins:
             self._group.count_once(total)
         self._linear.add_to(x, total)
         if self._ends:
             self._group.all_reduce(total)
-        return None if then is None else then(total)
+        return total if then is None else then(total)
 
 
 class Embedding:
@@ -222,9 +222,7 @@ class SelfAttention:
         self._dim = config.head_dim
         self._scale, self._window = config.head_dim**-0.5, config.windows[layer]
 
-    def add_to(
-        self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None
-    ) -> torch.Tensor | None:
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
         """Add the attention over `x` to `total`, both [T, hidden], and write the tokens' KV into the cache.
 
         Returns as `Linear.add_to` does.
@@ -249,10 +247,11 @@ class Layer(Protocol):
 
     norm: Norm
 
-    def __call__(
-        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
-    ) -> torch.Tensor | None:
-        """Add this layer's output to `x`, whose `norm` is `normed`, in place and return `then` of the result."""
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
+        """Add this layer's output to `x`, whose `norm` is `normed`, in place.
+
+        Returns `then` of the result, or the result without it.
+        """
         ...
 
 

@@ -15,6 +15,7 @@ from skipjoin.model.backends import implementations
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError
 from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
+from skipjoin.model.family import family_named
 from skipjoin.model.layers import Weights
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.parallel import Alone, Group
@@ -28,8 +29,6 @@ Progress = Callable[[int, int], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Stored tensor types that can be weights. Others are quantized, or no numbers.
 _STORED = ("F64", "F32", "BF16", "F16")
-# Checkpoints saved from the bare decoder lack this prefix.
-_PREFIXES = {"llama": "model.", "opt": "model.", "gpt_neox": "gpt_neox.", "starcoder2": "model."}
 _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -170,7 +169,7 @@ class FolderWeights:
         progress: Progress | None = None,
     ) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
-        self._prefix = _PREFIXES[config.family]
+        self._prefix = family_named(config.family).prefix
         self._progress = progress
         self._taken = 0
         self._files: dict[str, Any] = {}
@@ -191,7 +190,7 @@ class FolderWeights:
             if found != shape:
                 raise ModelError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
             wanted = _wanted(shape, rows, columns)
-            tensor = file.get_tensor(known) if wanted is None else stored[wanted].contiguous()
+            tensor: torch.Tensor = file.get_tensor(known) if wanted is None else stored[wanted].contiguous()
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._folder / self._where[known]} cannot be read: {error}") from error
         self._taken += 1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 _log = logging.getLogger(__name__)
 
 # Beyond this size, having every GPU read everything takes longer than a ring.
-MOST_BYTES = 256 << 10
+MAX_BYTES = 256 << 10
 # Types that the kernel adds, 16 bytes at a time.
 _DTYPES, _STEP = (torch.bfloat16, torch.float32), 16
 
@@ -29,13 +29,13 @@ class OneShotSum:
         from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 (for cards)
 
         self._group = group
-        self._held = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+        self._held = symmetric.empty(MAX_BYTES, dtype=torch.uint8, device=device)
         self._shared: Any = symmetric.rendezvous(self._held, group)
 
     @staticmethod
     def takes(x: torch.Tensor) -> bool:
         """Return whether this tensor is supported."""
-        return x.dtype in _DTYPES and x.is_contiguous() and x.nbytes <= MOST_BYTES and x.nbytes % _STEP == 0
+        return x.dtype in _DTYPES and x.is_contiguous() and x.nbytes <= MAX_BYTES and x.nbytes % _STEP == 0
 
     def add_up(self, x: torch.Tensor) -> None:
         """Replace `x` by its sum over the ranks."""

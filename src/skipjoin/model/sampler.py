@@ -6,13 +6,14 @@ generator. Neighbors in the batch, preemption and restarts therefore cannot chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from skipjoin.model.transfer import HostCopy, send, to_device
+from skipjoin.model.logits_processors import LogitsProcessor, ProcessorState, default_processors
+from skipjoin.model.transfer import HostCopy, send
 from skipjoin.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -35,14 +36,48 @@ _RUN = 128
 Alternatives = tuple[tuple[int, float], ...]
 
 
-class SampleRow(NamedTuple):
-    """Inputs of a sequence's next token besides its logits; `prompt` and `output` are the token ids so far."""
+class SamplingState:
+    """Sampling state of one request: its parameters, and its states in the logits processors that concern it.
 
-    params: SamplingParams
-    seed: int
-    prompt: Sequence[int]
-    output: Sequence[int]
-    eos_token_ids: frozenset[int] | tuple[int, ...] = ()
+    It is made once, by `Sampler.start`, and advances with each accepted output token. Preemption does not change it: a
+    recomputed token was accepted before. Another sampler's state of the same request is made from its tokens.
+
+    Attributes:
+        length: Number of output tokens accepted so far; stays 0 without `reads_output`.
+        reads_output: Whether the logits depend on the output tokens, and not on their number alone.
+    """
+
+    __slots__ = ("adjustments", "length", "params", "prompt_tokens", "reads_output", "seed")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt_tokens: int,
+        adjustments: tuple[tuple[int, ProcessorState], ...],
+    ) -> None:
+        self.params, self.seed, self.prompt_tokens = params, seed, prompt_tokens
+        self.adjustments = adjustments  # by the processor's index
+        self.reads_output = any(state.reads_output for _, state in adjustments)
+        self.length = 0
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advance by the output tokens after the first `length`."""
+        for _, state in self.adjustments:
+            if state.reads_output:
+                state.accept(tokens)
+        self.length += len(tokens)
+
+
+class SampleRow(NamedTuple):
+    """Request whose next token is sampled.
+
+    Attributes:
+        length: Number of output tokens before it, all of which are accepted if the state reads the output.
+    """
+
+    state: SamplingState
+    length: int
 
 
 class Sampled(NamedTuple):
@@ -72,6 +107,8 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
 
 
 class JoinedReports(HostCopy[list[Sampled]]):
+    """Samples of several copies, concatenated."""
+
     def __init__(self, parts: Sequence[HostCopy[list[Sampled]]]) -> None:
         self._parts = parts
 
@@ -107,19 +144,35 @@ class Sampler:
     Args:
         find_thresholds: Implements top_k and top_p; None searches the largest logits, which makes the CPU wait for a
             GPU.
+        processors: Applied in this order; None for those of `SamplingParams`.
     """
 
-    def __init__(self, vocab_size: int, find_thresholds: FindThresholds | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        find_thresholds: FindThresholds | None = None,
+        processors: Sequence[LogitsProcessor] | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self._find_thresholds = find_thresholds or largest_first
+        self._processors = default_processors(vocab_size) if processors is None else tuple(processors)
+
+    def start(
+        self, params: SamplingParams, seed: int, prompt: Sequence[int], eos_token_ids: Collection[int] = ()
+    ) -> SamplingState:
+        """Return the state of a request that has no output yet."""
+        made = enumerate(processor.start(params, prompt, eos_token_ids) for processor in self._processors)
+        return SamplingState(
+            params, seed, len(prompt), tuple((number, state) for number, state in made if state is not None)
+        )
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
         """Sample one token per row.
 
-        Applies, in order, logit_bias, penalties and min_tokens' ban on ending. Then it takes the largest logit at
-        temperature 0, or else applies temperature, top_k, top_p and min_p and draws. Reported logprobs are those of the
-        unmodified logits. On CUDA the CPU does not wait for the device, unless `find_thresholds` does.
+        Applies the processors. Then it takes the largest logit at temperature 0, or else applies temperature, top_k,
+        top_p and min_p and draws. Reported logprobs are those of the unmodified logits. On CUDA the CPU does not wait
+        for the device, unless `find_thresholds` does.
 
         Args:
             logits: float32 [len(rows), vocab_size]; not changed, and not needed after the call.
@@ -128,72 +181,31 @@ class Sampler:
             raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
         if not rows:
             return SampledTokens(logits.new_empty(0, dtype=torch.int64), HostCopy([], lambda _: []))
-        shaped = self._shaped(logits, rows)
-        random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+        adjusted = self._adjusted(logits, rows)
+        params = [row.state.params for row in rows]
+        random = [i for i, one in enumerate(params) if one.temperature > 0]
         if len(random) < len(rows):
-            tokens = _argmax(shaped)
+            tokens = _argmax(adjusted)
         if len(random) == len(rows):
-            tokens = _draw(shaped, rows, self._find_thresholds)
+            tokens = _draw(adjusted, rows, self._find_thresholds)
         elif random:
             index = send(random, logits.device)
-            tokens[index] = _draw(shaped[index], [rows[i] for i in random], self._find_thresholds)
-        return SampledTokens(tokens, _report(logits, tokens, rows))
+            tokens[index] = _draw(adjusted[index], [rows[i] for i in random], self._find_thresholds)
+        return SampledTokens(tokens, _report(logits, tokens, params))
 
-    def _shaped(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        """Return the logits after biases, penalties and bans, or `logits` itself if no row has any."""
-        biased = [(i, row) for i, row in enumerate(rows) if row.params.logit_bias]
-        penalised = [(i, row) for i, row in enumerate(rows) if needs_output(row.params)]
-        unfinished = [(i, row) for i, row in enumerate(rows) if len(row.output) < row.params.min_tokens]
-        if not (biased or penalised or unfinished):
+    def _adjusted(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        """Return the logits after all processors, or `logits` itself if none is active."""
+        active: dict[int, list[tuple[int, ProcessorState]]] = {}
+        for i, (state, length) in enumerate(rows):
+            for number, adjustment in state.adjustments:
+                if adjustment.is_active(length):
+                    active.setdefault(number, []).append((i, adjustment))
+        if not active:
             return logits
-        logits = logits.clone()
-        if biased:
-            pairs = [(i, t, b) for i, row in biased for t, b in row.params.logit_bias.items() if t < self.vocab_size]
-            if pairs:
-                at, token, bias = zip(*pairs, strict=True)
-                index = send([at, token], logits.device)
-                logits[index[0], index[1]] += send(bias, logits.device, logits.dtype)
-        if penalised:
-            self._penalise(logits, penalised)
-        if unfinished:
-            banned = [(i, t) for i, row in unfinished for t in _ending_tokens(row) if t < self.vocab_size]
-            if banned:
-                index = send(banned, logits.device)
-                logits[index[:, 0], index[:, 1]] = -torch.inf
+        logits = logits.clone(memory_format=torch.contiguous_format)
+        for number in sorted(active):
+            self._processors[number].apply(logits, active[number])
         return logits
-
-    def _penalise(self, logits: torch.Tensor, rows: list[tuple[int, SampleRow]]) -> None:
-        """Apply repetition, then frequency and presence penalties to the given rows, in place.
-
-        Only the logits of tokens that occurred are touched, which are few compared to the vocabulary.
-        """
-        flat, device = logits.view(-1), logits.device
-        repeated = [(i, row) for i, row in rows if row.params.repetition_penalty != 1]
-        if repeated:
-            parts = [part for i, row in repeated for part in (self._places(i, row.prompt), self._places(i, row.output))]
-            lengths = [len(row.prompt) + len(row.output) for _, row in repeated]
-            factors = np.repeat(np.array([row.params.repetition_penalty for _, row in repeated], np.float32), lengths)
-            # A token that occurs twice is written twice, with the same value.
-            index, factor = (
-                to_device(torch.from_numpy(np.concatenate(parts)), device),
-                to_device(torch.from_numpy(factors), device),
-            )
-            values = flat[index]
-            flat[index] = torch.where(values > 0, values / factor, values * factor)
-        counted = [(i, row) for i, row in rows if row.params.frequency_penalty or row.params.presence_penalty]
-        places = [self._places(i, row.output) for i, row in counted]
-        if counted and any(map(len, places)):
-            seen, counts = np.unique(np.concatenate(places), return_counts=True)
-            of = np.searchsorted([i for i, _ in counted], seen // self.vocab_size)
-            frequency = np.array([row.params.frequency_penalty for _, row in counted], np.float32)[of]
-            presence = np.array([row.params.presence_penalty for _, row in counted], np.float32)[of]
-            index = to_device(torch.from_numpy(seen), device)
-            values = flat[index] - to_device(torch.from_numpy(frequency * counts.astype(np.float32)), device)
-            flat[index] = values - to_device(torch.from_numpy(presence), device)
-
-    def _places(self, row: int, tokens: Sequence[int]) -> np.ndarray:
-        """Return the flat indexes of a row's tokens in all logits: int64 [len(tokens)]."""
-        return np.asarray(tokens, np.int64) + row * self.vocab_size
 
 
 def uniform(seed: int, position: int) -> float:
@@ -284,19 +296,19 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
-def _report(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> HostCopy[list[Sampled]]:
-    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+def _report(logits: torch.Tensor, tokens: torch.Tensor, params: Sequence[SamplingParams]) -> HostCopy[list[Sampled]]:
+    wanted = [i for i, one in enumerate(params) if one.logprobs is not None]
     if not wanted:
         return HostCopy([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
-    if len(wanted) == len(rows):
+    if len(wanted) == len(params):
         scored, reported = logits, tokens
     else:
         index = send(wanted, logits.device)
         scored, reported = logits[index], tokens[index]
     logprobs = scored.log_softmax(-1)
     chosen = logprobs.gather(1, reported[:, None])[:, 0]
-    best = _likeliest(scored, max(rows[i].params.logprobs or 0 for i in wanted))
-    counts = [rows[i].params.logprobs for i in wanted]
+    best = _likeliest(scored, max(params[i].logprobs or 0 for i in wanted))
+    counts = [params[i].logprobs for i in wanted]
 
     def build(host: list[torch.Tensor]) -> list[Sampled]:
         sampled = [Sampled(token) for token in host[0].tolist()]
@@ -313,16 +325,6 @@ def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]
     return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
 
 
-def needs_output(params: SamplingParams) -> bool:
-    """Return whether penalties, which depend on earlier tokens, change the logits of the next token."""
-    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-
-
-def _ending_tokens(row: SampleRow) -> set[int]:
-    ending = set(row.params.stop_token_ids)
-    return ending if row.params.ignore_eos else ending.union(row.eos_token_ids)
-
-
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return send(values, like.device, like.dtype)[:, None]
 
@@ -333,21 +335,22 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: Find
     Every filter keeps tokens at least as likely as its threshold, so tokens of equal logits are kept or dropped
     together. The draw runs through the vocabulary in order.
     """
-    scaled = logits / _column([max(row.params.temperature, _COLDEST) for row in rows], logits)
+    params = [row.state.params for row in rows]
+    scaled = logits / _column([max(one.temperature, _COLDEST) for one in params], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
-    filtered = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1 or row.params.min_p]
+    filtered = [i for i, one in enumerate(params) if one.top_k or one.top_p < 1 or one.min_p]
     weights = scaled.exp() if filtered else scaled.exp_()
     if filtered:
-        params = [rows[i].params for i in filtered]
+        filters = [params[i] for i in filtered]
         if len(filtered) == len(rows):
-            threshold = _thresholds(scaled, params, find_thresholds)
+            threshold = _thresholds(scaled, filters, find_thresholds)
         else:
             threshold = scaled.new_full((len(rows), 1), -torch.inf)
             index = send(filtered, logits.device)
-            threshold[index] = _thresholds(scaled[index], params, find_thresholds)
+            threshold[index] = _thresholds(scaled[index], filters, find_thresholds)
         # In place, as 1 or 0 in the type of the logits: Booleans are many times slower on a CPU.
         weights *= scaled.ge_(threshold)
-    uniforms = [uniform(row.seed, len(row.prompt) + len(row.output)) for row in rows]
+    uniforms = [uniform(state.seed, state.prompt_tokens + length) for state, length in rows]
     return _invert(weights, send(uniforms, logits.device, torch.float64))
 
 

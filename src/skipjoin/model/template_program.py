@@ -46,6 +46,7 @@ _HEAD = struct.Struct("<BQ")
 
 
 def write_frame(file: IO[bytes], kind: int, content: bytes) -> None:
+    """Write one frame and flush the file."""
     file.write(_HEAD.pack(kind, len(content)))
     file.write(content)
     file.flush()

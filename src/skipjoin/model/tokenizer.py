@@ -42,8 +42,8 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
     settings = _optional_json(folder / "tokenizer_config.json")
-    special = {name: _text(settings[name]) for name in settings if name.endswith("_token") and settings[name]}
-    special = {name: text for name, text in special.items() if text is not None}
+    texts = {name: _text(settings[name]) for name in settings if name.endswith("_token") and settings[name]}
+    special = {name: text for name, text in texts.items() if text is not None}
     backend = _load_backend(folder, settings)
     eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
     for file in ("generation_config.json", "config.json"):
@@ -121,7 +121,7 @@ class Tokenizer:
         decoder = "" if backend.decoder is None else backend.decoder.__getstate__().decode()
         self.byte_level = '"ByteLevel"' in decoder
         self._byte_of = _byte_level_alphabet() if self.byte_level else {}
-        self._most_bytes = self._bytes_of_longest()
+        self._max_bytes = self._bytes_of_longest()
 
     def _bytes_of_longest(self) -> int:
         """Return the maximum number of text bytes of a token, or 0 if unknown."""
@@ -157,7 +157,7 @@ class Tokenizer:
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the text's tokens; 0 for a vocabulary whose tokens are not runs of bytes."""
-        return len(text.encode()) // self._most_bytes if self._most_bytes else 0
+        return len(text.encode()) // self._max_bytes if self._max_bytes else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 
 from skipjoin.model.one_shot import OneShotSum, one_shot_sum
 from skipjoin.model.parallel import GroupError, Shard
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed has it only at run time
 
 
 class TorchGroup:
@@ -26,7 +30,7 @@ class TorchGroup:
         timeout_s: Time limit of one call; for the first call, until all ranks have joined.
     """
 
-    def __init__(self, shard: Shard, store: dist.Store, *, backend: str = "gloo", timeout_s: float) -> None:
+    def __init__(self, shard: Shard, store: Store, *, backend: str = "gloo", timeout_s: float) -> None:
         self.shard = shard
         self.waited_s = 0.0
         self._is_nccl = backend == "nccl"

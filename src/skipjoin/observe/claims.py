@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from skipjoin.core.events import Claimed
-from skipjoin.core.kv.reservations import Lender
+from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.request import Request
 
 
@@ -19,7 +19,7 @@ class _Claim(NamedTuple):
         drawn: Blocks drawn from an account of the reserve.
     """
 
-    lender: Lender
+    lender: Owner
     blocks: int
     drawn: int
 

@@ -10,7 +10,7 @@ from typing import Any
 # Buckets per doubling: each is 2.2 % wide.
 _PER_OCTAVE = 32
 # Minimum duration, because the clock may not advance during a decision.
-_LEAST_S = 1e-9
+_MIN_S = 1e-9
 
 
 class DecisionTimes:
@@ -25,7 +25,7 @@ class DecisionTimes:
     def add(self, seconds: float) -> None:
         """Record the duration of one decision."""
         self.seconds += seconds
-        self._buckets[math.floor(math.log2(max(seconds, _LEAST_S)) * _PER_OCTAVE)] += 1
+        self._buckets[math.floor(math.log2(max(seconds, _MIN_S)) * _PER_OCTAVE)] += 1
 
     @staticmethod
     def summary(schedulers: Iterable[DecisionTimes]) -> dict[str, Any]:

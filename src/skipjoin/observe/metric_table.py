@@ -29,7 +29,7 @@ class Metric(NamedTuple):
     label: str = ""
     values: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    in_vllm: bool = True
+    in_vllm: bool = False
     vllm_sum: tuple[str, ...] = ()
     is_share: bool = False
     by_class: bool = False
@@ -79,7 +79,7 @@ _TIERS = ("device", "host")
 # The index is `is_best_effort`.
 CLASSES = (ServiceClass.REAL_TIME.value, ServiceClass.BEST_EFFORT.value)
 # Values of `Forecast.source`.
-FORECAST_SOURCES = ("prior", "learnt", "alise-similar", "alise-mlp", "url")
+FORECAST_SOURCES = ("prior", "learned", "alise-similar", "alise-mlp", "url")
 # States of batch lines and of batches, as in the API.
 BATCH_OPEN, BATCH_ENDS = ("ready", "running"), ("done", "failed", "expired", "cancelled")
 BATCH_STATUSES = (
@@ -106,272 +106,309 @@ HTTP_STATUSES = (
 CONNECTION_REFUSALS = ("no_room", "idle", "share", "late", "invalid", "slow_reader")
 
 ENGINE_METRICS = (
-    Metric("num_requests_running", "gauge", "Requests in the running batch.", by_class=True),
-    Metric("num_requests_waiting", "gauge", "Requests that are not running, preempted ones included.", by_class=True),
-    Metric("batch_cap", "gauge", "Up to how many requests a step takes best-effort ones now.", in_vllm=False),
-    Metric("num_requests_swapped", "gauge", "Waiting requests with KV on the host.", in_vllm=False),
-    Metric("kv_compressed_bytes", "gauge", "KV on the host as 8-bit codes, as stored.", in_vllm=False),
-    Metric("kv_cache_usage_perc", "gauge", "Share of the device's KV blocks that are not free, 0 to 1.", is_share=True),
-    Metric("kv_cached_blocks", "gauge", "Free KV blocks of the device whose KV later prompts may use.", in_vllm=False),
-    Metric("kv_host_cached_blocks", "gauge", "The same on the host.", in_vllm=False),
-    Metric("kv_shared_blocks", "gauge", "KV blocks of the device that several requests hold.", in_vllm=False),
-    Metric("kv_lent_blocks", "gauge", "KV blocks that two requests fill from both ends.", in_vllm=False),
+    Metric("num_requests_running", "gauge", "Number of requests in the running batch.", by_class=True, in_vllm=True),
+    Metric(
+        "num_requests_waiting",
+        "gauge",
+        "Number of requests that are not running, including preempted ones.",
+        by_class=True,
+        in_vllm=True,
+    ),
+    Metric(
+        "batch_cap",
+        "gauge",
+        "Batch size up to which a step takes best-effort requests. Only the bros recipes change it.",
+    ),
+    Metric("num_requests_swapped", "gauge", "Number of waiting requests with KV on the CPU tier."),
+    Metric("kv_compressed_bytes", "gauge", "Stored size of KV on the CPU tier as 8-bit codes."),
+    Metric(
+        "kv_cache_usage_perc",
+        "gauge",
+        "Share of the device's KV blocks that are in use, 0 to 1.",
+        is_share=True,
+        in_vllm=True,
+    ),
+    Metric("kv_cached_blocks", "gauge", "Number of free device blocks in the prefix cache."),
+    Metric("kv_host_cached_blocks", "gauge", "Number of free blocks of the CPU tier in the prefix cache."),
+    Metric("kv_shared_blocks", "gauge", "Number of device blocks that several requests hold."),
+    Metric("kv_lent_blocks", "gauge", "Number of bidirectional blocks, which two requests fill."),
     Metric(
         "kv_checkpointed_slots_total",
         "counter",
-        "Tokens whose KV was saved before the other request of their block wrote there.",
-        in_vllm=False,
+        "Tokens whose KV was saved before the other request of their bidirectional block overwrote it.",
     ),
-    Metric("kv_checkpointed_bytes_total", "counter", "Bytes of these.", in_vllm=False),
-    Metric("kv_restores_total", "counter", "Times that a request got KV back that was saved so.", in_vllm=False),
+    Metric("kv_checkpointed_bytes_total", "counter", "Size of the saved KV."),
+    Metric("kv_restores_total", "counter", "Number of times that a request's saved KV was restored."),
     Metric(
         "kv_blocks_recovered_total",
         "counter",
-        "KV blocks that nothing accounted for and that were freed; any of them is a bug.",
-        in_vllm=False,
+        "Leaked KV blocks that were reclaimed. Any is a bug, which the log describes.",
     ),
     Metric(
         "prefix_cache_queries_total",
         "counter",
-        "Prompt tokens of requests that were admitted and may use the KV of others, counted once.",
+        "Prompt tokens of admitted requests that may use the prefix cache, once per request.",
+        in_vllm=True,
     ),
     Metric(
         "prefix_cache_hits_total",
         "counter",
-        "Those of them whose KV was there, by where.",
+        "Prompt tokens found in the prefix cache, by tier.",
         "tier",
         _TIERS,
         vllm_sum=_TIERS,
+        in_vllm=True,
     ),
-    Metric(
-        "prefix_cache_saved_bytes_total",
-        "counter",
-        "Bytes of KV that were copied to the host before the device lost them, for later prompts.",
-        in_vllm=False,
-    ),
+    Metric("prefix_cache_saved_bytes_total", "counter", "Cached KV copied to the CPU tier before the device lost it."),
     Metric(
         "num_preemptions_total",
         "counter",
-        "Times a request had to make way, by what became of its KV: kept, moved to the host in part or whole, dropped.",
+        "Preemptions, by what happened to the KV: kept (pause), swapped out in part (spill) or whole (swap), dropped "
+        "(drop). vLLM's metric excludes pause.",
         "how",
         PREEMPTIONS,
         # vLLM has no preemption that keeps the KV on the device.
         vllm_sum=("spill", "swap", "drop"),
         by_class=True,
+        in_vllm=True,
     ),
-    Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token."),
-    Metric("generation_tokens_total", "counter", "Tokens generated.", by_class=True),
+    Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token.", in_vllm=True),
+    Metric("generation_tokens_total", "counter", "Generated tokens.", by_class=True, in_vllm=True),
     Metric(
         "request_success_total",
         "counter",
-        "Requests that ended, by why.",
+        "Finished requests, by reason.",
         "finished_reason",
         FINISH_REASONS,
         by_class=True,
+        in_vllm=True,
     ),
-    Metric("deadline_dropped_total", "counter", "Requests given up because their time ran out.", in_vllm=False),
-    Metric("engine_steps_total", "counter", "Steps.", in_vllm=False),
-    Metric("engine_restarts_total", "counter", "Times all ranks were started anew.", in_vllm=False),
+    Metric("deadline_dropped_total", "counter", "Requests aborted by their deadline."),
+    Metric("engine_steps_total", "counter", "Number of steps."),
+    Metric("engine_restarts_total", "counter", "Number of times that all ranks were restarted."),
     Metric(
         "swap_out_bytes_total",
         "counter",
-        "KV copied to the host; proactive: overlapped with steps.",
+        "KV swapped out, in the CPU tier's format; proactive swaps overlap with steps.",
         "proactive",
         _PROACTIVE,
-        in_vllm=False,
     ),
     Metric(
         "swap_in_bytes_total",
         "counter",
-        "KV copied back from the host; proactive: overlapped with steps.",
+        "KV swapped in, in the CPU tier's format; proactive swaps overlap with steps.",
         "proactive",
         _PROACTIVE,
-        in_vllm=False,
     ),
     Metric(
         "wait_seconds_total",
         "counter",
-        "Time that requests waited, by the reason; of live requests as far as it is known.",
+        "Time that requests waited, by reason. Live requests count up to their latest change.",
         "reason",
         tuple(REASONS),
-        in_vllm=False,
     ),
-    Metric("swap_stall_seconds_total", "counter", "Time that steps stood still for copies of KV.", in_vllm=False),
-    Metric(
-        "stage_busy_seconds_total", "counter", "Time that pipeline stages worked, all stages together.", in_vllm=False
-    ),
+    Metric("swap_stall_seconds_total", "counter", "Time that steps waited for copies of KV."),
+    Metric("stage_busy_seconds_total", "counter", "Time that pipeline stages worked, summed over stages."),
     Metric(
         "stage_idle_seconds_total",
         "counter",
-        "Time that pipeline stages stood still between steps while there were requests, all stages together.",
-        in_vllm=False,
+        "Time that pipeline stages were idle between steps although there were requests, summed over stages.",
     ),
     Metric(
         "slo_attained_total",
         "counter",
-        "Soft objectives of requests that were met, by objective.",
+        "Soft objectives that requests met, by objective.",
         "slo",
         OBJECTIVES,
-        in_vllm=False,
         by_class=True,
     ),
     Metric(
         "slo_missed_total",
         "counter",
-        "Soft objectives of requests that were missed, by objective.",
+        "Soft objectives that requests missed, by objective.",
         "slo",
         OBJECTIVES,
-        in_vllm=False,
         by_class=True,
     ),
-    Metric("recomputed_tokens_total", "counter", "Tokens computed again after their KV was dropped.", in_vllm=False),
+    Metric("recomputed_tokens_total", "counter", "Tokens computed again after their KV was dropped."),
     Metric(
-        "time_to_first_token_seconds", "histogram", "From arrival to the first token.", buckets=_SECONDS, by_class=True
+        "time_to_first_token_seconds",
+        "histogram",
+        "Time from arrival at the engine to the first token.",
+        buckets=_SECONDS,
+        by_class=True,
+        in_vllm=True,
     ),
     Metric(
         "inter_token_latency_seconds",
         "histogram",
-        "Between tokens of one request.",
+        "Time between tokens of a request.",
         buckets=_TOKEN_SECONDS,
         by_class=True,
+        in_vllm=True,
     ),
     Metric(
         "request_time_per_output_token_seconds",
         "histogram",
-        "Time per output token after the first, one value per request.",
+        "Mean time per output token after the first, one value per request.",
         buckets=_TOKEN_SECONDS,
         by_class=True,
+        in_vllm=True,
     ),
-    Metric("e2e_request_latency_seconds", "histogram", "From arrival to end.", buckets=_SECONDS, by_class=True),
     Metric(
-        "request_queue_time_seconds", "histogram", "From arrival to the first step.", buckets=_SECONDS, by_class=True
+        "e2e_request_latency_seconds",
+        "histogram",
+        "Time from arrival at the engine to the end.",
+        buckets=_SECONDS,
+        by_class=True,
+        in_vllm=True,
     ),
-    Metric("request_prefill_time_seconds", "histogram", "From the first step to the first token.", buckets=_SECONDS),
-    Metric("request_decode_time_seconds", "histogram", "From the first token to the last.", buckets=_SECONDS),
-    Metric("request_inference_time_seconds", "histogram", "From the first step to the last token.", buckets=_SECONDS),
-    Metric("request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=_LENGTHS),
-    Metric("request_generation_tokens", "histogram", "Tokens generated for a request.", buckets=_LENGTHS),
-    Metric("request_params_max_tokens", "histogram", "Most tokens a request may generate.", buckets=_LENGTHS),
-    Metric("iteration_tokens_total", "histogram", "Tokens computed in a step.", buckets=_BATCH),
-    Metric("engine_resident_memory_bytes", "gauge", "Memory of the engines' processes that is in RAM.", in_vllm=False),
+    Metric(
+        "request_queue_time_seconds",
+        "histogram",
+        "Time from arrival at the engine to the first step.",
+        buckets=_SECONDS,
+        by_class=True,
+        in_vllm=True,
+    ),
+    Metric(
+        "request_prefill_time_seconds",
+        "histogram",
+        "Time from the first step to the first token.",
+        buckets=_SECONDS,
+        in_vllm=True,
+    ),
+    Metric(
+        "request_decode_time_seconds",
+        "histogram",
+        "Time from the first token to the last.",
+        buckets=_SECONDS,
+        in_vllm=True,
+    ),
+    Metric(
+        "request_inference_time_seconds",
+        "histogram",
+        "Time from the first step to the last token.",
+        buckets=_SECONDS,
+        in_vllm=True,
+    ),
+    Metric("request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=_LENGTHS, in_vllm=True),
+    Metric("request_generation_tokens", "histogram", "Generated tokens of a request.", buckets=_LENGTHS, in_vllm=True),
+    Metric(
+        "request_params_max_tokens",
+        "histogram",
+        "Maximum number of tokens that a request may generate.",
+        buckets=_LENGTHS,
+        in_vllm=True,
+    ),
+    Metric("iteration_tokens_total", "histogram", "Tokens computed in a step.", buckets=_BATCH, in_vllm=True),
+    Metric("engine_resident_memory_bytes", "gauge", "Resident memory of the engine processes, without their ranks."),
 )
-"""What an engine counts. A request counts in histograms over requests when it ends, however it ends."""
+"""Metrics of an engine. Histograms over requests count a request when it ends, for any reason."""
 
 # Reasons why a request is not retried: no engine will start, none started in time, or engines died while it ran.
 LOSSES = ("engine_dead", "no_replica", "engine_lost")
 
-DOOR_METRICS = (
+API_METRICS = (
     Metric(
         "http_responses_total",
         "counter",
-        "Answers by their HTTP status; a stream counts by what it begins with.",
+        "HTTP responses, by status. A stream counts by its initial status; 499 is a client that disconnected before a "
+        "response.",
         "status",
         HTTP_STATUSES,
-        in_vllm=False,
     ),
     Metric(
         "connections_refused_total",
         "counter",
-        "Connections that the server refused or ended, by why.",
+        "Connections refused (no_room) or closed: idle for a new one (idle), more than the share of an address or key "
+        "(share), slow to send (late), not HTTP (invalid), slow to read (slow_reader).",
         "reason",
         CONNECTION_REFUSALS,
-        in_vllm=False,
     ),
-    Metric("api_resident_memory_bytes", "gauge", "Memory of the API process that is in RAM.", in_vllm=False),
+    Metric("api_resident_memory_bytes", "gauge", "Resident memory of the API process."),
     Metric(
         "admission_rejected_total",
         "counter",
-        "Requests refused at the door, by the limit they met.",
+        "Requests refused by admission, by the exceeded limit, or during shutdown (draining).",
         "reason",
         ("requests", "tokens", "draining"),
-        in_vllm=False,
     ),
-    Metric("request_params_n", "histogram", "Choices that a request asks for.", buckets=(1.0, 2.0, 4.0, 8.0, 16.0)),
-    Metric("replicas", "gauge", "Engines that there should be.", in_vllm=False),
-    Metric("replicas_alive", "gauge", "Engines that take requests.", in_vllm=False),
-    Metric("replica_restarts_total", "counter", "Engines that were started in place of one that died.", in_vllm=False),
-    Metric("requests_moved_total", "counter", "Times a request's engine died under it.", in_vllm=False),
+    Metric(
+        "request_params_n",
+        "histogram",
+        "Choices that a request asks for, one value per prompt.",
+        buckets=(1.0, 2.0, 4.0, 8.0, 16.0),
+        in_vllm=True,
+    ),
+    Metric("replicas", "gauge", "Number of configured engines."),
+    Metric("replicas_alive", "gauge", "Number of engines that accept requests."),
+    Metric("replica_restarts_total", "counter", "Number of engines started in place of one that died."),
+    Metric("requests_moved_total", "counter", "Number of times that a request's engine died and another took it over."),
     Metric(
         "requests_lost_total",
         "counter",
-        "Requests that got an error because engines died, by why they were not tried again.",
+        "Requests that failed because engines died: none will start (engine_dead), none started in time (no_replica), "
+        "or too many died while they ran it (engine_lost).",
         "reason",
         LOSSES,
-        in_vllm=False,
     ),
-    Metric(
-        "forecasts_total",
-        "counter",
-        "Forecasts of output lengths, by what made them.",
-        "source",
-        FORECAST_SOURCES,
-        in_vllm=False,
-    ),
-    Metric("forecasts_late_total", "counter", "Forecasts that came after their request was sent.", in_vllm=False),
-    Metric("forecast_seconds", "histogram", "To make a forecast.", buckets=_FORECAST_SECONDS, in_vllm=False),
+    Metric("forecasts_total", "counter", "Forecasts of output lengths, by source.", "source", FORECAST_SOURCES),
+    Metric("forecasts_late_total", "counter", "Forecasts that were ready after their request had been sent."),
+    Metric("forecast_seconds", "histogram", "Time to make a forecast.", buckets=_FORECAST_SECONDS),
     Metric(
         "forecast_url_total",
         "counter",
-        "Questions to the server of --forecast-url, by what became of them.",
+        "Predictions by the server of --forecast-url, by outcome: skipped if too many are open, unneeded if the "
+        "request finished first.",
         "outcome",
         FORECAST_OUTCOMES,
-        in_vllm=False,
     ),
+    Metric("forecast_url_seconds", "histogram", "Time of a prediction by that server.", buckets=_ANSWER_SECONDS),
     Metric(
-        "forecast_url_seconds",
-        "histogram",
-        "From a question to that server until its answer.",
-        buckets=_ANSWER_SECONDS,
-        in_vllm=False,
-    ),
-    Metric(
-        "forecasts_learnt_total",
+        "forecasts_learned_total",
         "counter",
-        "Outputs that were learnt from; censored: they did not end by themselves.",
+        "Outputs learned from; censored ones were cut off.",
         "kind",
         ("exact", "censored"),
-        in_vllm=False,
     ),
     Metric(
         "forecast_error_tokens",
         "histogram",
-        "Distance of the forecast from the output's length; outputs that were cut off are left out.",
+        "Absolute forecast error; outputs that were cut off do not count.",
         buckets=_LENGTHS,
-        in_vllm=False,
     ),
     Metric(
         "forecast_error_octaves",
         "histogram",
-        "Distance of the forecast from the output's length, as a power of two, without aborted and expired requests.",
+        "Absolute forecast error as a power of two: 1 is twice or half the length. Aborted and expired requests do "
+        "not count.",
         buckets=_OCTAVES,
-        in_vllm=False,
     ),
     Metric(
         "forecast_interval_total",
         "counter",
-        "Output lengths by where they lie beside the forecast's 80 % interval, without aborted and expired requests.",
+        "Output lengths, by their position relative to the forecast's 80 % interval. Aborted and expired requests do "
+        "not count.",
         "place",
         ("below", "inside", "above"),
-        in_vllm=False,
     ),
-    Metric("forecast_index_entries", "gauge", "Outputs that forecasts are made from.", in_vllm=False),
-    Metric("batch_lines", "gauge", "Lines of batches in progress, by state.", "state", BATCH_OPEN, in_vllm=False),
-    Metric("batch_lines_ended_total", "counter", "Lines that ended, by how.", "state", BATCH_ENDS, in_vllm=False),
-    Metric("batches", "gauge", "Batches, by status.", "status", BATCH_STATUSES, in_vllm=False),
+    Metric("forecast_index_entries", "gauge", "Number of outputs to predict from."),
+    Metric("batch_lines", "gauge", "Number of lines of batches in progress, by state.", "state", BATCH_OPEN),
+    Metric("batch_lines_ended_total", "counter", "Finished lines of batches, by state.", "state", BATCH_ENDS),
+    Metric("batches", "gauge", "Number of batches, by status.", "status", BATCH_STATUSES),
     Metric(
         "batch_generation_tokens_total",
         "counter",
-        "Tokens generated for lines of batches; those of a line that runs again count again.",
-        in_vllm=False,
+        "Tokens generated for lines of batches. Tokens of a repeated line count again.",
     ),
     Metric(
         "batch_lines_requeued_total",
         "counter",
-        "Times a line of a batch was put back to run again, as an engine ended or took no work.",
-        in_vllm=False,
+        "Number of times that a line was queued again because an engine died or was full.",
     ),
 )
-"""What only the process that speaks to clients knows."""
+"""Metrics of the API process."""
 
 _INDEX = {metric.name: index for index, metric in enumerate(ENGINE_METRICS)}
 

@@ -96,7 +96,7 @@ class _Span:
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Track:
     """State of a request in the trace.
 
     Attributes:
@@ -139,7 +139,7 @@ class Timeline:
     def __init__(self, file: TextIO) -> None:
         self._trace = TraceFile(file)
         self._origin: float | None = None  # time of the first event
-        self._seats: dict[Request, _Seat] = {}
+        self._tracks: dict[Request, _Track] = {}
         self._free_slots: list[int] = []
         self._slots = 0
         self._in_flight: deque[_Flight] = deque()
@@ -161,7 +161,7 @@ class Timeline:
         for event in events:
             after_rest = self._rests.observe(event)
             if isinstance(event, Token):
-                span = self._seats[event.request].span
+                span = self._tracks[event.request].span
                 assert span is not None
                 span.generated += 1
             elif isinstance(event, Computed):
@@ -175,7 +175,7 @@ class Timeline:
                 self._preempted.append(event)
             elif isinstance(event, Arrived):
                 self._live += 1
-                self._seats[event.request] = _Seat()
+                self._tracks[event.request] = _Track()
                 self._at(event.now)  # sets the origin
             elif isinstance(event, Finished):
                 self._finish(event)
@@ -188,8 +188,8 @@ class Timeline:
 
     def close(self) -> None:
         """Write open spans and terminate the trace."""
-        for request, seat in self._seats.items():
-            self._vacate(request, seat, "still running")
+        for request, track in self._tracks.items():
+            self._vacate(request, track, "still running")
         self._trace.close()
 
     def _at(self, now: float) -> int:
@@ -204,7 +204,7 @@ class Timeline:
         self._in_flight.append(_Flight(event.plan, at, self._preempted))
         self._preempted = []
         for piece in event.plan.slices:
-            self._seats[piece.request].plans += 1
+            self._tracks[piece.request].plans += 1
         self._show(at, held=event.held, claimed=event.claimed)
 
     def _restart(self, event: Restarted) -> None:
@@ -212,8 +212,8 @@ class Timeline:
         at = self._at(event.now)
         while self._in_flight:
             self._settle(self._in_flight.popleft().plan)
-        for request, seat in self._seats.items():
-            self._vacate(request, seat, "lost in a restart")
+        for request, track in self._tracks.items():
+            self._vacate(request, track, "lost in a restart")
         self._running.clear()
         self._step_end = at
         self._trace.span(_STEPS, "restart", at, at, {"plans": len(event.plans)})
@@ -228,15 +228,15 @@ class Timeline:
         self._step_end = end
         for preempted in flight.preempted:
             # The request may have finished before the plan ran.
-            if (seat := self._seats.get(preempted.request)) is not None:
-                self._vacate(preempted.request, seat, preempted.how.value)
+            if (track := self._tracks.get(preempted.request)) is not None:
+                self._vacate(preempted.request, track, preempted.how.value)
         prefill = decodes = 0
         for piece in flight.plan.slices:
             is_decode = piece.tokens == 1 and piece.samples and piece.start >= len(piece.request.prompt)
             decodes += is_decode
             prefill += 0 if is_decode else piece.tokens
-            if (seat := self._seats.get(piece.request)) is not None:
-                self._extend(seat, piece, "decode" if is_decode else "prefill", begin, end)
+            if (track := self._tracks.get(piece.request)) is not None:
+                self._extend(track, piece, "decode" if is_decode else "prefill", begin, end)
         self._settle(flight.plan)
         batch = {"plan": flight.plan.id, "requests": len(flight.plan.slices), "prefill": prefill, "decodes": decodes}
         self._trace.span(_STEPS, "step", begin, end, batch)
@@ -275,12 +275,12 @@ class Timeline:
     def _settle(self, plan: StepPlan) -> None:
         """Remove requests that finished while the plan ran, unless another plan holds them."""
         for piece in plan.slices:
-            seat = self._seats.get(piece.request)
-            if seat is None:
+            track = self._tracks.get(piece.request)
+            if track is None:
                 continue
-            seat.plans -= 1
-            if seat.leaving is not None and not seat.plans:
-                self._leave(piece.request, seat.leaving)
+            track.plans -= 1
+            if track.leaving is not None and not track.plans:
+                self._leave(piece.request, track.leaving)
 
     def _copies(self, result: StepResult, begin: int, end: int) -> None:
         plan = result.plan
@@ -311,37 +311,37 @@ class Timeline:
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def _extend(self, seat: _Seat, piece: Slice, phase: str, begin: int, end: int) -> None:
-        span = seat.span
+    def _extend(self, track: _Track, piece: Slice, phase: str, begin: int, end: int) -> None:
+        span = track.span
         if span is None:
-            span = seat.span = _Span(self._take_slot(), phase, begin, end)
+            span = track.span = _Span(self._take_slot(), phase, begin, end)
         elif span.phase != phase:
             self._write(piece.request, span, "caught up")
-            span = seat.span = _Span(span.slot, phase, begin, end)
+            span = track.span = _Span(span.slot, phase, begin, end)
         span.end = end
         span.computed += piece.tokens
         span.position = piece.start + piece.tokens
 
     def _finish(self, event: Finished) -> None:
-        request, seat, at = event.request, self._seats[event.request], self._at(event.now)
+        request, track, at = event.request, self._tracks[event.request], self._at(event.now)
         self._live -= 1
         self._running.discard(request)
-        if seat.plans and event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            seat.leaving = event.reason.value  # its span ends with the step in flight
+        if track.plans and event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            track.leaving = event.reason.value  # its span ends with the step in flight
         else:
             self._leave(request, event.reason.value)
         if not self._live:
             self._show(at, held=0, claimed=0)
 
     def _leave(self, request: Request, why: str) -> None:
-        self._vacate(request, self._seats.pop(request), why)
+        self._vacate(request, self._tracks.pop(request), why)
 
-    def _vacate(self, request: Request, seat: _Seat, why: str) -> None:
+    def _vacate(self, request: Request, track: _Track, why: str) -> None:
         """Write the request's span, if there is one, and free its slot."""
-        if seat.span is not None:
-            self._write(request, seat.span, why)
-            heapq.heappush(self._free_slots, seat.span.slot)
-            seat.span = None
+        if track.span is not None:
+            self._write(request, track.span, why)
+            heapq.heappush(self._free_slots, track.span.slot)
+            track.span = None
 
     def _take_slot(self) -> int:
         if self._free_slots:

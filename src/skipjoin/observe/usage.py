@@ -254,8 +254,10 @@ class EngineUsage:
         self._reside(move.request, self._on_host.pop(move.request, 0))
 
     def _fail(self, event: MoveFailed) -> None:
-        """Restore the KV of a failed overlapped swap-out. Other failed moves lose KV, and the request is preempted
-        next."""
+        """Restore the KV of a failed overlapped swap-out.
+
+        Other failed moves lose KV, and the request is preempted next.
+        """
         move, request = event.move, event.move.request
         if move.direction is Direction.OUT and request is not None and request in self._on_host:
             self._reside(request, self._resident.get(request, 0) + move.tokens)

@@ -19,13 +19,13 @@ from skipjoin.core.policy import (
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
-from skipjoin.policies.step_load import LEAST_CHUNK, StepLoad, fitting_tokens
+from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
 
 # Steps stay limited until no real-time request has been present for this time.
 QUIET_S = 60.0
 # Maximum time of a step that a real-time request may have to wait for: a share of its TTFT objective or, without one,
 # of its prefill time, but at least this many minimal steps.
-_TTFT_SHARE, _PREFILL_SHARE, _LEAST_STEPS = 0.25, 0.2, 1.25
+_TTFT_SHARE, _PREFILL_SHARE, _MIN_STEPS = 0.25, 0.2, 1.25
 # Factor by which best-effort requests may always lengthen a step of real-time requests.
 _BESIDE = 1.1
 # Weight of the latest request in the moving limit.
@@ -89,7 +89,7 @@ class LimitedBestEffort(Callbacks):
         if min(ttft_s, tpot_s) < inf:
             return min(_TTFT_SHARE * ttft_s, tpot_s)
         alone = StepLoad.of(0, len(request.prompt)).seconds(self.cost)
-        return max(_PREFILL_SHARE * alone, _LEAST_STEPS * self.cost.step(StepShape(decodes=1)))
+        return max(_PREFILL_SHARE * alone, _MIN_STEPS * self.cost.step(StepShape(decodes=1)))
 
 
 class LimitedBuilder:
@@ -112,7 +112,7 @@ class LimitedBuilder:
         if tokens:
             return tokens
         if self._load == StepLoad():  # an empty step always makes some progress
-            return min(verdict, LEAST_CHUNK)
+            return min(verdict, MIN_CHUNK)
         if pending == 1:
             return ALL_HELD
         return HELD if request.planned else NEWCOMERS_HELD

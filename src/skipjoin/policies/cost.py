@@ -75,9 +75,9 @@ def scaled(cost: LinearCost, factor: float) -> LinearCost:
 # small, and makes what no step exercises follow a machine that became slower or faster as a whole.
 _OWN_RATE, _COMMON_RATE = 0.3, 0.015
 # A step counts as at most this far off its prediction, so that a hiccup of the machine teaches little.
-_MOST_ERROR = 0.3
+_MAX_ERROR = 0.3
 # No coefficient moves by more than this share of itself in one step.
-MOST_MOVE = _MOST_ERROR * (_OWN_RATE + _COMMON_RATE)
+MAX_MOVE = _MAX_ERROR * (_OWN_RATE + _COMMON_RATE)
 # The published coefficients are updated when one of them has changed by this factor.
 REVISION_FACTOR = 1.05
 # A coefficient that starts at 0 gets this share of a small step's time, divided by a typical count of its feature
@@ -86,7 +86,7 @@ REVISION_FACTOR = 1.05
 _START_SHARE = 0.1
 _COMMON_SIZE = (1, 128, 128 * 512, 16, 16 * 512, math.inf)
 # Lower bound of a coefficient as a share of its start; from near 0 it would take very long to recover.
-_LEAST_SHARE = 0.05
+_MIN_SHARE = 0.05
 
 
 class LearningCost:
@@ -106,11 +106,11 @@ class LearningCost:
     def __init__(self, start: LinearCost) -> None:
         small = start.step(StepShape())
         visible = (0, start.weights, 0, start.weights, 0, 0)
-        self._learnt = [
+        self._learned = [
             getattr(start, name) or (_START_SHARE * small + hidden) / size
             for name, size, hidden in zip(STEP_TERMS, _COMMON_SIZE, visible, strict=True)
         ]
-        self._least = [_LEAST_SHARE * term for term in self._learnt]
+        self._least = [_MIN_SHARE * term for term in self._learned]
         self.revision = -1
         self._answer = start
         self._revise()
@@ -130,8 +130,8 @@ class LearningCost:
         """Update the coefficients with a measured step. Times that are not positive and finite are ignored."""
         if not 0 < seconds < math.inf:
             return
-        learnt, bounds = self._learnt, self._bounds
-        floor, prefill, attention, decode, context, weights = learnt
+        learned, bounds = self._learned, self._bounds
+        floor, prefill, attention, decode, context, weights = learned
         work = prefill * shape[0] + decode * shape[2]
         if work > weights:
             counts = (1, *shape, 0)
@@ -139,14 +139,14 @@ class LearningCost:
             work, counts = weights, (1, 0, shape[1], 0, shape[3], 1)
         expected = floor + work + attention * shape[1] + context * shape[3]
         error = (seconds - expected) / (seconds if seconds > expected else expected)
-        error = min(_MOST_ERROR, max(-_MOST_ERROR, error))
+        error = min(_MAX_ERROR, max(-_MAX_ERROR, error))
         common, own = 1 + error * _COMMON_RATE, error * _OWN_RATE / expected
         is_revised = False
         for index, count in enumerate(counts):
-            term = learnt[index]
+            term = learned[index]
             term *= common + own * term * count
             least, low, high = bounds[index]
-            learnt[index] = term = max(term, least)
+            learned[index] = term = max(term, least)
             is_revised |= not low <= term <= high
         # Costs are nonnegative sums of terms: while no term has changed much, no cost has.
         if is_revised:
@@ -155,8 +155,8 @@ class LearningCost:
     def _revise(self) -> None:
         """Publish the learned coefficients and set the bounds of their next revision."""
         self.revision += 1
-        self._answer = replace(self._answer, **dict(zip(STEP_TERMS, self._learnt, strict=True)))
+        self._answer = replace(self._answer, **dict(zip(STEP_TERMS, self._learned, strict=True)))
         self._bounds = [
             (least, term / REVISION_FACTOR, term * REVISION_FACTOR)
-            for term, least in zip(self._learnt, self._least, strict=True)
+            for term, least in zip(self._learned, self._least, strict=True)
         ]

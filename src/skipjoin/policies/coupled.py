@@ -46,27 +46,27 @@ class Room:
     def __init__(self) -> None:
         self.steps = 0
         self._kv: KVAccounts | None = None
-        self._target = self._tokens = self._seats = 0
+        self._target = self._tokens = self._slots = 0
         self._blocks = 0
 
     def begin(self, kv: KVAccounts) -> None:
         """Set the KV accounts of the step being planned."""
         self._kv = kv
 
-    def open(self, context: StepContext, seats: int, target: int) -> None:
+    def open(self, context: StepContext, slots: int, target: int) -> None:
         """Start a step with these slots and tokens, less what current KV holders need."""
         assert self._kv is not None, "begin comes first"
         needs = [eligible_tokens(one, context) for one in self._kv.holders() if one.finish_reason is None]
         self.steps += 1
         self._target = target
         self._tokens = target - sum(needs)
-        self._seats = seats - sum(map(bool, needs))
+        self._slots = slots - sum(map(bool, needs))
         self._blocks = self._kv.available
 
     @property
     def is_full(self) -> bool:
         """True if no demand fits."""
-        return min(self._seats, self._tokens, self._blocks) <= 0
+        return min(self._slots, self._tokens, self._blocks) <= 0
 
     def distance(self, demand: Demand) -> float:
         """Return the Euclidean distance between a demand and the remaining capacity, or inf if the demand does not fit.
@@ -83,7 +83,7 @@ class Room:
     def take(self, demand: Demand) -> None:
         """Deduct a demand from the capacity."""
         assert self._kv is not None, "begin comes first"
-        self._seats -= 1
+        self._slots -= 1
         self._tokens -= self._tokens_of(demand)
         self._blocks -= self._kv.blocks_for(demand.kv)
 
@@ -125,8 +125,8 @@ class WholeClaims(Callbacks):
     def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
         tokens = self._lengths.kv_tokens(request, max(0, target - len(request.prompt)))
         blocks = kv.blocks_for(tokens)
-        fits = kv.shortfall_of_claim(request, blocks, None) <= 0
-        if not kv.holds(request):
+        fits = kv.shortfall_of_reservation(request, blocks, None) <= 0
+        if kv.blocks_of(request) is None:
             group = None if self._group is None else self._group(request, self._now)
             return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Wait.WAIT
         if not fits:

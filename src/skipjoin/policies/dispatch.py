@@ -12,17 +12,17 @@ from skipjoin.core.policy import CostModel
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.held_prefixes import HeldPrefixes
-from skipjoin.policies.predictors import LearntLength
+from skipjoin.policies.predictors import LearnedLength
 
 # Work is priced within a step of this many decodes: a token as its share of that step, a prompt as what it adds.
 _TYPICAL_BATCH = 32
 # The heap of replicas is rebuilt when it has this many entries per replica, most of them stale.
-_MOST_ENTRIES = 4
+_MAX_ENTRIES = 4
 # Seconds of work that one second of saved prefill is worth while hardly any other request uses the prefix. Queued work
 # passes, whereas the next turn of a conversation finds its prefix there again.
 OWN_WEIGHT = 8.0
 # Bounds the time of a choice to a few milliseconds.
-MOST_KEYS = 2048
+MAX_KEYS = 2048
 # Finish reasons of requests that were not cut short.
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -196,7 +196,7 @@ class LeastWork:
         for replica in self._changed:
             heapq.heappush(least, (work[replica], replica))
         self._changed.clear()
-        if len(least) > _MOST_ENTRIES * len(work):
+        if len(least) > _MAX_ENTRIES * len(work):
             least[:] = [(seconds, replica) for replica, seconds in work.items()]
             heapq.heapify(least)
         while work.get(least[0][1]) != least[0][0]:
@@ -278,12 +278,10 @@ class PrefixAware(LeastWork):
         super().observe(replica, events)
 
     def _keys(self, request: Request, last: int) -> Sequence[Key]:
-        """Return up to `MOST_KEYS` keys of the request's tokens except the `last` ones."""
-        if request.prefix is None:
-            return ()
+        """Return up to `MAX_KEYS` keys of the request's tokens except the `last` ones."""
         size = self._block_size
-        count = min(MOST_KEYS, (len(request.prompt) + len(request.output) - last) // size)
-        return request.prefix.keys(request, count * size)[:count]
+        count = min(MAX_KEYS, (len(request.prompt) + len(request.output) - last) // size)
+        return request.keys(count * size)[:count]
 
 
 DISPATCH_RULES = ("round-robin", "least-work", "least-work-oracle", "prefix-aware")
@@ -326,11 +324,11 @@ def make_dispatch(
 
 def least_work() -> LeastWork:
     """Return a least-work policy that learns lengths from finished requests."""
-    lengths = LearntLength()
+    lengths = LearnedLength()
     return LeastWork(lengths.predict, learn=lengths.learn)
 
 
 def prefix_aware() -> PrefixAware:
     """Return a prefix-aware policy that learns lengths from finished requests."""
-    lengths = LearntLength()
+    lengths = LearnedLength()
     return PrefixAware(lengths.predict, learn=lengths.learn)

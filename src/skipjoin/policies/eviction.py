@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from skipjoin.core.events import Preemption
-from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.kv.interface import KVAccounts, Tiered
 from skipjoin.core.policy import CostModel, Eviction, Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, StepShape
@@ -95,7 +95,8 @@ class Swap(Recompute):
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         found = []
-        room, is_free = kv.host_free, newcomer is None or now >= self._next_drop
+        room = kv.tiers.cpu_free if kv.tiers is not None else 0
+        is_free = newcomer is None or now >= self._next_drop
         for victim, missing in _until_enough(short, candidates, kv):
             part = self.part(victim, missing, kv)
             filled, keep = kv.filled(victim), 0 if part is None else kv.filled_after(victim, part)
@@ -140,9 +141,9 @@ class Vacate(Swap):
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
-        guests = [one for one in candidates if isinstance(kv.lender_of(one), Request)]
-        others = [one for one in candidates if not isinstance(kv.lender_of(one), Request)]
-        return super().victims(short, guests + others, kv, now, newcomer)
+        if (reservations := kv.reservations) is not None:
+            candidates = sorted(candidates, key=lambda one: not isinstance(reservations.parent_of(one), Request))
+        return super().victims(short, candidates, kv, now, newcomer)
 
 
 class Spill(Swap):
@@ -161,7 +162,8 @@ class Spill(Swap):
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         def place(victim: Request) -> tuple[bool, bool]:
-            return not victim.is_best_effort, not kv.footprint_on_host(victim)
+            held = kv.blocks_of(victim)
+            return not victim.is_best_effort, held is None or not held.away
 
         return super().victims(short, sorted(candidates, key=place), kv, now, newcomer)
 
@@ -187,7 +189,7 @@ class Lend(Spill):
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         # Real-time requests share no blocks and keep their order, least urgent first.
-        emptiest = sorted(candidates, key=lambda victim: -kv.empty_slots(victim) if victim.is_best_effort else 0)
+        emptiest = sorted(candidates, key=lambda one: one.is_best_effort and -(-one.computed % kv.block_size))
         found = super().victims(short, emptiest, kv, now, newcomer)
         return [one._replace(lent=one.request.reverse and one.how is not Preemption.DROP) for one in found]
 
@@ -197,7 +199,7 @@ class Lend(Spill):
 
 
 # Share of the device kept free for the growth of running requests, and maximum share kept free for arrivals.
-_GROWTH_SHARE, _MOST_SPARE = 0.01, 0.1
+_GROWTH_SHARE, _MAX_SPARE = 0.01, 0.1
 # Steps by which transfers are started ahead: a transfer decided now completes by the step after next.
 _LEAD_STEPS = 2
 # Transfers are cheap if moving a request's KV takes at most this share of a step.
@@ -239,26 +241,28 @@ class ProactiveSwap(Swap):
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         self._time_step(now, is_idle=not still)
         spare = self._spare(kv, now)
-        self._is_cheap = self._finds_moves_cheap(len(still), kv)
+        tiers = kv.tiers
+        assert tiers is not None, "only a ledger with a CPU tier swaps ahead"
+        self._is_cheap = self._finds_moves_cheap(len(still), kv, tiers)
         if self._is_cheap:
             return (), ()
-        short = spare - kv.available - kv.blocks_in_transit[Direction.OUT]
-        if not still or (short <= 0 and kv.host_free == kv.host_total):
+        short = spare - kv.available - tiers.blocks_in_transit[Direction.OUT]
+        if not still or (short <= 0 and tiers.cpu_free == tiers.cpu_total):
             return (), ()
-        exchange = _Exchange(self, kv, spare)
+        exchange = _Exchange(self, kv, tiers, spare)
         return exchange.choose(ordering.next_turns(still, now)) if exchange.is_possible else ((), ())
 
-    def _finds_moves_cheap(self, holders: int, kv: KVAccounts) -> bool:
+    def _finds_moves_cheap(self, holders: int, kv: KVAccounts, tiers: Tiered) -> bool:
         """Return whether moving an average request's KV is negligible next to a decode step of all KV on the device.
 
         Both times come from the profile. Measured steps include transfers, which would make transfers look cheap.
         """
         used = kv.device_total - kv.device_free
         step = StepShape(decodes=max(1, holders), context=used * kv.block_size)
-        held = used + kv.host_total - kv.host_free
-        return self._cost.transfer(held // max(1, kv.holder_count)) <= _CHEAP_SHARE * self._cost.step(step)
+        held = used + tiers.cpu_total - tiers.cpu_free
+        return self._cost.transfer(held // max(1, len(kv.holders()))) <= _CHEAP_SHARE * self._cost.step(step)
 
-    def link_room(self, direction: Direction, kv: KVAccounts) -> int:
+    def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:
         """Return how many blocks may still start to move in `direction`.
 
         This is at most what the link moves within the lead time, so transfers do not queue and decisions stay fresh,
@@ -266,7 +270,7 @@ class ProactiveSwap(Swap):
         """
         seconds = self._cost.transfer(1)
         within = int(_LEAD_STEPS * self._step_s / seconds) if seconds > 0 else kv.device_total
-        return max(1, within) - kv.blocks_in_transit[direction]
+        return max(1, within) - tiers.blocks_in_transit[direction]
 
     def _time_step(self, now: float, *, is_idle: bool) -> None:
         if self._last is not None:
@@ -281,19 +285,20 @@ class ProactiveSwap(Swap):
         new, self._new = self._new, []
         arrived = sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
         growth = max(1, int(_GROWTH_SHARE * kv.device_total))
-        reserved = min(kv.blocks_for(int(tokens)), int(_MOST_SPARE * kv.device_total))
+        reserved = min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
         return growth + reserved + arrived
 
 
 class _Exchange:
     """One choice of requests to swap out and in."""
 
-    def __init__(self, eviction: ProactiveSwap, kv: KVAccounts, spare: int) -> None:
+    def __init__(self, eviction: ProactiveSwap, kv: KVAccounts, tiers: Tiered, spare: int) -> None:
         self._eviction = eviction
         self._kv = kv
+        self._footprint = tiers.cpu_footprint
         self._free = kv.available - spare  # free for swapping in
-        self._soon = self._free + kv.blocks_in_transit[Direction.OUT]  # including blocks in transit out
-        self._room = {direction: eviction.link_room(direction, kv) for direction in LINK}
+        self._soon = self._free + tiers.blocks_in_transit[Direction.OUT]  # including blocks in transit out
+        self._room = {direction: eviction.link_room(direction, kv, tiers) for direction in LINK}
         self._out: list[Request] = []
 
     @property
@@ -303,18 +308,17 @@ class _Exchange:
 
     def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
         """Return the requests to swap out and in, given the result of `Ordering.next_turns`."""
-        kv = self._kv
-        on_host: list[tuple[Any, Request]] = []
+        on_cpu: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
         for one in turns:
-            (on_host if kv.footprint_on_host(one[1]) else on_device).append(one)
+            (on_cpu if self._footprint(one[1]) else on_device).append(one)
         self._leaving = on_device[::-1]
         self._at = 0
         self._make_room(0, None)
         back: list[Request] = []
-        stands_still = len(on_host) == self._kv.holder_count
-        for turn, request in on_host:
-            blocks = self._kv.footprint_on_host(request)
+        stands_still = len(on_cpu) == len(self._kv.holders())
+        for turn, request in on_cpu:
+            blocks = self._footprint(request)
             if self._room[Direction.IN] <= 0:
                 break
             if blocks <= self._free or (stands_still and not back):

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Callbacks, Grant, Wait
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
@@ -18,7 +18,7 @@ from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 # Account of the KV that is set aside for prompts.
 PROMPTS = Account("prompts")
 # Hosting candidates examined per request; others that were hosted in this step may have taken the first.
-_MOST_HOSTS = 8
+_MAX_HOSTS = 8
 
 
 class Hosts:
@@ -54,8 +54,8 @@ class Hosts:
         if not found or found[-1][0] < need:
             return None
         place = bisect_left(found, need, key=itemgetter(0))
-        for _, _, host in found[place : place + _MOST_HOSTS]:
-            if kv.unused(host) >= need and not self._lends_to(guest, host, kv):
+        for _, _, host in found[place : place + _MAX_HOSTS]:
+            if _unused(host, kv) >= need and not self._lends_to(guest, host, kv):
                 return host
         return None
 
@@ -70,7 +70,7 @@ class Hosts:
         found = []
         for request in kv.holders():
             if request.claimed != UNLIMITED and phase_of(request, request.known) is Phase.RUNNING:
-                unused = kv.unused(request)
+                unused = _unused(request, kv)
                 if unused > 1 and request.finish_reason is None:
                     found.append((unused, request.id, request))
         found.sort()
@@ -79,11 +79,11 @@ class Hosts:
     @staticmethod
     def _lends_to(guest: Request, host: Request, kv: KVAccounts) -> bool:
         """Return whether `host` is nested, directly or indirectly, in the reservation of `guest`."""
-        lender: Lender = host
+        lender: Owner = host
         while isinstance(lender, Request):
             if lender is guest:
                 return True
-            lender = kv.lender_of(lender)
+            lender = _parent_of(lender, kv)
         return False
 
 
@@ -148,7 +148,7 @@ class ExactClaims(Callbacks):
             del self._bands[band]
 
     def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
-        if not kv.holds(request):
+        if kv.blocks_of(request) is None:
             return self._first_claim(request, kv)
         generated = max(0, target - len(request.prompt))
         if self._has_outgrown(request, kv) and (more := self._more(request, target, kv)) is not None:
@@ -156,7 +156,7 @@ class ExactClaims(Callbacks):
         tokens = self._lengths.kv_tokens(request, generated)
         blocks = kv.blocks_for(tokens)
         group = None if self._group is None else self._group(request, self._now)
-        if kv.shortfall_of_claim(request, blocks, None) <= 0:
+        if kv.shortfall_of_reservation(request, blocks, None) <= 0:
             return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
         if self._hosts is not None:
             lent = self._lengths.kv_tokens(request, generated, guest=True)
@@ -175,7 +175,7 @@ class ExactClaims(Callbacks):
             tokens, blocks, need = self._whole(request, kv)
             if (host := self._hosts.seek(request, need, kv)) is not None:
                 return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host)
-        blocks, unused = kv.blocks_for(known), kv.unused(PROMPTS)
+        blocks, unused = kv.blocks_for(known), _unused(PROMPTS, kv)
         if blocks <= unused:
             return Grant(now=blocks, blocks=blocks, tokens=known, lender=PROMPTS)
         if blocks <= kv.available and not self._generation_waits(kv):
@@ -188,14 +188,14 @@ class ExactClaims(Callbacks):
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
         """Return whether the request used up an exact reservation that is not its prompt's."""
-        return kv.lender_of(request) is not PROMPTS and len(request.prompt) < request.claimed < UNLIMITED
+        return _parent_of(request, kv) is not PROMPTS and len(request.prompt) < request.claimed < UNLIMITED
 
     def _more(self, request: Request, target: int, kv: KVAccounts) -> Grant | None:
         """Return the extension of an outgrown reservation to the expected need or, failing that, by a block."""
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
-        lender = kv.lender_of(request)
+        lender = _parent_of(request, kv)
         for blocks in (kv.blocks_for(tokens), kv.blocks_for(target)):
-            if kv.shortfall_of_claim(request, blocks, lender) <= kv.unused(PROMPTS):
+            if kv.shortfall_of_reservation(request, blocks, lender) <= _unused(PROMPTS, kv):
                 most = min(tokens, blocks * kv.block_size)
                 return Grant(now=blocks, blocks=blocks, tokens=most, lender=lender, draws=PROMPTS)
         return None
@@ -226,7 +226,7 @@ class ExactClaims(Callbacks):
         # Latest holders first, as they are the likeliest to wait.
         return any(
             phase_of(request, request.known) is Phase.WAITING and request.finish_reason is None
-            for request in kv.latest_holders()
+            for request in reversed(list(kv.holders()))
         )
 
     @staticmethod
@@ -235,3 +235,11 @@ class ExactClaims(Callbacks):
         return not any(
             one.in_flight or phase_of(one, one.known) is Phase.RUNNING for one in kv.holders() if one is not request
         )
+
+
+def _unused(owner: Request | Account, kv: KVAccounts) -> int:
+    return kv.reservations.unused(owner) if kv.reservations is not None else 0
+
+
+def _parent_of(request: Request, kv: KVAccounts) -> Owner:
+    return kv.reservations.parent_of(request) if kv.reservations is not None else None

@@ -59,7 +59,7 @@ class Packing:
         if not (pack.add_all(urgent, real_time=True) or pack.add_real_time(urgent)):
             self.cap = self.base
         else:
-            first = list(islice(others, max(0, pack.seats_left)))
+            first = list(islice(others, max(0, pack.slots_left)))
             if not pack.add_all(first, real_time=False):
                 others = chain(first, others)
             all(pack.add_best_effort(request, pending) for request, pending in others)
@@ -99,7 +99,7 @@ class Pack:
         self._rules = rules
         self._context = context
         self._limit = limit
-        self._seats = 0  # chosen and taken requests
+        self._slots = 0  # chosen and taken requests
         self._tokens = rules.max_tokens  # remaining tokens
         self._load = StepLoad()
         self._urgent: set[Request] = set()  # real-time candidates
@@ -111,13 +111,13 @@ class Pack:
         return self._load.seconds(self._rules.cost)
 
     @property
-    def seats_left(self) -> int:
+    def slots_left(self) -> int:
         """Number of further best-effort requests that the step may have."""
-        return self._rules.cap - self._seats
+        return self._rules.cap - self._slots
 
     def add_all(self, candidates: Sequence[tuple[Request, int]], *, real_time: bool) -> bool:
         """Choose all candidates of one class with all of their tokens if they fit, and return whether they do."""
-        if len(candidates) > (self._rules.max_seqs if real_time else self.seats_left):
+        if len(candidates) > (self._rules.max_seqs if real_time else self.slots_left):
             return False
         prefill = attention = decodes = context = away = 0
         away_of = self._context.blocks_away
@@ -134,7 +134,7 @@ class Pack:
         if prefill + decodes > self._tokens or load.seconds(self._rules.cost) > self._limit:
             return False
         self._load = load
-        self._seats += len(candidates)
+        self._slots += len(candidates)
         self._tokens -= prefill + decodes
         self.chosen.update(candidates)
         if real_time:
@@ -146,7 +146,7 @@ class Pack:
         """Choose real-time requests, most urgent first. Return False if some do not fit the time limit."""
         self._urgent.update(request for request, _ in urgent)
         for request, pending in urgent:
-            if self._seats >= self._rules.max_seqs or self._tokens <= 0:
+            if self._slots >= self._rules.max_seqs or self._tokens <= 0:
                 return True
             most = min(pending, self._tokens)
             tokens = self._fit(request, most) if self.chosen else most
@@ -159,7 +159,7 @@ class Pack:
 
     def add_best_effort(self, request: Request, pending: int) -> bool:
         """Choose the request, if necessary in place of a real-time one. Return whether it was chosen."""
-        if self.seats_left > 0 and (tokens := self._room_for(request, pending)):
+        if self.slots_left > 0 and (tokens := self._room_for(request, pending)):
             self._choose(request, tokens)
             return True
         if not self._last or not self._can_wait(self._last[-1]):
@@ -176,7 +176,7 @@ class Pack:
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if (tokens := self.chosen.get(request)) is not None:
             return tokens
-        if not self._seats:  # no candidates: every request needs memory of others
+        if not self._slots:  # no candidates: every request needs memory of others
             return min(pending, self._tokens)
         if not self.chosen:
             return ALL_HELD
@@ -191,7 +191,7 @@ class Pack:
     def _room_for(self, request: Request, pending: int) -> int:
         """Return how many of the pending tokens fit the slots and the time."""
         most = min(pending, self._tokens)
-        return self._fit(request, most) if most > 0 and self._seats < self._rules.max_seqs else 0
+        return self._fit(request, most) if most > 0 and self._slots < self._rules.max_seqs else 0
 
     def _fit(self, request: Request, most: int) -> int:
         """Return how many tokens fit the time limit, at most `most`; 0 if too few for a slice."""
@@ -210,7 +210,7 @@ class Pack:
     def _join(self, request: Request, tokens: int, sign: int = 1) -> None:
         away = self._context.blocks_away(request)
         self._load = self._load.plus(StepLoad.of(request.planned, tokens, away), sign)
-        self._seats += sign
+        self._slots += sign
         self._tokens -= sign * tokens
 
     def _drop(self, request: Request) -> None:

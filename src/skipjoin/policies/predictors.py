@@ -19,7 +19,7 @@ def forecast_tokens(request: Request) -> float:
 
 
 # Cached quantiles.
-_MOST_POINTS = 8192
+_MAX_POINTS = 8192
 
 
 class ForecastQuantile:
@@ -42,13 +42,13 @@ class ForecastQuantile:
         # Cached per forecast object, as it is read with every token.
         kept = self._points.get(request.id)
         if kept is None or kept[0] is not forecast:
-            if len(self._points) >= _MOST_POINTS:
+            if len(self._points) >= _MAX_POINTS:
                 self._points.clear()
             kept = self._points[request.id] = forecast, length_quantile(forecast.mass, self._level)
         return min(kept[1], request.max_tokens)
 
 
-def most_tokens(request: Request) -> int:
+def longest_output(request: Request) -> int:
     """Return max_tokens, the true length in experiments that force output lengths (an oracle)."""
     return request.max_tokens
 
@@ -61,7 +61,7 @@ _KEPT = 0.998
 _FIRST_GUESS = 128
 
 
-class LearntLength:
+class LearnedLength:
     """Mean length of recently finished requests that were longer than the current output, each capped at max_tokens.
 
     The prediction grows while a request runs, as it must for skewed lengths: a request that has generated much is

@@ -36,7 +36,7 @@ class _Loads:
         self._decode, self._context = further(decodes=_MANY), further(context=_MANY**2)
         # A step with fewer tokens is shorter than its fixed time, so finer chunks cost more than they gain.
         fixed = cost.step(StepShape())
-        self.least_chunk = max(1, math.ceil(fixed / self._token)) if self._token > 0 else 1
+        self.min_chunk = max(1, math.ceil(fixed / self._token)) if self._token > 0 else 1
 
     def of(self, start: int, tokens: int) -> float:
         """Return the load of a slice."""
@@ -64,8 +64,8 @@ class EvenStages:
 
     Args:
         batcher: Limits a plan.
-        most_seqs: Requests that fit all stages together.
-        most_tokens: Prompt tokens that fit all stages together.
+        max_seqs: Requests that fit all stages together.
+        max_tokens: Prompt tokens that fit all stages together.
         cuts: Whether prompts may be cut to the share. A lone prompt is cut so that its chunks pipeline through the
             stages, but no finer than useful.
         holds_back: Whether new requests may be skipped, too.
@@ -77,18 +77,18 @@ class EvenStages:
         cost: CostModel,
         stages: int,
         *,
-        most_seqs: int,
-        most_tokens: int,
+        max_seqs: int,
+        max_tokens: int,
         cuts: bool,
         holds_back: bool = True,
     ) -> None:
-        for name, value in (("stages", stages), ("most_seqs", most_seqs), ("most_tokens", most_tokens)):
+        for name, value in (("stages", stages), ("max_seqs", max_seqs), ("max_tokens", max_tokens)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.batcher = batcher
         self.stages = stages
-        self.most_seqs = most_seqs
-        self.most_tokens = most_tokens
+        self.max_seqs = max_seqs
+        self.max_tokens = max_tokens
         self.cuts = cuts
         self.holds_back = holds_back
         self._cost = cost
@@ -148,23 +148,23 @@ class EvenBuilder:
     def look_at(self, context: StepContext) -> None:
         """Determine the work to share."""
         rules, loads, offer, load_of = self._rules, self._loads, self._inner.offer, self._loads.of
-        seats, tokens = rules.most_seqs, rules.most_tokens
+        slots, tokens = rules.max_seqs, rules.max_tokens
         for plan in context.in_flight:
-            seats -= len(plan.slices)
+            slots -= len(plan.slices)
             tokens -= sum(piece.tokens for piece in plan.slices if piece.tokens > 1)
         for request, pending in context.candidates:
-            if seats <= 0:
+            if slots <= 0:
                 break
             if not isinstance(offer(request, pending), int):
                 continue
-            seats -= 1
+            slots -= 1
             count, slices = pending, 1
             if count > 1:
                 if tokens <= 0:
                     continue
                 if rules.cuts:
                     count = min(count, tokens)
-                    slices = max(1, count // loads.least_chunk)
+                    slices = max(1, count // loads.min_chunk)
                 tokens -= count
             load = load_of(request.planned, count)
             self._idle[request] = count, load, slices
@@ -219,5 +219,5 @@ class EvenBuilder:
         loads, share = self._loads, self._share
         if request not in self._idle:  # it needs memory of others
             share = self._share_of(self._sought + loads.of(request.planned, pending))
-        tokens = max(loads.least_chunk, loads.reaching(request.planned, share - self.load))
-        return most if tokens >= most or pending - tokens < loads.least_chunk else tokens
+        tokens = max(loads.min_chunk, loads.reaching(request.planned, share - self.load))
+        return most if tokens >= most or pending - tokens < loads.min_chunk else tokens

@@ -10,7 +10,7 @@ from skipjoin.core.step import PAUSE_S, StepShape
 # FastServe sets its threshold to the objective, which turns the queues into round robin at overload. In simulations of
 # ShareGPT lengths above capacity, mean and P95 of normalized latency fall until about 100 objectives and then stay.
 _OBJECTIVES = 100
-# Maximum ratio of transfer time to computing time; see `least_bound`.
+# Maximum ratio of transfer time to computing time; see `min_bound`.
 _MOVING_SHARE = 1.5
 
 
@@ -66,7 +66,7 @@ class WorstCase:
 
     @property
     def turn_steps(self) -> int:
-        """Number of steps from becoming the head of the first queue until leaving it; see `least_bound`."""
+        """Number of steps from becoming the head of the first queue until leaving it; see `min_bound`."""
         chunks = -(-self.max_len // self.max_tokens)
         step_blocks = -(-self.max_tokens // self.block_size) + self.max_seqs
         spared = 1
@@ -96,7 +96,7 @@ class WorstCase:
         return 2 * self.cost.transfer(self.device_blocks) if self.host_blocks else 0.0
 
 
-def least_bound(most: WorstCase) -> float:
+def min_bound(most: WorstCase) -> float:
     """Return the smallest bound on waiting in seconds that can be guaranteed: `around_s + 2 x stay_s`.
 
     A wait lasts from a request's arrival, or the end of a step that ran it, to the end of the next step that runs it.
@@ -142,19 +142,19 @@ def starvation_within(bound_s: float, most: WorstCase) -> float:
     """Return the starvation threshold in seconds that keeps every wait within `bound_s`.
 
     Raises:
-        ValueError: `bound_s` is below `least_bound(most)`.
+        ValueError: `bound_s` is below `min_bound(most)`.
     """
-    if not bound_s >= (least := least_bound(most)):
+    if not bound_s >= (least := min_bound(most)):
         raise ValueError(f"bound_s must be at least {least}, got {bound_s}")
     return bound_s - most.around_s - most.stay_s
 
 
-def most_requests(bound_s: float, most: WorstCase) -> int:
+def max_requests(bound_s: float, most: WorstCase) -> int:
     """Return the maximum number of unfinished requests for which the bound holds, up to `most.requests`; 0 if none."""
     low, high = 0, most.requests
     while low < high:
         middle = (low + high + 1) // 2
-        if least_bound(replace(most, requests=middle)) <= bound_s:
+        if min_bound(replace(most, requests=middle)) <= bound_s:
             low = middle
         else:
             high = middle - 1

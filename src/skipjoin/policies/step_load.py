@@ -8,7 +8,7 @@ from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape
 
 # Minimum chunk when a prompt is cut to a time limit, as each chunk costs a slice.
-LEAST_CHUNK = 16
+MIN_CHUNK = 16
 
 
 class StepLoad(NamedTuple):
@@ -50,10 +50,10 @@ def fitting_tokens(load: StepLoad, start: int, most: int, *, away: int, cost: Co
     if load.plus(StepLoad.of(start, most, away)).seconds(cost) <= limit:
         return most
     low = 0
-    while most - low > LEAST_CHUNK:
+    while most - low > MIN_CHUNK:
         middle = (low + most) // 2
         if load.plus(StepLoad.of(start, middle, away)).seconds(cost) <= limit:
             low = middle
         else:
             most = middle
-    return low if low >= LEAST_CHUNK else 0
+    return low if low >= MIN_CHUNK else 0

@@ -1,12 +1,12 @@
 """Serving systems by name, each a composition of policies.
 
-A recipe is a decorated function in a module of this package; its parameters are a dataclass next to it.
+A recipe is a decorated function in a module of this package, a file of the user, or an installed package; its
+parameters are a dataclass next to it.
 """
 
 from skipjoin.policies.fairness import OUTPUT_WEIGHT
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
-from skipjoin.recipes import alise, baselines, bros, coupled, econoserve, fastserve
-from skipjoin.recipes.files import absolute
+from skipjoin.recipes import alise, baselines, bros, econoserve, fastserve
 from skipjoin.recipes.registry import (
     DEFAULT_SLO_S,
     RECIPES,
@@ -15,14 +15,23 @@ from skipjoin.recipes.registry import (
     Params,
     Recipe,
     Settings,
+    absolute,
     build,
     check_names,
     check_recipe,
     described,
     find,
+    in_file,
+    listed,
     own,
+    read_assignments,
     recipe,
+    recipes_of,
 )
+from skipjoin.recipes.spelling import names_in
+
+for _module in (alise, baselines, bros, econoserve, fastserve):
+    RECIPES.update(recipes_of(_module.__name__))
 
 # Default recipe of an engine.
 DEFAULT = "fastserve"
@@ -45,11 +54,14 @@ __all__ = [
     "build",
     "check_names",
     "check_recipe",
-    "coupled",
     "described",
     "econoserve",
     "fastserve",
     "find",
+    "in_file",
+    "listed",
+    "names_in",
     "own",
+    "read_assignments",
     "recipe",
 ]

@@ -1,4 +1,4 @@
-"""EconoServe and the variants of its ablation study."""
+"""EconoServe."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.options import ConfigError, Knob
+from skipjoin.options import ConfigError, Option
 from skipjoin.policies.batching import TargetForward
-from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
+from skipjoin.policies.econo import ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.eviction import Vacate
 from skipjoin.policies.exact_claims import ExactClaims, Hosts
 from skipjoin.policies.execution import ExecutionTime
@@ -26,12 +26,12 @@ class ClaimParams(Params):
     padding: Padding = -0.25
     reserve: Annotated[
         float,
-        Knob("Share of the KV pool kept for prompts and for requests that outgrow a claim.", low=0, high=0.9),
+        Option("Share of the KV pool kept for prompts and for requests that outgrow a claim.", low=0, high=0.9),
     ] = 0.03
     forward_tokens: ForwardTokens = None
     overdue_s: Annotated[
         float,
-        Knob(
+        Option(
             "A request that has been here for so many seconds waits no longer for others to fit better.",
             above=0,
             high=1e9,
@@ -48,16 +48,23 @@ class GroupParams(ClaimParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderParams(GroupParams):
-    """Parameters of the queue order (EconoServe section 3.4)."""
+    """Parameters of the queue order (EconoServe section 3.4) and of nested reservations (section 3.2)."""
 
     time_ranges_s: Annotated[
         str,
-        Knob("Borders of the ranges of time that objectives leave, in seconds, rising, separated by commas."),
+        Option("Borders of the ranges of time that objectives leave, in seconds, rising, separated by commas."),
     ] = "0.5,2"
-    kv_range: Annotated[int, Knob("Width of the ranges of held KV, in tokens.", low=1, high=1 << 20)] = 128
-    order: Annotated[str, Knob("Which lengths come first within the same ranges", choices=("shortest", "longest"))] = (
-        "shortest"
-    )
+    kv_range: Annotated[int, Option("Width of the ranges of held KV, in tokens.", low=1, high=1 << 20)] = 128
+    order: Annotated[
+        str, Option("Which lengths come first within the same ranges", choices=("shortest", "longest"))
+    ] = "shortest"
+    sharing: Annotated[
+        bool, Option("Whether requests use the KV that others have claimed and not yet filled (nested reservations).")
+    ] = True
+    buffer: Annotated[
+        float,
+        Option("With sharing: share of its steps by which a request that was lent KV may be late.", low=0, high=10),
+    ] = 0.15
 
     def __post_init__(self) -> None:
         # super() does not work with slots=True, which replaces the class.
@@ -80,18 +87,16 @@ class OrderParams(GroupParams):
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostParams(OrderParams):
-    """Parameters of nested reservations."""
-
-    buffer: Annotated[
-        float, Knob("Share of its steps by which a request that was lent KV may be late.", low=0, high=10)
-    ] = 0.15
-
-
-def _decoupled(
+def decoupled(
     s: Settings, p: ClaimParams, lengths: PaddedLengths, order: QueueOrder, *, groups: bool, hosts: Hosts | None = None
 ) -> Policies:
+    """Return policies with separate queues for prompts and decodes and with exact reservations.
+
+    Args:
+        groups: Whether decodes that are equal in `order` start together.
+        hosts: Nested reservations; None for none.
+    """
+
     def group(request: Request, now: float) -> tuple[object, ...]:
         return (request.band, tasks.group(request, now))
 
@@ -109,8 +114,11 @@ def _decoupled(
     )
 
 
-def _by_objective(s: Settings, p: OrderParams, lengths: PaddedLengths) -> ByObjective:
-    return ByObjective(
+@recipe(forecasts=Forecasts.LEARNED)
+def econoserve(s: Settings, p: OrderParams) -> Policies:
+    """EconoServe: prompts fill the compute, decodes the KV, by exact reservations that share their unused blocks."""
+    lengths = PaddedLengths(p.padding)
+    order = ByObjective(
         ExecutionTime(s.cost),
         lengths,
         time_ranges_s=p.borders(),
@@ -119,30 +127,4 @@ def _by_objective(s: Settings, p: OrderParams, lengths: PaddedLengths) -> ByObje
         longest_first=p.order == "longest",
         overdue_s=p.overdue_s,
     )
-
-
-@recipe(forecasts=Forecasts.LEARNT)
-def econoserve(s: Settings, p: HostParams) -> Policies:
-    """EconoServe: prompts fill the compute, decodes the KV, by exact reservations that share their unused blocks."""
-    lengths = PaddedLengths(p.padding)
-    return _decoupled(s, p, lengths, _by_objective(s, p, lengths), groups=True, hosts=Hosts(p.buffer))
-
-
-@recipe(forecasts=Forecasts.LEARNT)
-def econoserve_sdo(s: Settings, p: OrderParams) -> Policies:
-    """EconoServe without nested reservations: separate queues, groups, objectives (EconoServe section 4, -SDO)."""
-    lengths = PaddedLengths(p.padding)
-    return _decoupled(s, p, lengths, _by_objective(s, p, lengths), groups=True)
-
-
-@recipe(forecasts=Forecasts.LEARNT)
-def econoserve_sd(s: Settings, p: GroupParams) -> Policies:
-    """EconoServe without nested reservations and its order: separate queues, groups (EconoServe section 4, -SD)."""
-    lengths = PaddedLengths(p.padding)
-    return _decoupled(s, p, lengths, ByGroup(lengths, p.length_range), groups=True)
-
-
-@recipe(forecasts=Forecasts.LEARNT)
-def econoserve_d(s: Settings, p: ClaimParams) -> Policies:
-    """EconoServe with separate queues and exact reservations only (EconoServe section 4, -D)."""
-    return _decoupled(s, p, PaddedLengths(p.padding), ByArrival(), groups=False)
+    return decoupled(s, p, lengths, order, groups=True, hosts=Hosts(p.buffer) if p.sharing else None)

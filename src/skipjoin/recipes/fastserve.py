@@ -1,4 +1,4 @@
-"""FastServe and its strawman, the plain multi-level feedback queue."""
+"""FastServe."""
 
 from __future__ import annotations
 
@@ -7,47 +7,39 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
 from skipjoin.core.policy import EvictionPolicy, Policies
-from skipjoin.options import ConfigError, Knob
-from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.options import ConfigError, Option
+from skipjoin.policies.eviction import DROP_SHARE, ProactiveSwap, Swap
 from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
-from skipjoin.policies.starvation import WorstCase, least_bound, most_requests, starvation_after, starvation_within
-from skipjoin.recipes.parts import preemptive
+from skipjoin.policies.starvation import WorstCase, max_requests, min_bound, starvation_after, starvation_within
+from skipjoin.recipes.parts import EvictionChoice, eviction_of, preemptive
 from skipjoin.recipes.registry import EngineLimits, Params, Settings, recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueParams(Params):
-    """Parameters of feedback queues (FastServe section 4.1)."""
+    """Parameters of feedback queues (FastServe section 4.1); for the bound see `policies.starvation.min_bound`."""
 
     starvation_s: Annotated[
         float | None,
-        Knob("Seconds without running until a request is promoted (default: 100 x --slo).", above=0, high=1e9),
+        Option("Seconds without running until a request is promoted (default: 100 x --slo).", above=0, high=1e9),
     ] = None
     quantum_s: Annotated[
         float | None,
-        Knob("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
+        Option("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
     ] = None
     paced: Annotated[
-        bool, Knob("Whether promotions, and what newcomers make others compute again, get a small share of the time.")
+        bool, Option("Whether promotions, and what newcomers make others compute again, get a small share of the time.")
     ] = True
-
-    def resolved(self, s: Settings, policies: Policies) -> Self:
-        return replace(self, starvation_s=_threshold_s(s, self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundedQueueParams(QueueParams):
-    """Parameters of feedback queues with a bound on waiting; see `policies.starvation.least_bound`."""
-
     starvation_bound_s: Annotated[
         float | None,
-        Knob(
+        Option(
             "No request goes longer without running, in seconds; not beside starvation_s and quantum_s, and lifts "
             "paced (default: no bound).",
             above=0,
             high=1e9,
         ),
     ] = None
+    eviction: EvictionChoice = "proactive"
 
     def resolved(self, s: Settings, policies: Policies) -> Self:
         bound_s, alpha_s = self.starvation_bound_s, _threshold_s(s, self)
@@ -59,6 +51,10 @@ class BoundedQueueParams(QueueParams):
             raise ConfigError("starvation_bound_s must not be set beside fair_by, by which clients wait for others")
         if self.quantum_s is not None:
             raise ConfigError("quantum_s must not be set beside starvation_bound_s, which holds for the usual quanta")
+        if self.eviction == "defer":
+            raise ConfigError(
+                "starvation_bound_s must not be set beside eviction=defer, by which new requests wait for memory"
+            )
         if s.limits is not None:
             alpha_s = _threshold_within(bound_s, _worst_case(s, s.limits, policies.eviction))
         return replace(self, starvation_s=alpha_s, paced=False)
@@ -82,8 +78,8 @@ def _threshold_within(bound_s: float, most: WorstCase) -> float:
     Raises:
         ConfigError: There is none; the error suggests feasible values.
     """
-    if bound_s < (least := least_bound(most)):
-        fits = most_requests(bound_s, most)
+    if bound_s < (least := min_bound(most)):
+        fits = max_requests(bound_s, most)
         hint = f"it would hold with {fits} of them" if fits else "a smaller max_model_len may help"
         raise ConfigError(
             f"starvation_bound_s must be at least {math.ceil(least * 10) / 10:.1f} s "
@@ -114,7 +110,9 @@ def _worst_case(s: Settings, limits: EngineLimits, eviction: EvictionPolicy) -> 
     )
 
 
-def _queues(s: Settings, p: QueueParams, eviction: EvictionPolicy, *, skip_join: bool = True) -> Policies:
+def queues(s: Settings, p: QueueParams, *, skip_join: bool) -> Policies:
+    """Return feedback queues, where a request joins the queue of its prefill time (`skip_join`) or the first."""
+
     def ordering() -> SkipJoinMlfq:
         return SkipJoinMlfq(
             s.cost,
@@ -124,38 +122,10 @@ def _queues(s: Settings, p: QueueParams, eviction: EvictionPolicy, *, skip_join:
             skip_join=skip_join,
         )
 
-    return preemptive(s, ordering, eviction)
-
-
-def _drop_share(p: QueueParams) -> float:
-    return DROP_SHARE if p.paced else math.inf
+    return preemptive(s, ordering, eviction_of(s, p.eviction, drop_share=DROP_SHARE if p.paced else math.inf))
 
 
 @recipe
-def fastserve(s: Settings, p: BoundedQueueParams) -> Policies:
+def fastserve(s: Settings, p: QueueParams) -> Policies:
     """FastServe: skip-join multi-level feedback queue with proactive swapping."""
-    return _queues(s, p, ProactiveSwap(s.cost, drop_share=_drop_share(p)))
-
-
-@recipe
-def fastserve_reactive(s: Settings, p: BoundedQueueParams) -> Policies:
-    """FastServe with reactive swapping, when a step is short of blocks."""
-    return _queues(s, p, Swap(s.cost, drop_share=_drop_share(p)))
-
-
-@recipe
-def fastserve_recompute(s: Settings, p: BoundedQueueParams) -> Policies:
-    """FastServe with recomputation: drops KV when blocks are short."""
-    return _queues(s, p, Recompute())
-
-
-@recipe
-def fastserve_defer(s: Settings, p: QueueParams) -> Policies:
-    """FastServe with deferral: new requests wait when blocks are short; without a bound on waiting."""
-    return _queues(s, p, Defer())
-
-
-@recipe
-def mlfq(s: Settings, p: BoundedQueueParams) -> Policies:
-    """Plain multi-level feedback queue: every request joins the first queue (FastServe section 4.1, strawman)."""
-    return _queues(s, p, ProactiveSwap(s.cost, drop_share=_drop_share(p)), skip_join=False)
+    return queues(s, p, skip_join=True)

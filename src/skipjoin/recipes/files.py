@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+import zlib
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from skipjoin.options import ConfigError, unknown
+from skipjoin.options import ConfigError
 
 _SUFFIX = ".py"
-_T = TypeVar("_T")
 
 
 class RecipeFile(NamedTuple):
@@ -27,7 +27,7 @@ class RecipeFile(NamedTuple):
 
 
 def parse(name: str) -> RecipeFile | None:
-    """Return the file and recipe that a name refers to, or None if it is not in a file."""
+    """Return the file and recipe that a name without brackets refers to, or None if it is not in a file."""
     if name.endswith(_SUFFIX):
         return RecipeFile(Path(name).absolute(), "")
     # The last colon, as a folder's name may contain one.
@@ -35,39 +35,13 @@ def parse(name: str) -> RecipeFile | None:
     return RecipeFile(Path(file).absolute(), recipe.strip().replace("_", "-")) if file.endswith(_SUFFIX) else None
 
 
-def absolute(name: str) -> str:
-    """Return the name with an absolute path, for processes with another working folder."""
-    file = parse(name)
-    return name if file is None else f"{file.path}:{file.recipe}"
-
-
-def load(file: RecipeFile, registry: dict[str, _T]) -> _T:
-    """Load a recipe from a file.
-
-    Args:
-        registry: Registry of the `@recipe` decorator, which is restored afterwards.
+def run(path: Path) -> str:
+    """Run a file as a module, and return the module's name.
 
     Raises:
-        ConfigError: The file fails to run (the error names the line) or lacks the recipe.
+        ConfigError: The file fails; the error names the line.
     """
-    known = dict(registry)
-    try:
-        _run(file.path)
-        found = {name: recipe for name, recipe in registry.items() if known.get(name) is not recipe}
-    finally:
-        registry.clear()
-        registry.update(known)
-    if not found:
-        raise ConfigError(f"recipe: {file.path} has no function with the decorator @recipe of skipjoin.recipes")
-    if not file.recipe:
-        raise ConfigError(f"recipe must be FILE:NAME for a file: {file.path} has {', '.join(found)}")
-    if file.recipe not in found:
-        raise unknown(f"recipe: {file.path}", file.recipe, found)
-    return found[file.recipe]
-
-
-def _run(path: Path) -> None:
-    name = f"skipjoin_recipes_{path.stem}"
+    name = f"skipjoin_recipes_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # files may share their stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -78,6 +52,7 @@ def _run(path: Path) -> None:
     except Exception as error:
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"recipe: {_place(error, path)}: {why}") from error
+    return name
 
 
 def _place(error: Exception, path: Path) -> str:

@@ -7,31 +7,41 @@ from typing import Annotated
 
 from skipjoin.core.policy import AdmissionPolicy, Batcher, EvictionPolicy, Ordering, Policies
 from skipjoin.core.request import Request
-from skipjoin.options import ConfigError, Knob
+from skipjoin.options import ConfigError, Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort
-from skipjoin.policies.eviction import ProactiveSwap
+from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.fairness import Fair, FairSteps
 from skipjoin.policies.ordering import Prioritized
-from skipjoin.policies.predictors import forecast_tokens, most_tokens
+from skipjoin.policies.predictors import forecast_tokens, longest_output
 from skipjoin.policies.stages import EvenStages
 from skipjoin.recipes.registry import Settings
 
 # Source of true output lengths for an oracle.
 Oracle = Annotated[
     str,
-    Knob(
+    Option(
         "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
         "knows the lengths",
         choices=("none", "max-tokens"),
     ),
 ]
 
+# What happens to KV when blocks run short.
+EvictionChoice = Annotated[
+    str,
+    Option(
+        "When memory runs short, KV is swapped ahead of need, swapped when a step lacks blocks, or dropped and "
+        "recomputed, or new requests wait",
+        choices=("proactive", "reactive", "recompute", "defer"),
+    ),
+]
+
 # Margin of reservations (EconoServe section 2.3).
 Padding = Annotated[
     float,
-    Knob(
+    Option(
         "Share of the expected output that is claimed besides; below 0: that is not claimed at first.",
         above=-1,
         high=10,
@@ -39,9 +49,9 @@ Padding = Annotated[
 ]
 ForwardTokens = Annotated[
     int | None,
-    Knob("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),
+    Option("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),
 ]
-LengthRange = Annotated[int, Knob("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)]
+LengthRange = Annotated[int, Option("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)]
 # Tokens of a KV pool of unknown size.
 _ANY_POOL = 1 << 16
 
@@ -61,7 +71,7 @@ def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Bat
     if s.stages == 1:
         return batcher
     seqs, tokens = s.stages * s.max_seqs, s.stages * max_tokens
-    return EvenStages(batcher, s.cost, s.stages, most_seqs=seqs, most_tokens=tokens, cuts=cuts)
+    return EvenStages(batcher, s.cost, s.stages, max_seqs=seqs, max_tokens=tokens, cuts=cuts)
 
 
 def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
@@ -108,6 +118,19 @@ def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: Eviction
     return classed(s, ordering, batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
 
 
+def eviction_of(s: Settings, name: str, *, drop_share: float = DROP_SHARE) -> EvictionPolicy:
+    """Return the policy of an `EvictionChoice`."""
+    match name:
+        case "reactive":
+            return Swap(s.cost, drop_share=drop_share)
+        case "recompute":
+            return Recompute()
+        case "defer":
+            return Defer()
+        case _:
+            return ProactiveSwap(s.cost, drop_share=drop_share)
+
+
 def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], float]:
     """Return the true output lengths for recipe `name`.
 
@@ -118,7 +141,7 @@ def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], flo
         ConfigError: True lengths are unknown.
     """
     if oracle == "max-tokens":
-        return most_tokens
+        return longest_output
     if not s.has_true_forecasts:
         raise ConfigError(
             f"recipe {name} needs true output lengths: set oracle to max-tokens if every request runs to max_tokens"

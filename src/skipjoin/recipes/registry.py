@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from inspect import getdoc, signature
+from pathlib import Path
 from typing import Self, TypeVar, get_type_hints, overload
 
 from skipjoin.core.policy import CostModel, Policies
-from skipjoin.options import ConfigError, Setting, Value, check, nearest, settings_of
+from skipjoin.options import ConfigError, Setting, Value, check, nearest, settings_of, unknown
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
-from skipjoin.recipes.files import RecipeFile, load, parse
+from skipjoin.recipes import files, packages, spelling
+from skipjoin.recipes.renamed import RENAMED, renamed
 
 # Acceptable seconds per output token: FastServe's objective of normalized latency.
 DEFAULT_SLO_S = 0.3
@@ -24,7 +26,7 @@ class Forecasts(StrEnum):
     """What a recipe expects in `Request.forecast`, set by an engine or a simulation."""
 
     NONE = "none"  # not read
-    LEARNT = "learnt"  # a forecaster's prediction; requests without one are served, too
+    LEARNED = "learned"  # a forecaster's prediction; requests without one are served, too
     TRUE = "true"  # the true output length, for oracles of experiments
 
 
@@ -79,7 +81,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params:
-    """Parameters of a recipe, none by default. Subclasses add fields with knobs.
+    """Parameters of a recipe, none by default. Subclasses add fields with options.
 
     Raises:
         ConfigError: A value is out of bounds.
@@ -114,6 +116,7 @@ class Recipe:
         function: Builds the policies from `Settings` and, if there are any, the parameters.
         forecasts: What it expects in `Request.forecast`.
         needs_lossless_swap: Whether swapping must preserve KV exactly.
+        fixed: Parameters given in the name, as in `fastserve[eviction=recompute]`.
     """
 
     name: str
@@ -122,6 +125,7 @@ class Recipe:
     function: Callable[..., Policies]
     forecasts: Forecasts = Forecasts.NONE
     needs_lossless_swap: bool = False
+    fixed: Mapping[str, Value] = field(default_factory=dict)
 
     @property
     def parameters(self) -> Mapping[str, Setting]:
@@ -132,10 +136,24 @@ class Recipe:
         """Return the parameters with the given values.
 
         Raises:
-            ConfigError: A parameter is unknown or invalid.
+            ConfigError: A parameter is unknown, invalid, or given in the recipe's name, too.
         """
         check_names([self], given)
-        return self.params(**given)
+        if twice := next((name for name in given if name in self.fixed), None):
+            raise ConfigError(f"{twice} is given twice: in recipe {self.name} and beside it")
+        return self.params(**{**self.fixed, **given})
+
+    def fix(self, texts: Iterable[str]) -> Recipe:
+        """Return the recipe with these parameters in its name.
+
+        Raises:
+            ConfigError: A parameter is unknown, repeated or invalid.
+        """
+        found = read_assignments([self], texts, "a parameter in brackets")
+        self.params(**found)
+        ordered = {name: found[name] for name in self.parameters if name in found}
+        shown = ",".join(f"{name}={_text(value)}" for name, value in ordered.items())
+        return replace(self, name=f"{self.name}[{shown}]", fixed=ordered)
 
     def resolve(self, s: Settings, given: Mapping[str, Value]) -> Params:
         """Return all parameters as an engine uses them; see `Params.resolved`."""
@@ -163,8 +181,10 @@ class Recipe:
         return self.function(s) if self.params is Params else self.function(s, params)
 
 
+# Built-in recipes by name, filled by the package.
 RECIPES: dict[str, Recipe] = {}
-_FROM_FILES: dict[RecipeFile, Recipe] = {}
+_MADE: dict[Callable[..., Policies], Recipe] = {}  # all recipes in this process, by function
+_FROM_FILES: dict[Path, dict[str, Recipe]] = {}
 _Make = TypeVar("_Make", bound=Callable[..., Policies])
 
 
@@ -175,7 +195,7 @@ def recipe(*, forecasts: Forecasts = Forecasts.NONE, needs_lossless_swap: bool =
 def recipe(
     make: _Make | None = None, *, forecasts: Forecasts = Forecasts.NONE, needs_lossless_swap: bool = False
 ) -> _Make | Callable[[_Make], _Make]:
-    """Register a recipe under its function's name, with hyphens: `@recipe`, or `@recipe(...)` with fields of `Recipe`.
+    """Make a function a recipe of its name, with hyphens: `@recipe`, or `@recipe(...)` with fields of `Recipe`.
 
     The function takes `Settings` and, if the recipe has parameters, these as a second argument, whose annotation is
     their class.
@@ -186,28 +206,95 @@ def recipe(
         annotations = [get_type_hints(make)[argument] for argument in signature(make).parameters]
         params = annotations[1] if len(annotations) > 1 else Params
         summary = (getdoc(make) or "").split("\n\n")[0].replace("\n", " ")
-        RECIPES[name] = Recipe(name, summary, params, make, forecasts, needs_lossless_swap)
+        _MADE[make] = Recipe(name, summary, params, make, forecasts, needs_lossless_swap)
         return make
 
     return register if make is None else register(make)
 
 
+def recipes_of(module: str) -> dict[str, Recipe]:
+    """Return the recipes of a module by name."""
+    return {recipe.name: recipe for make, recipe in _MADE.items() if make.__module__ == module}
+
+
 def find(name: str) -> Recipe:
-    """Return a recipe by its name or, as in `./my_policy.py:edf`, from a file, which runs once per process.
+    """Return the recipe of a name, such as `bros`, `./my_policy.py:edf` or `fastserve[eviction=recompute,paced=off]`.
+
+    It is built in, in a file, which runs once per process, or in an installed package.
 
     Raises:
-        ConfigError: There is no such recipe; the error lists those that exist.
+        ConfigError: There is no such recipe (the error lists those that exist), or it has no such parameter.
     """
-    if (file := parse(name)) is not None:
-        if file not in _FROM_FILES:
-            _FROM_FILES[file] = replace(load(file, RECIPES), name=file.short)
-        return _FROM_FILES[file]
-    if name not in RECIPES:
-        known = sorted(RECIPES)
+    base, texts = spelling.split(name)
+    recipe = _find(base)
+    if not texts:
+        return recipe
+    try:
+        return recipe.fix(texts)
+    except ConfigError as error:
+        raise ConfigError(f"recipe {name!r}: {error}") from error
+
+
+def _find(name: str) -> Recipe:
+    if (file := files.parse(name)) is not None:
+        return _from_file(file)
+    if name in packages.installed():
+        return _installed(name)
+    if name in RECIPES:
+        return RECIPES[name]
+    if name in RENAMED:
+        raise ConfigError(renamed(name))
+    known = sorted([*RECIPES, *packages.installed()])
+    raise ConfigError(f"recipe must be one of {', '.join(known)}, or FILE.py:NAME, got {name!r}{nearest(name, known)}")
+
+
+def _from_file(file: files.RecipeFile) -> Recipe:
+    found = in_file(file.path)
+    if not found:
+        raise ConfigError(f"recipe: {file.path} has no function with the decorator @recipe of skipjoin.recipes")
+    if not file.recipe:
+        raise ConfigError(f"recipe must be FILE:NAME for a file: {file.path} has {', '.join(found)}")
+    if file.recipe not in found:
+        raise unknown(f"recipe: {file.path}", file.recipe, found)
+    return replace(found[file.recipe], name=file.short)
+
+
+def in_file(path: Path) -> Mapping[str, Recipe]:
+    """Return the recipes of a file by name.
+
+    Raises:
+        ConfigError: The file fails to run; the error names the line.
+    """
+    if path not in _FROM_FILES:
+        _FROM_FILES[path] = recipes_of(files.run(path))
+    return _FROM_FILES[path]
+
+
+def _installed(name: str) -> Recipe:
+    made = packages.load(name, is_builtin=name in RECIPES)
+    found = next((recipe for make, recipe in _MADE.items() if make is made), None)
+    if found is None:
         raise ConfigError(
-            f"recipe must be one of {', '.join(known)}, or FILE.py:NAME, got {name!r}{nearest(name, known)}"
+            f"recipe {name!r}: {packages.described(name)} is no function with the decorator @recipe of "
+            "skipjoin.recipes; update or uninstall it"
         )
-    return RECIPES[name]
+    return replace(found, name=name)
+
+
+def listed() -> dict[str, Recipe]:
+    """Return all recipes, built in or of installed packages, by name.
+
+    Raises:
+        ConfigError: A package's recipe fails to load, or has the name of another one.
+    """
+    return {**RECIPES, **{name: _installed(name) for name in packages.installed()}}
+
+
+def absolute(name: str) -> str:
+    """Return the name with the absolute path of its file, if it has one, for processes with another working folder."""
+    base, _ = spelling.split(name)
+    file = files.parse(base)
+    return name if file is None else f"{file.path}:{file.recipe}{name.strip().removeprefix(base)}"
 
 
 def build(name: str, settings: Settings, given: Mapping[str, Value] | None = None) -> Policies:
@@ -228,9 +315,35 @@ def check_recipe(
 
 
 def own(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
-    """Return those of the given parameters that the recipe `name` has."""
-    parameters = find(name).parameters
-    return {parameter: value for parameter, value in given.items() if parameter in parameters}
+    """Return those of the given parameters that the recipe `name` has and does not fix."""
+    found = find(name)
+    return {name: value for name, value in given.items() if name in found.parameters and name not in found.fixed}
+
+
+def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str], field: str) -> dict[str, Value]:
+    """Parse parameters of recipes from texts such as "starvation_s=3".
+
+    Args:
+        field: Where the texts come from, for errors.
+
+    Raises:
+        ConfigError: A text is malformed, a name is repeated, or no recipe has the parameter. The message lists the
+            recipes' parameters.
+    """
+    found: dict[str, Value] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals):
+            raise ConfigError(f"{field} must be NAME=VALUE, got {text!r}: {described(recipes)}")
+        if name in found:
+            raise ConfigError(f"{field}: {name} is given twice")
+        check_names(recipes, [name])
+        found[name] = next(one.parameters[name] for one in recipes if name in one.parameters).read(value)
+    return found
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).removesuffix(".0")
 
 
 def check_names(recipes: Sequence[Recipe], names: Iterable[str]) -> None:

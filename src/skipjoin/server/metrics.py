@@ -19,12 +19,12 @@ from prometheus_client.utils import floatToGoString
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import Predicted
 from skipjoin.observe.metric_table import (
+    API_METRICS,
     BATCH_ENDS,
     BATCH_OPEN,
     BATCH_STATUSES,
     CLASSES,
     CONNECTION_REFUSALS,
-    DOOR_METRICS,
     ENGINE_METRICS,
     FORECAST_OUTCOMES,
     FORECAST_SOURCES,
@@ -49,8 +49,8 @@ class Metrics(Collector):
     def __init__(self, compat: str = "none") -> None:
         self._in_vllm = compat == "vllm"
         self._engine = Snapshot.zero()
-        self._api = [metric.zero() for metric in DOOR_METRICS]
-        rows = {metric.name: (metric, row) for metric, row in zip(DOOR_METRICS, self._api, strict=True)}
+        self._api = [metric.zero() for metric in API_METRICS]
+        rows = {metric.name: (metric, row) for metric, row in zip(API_METRICS, self._api, strict=True)}
         rejected, self._refusals = rows["admission_rejected_total"]
         self._rejected = dict(zip(rejected.values, range(len(rejected.values)), strict=True))
         self._statuses = rows["http_responses_total"][1]
@@ -62,7 +62,7 @@ class Metrics(Collector):
         self._moved = rows["requests_moved_total"][1]
         self._lost = rows["requests_lost_total"][1]
         self._forecasts, self._late = rows["forecasts_total"][1], rows["forecasts_late_total"][1]
-        self._learnt, self._entries = rows["forecasts_learnt_total"][1], rows["forecast_index_entries"][1]
+        self._learned, self._entries = rows["forecasts_learned_total"][1], rows["forecast_index_entries"][1]
         self._batch_lines, self._batches = rows["batch_lines"][1], rows["batches"][1]
         self._batch_ends, self._batch_tokens, self._requeued = (
             rows[f"batch_{name}_total"][1] for name in ("lines_ended", "generation_tokens", "lines_requeued")
@@ -165,14 +165,14 @@ class Metrics(Collector):
         """Set the number of outputs in the forecaster's index."""
         self._entries[0] = entries
 
-    def learnt(self, predicted: Predicted, revised: Forecast | None, tokens: int, *, exact: bool) -> None:
+    def learned(self, predicted: Predicted, revised: Forecast | None, tokens: int, *, exact: bool) -> None:
         """Compare the length of an output with its forecast.
 
         Args:
             revised: Forecast of another server that replaced the predicted one. It has no interval.
             exact: True if the output ended by itself.
         """
-        self._learnt[not exact] += 1
+        self._learned[not exact] += 1
         if exact or tokens >= predicted.most:
             expected = (revised or predicted.forecast).tokens
             self._forecast_error.observe(abs(expected - tokens))
@@ -187,7 +187,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Family]:
         """Yield the current metrics for the registry."""
         self._resident_bytes[0] = resident_bytes()
-        numbers = [*zip(ENGINE_METRICS, self._engine.rows, strict=True), *zip(DOOR_METRICS, self._api, strict=True)]
+        numbers = [*zip(ENGINE_METRICS, self._engine.rows, strict=True), *zip(API_METRICS, self._api, strict=True)]
         yield from _families("skipjoin", numbers, {})
         if self._config is not None:
             yield InfoMetricFamily("skipjoin:cache_config", "The KV pool.", self._config)

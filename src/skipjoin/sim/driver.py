@@ -19,7 +19,7 @@ from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.policies.dispatch import Dispatch
 
 # Maximum number of steps simulated at once, because an arrival invalidates the rest of the prediction.
-_MOST_STEPS = 32
+_MAX_STEPS = 32
 
 
 class StalledError(RuntimeError):
@@ -42,6 +42,7 @@ class Replica:
     def __init__(self, core: EngineCore, executor: SimulatedExecutor, *, decision_s: float = 0.0) -> None:
         self.core = core
         self._executor = executor
+        core.on_finished = executor.on_finished
         self.decisions = DecisionTimes()
         self._decision_s = decision_s
         self._in_flight: deque[SimulatedHandle] = deque()
@@ -68,7 +69,7 @@ class Replica:
             core.add(request, now)
         self._start(now)
         self.on_decided(now)
-        self._ends = self._foreseen()
+        self._ends = self._predicted()
         return core.take_events()
 
     def settle(self, now: float) -> list[Event]:
@@ -87,11 +88,11 @@ class Replica:
             self.decisions.add(perf_counter() - begun)
         return plan
 
-    def _foreseen(self) -> Sequence[float]:
+    def _predicted(self) -> Sequence[float]:
         """Predict the ends of the step in flight and of the decode-only steps after it, if no request arrives."""
         if self._decision_s or (plan := self.core.steady()) is None:
             return ()
-        ends = self._executor.foresee(self._in_flight[0], _MOST_STEPS)
+        ends = self._executor.predict(self._in_flight[0], _MAX_STEPS)
         requests = (piece.request for piece in plan.slices)
         return ends if len(ends) > 1 and self.core.kv.growth(requests, len(ends)) is not None else ()
 

@@ -21,7 +21,7 @@ from skipjoin.sim.models import ModelShape
 # Number of tokens for whose activations memory is reserved.
 _ACTIVATION_TOKENS = 2048
 # Deepest pipeline that is suggested for a model that does not fit.
-_MOST_STAGES = 16
+_MAX_STAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def kv_blocks(
         raise ConfigError(f"kv_gib must be in (0, 1e+06], got {kv_gib}")
     block_bytes = block_size * model.kv_bytes_per_token
     usable = utilization if kv_gib is None else 1.0
-    available = _most_kv_bytes(model, group, usable)
+    available = _max_kv_bytes(model, group, usable)
     if available < block_bytes:
         raise _too_small(model, group, usable, block_bytes)
     pool = available if kv_gib is None else int(kv_gib * GIB)
@@ -190,7 +190,7 @@ def kv_blocks(
     return pool // block_bytes
 
 
-def _most_layers(model: ModelShape, group: DeviceGroup) -> int:
+def _max_layers(model: ModelShape, group: DeviceGroup) -> int:
     return -(-model.layers // group.pp)
 
 
@@ -200,16 +200,16 @@ def _fixed_bytes(model: ModelShape, group: DeviceGroup) -> int:
         weights = model.parameters
     else:
         # The embedding table is on the first stage, the output head on the last.
-        weights = _most_layers(model, group) * model.layer_parameters + model.head_parameters
+        weights = _max_layers(model, group) * model.layer_parameters + model.head_parameters
     # Residual, norm, queries and output are replicated at full width; MLP activations are split.
     widths = 4 * model.hidden + 2 * model.intermediate // group.tp
     return (weights // group.tp + _ACTIVATION_TOKENS * widths) * model.parameter_bytes
 
 
-def _most_kv_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
+def _max_kv_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
     """Return the bytes available to KV over all GPUs, negative if the weights do not fit."""
     left = int(group.device.memory_bytes * usable) - _fixed_bytes(model, group)
-    return left * group.tp * model.layers // _most_layers(model, group)
+    return left * group.tp * model.layers // _max_layers(model, group)
 
 
 def _too_small(model: ModelShape, group: DeviceGroup, usable: float, block_bytes: int) -> ConfigError:
@@ -218,7 +218,7 @@ def _too_small(model: ModelShape, group: DeviceGroup, usable: float, block_bytes
     return ConfigError(
         f"hardware: {model.name} has {model.weight_bytes / GIB:.1f} GiB of weights; with activations each GPU of "
         f"{group.name} needs {need / GIB:.1f} GiB and more for KV, and {have / GIB:.1f} GiB of it may be used; "
-        + (f"{fits} would do" if fits else "no GPU of the catalogue would do")
+        + (f"{fits} would do" if fits else "no GPU of the catalog would do")
     )
 
 
@@ -226,9 +226,9 @@ def _fitting(model: ModelShape, device: Device, usable: float, block_bytes: int)
     """Yield the smallest sufficient group of this device, then the smallest sufficient single GPU."""
 
     def holds(group: DeviceGroup) -> bool:
-        return _most_kv_bytes(model, group, usable) >= block_bytes
+        return _max_kv_bytes(model, group, usable) >= block_bytes
 
-    stages = range(1, min(_MOST_STAGES, model.layers) + 1)
+    stages = range(1, min(_MAX_STAGES, model.layers) + 1)
     groups = [group for tp in _splits(model) for pp in stages if holds(group := DeviceGroup(device, tp, pp))]
     if groups:
         yield min(groups, key=lambda group: (group.gpus, group.pp)).name

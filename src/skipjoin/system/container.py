@@ -31,8 +31,10 @@ _VERSIONS = {
 
 
 def free_memory(root: Path = ROOT) -> int | None:
-    """Return the remaining bytes under the tightest cgroup limit, including reclaimable page cache, or None without a
-    limit."""
+    """Return the remaining bytes under the tightest cgroup limit, or None without a limit.
+
+    Reclaimable page cache counts as remaining.
+    """
     folders = _folders(root, "memory")
     return min((left for folder, kind in folders if (left := _left(folder, _VERSIONS[kind])) is not None), default=None)
 

@@ -15,10 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+from skipjoin.system.locks import lock_file
 
 _PREFIX = ".new-"
 # Another user's symbolic link is not followed.
@@ -72,8 +69,7 @@ def locked(path: Path) -> Iterator[str]:
         yield error.strerror or str(error)
         return
     with lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock)
         yield ""
 
 

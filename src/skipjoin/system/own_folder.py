@@ -10,10 +10,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+from skipjoin.system.locks import HAS_LOCKS, lock_file
 
 _LOCK = ".lock"
 # Additional prefix of a folder until its process has locked it.
@@ -35,8 +32,7 @@ class OwnFolder:
         for tries_left in reversed(range(_MAX_TRIES)):
             made = Path(tempfile.mkdtemp(prefix=_NEW + prefix))
             self._lock = (made / _LOCK).open("w")
-            if fcntl is not None:
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            lock_file(self._lock)
             try:
                 self.path = made.rename(made.with_name(made.name.removeprefix(_NEW)))
                 break
@@ -54,10 +50,10 @@ class OwnFolder:
 
 
 def _remove_abandoned(prefix: str) -> None:
-    for start, least_age_s in ((prefix, 0.0), (_NEW + prefix, _YOUNG_S)):
+    for start, min_age_s in ((prefix, 0.0), (_NEW + prefix, _YOUNG_S)):
         for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
             with suppress(OSError):  # another process may remove it
-                if _is_ours(folder) and _age_s(folder) >= least_age_s and _is_unlocked(folder):
+                if _is_ours(folder) and _age_s(folder) >= min_age_s and _is_unlocked(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -70,11 +66,6 @@ def _age_s(folder: Path) -> float:
 
 
 def _is_unlocked(folder: Path) -> bool:
-    if fcntl is None:
-        return False
     with suppress(FileNotFoundError), (folder / _LOCK).open("r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+        return lock_file(lock, waits=False)
+    return HAS_LOCKS

@@ -12,8 +12,8 @@ from skipjoin.core.kv.prefixes import NamedPrefix
 
 # Tokens per entry of `hash_ids` in Mooncake's traces.
 HASH_TOKENS = 512
-MOST_SHARED_TOKENS = 10_000_000
-MOST_GROUPS = 1_000_000_000
+MAX_SHARED_TOKENS = 10_000_000
+MAX_GROUPS = 1_000_000_000
 
 
 class PromptParts(NamedTuple):
@@ -48,7 +48,7 @@ class SharedPrefix:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, most in (("tokens", self.tokens, MOST_SHARED_TOKENS), ("groups", self.groups, MOST_GROUPS)):
+        for name, value, most in (("tokens", self.tokens, MAX_SHARED_TOKENS), ("groups", self.groups, MAX_GROUPS)):
             if not 1 <= value <= most:
                 raise ConfigError(f"prefix: {name} must be an integer in [1, {most}], got {value}")
 

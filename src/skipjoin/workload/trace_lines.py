@@ -18,7 +18,7 @@ AZURE_COLUMNS = {"TIMESTAMP": "arrival_s", "ContextTokens": "prompt_tokens", "Ge
 HASH_IDS = "hash_ids"
 # Column names of Mooncake's traces (github.com/kvcache-ai/Mooncake). Times are in milliseconds.
 MOONCAKE_COLUMNS = {"prompt_tokens": "input_length", "output_tokens": "output_length", "arrival_s": "timestamp"}
-_MOST_MS = 1e300  # larger integers overflow float
+_MAX_MS = 1e300  # larger integers overflow float
 # Maximum number of characters of a value in an error.
 _SHOWN = 60
 
@@ -223,7 +223,7 @@ def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
 
 def _seconds(milliseconds: object) -> object:
     """Convert a number of milliseconds, and return anything else unchanged."""
-    if isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float) or abs(milliseconds) > _MOST_MS:
+    if isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float) or abs(milliseconds) > _MAX_MS:
         return milliseconds
     return milliseconds / 1000
 

@@ -23,7 +23,7 @@ from skipjoin.workload.traces import Trace
 DEFAULT = "default"
 STREAM_FIELDS = ("name", "lengths", "arrivals", "share", "priority", "class", "key", "prefix")
 CLOSED_FIELDS = ("name", "lengths", "size", "mode", "priority", "class", "key", "prefix")
-MOST_IN_FLIGHT = 1_000_000
+MAX_IN_FLIGHT = 1_000_000
 
 
 class ClosedMode(StrEnum):
@@ -93,8 +93,8 @@ class Closed:
     prefix: SharedPrefix | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.size <= MOST_IN_FLIGHT:
-            raise ConfigError(f"closed: size must be an integer in [1, {MOST_IN_FLIGHT}], got {self.size}")
+        if not 1 <= self.size <= MAX_IN_FLIGHT:
+            raise ConfigError(f"closed: size must be an integer in [1, {MAX_IN_FLIGHT}], got {self.size}")
 
     @property
     def kind(self) -> Kind:
@@ -403,8 +403,9 @@ def parse_stream(text: str) -> Stream:
 
 
 def parse_closed(text: str) -> Closed:
-    """Parse a closed-loop stream such as
-    `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
+    """Parse a closed-loop stream.
+
+    An example is `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
 
     name, lengths and size are required. Defaults are mode=batch, priority=0 and class=real-time. Otherwise as
     `parse_stream`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import KeysView
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event, Preempted, Preemption
-from skipjoin.core.kv.interface import Ledger
+from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.scheduling.scheduler import Scheduler
@@ -31,17 +31,17 @@ class Counts:
     room: int = 0
     regains: int = 0
     table: tuple[int, ...] = ()
-    host: tuple[int, ...] = ()
+    cpu: tuple[()] = ()
     away: int = 0
     moving: None = None
-    parts: tuple[()] = ()
+    is_settled: bool = True
 
     @property
     def size(self) -> int:
         return max(self.promised, len(self.device))
 
 
-class CountingLedger(Ledger):
+class CountingLedger(BlockLedger):
     """What the Protocol asks of every ledger, and nothing else of it."""
 
     block_size = World.block_size
@@ -58,18 +58,8 @@ class CountingLedger(Ledger):
     def available(self) -> int:
         return self.device_total - sum(held.size for held in self._held.values())
 
-    @property
-    def holder_count(self) -> int:
-        return len(self._held)
-
-    def holders(self) -> Iterator[Request]:
-        return iter(self._held)
-
-    def latest_holders(self) -> Iterator[Request]:
-        return reversed(self._held)
-
-    def holds(self, request: Request) -> bool:
-        return request in self._held
+    def holders(self) -> KeysView[Request]:
+        return self._held.keys()
 
     def blocks_of(self, request: Request, /) -> Counts | None:
         return self._held.get(request)
@@ -90,11 +80,11 @@ class CountingLedger(Ledger):
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
         return self.blocks_for(tokens) - len(self._held.get(request, Counts()).device) - self.device_free
 
-    def shortfall_of_claim(self, request: Request, blocks: int, lender: object) -> int:
+    def shortfall_of_reservation(self, request: Request, blocks: int, parent: object) -> int:
         held = self._held.get(request, Counts())
         return max(blocks, len(held.device)) - held.size - self.available
 
-    def claim(self, request: Request, blocks: int, *, tokens: int | None = None, lender: object = None) -> None:
+    def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: object = None) -> None:
         held = self._held.setdefault(request, Counts())
         held.promised = blocks
         request.claimed = UNLIMITED if tokens is None else tokens
@@ -145,7 +135,7 @@ def plain(part: Any) -> Any:
     return part
 
 
-def told(world: World, ledger: Ledger, best_effort: float) -> list[Event]:
+def told(world: World, ledger: BlockLedger, best_effort: float) -> list[Event]:
     """All events of 200 requests."""
     events: list[Event] = []
     core = EngineCore(Scheduler(world.policies(), ledger, depth=world.depth, overlap=world.overlap))

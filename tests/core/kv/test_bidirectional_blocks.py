@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
+from core_fuzz.device import Device
+from skipjoin.core.kv.block_pool import LedgerError
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import ContentPrefix
-from skipjoin.core.kv.reservation_tree import LedgerError
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Direction, Move, Slice, Span, StepPlan
+from skipjoin.core.step import Direction, Move, Slice, Span, StepPlan, StepResult
 from support.load import make
-from support.shadow import Shadow
 
 SIZE = 4
 DEVICE, HOST, MACHINE_SIZE = 14, 12, 6
@@ -30,11 +30,11 @@ def request_of(number: int, *, reverse: bool, tokens: int = 60) -> Request:
 
 class EndsMachine:
     """Requests of both directions that grow, lend, overwrite, leave and come back in any order, one after the other.
-    Moves land or fail when they are told to; a shadow knows what lies in each slot."""
+    Moves land or fail when they are told to; a model of the device knows what lies in each slot."""
 
     def __init__(self) -> None:
         self.kv = KVLedger(DEVICE, HOST, MACHINE_SIZE)
-        self.shadow = Shadow(self.kv)
+        self.device = Device(self.kv, is_exact=True, voids=True)
         self.numbers, self.plans = count(), count()
         self.requests = [self.new(number) for number in range(REQUESTS)]
         self.transit: list[Move] = []
@@ -50,35 +50,39 @@ class EndsMachine:
         kv, request = self.kv, self.requests[place]
         held = kv.blocks_of(request)
         tokens = min(request.computed + more, request.known)
-        if tokens == request.computed or kv.shortfall(request, tokens) or (held and (held.moving or held.parts)):
+        if tokens == request.computed or kv.shortfall(request, tokens) or (held and not held.is_settled):
             return
         if held is not None and tokens > held.room:
-            self.go(kv.restore(request, tokens) if held.away else kv.take_back(request, tokens))
+            self.go(kv.restore(request, tokens) if held.away else kv.sharing.take_back(request, tokens))
         held = kv.grow(request, tokens)
-        self.go(kv.take_slots(request, tokens))
-        assert held.room >= tokens
-        piece = Slice(request, request.computed, tokens - request.computed, False, False, kv.slots(request))
-        self.shadow.run(StepPlan(next(self.plans), (piece,)))
+        self.go(kv.sharing.take_slots(request, tokens))
+        assert held.room >= tokens or held.moving
+        piece = Slice(request, request.computed, tokens - request.computed, False, False, kv.blocks_of(request).table)
+        self.follow(StepPlan(next(self.plans), (piece,)))
         request.computed = request.planned = tokens
-        kv.offer(request)
+        kv.cache.offer(request)
 
     def go(self, moves: list[Move]) -> None:
-        self.shadow.run(StepPlan(next(self.plans), (), blocking=tuple(moves)))
+        self.follow(StepPlan(next(self.plans), (), blocking=tuple(moves)))
         self.transit += moves
+
+    def follow(self, plan: StepPlan) -> None:
+        self.device.follow(StepResult(plan, [None] * len(plan.slices), 0.0))
+        assert not self.device.tainted
 
     def lend(self, lends: int, borrows: int, keep: int) -> None:
         kv, owner, borrower = self.kv, self.requests[lends], self.requests[borrows]
-        if not kv.can_lend(owner, borrower):
+        if not kv.sharing.can_lend(owner, borrower):
             return
         kv.trim(owner)
         before, alone = kv.device_free, kv.footprint(owner)
-        has = len(kv.slots(borrower)) if kv.blocks_of(borrower) else 0
-        lent = kv.lend(owner, keep, borrower)
+        has = len(kv.blocks_of(borrower).table) if kv.blocks_of(borrower) else 0
+        lent = kv.sharing.lend(owner, keep, borrower)
         assert kv.device_free == before
-        got = (len(kv.slots(borrower)) if kv.blocks_of(borrower) else 0) - has
+        got = (len(kv.blocks_of(borrower).table) if kv.blocks_of(borrower) else 0) - has
         assert lent or not got
         assert kv.footprint(owner) == alone - got
-        assert not set(kv.in_the_way(borrower, 0))
+        assert not set(kv.sharing.in_the_way(borrower, 0))
 
     def leave(self, place: int, keep: int) -> None:
         request = self.requests[place]
@@ -99,7 +103,7 @@ class EndsMachine:
         if (held := self.kv.blocks_of(request)) is not None and held.moving is not None:
             self.finish(len(self.transit))
         request.finish_reason = FinishReason.ABORT
-        self.kv.forget_prefix(request)
+        self.kv.cache.forget_prefix(request)
         self.kv.release(request)
 
     def finish(self, some: int, *, fails: bool = False) -> None:
@@ -107,7 +111,7 @@ class EndsMachine:
         ended, self.transit = self.transit[:some], self.transit[some:]
         lost: dict[Request, int] = {}
         if fails:
-            self.shadow.lose(ended)
+            self.device.lose(ended)
         for move in ended:
             keep = (self.kv.fail if fails else self.kv.land)(move)
             if keep is not None:
@@ -127,8 +131,8 @@ class EndsMachine:
             request.finish_reason = FinishReason.ABORT
             self.kv.release(request)
         self.kv.check()
-        assert (self.kv.device_free, self.kv.host_free, self.kv.available) == (DEVICE, HOST, DEVICE)
-        assert not self.kv.lent_blocks
+        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, HOST, DEVICE)
+        assert not self.kv.sharing.lent_blocks
 
 
 def test_no_request_reads_what_another_one_wrote() -> None:
@@ -172,35 +176,35 @@ def filled(kv: KVLedger, number: int, tokens: int, *, reverse: bool) -> Request:
 
 def fill(kv: KVLedger, request: Request, tokens: int) -> list[Move]:
     """The request gets so many tokens computed; returns what that moves."""
-    moves = [*kv.take_back(request, tokens)]
+    moves = [*kv.sharing.take_back(request, tokens)]
     kv.grow(request, tokens)
-    moves += kv.take_slots(request, tokens)
+    moves += kv.sharing.take_slots(request, tokens)
     request.computed = request.planned = tokens
     kv.check()
     return moves
 
 
-def test_the_empty_slots_go_first_then_only_what_is_overwritten_leaves() -> None:
+def test_a_borrower_fills_empty_slots_first_and_only_overwritten_slots_are_saved() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 6, reverse=True), request_of(1, reverse=False)
-    assert kv.lend(owner, 1, borrower)
-    table = kv.slots(borrower)
-    assert table == kv.slots(owner)[1:]
-    assert (kv.lent_blocks, kv.footprint(borrower), kv.footprint(owner)) == (1, 0, 1)
+    assert kv.sharing.lend(owner, 1, borrower)
+    table = kv.blocks_of(borrower).table
+    assert table == kv.blocks_of(owner).table[1:]
+    assert (kv.sharing.lent_blocks, kv.footprint(borrower), kv.footprint(owner)) == (1, 0, 1)
     assert fill(kv, borrower, 2) == []  # the owner's last block has two empty slots
     assert kv.blocks_of(owner).room == 6
     (move,) = fill(kv, borrower, 3)
     assert (move.direction, move.request, move.source, move.spans) == (Direction.OUT, owner, table, (Span(2, 1),))
-    assert (kv.blocks_of(owner).room, kv.footprint_on_host(owner)) == (0, 1)
+    assert (kv.blocks_of(owner).room, kv.cpu_footprint(owner)) == (0, 1)
     (more,) = fill(kv, borrower, 4)
     assert (more.spans, more.target) == ((Span(3, 1),), move.target)
-    assert kv.tokens_there(owner) == 4
+    assert kv.sharing.tokens_there(owner) == 4
 
 
-def test_slots_come_back_in_place_once_the_borrower_has_left() -> None:
+def test_slots_are_restored_in_place_after_the_borrower_has_left() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
-    kv.lend(owner, 1, borrower)
+    kv.sharing.lend(owner, 1, borrower)
     (out,) = fill(kv, borrower, 3)
     kv.land(out)
     kv.release(borrower)
@@ -210,89 +214,89 @@ def test_slots_come_back_in_place_once_the_borrower_has_left() -> None:
     assert back.spans == (Span(0, 3),)
     kv.land(back)
     kv.check()
-    assert (kv.host_free, kv.blocks_of(owner).room, kv.lent_blocks) == (4, 8, 0)
+    assert (kv.cpu_free, kv.blocks_of(owner).room, kv.sharing.lent_blocks) == (4, 8, 0)
 
 
-def test_or_in_another_block_with_what_was_left() -> None:
+def test_slots_are_restored_in_another_block_while_the_borrower_remains() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
-    kv.lend(owner, 1, borrower)
+    kv.sharing.lend(owner, 1, borrower)
     (out,) = fill(kv, borrower, 3)
     kv.land(out)
-    (shared,) = kv.slots(borrower)
+    (shared,) = kv.blocks_of(borrower).table
     assert kv.shortfall(owner, 8) == 0
-    assert kv.extra(owner, 8) == 1
+    assert kv._shared.extra(kv.blocks_of(owner), 8) == 1
     within, back = kv.restore(owner, 8)
     assert within[:4:2] == (Direction.WITHIN, (shared,))
     assert (within.spans, back.spans, back.target) == ((Span(3, 1),), (Span(0, 3),), within.target)
-    assert kv.slots(owner)[1] == within.target[0] != shared
+    assert kv.blocks_of(owner).table[1] == within.target[0] != shared
     for move in (within, back):
         kv.land(move)
     kv.check()
-    assert (kv.footprint(owner), kv.footprint(borrower), kv.lent_blocks) == (2, 1, 0)
+    assert (kv.footprint(owner), kv.footprint(borrower), kv.sharing.lent_blocks) == (2, 1, 0)
 
 
-def test_both_run_in_one_block_until_it_is_full() -> None:
+def test_owner_and_borrower_run_in_one_block_until_it_is_full() -> None:
     kv = KVLedger(2, 4, 8)
     owner, borrower = filled(kv, 0, 2, reverse=True), request_of(1, reverse=False)
-    kv.lend(owner, 0, borrower)
+    kv.sharing.lend(owner, 0, borrower)
     assert [*fill(kv, borrower, 3), *fill(kv, owner, 4), *fill(kv, borrower, 4)] == []
-    assert kv.slots(owner) == kv.slots(borrower)
+    assert kv.blocks_of(owner).table == kv.blocks_of(borrower).table
     (within,) = fill(kv, owner, 5)  # the owner moves, as it matters less
     assert (within.direction, within.spans) == (Direction.WITHIN, (Span(4, 4),))
     assert fill(kv, borrower, 8) == []
 
 
-def test_what_is_shared_by_its_key_is_not_lent_and_what_is_lent_has_no_key() -> None:
+def test_blocks_of_the_prefix_cache_are_not_lent_and_lent_blocks_have_no_key() -> None:
     kv = KVLedger(6, 4, SIZE)
     owner, other, borrower = (request_of(number, reverse=number < 2) for number in range(3))
     for one in (owner, other):
         one.prefix = ContentPrefix(SIZE)
     kv.grow(owner, 8)
     owner.computed = owner.planned = 8
-    kv.offer(owner)
+    kv.cache.offer(owner)
     assert kv.adopt(other).tokens == 8
-    assert not kv.lend(owner, 0, borrower)
+    assert not kv.sharing.lend(owner, 0, borrower)
     kv.release(other)
-    assert kv.lend(owner, 1, borrower)
+    assert kv.sharing.lend(owner, 1, borrower)
     assert kv.hit(other).tokens == 4
-    kv.offer(owner)  # not while another request fills the block
+    kv.cache.offer(owner)  # not while another request fills the block
     assert kv.hit(other).tokens == 4
     kv.release(borrower)
-    kv.offer(owner)
+    kv.cache.offer(owner)
     assert kv.hit(other).tokens == 8
 
 
-def test_nothing_is_lent_without_a_host_block_for_each() -> None:
+def test_lending_needs_a_cpu_tier_block_for_each_block() -> None:
     kv = KVLedger(4, 1, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
-    assert not kv.lend(owner, 0, borrower)
-    assert kv.lend(owner, 1, borrower)
-    assert not KVLedger(4, 0, SIZE).has_two_ends
-    assert not KVLedger(4, 1, SIZE, is_exact=False).has_two_ends
+    assert not kv.sharing.lend(owner, 0, borrower)
+    assert kv.sharing.lend(owner, 1, borrower)
+    assert KVLedger(4, 0, SIZE).sharing is None
+    assert KVLedger(4, 1, SIZE, is_exact=False).sharing is None
 
 
 def lose_a_slot(kv: KVLedger) -> None:
-    next(iter(kv._ends.values())).split = SIZE
+    next(iter(kv._shared.of.values())).split = SIZE
 
 
 def forget_a_borrower(kv: KVLedger) -> None:
-    next(iter(kv._ends.values())).borrower.borrows.clear()
+    next(iter(kv._shared.of.values())).borrower.sharing.borrows.clear()
 
 
 def miscount(kv: KVLedger) -> None:
-    next(iter(kv._ends.values())).owner.overwritten += 1
+    next(iter(kv._shared.of.values())).owner.sharing.overwritten += 1
 
 
 def lose_a_copy(kv: KVLedger) -> None:
-    next(iter(kv._ends.values())).copy = None
+    next(iter(kv._shared.of.values())).copy = None
 
 
 @pytest.mark.parametrize("corrupt", [lose_a_slot, forget_a_borrower, miscount, lose_a_copy])
-def test_the_proof_finds_what_is_broken(corrupt: Callable[[KVLedger], None]) -> None:
+def test_check_finds_corrupted_shared_blocks(corrupt: Callable[[KVLedger], None]) -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 7, reverse=True), request_of(1, reverse=False)
-    kv.lend(owner, 1, borrower)
+    kv.sharing.lend(owner, 1, borrower)
     kv.check()
     corrupt(kv)
     with pytest.raises(LedgerError):

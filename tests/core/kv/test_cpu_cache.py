@@ -57,7 +57,7 @@ def computed(kv: KVLedger, number: int, of: int) -> Request:
     request = asking(number, text(of))
     kv.grow(request, 28)
     request.computed = request.planned = 28
-    kv.offer(request)
+    kv.cache.offer(request)
     return request
 
 
@@ -127,7 +127,7 @@ def test_what_was_swapped_is_found_after_its_request_has_ended() -> None:
     kv.release(first)
     kv.grow(make(1, 4), DEVICE * BLOCK)  # nothing is left of it on the device
     assert kv.hit(asking(2, text(1)))[::3] == (28, 7)
-    assert (kv.host_free, kv.cached_host_blocks) == (8, 7)
+    assert (kv.cpu_free, kv.cache.cached_cpu_blocks) == (8, 7)
     kv.check()
 
 
@@ -144,7 +144,7 @@ def test_a_copy_whose_block_is_handed_out_meanwhile_is_worth_nothing() -> None:
     kv.grow(make(2, 4), 5 * BLOCK)  # the four that are empty, and the last one of its blocks
     kv.land(move)
     kv.check()
-    assert (kv.cached_blocks, kv.cached_host_blocks) == (6, 1)
+    assert (kv.cache.cached_blocks, kv.cache.cached_cpu_blocks) == (6, 1)
     assert kv.hit(asking(3, text(1))) == (24, 0, None, 0)
 
 
@@ -170,8 +170,8 @@ def test_requests_get_host_blocks_before_the_cache() -> None:
         assert kv.hit(asking(5, text(number))).away == 0  # the request holds them
         if number == 0:
             kv.release(request)
-            assert kv.cached_host_blocks == 7
-    assert (kv.host_free, kv.cached_host_blocks) == (0, 0)
+            assert kv.cache.cached_cpu_blocks == 7
+    assert (kv.cpu_free, kv.cache.cached_cpu_blocks) == (0, 0)
     kv.check()
 
 
@@ -182,5 +182,5 @@ def test_a_move_that_is_not_made_after_all_leaves_nothing_on_the_host() -> None:
     assert move is not None
     kv.recall(move)
     kv.drop(request)
-    assert (kv.host_free, kv.cached_host_blocks) == (40, 0)
+    assert (kv.cpu_free, kv.cache.cached_cpu_blocks) == (40, 0)
     kv.check()

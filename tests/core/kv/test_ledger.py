@@ -11,10 +11,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from skipjoin.core.kv.ledger import KVLedger, LedgerError
 from skipjoin.core.kv.prefixes import NamedPrefix
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move
 from support.load import make
+from support.watch import nested_in
 
 DEVICE, HOST, BLOCK = 12, 8, 4
 ACCOUNT = Account("prompts")
@@ -31,7 +32,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.kv = KVLedger(DEVICE, HOST, BLOCK)
-        self.kv.reserve(ACCOUNT, 2)
+        self.kv.reservations.fund(ACCOUNT, 2)
         self.transit: dict[Request, tuple[Move, bool]] = {}
         self.copied: Move | None = None
         self.content: dict[tuple[str, int], Hashable] = {}
@@ -40,7 +41,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def on_device(self, request: Request) -> bool:
         held = self.kv.blocks_of(request)
-        return held is None or (not held.host and request not in self.transit)
+        return held is None or (not held.cpu and request not in self.transit)
 
     @rule(target=requests, common=st.sampled_from([0, 2, DEVICE]), tokens=st.integers(0, 4 * BLOCK))
     def new(self, common: int, tokens: int) -> Request:
@@ -50,7 +51,7 @@ class LedgerMachine(RuleBasedStateMachine):
         names = [place if place < common else 100 * self.count + place for place in range(DEVICE)]
         request = make(self.count, 1000, prefix=NamedPrefix(names, BLOCK, BLOCK))
         self.names[request] = names
-        self.kv.await_prefix(request)
+        self.kv.cache.await_prefix(request)
         self.adopt(request)
         if tokens and self.kv.shortfall(request, tokens) == 0:
             self.kv.grow(request, tokens)
@@ -67,13 +68,13 @@ class LedgerMachine(RuleBasedStateMachine):
         if kv.blocks_of(request) is not None:
             return
         tokens, held, _, away = kv.hit(request)
-        available, free, host_free = kv.available, kv.device_free, kv.host_free
+        available, free, host_free = kv.available, kv.device_free, kv.cpu_free
         taken = tokens // BLOCK - held - away
         if taken > available:
             return
         assert kv.adopt(request).tokens == tokens < request.known
         request.computed = request.planned = tokens
-        assert (kv.available, kv.device_free, kv.host_free) == (available - taken, free - taken, host_free - away)
+        assert (kv.available, kv.device_free, kv.cpu_free) == (available - taken, free - taken, host_free - away)
         assert (kv.blocks_of(request) is None) == (tokens == 0)
 
     @rule(
@@ -82,47 +83,47 @@ class LedgerMachine(RuleBasedStateMachine):
         tokens=st.none() | st.integers(0, DEVICE * BLOCK),
         lender=st.none() | st.just(ACCOUNT) | requests,
     )
-    def claim(self, request: Request, blocks: int, tokens: int | None, lender: Lender) -> None:
+    def claim(self, request: Request, blocks: int, tokens: int | None, lender: Owner) -> None:
         kv = self.kv
         if not self.on_device(request):
             return
         if not (lender in (None, ACCOUNT) or (isinstance(lender, Request) and kv.blocks_of(lender))):
-            with pytest.raises(LedgerError, match="and claims none"):
-                kv.claim(request, blocks, lender=lender)
+            with pytest.raises(LedgerError, match="and has no reservation"):
+                kv.reserve(request, blocks, parent=lender)
         elif request in self.lenders(lender):
             with pytest.raises(LedgerError, match="lends itself"):
-                kv.claim(request, blocks, lender=lender)
-        elif kv.shortfall_of_claim(request, blocks, lender) <= 0:
+                kv.reserve(request, blocks, parent=lender)
+        elif kv.shortfall_of_reservation(request, blocks, lender) <= 0:
             available = kv.available
-            kv.claim(request, blocks, tokens=tokens, lender=lender)
+            kv.reserve(request, blocks, tokens=tokens, parent=lender)
             assert kv.available >= min(0, available)
-            assert kv.lender_of(request) == lender
-            assert lender is None or request in kv.guests(lender)
+            assert kv.reservations.parent_of(request) == lender
+            assert lender is None or request in nested_in(kv, lender)
             held = kv.blocks_of(request)
             assert held is not None
             assert held.room == min(len(held.device) * BLOCK, request.claimed)
 
-    def lenders(self, lender: Lender) -> set[Request]:
+    def lenders(self, lender: Owner) -> set[Request]:
         """The lender, where it is a request, and all that lend it its own claim."""
         found: set[Request] = set()
-        one: Lender = lender
+        one: Owner = lender
         while isinstance(one, Request):
             found.add(one)
-            one = self.kv.lender_of(one)
+            one = self.kv.reservations.parent_of(one)
         return found
 
     @rule(blocks=st.integers(0, DEVICE))
     def reserve(self, blocks: int) -> None:
         available = self.kv.available
-        self.kv.reserve(ACCOUNT, blocks)
+        self.kv.reservations.fund(ACCOUNT, blocks)
         assert self.kv.available >= min(0, available)
         if blocks <= available:
-            assert self.kv.unused(ACCOUNT) <= blocks
+            assert self.kv.reservations.unused(ACCOUNT) <= blocks
 
     @rule(share=st.floats(0, 1))
     def draw(self, share: float) -> None:
-        blocks, available = int(share * self.kv.unused(ACCOUNT)), self.kv.available
-        self.kv.draw(ACCOUNT, blocks)
+        blocks, available = int(share * self.kv.reservations.unused(ACCOUNT)), self.kv.available
+        self.kv.reservations.draw(ACCOUNT, blocks)
         assert self.kv.available == available + blocks
 
     @rule(request=requests, tokens=st.integers(1, DEVICE * BLOCK))
@@ -136,7 +137,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.kv.shortfall(request, tokens) == 0:
             held = self.kv.grow(request, tokens)
             assert len(held.device) * BLOCK >= tokens
-            assert self.kv.slots(request) == tuple(held.device)
+            assert self.kv.blocks_of(request).table == tuple(held.device)
             # Who keeps to the shortfall takes nothing that others were promised.
             assert self.kv.available >= min(0, available)
         elif self.kv.blocks_for(tokens) > DEVICE:
@@ -155,7 +156,7 @@ class LedgerMachine(RuleBasedStateMachine):
                     assert held.device[place] not in others, "a block is written that another request reads"
                     self.content["device", held.device[place]] = self.content_of(request, place)
             if offers:
-                self.kv.offer(request)
+                self.kv.cache.offer(request)
                 assert held.keyed == request.computed // BLOCK
 
     @rule(request=consumes(requests))
@@ -165,7 +166,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.kv.release(request)
             self.land(request)
         request.finish_reason = FinishReason.ABORT
-        self.kv.forget_prefix(request)
+        self.kv.cache.forget_prefix(request)
         self.kv.release(request)
         assert self.kv.blocks_of(request) is None
         assert self.kv.footprint(request) == 0
@@ -206,8 +207,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if held is None or request in self.transit:
             return
         footprint, filled, before = kv.footprint(request), kv.filled(request), self.places(request)
-        lender = kv.lender_of(request)
-        headroom = kv.headroom(lender)
+        lender = kv.reservations.parent_of(request)
+        headroom = kv.reservations.headroom(lender)
         keep = kv.filled_after(request, given_up)
         if keep == filled:
             kv.trim(request)
@@ -226,7 +227,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def places(self, request: Request) -> tuple[list[int], list[int]]:
         """The request's blocks on the device and on the host."""
         held = self.kv.blocks_of(request)
-        return ([], []) if held is None else (list(held.device), list(held.host))
+        return ([], []) if held is None else (list(held.device), list(held.cpu))
 
     def copy(self, move: Move) -> None:
         tiers = ("device", "host") if move.direction is Direction.OUT else ("host", "device")
@@ -241,11 +242,11 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="cannot be moved in"):
                 self.kv.move_in(request)
             return
-        host_free = self.kv.host_free
+        host_free = self.kv.cpu_free
         move = self.kv.move_in(request)
         assert self.kv.available >= 0, "the move took blocks that others were promised"
-        assert self.kv.host_free == host_free, "the host blocks must stay fenced"
-        table = self.kv.slots(request)
+        assert self.kv.cpu_free == host_free, "the host blocks must stay fenced"
+        table = self.kv.blocks_of(request).table
         assert table[-len(move.target) :] == move.target
         assert (len(table) - len(move.target)) * BLOCK + move.tokens == request.computed
         self.transit[request] = (move, True)
@@ -255,12 +256,12 @@ class LedgerMachine(RuleBasedStateMachine):
         if request not in self.transit:
             return
         move, blocking = self.transit.pop(request)
-        assert not self.kv.is_settled(request)
+        assert not self.kv.blocks_of(request).is_settled
         if not (blocking and move.direction is Direction.OUT):
             self.copy(move)
         device, host = self.places(request)
         self.kv.land(move)
-        assert self.kv.is_settled(request)
+        assert self.kv.blocks_of(request).is_settled
         if move.direction is Direction.OUT:
             assert self.places(request) == (device if blocking else device[: -len(move.source)], host)
         else:
@@ -276,7 +277,7 @@ class LedgerMachine(RuleBasedStateMachine):
         device, host = self.places(request)
         keep = self.kv.fail(move)
         assert (keep is None) == (move.direction is Direction.OUT and not blocking)
-        assert self.kv.is_settled(request)
+        assert self.kv.blocks_of(request).is_settled
         with pytest.raises(LedgerError, match="not in transit"):
             self.kv.fail(move)
         if keep is None:
@@ -317,9 +318,9 @@ class LedgerMachine(RuleBasedStateMachine):
         held = [kv.blocks_of(request) for request in kv.holders()]
         assert kv.device_free + len({block for one in held if one for block in one.device}) == DEVICE
         copied = len(self.copied.target) if self.copied else 0
-        assert kv.host_free + sum(len(one.host) for one in held if one) + copied == HOST
-        top = sum(self.size(one) for one in kv.holders() if kv.lender_of(one) is None)
-        account = max(kv._accounts[ACCOUNT].promised, sum(map(self.size, kv.guests(ACCOUNT))))
+        assert kv.cpu_free + sum(len(one.cpu) for one in held if one) + copied == HOST
+        top = sum(self.size(one) for one in kv.holders() if kv.reservations.parent_of(one) is None)
+        account = max(kv.reservations.find(ACCOUNT).promised, sum(map(self.size, nested_in(kv, ACCOUNT))))
         assert kv.available == DEVICE - top - account
 
     @invariant()
@@ -333,7 +334,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert [self.content[place] for place in filled] == [
                 self.content_of(request, n) for n in range(len(filled))
             ]
-        for tier, pool in (("device", self.kv._device), ("host", self.kv._host)):
+        for tier, pool in (("device", self.kv._device), ("host", self.kv._cpu)):
             for name, block in pool._blocks.items():
                 if tier == "device" or pool.find_free(name) is not None:
                     assert self.content[tier, block] == int.from_bytes(name[:8], "big", signed=True)
@@ -341,8 +342,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def size(self, request: Request) -> int:
         held = self.kv.blocks_of(request)
         assert held is not None
-        lent = sum(map(self.size, self.kv.guests(request)))
-        return max(held.promised, len(held.device) + lent) - held.adopted
+        lent = sum(map(self.size, nested_in(self.kv, request)))
+        return max(held.reservation.promised, len(held.device) + lent) - held.reservation.adopted
 
     def teardown(self) -> None:
         self.end_copy(fails=False)
@@ -350,13 +351,13 @@ class LedgerMachine(RuleBasedStateMachine):
             self.land(request)
         for request in list(self.names):
             request.finish_reason = FinishReason.ABORT
-            self.kv.forget_prefix(request)
+            self.kv.cache.forget_prefix(request)
             self.kv.release(request)
         self.kv.check()
         assert not self.kv._device._waiting
-        assert not self.kv._host._waiting
-        self.kv.reserve(ACCOUNT, 0)
-        assert (self.kv.device_free, self.kv.host_free, self.kv.available) == (DEVICE, HOST, DEVICE)
+        assert not self.kv._cpu._waiting
+        self.kv.reservations.fund(ACCOUNT, 0)
+        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, HOST, DEVICE)
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -376,7 +377,7 @@ def leak(kv: KVLedger) -> None:
 
 
 def leak_host(kv: KVLedger) -> None:
-    kv._host._empty.pop()
+    kv._cpu._empty.pop()
 
 
 def double(kv: KVLedger) -> None:
@@ -395,25 +396,25 @@ def swap_for_a_foreign_block(kv: KVLedger) -> None:
 
 
 def stale_table(kv: KVLedger) -> None:
-    held = kv.blocks_of(next(kv.holders()))
+    held = kv.blocks_of(next(iter(kv.holders())))
     assert held is not None
     held.table = held.table[::-1]
 
 
 def stale_room(kv: KVLedger) -> None:
-    held = kv.blocks_of(next(kv.holders()))
+    held = kv.blocks_of(next(iter(kv.holders())))
     assert held is not None
     held.room += BLOCK
 
 
 def lose_a_claim(kv: KVLedger) -> None:
-    kv._root.lent -= 1
+    kv.reservations.root.lent -= 1
 
 
 def claim_too_little(kv: KVLedger) -> None:
-    held = kv.blocks_of(next(kv.holders()))
+    held = kv.blocks_of(next(iter(kv.holders())))
     assert held is not None
-    held.size -= 1
+    held.reservation.size -= 1
 
 
 def lose_a_lender(kv: KVLedger) -> None:
@@ -424,13 +425,14 @@ def claim_in_a_circle(kv: KVLedger) -> None:
     one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
     assert one is not None
     assert other is not None
+    one, other = one.reservation, other.reservation
     one._part()
     other._part()
-    one.lender, other.lender = other, one
+    one.parent, other.parent = other, one
 
 
 def compute_beyond_the_blocks(kv: KVLedger) -> None:
-    next(kv.holders()).computed = 100
+    next(iter(kv.holders())).computed = 100
 
 
 def lose_count_of_transit(kv: KVLedger) -> None:
@@ -438,22 +440,22 @@ def lose_count_of_transit(kv: KVLedger) -> None:
 
 
 def hold_too_much_on_the_host(kv: KVLedger) -> None:
-    held = kv.blocks_of(next(kv.holders()))
+    held = kv.blocks_of(next(iter(kv.holders())))
     assert held is not None
-    held.host += kv._host.take(1)
+    held.cpu += kv._cpu.take(1)
 
 
 def hold_without_a_word(kv: KVLedger) -> None:
     one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
     assert one is not None
     assert other is not None
-    kv._holders[one.device[0]] = [one, other]
+    kv._holders.of[one.device[0]] = [one, other]
 
 
 def lose_count_of_what_is_shared(kv: KVLedger) -> None:
-    held = kv.blocks_of(next(kv.holders()))
+    held = kv.blocks_of(next(iter(kv.holders())))
     assert held is not None
-    held.shared += 1
+    held.reservation.shared += 1
 
 
 def lead_a_key_astray(kv: KVLedger) -> None:
@@ -496,7 +498,7 @@ def cache_without_a_key(kv: KVLedger) -> None:
 def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     blocks_of(kv, 0, 9)
-    kv.claim(blocks_of(kv, 1, 5), 4)
+    kv.reserve(blocks_of(kv, 1, 5), 4)
     kv.check()
     corrupt(kv)
     with pytest.raises(LedgerError):
@@ -510,7 +512,7 @@ def test_expected_kv_is_fenced_until_it_is_there() -> None:
     kv.expect(request)
     kv.check()
     assert kv.device_free == DEVICE - 3
-    assert (kv.is_settled(request), kv.is_moving, kv.can_move_out(request)) == (False, False, False)
+    assert (kv.blocks_of(request).is_settled, kv.is_moving, kv.can_move_out(request)) == (False, False, False)
     for wrong in (kv.release, kv.expect):
         with pytest.raises(LedgerError, match="in transit"):
             wrong(request)
@@ -525,15 +527,15 @@ def test_expected_kv_is_fenced_until_it_is_there() -> None:
 def test_blocks_are_handed_out_lowest_first_and_again_in_the_same_order() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     first = blocks_of(kv, 0, 12)
-    assert kv.slots(first) == (0, 1, 2)
+    assert kv.blocks_of(first).table == (0, 1, 2)
     kv.release(first)
-    assert kv.slots(blocks_of(kv, 1, 12)) == (0, 1, 2)
+    assert kv.blocks_of(blocks_of(kv, 1, 12)).table == (0, 1, 2)
 
 
 def test_a_promise_is_not_a_block() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     owner, other = make(0), make(1)
-    kv.claim(owner, 10)
+    kv.reserve(owner, 10)
     assert (kv.device_free, kv.available) == (12, 2)
     assert kv.shortfall(owner, 40) == 0
     assert kv.shortfall(other, 12) == 1
@@ -564,13 +566,13 @@ def on_host(kv: KVLedger, number: int, tokens: int) -> Request:
 def test_a_failed_move_out_beside_a_step_leaves_the_kv_where_it_was() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     request = blocks_of(kv, 0, 8)
-    table = kv.slots(request)
+    table = kv.blocks_of(request).table
     move = kv.move_out(request, blocking=False)
-    assert (kv.device_free, kv.host_free) == (10, 6)
+    assert (kv.device_free, kv.cpu_free) == (10, 6)
     assert (kv.blocks_in_transit[Direction.OUT], kv.blocks_in_transit[Direction.IN]) == (2, 0)
     assert kv.fail(move) is None
-    assert (kv.device_free, kv.host_free, kv.is_moving) == (10, 8, False)
-    assert kv.slots(request) == table
+    assert (kv.device_free, kv.cpu_free, kv.is_moving) == (10, 8, False)
+    assert kv.blocks_of(request).table == table
     assert kv.grow(request, 9).room == 12
     kv.check()
 
@@ -581,7 +583,7 @@ def test_a_failed_move_out_before_a_step_has_lost_the_kv() -> None:
     request = blocks_of(kv, 0, 8)
     move = kv.move_out(request, blocking=True)
     assert kv.fail(move) == 0
-    assert (kv.device_free, kv.host_free, kv.is_moving) == (12, 8, False)
+    assert (kv.device_free, kv.cpu_free, kv.is_moving) == (12, 8, False)
     kv.release(request)
     request.computed = 0
     kv.check()
@@ -596,11 +598,11 @@ def test_a_failed_move_in_has_lost_the_kv(grows: bool) -> None:
     assert (kv.blocks_in_transit[Direction.OUT], kv.blocks_in_transit[Direction.IN]) == (0, 2)
     if grows:
         kv.grow(request, 9)
-    assert (kv.device_free, kv.host_free) == (9 if grows else 10, 6)
+    assert (kv.device_free, kv.cpu_free) == (9 if grows else 10, 6)
     assert kv.fail(move) == 0
-    assert (kv.host_free, kv.is_moving) == (8, False)
+    assert (kv.cpu_free, kv.is_moving) == (8, False)
     kv.release(request)
-    assert (kv.device_free, kv.host_free) == (12, 8)
+    assert (kv.device_free, kv.cpu_free) == (12, 8)
     request.computed = 0
     kv.check()
 
@@ -616,7 +618,7 @@ def test_a_move_ends_once_however_it_ends() -> None:
 def test_a_move_out_takes_computed_blocks_only_and_ends_the_promise() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     request = make(0, 40)
-    kv.claim(request, 10)
+    kv.reserve(request, 10)
     kv.grow(request, 24)
     request.computed = request.planned = 5
     move = kv.move_out(request, blocking=False)
@@ -627,7 +629,7 @@ def test_a_move_in_does_not_take_what_others_were_promised() -> None:
     kv = KVLedger(DEVICE, HOST, BLOCK)
     request = blocks_of(kv, 0, 16)
     kv.land(kv.move_out(request, blocking=True))
-    kv.claim(make(1), 9)
+    kv.reserve(make(1), 9)
     assert kv.device_free == 12
     assert not kv.can_move_in(request)
 
@@ -657,16 +659,16 @@ def test_blocks_that_no_account_knows_are_freed_and_no_others() -> None:
     first, second = (make(number, 30, prefix=NamedPrefix(range(8), BLOCK, BLOCK)) for number in (1, 2))
     kv.grow(first, 3 * BLOCK)
     first.known, first.computed = 30, 3 * BLOCK
-    kv.offer(first)
-    device, host = kv._device.take(2), kv._host.take(3)
+    kv.cache.offer(first)
+    device, host = kv._device.take(2), kv._cpu.take(3)
     assert kv._device.name(device[0], b"lost")
     assert kv.adopt(second).tokens == 3 * BLOCK
-    assert kv.astray == (2, 3)
+    assert kv.leaked == (2, 3)
     with pytest.raises(LedgerError, match="leaked or doubled"):
         kv.check()
-    assert kv.recover() == 5
+    assert kv.reclaim() == 5
     kv.check()
-    assert kv.astray == (0, 0)
+    assert kv.leaked == (0, 0)
     assert kv._device.find(b"lost") is None
-    assert (kv.device_free, kv.host_free, kv.shared_blocks) == (DEVICE - 3, HOST, 3)
+    assert (kv.device_free, kv.cpu_free, kv.cache.shared_blocks) == (DEVICE - 3, HOST, 3)
     assert (device, host) == ([3, 4], [0, 1, 2])

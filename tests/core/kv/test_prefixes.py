@@ -14,7 +14,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import ContentPrefix, NamedPrefix
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.candidates import MOST_BEHIND_S
+from skipjoin.core.scheduling.candidates import MAX_BEHIND_S
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.policies.admission import OnDemand
@@ -28,10 +28,10 @@ BLOCK = 4
 TEXT = range(100, 200)
 
 
-def stepper(blocks: int = 100, *, most_tokens: int = 64, depth: int = 1) -> Stepper:
-    """Requests run by id; chunks of most_tokens."""
+def stepper(blocks: int = 100, *, max_tokens: int = 64, depth: int = 1) -> Stepper:
+    """Requests run by id; chunks of max_tokens."""
     policies = Policies(
-        Ranks(dict.fromkeys(range(100), 0)), Greedy(8, most_tokens, chunked=True), OnDemand(0.0), Recompute()
+        Ranks(dict.fromkeys(range(100), 0)), Greedy(8, max_tokens, chunked=True), OnDemand(0.0), Recompute()
     )
     return Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK), depth=depth, overlap=depth > 1)))
 
@@ -83,7 +83,7 @@ def test_another_salt_or_first_token_finds_nothing(other: dict[str, Any]) -> Non
 
 
 def test_requests_that_come_together_compute_their_prompt_once() -> None:
-    steps = stepper(most_tokens=16)
+    steps = stepper(max_tokens=16)
     steps.add(*(asking(number, TEXT[:41]) for number in range(8)))
     steps.step()
     assert steps.core.requests[1].wait is not None
@@ -93,7 +93,7 @@ def test_requests_that_come_together_compute_their_prompt_once() -> None:
 
 
 def test_who_follows_goes_on_when_the_first_one_is_aborted() -> None:
-    steps = stepper(most_tokens=16)
+    steps = stepper(max_tokens=16)
     steps.add(*(asking(number, TEXT[:41]) for number in range(3)))
     steps.step()
     steps.core.abort(0, steps.now, FinishReason.ABORT)
@@ -102,7 +102,7 @@ def test_who_follows_goes_on_when_the_first_one_is_aborted() -> None:
 
 
 def test_none_waits_for_less_important_requests_or_for_long() -> None:
-    steps = stepper(most_tokens=4)
+    steps = stepper(max_tokens=4)
     steps.add(asking(0, TEXT, best_effort=True))
     steps.step()
     steps.add(asking(1, TEXT), asking(2, TEXT, best_effort=True))
@@ -111,7 +111,7 @@ def test_none_waits_for_less_important_requests_or_for_long() -> None:
     assert computed(steps, 1) == 4
     assert computed(steps, 2) == 0
     steps.core.abort(1, steps.now)
-    steps.now += MOST_BEHIND_S
+    steps.now += MAX_BEHIND_S
     steps.core.scheduler.policies.ordering.numbers |= {2: -3}
     steps.step()
     assert computed(steps, 2) == 4
@@ -130,7 +130,7 @@ def test_a_step_that_was_given_up_offers_nothing() -> None:
 
 def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> None:
     """The KV of a later chunk rests on KV that was never computed."""
-    steps = stepper(most_tokens=4, depth=2)
+    steps = stepper(max_tokens=4, depth=2)
     steps.add(asking(0, TEXT[:20]))
     steps.start()
     steps.start()
@@ -145,7 +145,7 @@ def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> N
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_aborted_request_registers_the_keys_of_committed_slices_only(depth: int) -> None:
-    steps = stepper(most_tokens=4, depth=depth)
+    steps = stepper(max_tokens=4, depth=depth)
     steps.add(asking(0, TEXT[:20]))
     steps.step()
     for _ in range(depth):
@@ -165,11 +165,11 @@ def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
         request.finish_reason = None
         kv.grow(request, 12)
         request.computed = request.planned = 12
-        kv.offer(request)
+        kv.cache.offer(request)
         request.finish_reason = FinishReason.STOP
         kv.release(request)
     again, filler = asking(2, range(100, 113)), make(3, 12)
-    kv.await_prefix(again)
+    kv.cache.await_prefix(again)
     kv.grow(filler, 12)
     assert kv.hit(again).tokens == 12
     assert kv.hit(asking(4, range(200, 213))).tokens == 0
@@ -178,7 +178,7 @@ def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
 
 def test_a_long_prefix_costs_nothing_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither looked up nor held and released again at each step."""
-    steps = stepper(1000, most_tokens=5000)
+    steps = stepper(1000, max_tokens=5000)
     steps.add(asking(0, range(3600)))
     steps.drain()
     steps.add(make(1, 360, 30))
@@ -210,24 +210,24 @@ def test_a_long_prefix_costs_nothing_while_its_request_waits(monkeypatch: pytest
 
 def test_keys_are_the_same_by_parts_at_once_and_in_a_copy() -> None:
     one, two = asking(0, TEXT), asking(1, TEXT)
-    begun = list(one.prefix.keys(one, 30))
+    begun = list(one.keys(30))
     copy = one.prefix.copy()
-    assert list(one.prefix.keys(one, 100)) == list(two.prefix.keys(two, 100))
+    assert list(one.keys(100)) == list(two.keys(100))
     other = asking(2, [*TEXT[:30], *range(50)])
-    assert [list(copy.keys(other, 80))[index] in begun for index in range(8)] == [True] * 7 + [False]
+    assert [list(copy.keys(other.tokens, 80))[index] in begun for index in range(8)] == [True] * 7 + [False]
 
 
 def test_keys_of_reversed_blocks_do_not_depend_on_earlier_questions() -> None:
     requests = [asking(number, TEXT[:4], reverse=True) for number in range(2)]
-    requests[0].prefix.keys(requests[0], 3)
-    first, second = (list(request.prefix.keys(request, 4)) for request in requests)
-    assert first == second != list(asking(2, TEXT[:4]).prefix.keys(asking(2, TEXT[:4]), 4))
+    requests[0].keys(3)
+    first, second = (list(request.keys(4)) for request in requests)
+    assert first == second != list(asking(2, TEXT[:4]).keys(4))
 
 
 def test_names_of_a_trace_cover_whole_blocks() -> None:
-    keys = NamedPrefix([7, 8], 8, BLOCK).keys(make(0), 16)
+    keys = NamedPrefix([7, 8], 8, BLOCK).keys(make(0).tokens, 16)
     assert len(set(keys)) == 4
-    assert keys[:2] == NamedPrefix([7, 9], 8, BLOCK).keys(make(0), 16)[:2]
+    assert keys[:2] == NamedPrefix([7, 9], 8, BLOCK).keys(make(0).tokens, 16)[:2]
     with pytest.raises(ValueError, match="whole blocks of 4"):
         NamedPrefix([7], 6, BLOCK)
 

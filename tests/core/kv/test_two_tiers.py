@@ -60,7 +60,7 @@ class Scene:
         assert [move.request for move in plan.overlapped] == [request]
         held = self.kv.blocks_of(request)
         assert held is not None
-        assert held.host
+        assert held.cpu
         assert not held.device
 
     def story(self, request: Request) -> list[Event]:
@@ -199,12 +199,12 @@ def test_a_failed_move_out_beside_a_step_leaves_the_request_where_it_was() -> No
     scene.add(0)
     request = scene.add(1)
     scene.ran()
-    table = scene.kv.slots(request)
+    table = scene.kv.blocks_of(request).table
     scene.eviction.out = [request]
     scene.stepper.fails = always
     assert scene.ran() == [0]
     scene.stepper.fails = lambda move: False
-    assert scene.kv.slots(request) == table
+    assert scene.kv.blocks_of(request).table == table
     (piece,) = [piece for piece in scene.stepper.step().slices if piece.request is request]
     assert (piece.start, piece.tokens) == (8, 1)
     kinds = [event.how if isinstance(event, Preempted) else type(event) for event in scene.story(request)]

@@ -9,7 +9,7 @@ import pytest
 
 from skipjoin.core.events import Admitted, Claimed, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.reservations import Account, Lender
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import EvictionPolicy, Grant, Policies, Wait
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.scheduling.scheduler import Scheduler
@@ -18,7 +18,7 @@ from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute, Vacate
 from support.load import make
 from support.policies import COST, Answer, OnCall, Ranks, Scripted, SwapAll
-from support.watch import Stepper, WatchedCore
+from support.watch import Stepper, WatchedCore, nested_in
 
 KEPT = Account("kept")
 DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
@@ -33,7 +33,7 @@ class Scene:
         *,
         blocks: int,
         host: int = 0,
-        seats: int = 8,
+        slots: int = 8,
         keeps: int = 0,
         eviction: EvictionPolicy | None = None,
         depth: int = 1,
@@ -43,7 +43,7 @@ class Scene:
         self.admission = Scripted(answers, {KEPT: keeps} if keeps else None)
         self.ordering = Ranks({number: number for number in range(300)})
         self.kv = KVLedger(blocks, host, 4)
-        policies = Policies(self.ordering, Greedy(seats, 10_000, chunked=True), self.admission, eviction or Recompute())
+        policies = Policies(self.ordering, Greedy(slots, 10_000, chunked=True), self.admission, eviction or Recompute())
         self.stepper = Stepper(WatchedCore(Scheduler(policies, self.kv, depth=depth, overlap=overlap)))
 
     def add(self, *requests: Request) -> None:
@@ -59,7 +59,7 @@ class Scene:
             tokens = self.stepper.tokens.get(request)
             assert tokens is None or tokens == list(range(tokens[0], tokens[0] + len(tokens)))
 
-    def claims(self, number: int) -> Iterator[tuple[Lender, int, int]]:
+    def claims(self, number: int) -> Iterator[tuple[Owner, int, int]]:
         """What the request was granted, in order: the lender, the blocks in all and those that an account gave up."""
         for event in self.stepper.events:
             if isinstance(event, Claimed) and event.request.id == number:
@@ -69,7 +69,7 @@ class Scene:
         return [(event.request.id, event.how) for event in self.stepper.events if isinstance(event, Preempted)]
 
 
-def granting(blocks: int, tokens: int | None = None, lender: Lender = None, *, draws: Account | None = None) -> Answer:
+def granting(blocks: int, tokens: int | None = None, lender: Owner = None, *, draws: Account | None = None) -> Answer:
     """So many blocks in all, which must be available at once."""
     return lambda *_: Grant(blocks, blocks, tokens=tokens, lender=lender, draws=draws)
 
@@ -103,9 +103,9 @@ def test_a_request_whose_claim_is_not_renewed_pauses_with_its_kv_and_goes_on_whe
     scene.add(paused, make(1, 8, 9))
     assert [scene.ran() for _ in range(2)] == [[0, 1]] * 2
     scene.admission.answers[0] = refusing(Wait.PASS)
-    table = scene.kv.slots(paused)
+    table = scene.kv.blocks_of(paused).table
     assert [scene.ran() for _ in range(3)] == [[1]] * 3
-    assert scene.kv.slots(paused) == table
+    assert scene.kv.blocks_of(paused).table == table
     assert paused.wait is not None
     assert paused.wait.reason is WaitReason.HELD_BY_ADMISSION
     scene.admission.answers[0] = granting(4, 14)
@@ -121,7 +121,7 @@ def test_a_request_whose_claim_is_not_renewed_pauses_with_its_kv_and_goes_on_whe
     ("how", "refused", "gets_in"), [(Wait.PASS, 63, True), (Wait.PASS, 64, False), (Wait.WAIT, 1, False)]
 )
 def test_a_refusal_lets_others_pass_until_there_were_64(how: Wait, refused: int, gets_in: bool) -> None:
-    scene = Scene({number: refusing(how) for number in range(1, 1 + refused)}, blocks=1000, seats=300)
+    scene = Scene({number: refusing(how) for number in range(1, 1 + refused)}, blocks=1000, slots=300)
     scene.add(make(0, 4, 4))
     assert scene.ran() == [0]
     scene.add(*(make(number, 4, 4) for number in range(1, 200)))
@@ -159,14 +159,18 @@ def lending(
     scene = Scene(answers, blocks=blocks, host=host, keeps=blocks if account else 0, eviction=eviction)
     scene.add(lends, guest)
     assert scene.ran() == [0, 1]
-    assert scene.kv.lender_of(guest) is lends
-    assert list(scene.kv.guests(lends)) == [guest]
+    assert scene.kv.reservations.parent_of(guest) is lends
+    assert nested_in(scene.kv, lends) == [guest]
     return scene, lends, guest
 
 
 def test_a_guest_takes_nothing_that_is_available() -> None:
     scene, host, guest = lending()
-    assert (scene.kv.available, scene.kv.unused(host), scene.kv.unused(guest)) == (2, 10 - 2 - 4, 4 - 2)
+    assert (scene.kv.available, scene.kv.reservations.unused(host), scene.kv.reservations.unused(guest)) == (
+        2,
+        10 - 2 - 4,
+        4 - 2,
+    )
     assert list(scene.claims(1)) == [(host, 4, 0)]
     scene.drain()
     assert scene.preempted() == []
@@ -196,12 +200,12 @@ def test_a_guest_goes_on_with_its_hosts_lender_when_the_host_leaves(
 ) -> None:
     leave, eviction = ways
     scene, host, guest = lending(account=account, host=20, eviction=eviction())
-    table = scene.kv.slots(guest)
+    table = scene.kv.blocks_of(guest).table
     leave(scene, host)
-    assert scene.kv.lender_of(guest) == (KEPT if account else None)
-    assert scene.kv.slots(guest)[:2] == table
-    assert list(scene.kv.guests(host)) == []
-    assert scene.kv.lender_of(host) is None
+    assert scene.kv.reservations.parent_of(guest) == (KEPT if account else None)
+    assert scene.kv.blocks_of(guest).table[:2] == table
+    assert nested_in(scene.kv, host) == []
+    assert scene.kv.reservations.parent_of(host) is None
     scene.ordering.numbers[0] = 400  # where the host comes back, it takes nothing from the guest
     scene.drain()
     assert guest.evictions == 0
@@ -212,11 +216,11 @@ def test_an_account_lends_what_it_keeps_and_has_it_again_afterwards() -> None:
     request = make(0, 8, 4)
     scene.add(request, make(1, 8, 16))
     assert scene.ran() == [0, 1]
-    assert (scene.kv.available, scene.kv.unused(KEPT)) == (0, 1)
-    assert list(scene.kv.guests(KEPT)) == [request]
+    assert (scene.kv.available, scene.kv.reservations.unused(KEPT)) == (0, 1)
+    assert nested_in(scene.kv, KEPT) == [request]
     while 0 in scene.stepper.core.requests:
         scene.ran()
-    assert (scene.kv.available, scene.kv.unused(KEPT)) == (0, 4)
+    assert (scene.kv.available, scene.kv.reservations.unused(KEPT)) == (0, 4)
     scene.drain()
 
 
@@ -231,7 +235,7 @@ def test_a_host_that_grows_vacates_its_guest_and_no_other_request() -> None:
     scene.admission.answers = dict.fromkeys((1, 2), refusing(Wait.PASS))
     while not guest.evictions:
         assert 0 in scene.ran()
-    assert len(scene.kv.slots(host)) == 10 - 4 + 1
+    assert len(scene.kv.blocks_of(host).table) == 10 - 4 + 1
     assert (host.evictions, other.evictions) == (0, 0)
     scene.admission.answers.clear()
     scene.drain()
@@ -243,7 +247,7 @@ def test_a_host_takes_what_is_available_before_it_vacates_a_guest() -> None:
     while not guest.evictions:
         scene.admission.answers[1] = granting(4, 16, host) if guest.known <= 16 else refusing(Wait.PASS)
         assert 0 in scene.ran()
-        held.append(len(scene.kv.slots(host)))
+        held.append(len(scene.kv.blocks_of(host).table))
     assert held[-2:] == [12 - 4, 12 - 4 + 1]
     scene.admission.answers.clear()
     scene.drain()
@@ -256,17 +260,19 @@ def test_what_is_not_available_is_drawn_from_an_account() -> None:
     scene = Scene({0: granting(4, 10)}, blocks=10, keeps=4, eviction=Vacate(COST))
     scene.add(make(0, 8, 12), make(1, 6, 2))
     assert scene.ran() == [0, 1]
-    assert (scene.kv.available, scene.kv.unused(KEPT)) == (10 - 4 - 4 - 2, 4)
+    assert (scene.kv.available, scene.kv.reservations.unused(KEPT)) == (10 - 4 - 4 - 2, 4)
     assert scene.ran() == [0, 1]
     scene.admission.answers[0] = granting(7, None, draws=KEPT)
     while len(list(scene.claims(0))) < 2:
         assert 0 in scene.ran()
     # The other one has ended: two of the three blocks were available.
     assert list(scene.claims(0)) == [(None, 4, 0), (None, 7, 1)]
-    assert (scene.kv.available, scene.kv.unused(KEPT)) == (0, 3)
+    assert (scene.kv.available, scene.kv.reservations.unused(KEPT)) == (0, 3)
     scene.add(make(2, 8, 3))
     scene.ran()
-    assert scene.kv.unused(KEPT) == 3, "an account gets as many as are available, and no request loses any for it"
+    assert scene.kv.reservations.unused(KEPT) == 3, (
+        "an account gets as many as are available, and no request loses any for it"
+    )
     scene.drain()
     assert all(how is Preemption.PAUSE for _, how in scene.preempted())
 
@@ -278,7 +284,7 @@ def test_an_account_that_has_too_little_gives_up_nothing() -> None:
     assert [scene.ran() for _ in range(3)] == [[1, 0]] * 3
     scene.admission.answers[0] = granting(8, None, draws=KEPT)
     assert scene.ran() == [1]
-    assert scene.kv.unused(KEPT) == 2
+    assert scene.kv.reservations.unused(KEPT) == 2
     scene.drain()
 
 
@@ -334,16 +340,16 @@ def test_a_claim_ends_when_the_kv_leaves_the_device_and_is_asked_for_again(limit
     scene.ran()
     eviction.out = [request]
     assert scene.ran() == [0]
-    assert scene.kv.footprint_on_host(request) == 2
+    assert scene.kv.cpu_footprint(request) == 2
     assert request.claimed == (UNLIMITED if limit is None else 0)
     assert scene.kv.available == 12 - 7
     if limit is not None:
         scene.admission.answers[1] = refusing(Wait.PASS)
         assert scene.ran() == [0]
-        assert scene.kv.footprint_on_host(request) == 2, "what is granted nothing does not come back"
+        assert scene.kv.cpu_footprint(request) == 2, "what is granted nothing does not come back"
         scene.admission.answers[1] = granting(5, limit)
     assert scene.ran() == [0, 1]
-    assert scene.kv.footprint_on_host(request) == 0
+    assert scene.kv.cpu_footprint(request) == 0
     assert len(list(scene.claims(1))) == 1 + (limit is not None)
     scene.drain()
     assert sum(isinstance(event, Admitted) and event.request is request for event in scene.stepper.events) == 1
@@ -360,7 +366,7 @@ def test_kv_comes_back_from_the_host_into_a_claim_that_is_lent() -> None:
     scene.admission.answers[1] = granting(5, 18, host)
     scene.add(make(2, 8, 4))
     assert scene.ran() == [0, 1, 2]
-    assert scene.kv.lender_of(guest) is host
+    assert scene.kv.reservations.parent_of(guest) is host
     assert scene.kv.available == 0
     scene.drain()
     assert (host.evictions, guest.evictions) == (0, 0)
@@ -373,7 +379,8 @@ def test_a_restart_ends_all_claims_and_all_are_asked_for_again() -> None:
     scene, host, guest = lending(account=True)
     scene.stepper.start()
     scene.stepper.restart()
-    assert (scene.kv.available, scene.kv.accounts, host.claimed, guest.claimed) == (12, (), UNLIMITED, UNLIMITED)
+    unused = scene.kv.reservations.unused(KEPT)
+    assert (scene.kv.available, unused, host.claimed, guest.claimed) == (12, 0, UNLIMITED, UNLIMITED)
     assert scene.ran() == [0, 1]
     assert [lender for lender, *_ in scene.claims(0)] == [KEPT, KEPT]
     assert [lender for lender, *_ in scene.claims(1)] == [host, host]

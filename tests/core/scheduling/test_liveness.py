@@ -52,7 +52,7 @@ def test_an_owner_that_ranks_first_again_does_not_wait_until_its_borrower_ends(d
         while stepper.start() is not None:
             pass
         stepper.finish()
-    assert stepper.core.kv.lent_blocks
+    assert stepper.core.kv.sharing.lent_blocks
     owned = len(stepper.tokens.get(0, ()))
     ordering.numbers[0] = -1
     for _ in range(3 * depth):

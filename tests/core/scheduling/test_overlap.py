@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from skipjoin.core.request import FinishReason, Request
 from support.load import load, make
 from support.policies import EVICTIONS, SOME_SYSTEMS
 from support.watch import Stepper, World, run
+from support.worlds import worlds
 
 STOP = 0
 
@@ -36,17 +35,16 @@ def until_stop(request: Request) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("recipe", "eviction"), list(product(SOME_SYSTEMS, sorted(EVICTIONS))))
-@pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True), (4, False)])
-def test_output_does_not_depend_on_depth(recipe: str, eviction: str, depth: int, overlap: bool) -> None:
-    done = run(World(recipe, depth, overlap, EVICTIONS[eviction]), stopping_load(2), sample=stopping)
+@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, [(1, False, 1), (2, False, 1), (2, True, 1), (4, False, 1)]))
+def test_output_does_not_depend_on_depth(world: World) -> None:
+    done = run(world, stopping_load(2), sample=stopping)
     assert done.output == {request.id: until_stop(request) for request in done.requests}
 
 
-@given(seed=st.integers(0, 10**6), blocks=st.integers(26, 80), seats=st.integers(1, 8))
+@given(seed=st.integers(0, 10**6), blocks=st.integers(26, 80), slots=st.integers(1, 8))
 @settings(max_examples=25)
-def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, seats: int) -> None:
-    world = World("fastserve", 2, True, EVICTIONS["proactive"], device_blocks=blocks, max_seqs=seats)
+def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, slots: int) -> None:
+    world = World("fastserve", 2, True, EVICTIONS["proactive"], device_blocks=blocks, max_seqs=slots)
     done = run(world, stopping_load(seed), sample=stopping)
     assert done.output == {request.id: until_stop(request) for request in done.requests}
 
@@ -117,7 +115,7 @@ def test_without_overlap_a_request_in_flight_is_not_chosen_again() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
-def test_who_needs_space_gets_it_though_everybody_is_in_flight(recipe: str) -> None:
+def test_a_request_that_needs_blocks_gets_them_while_all_others_are_in_flight(recipe: str) -> None:
     """Whoever is in every plan can never be evicted; so it is passed over once, when its space is needed."""
     stepper = Stepper(World(recipe, 2, True, device_blocks=10).core())
     stepper.add(make(0, 20, 19), make(1, 12, 19))

@@ -45,7 +45,7 @@ class Scene:
     def blocks(self, request: Request) -> tuple[int, int]:
         """How many the request has on the device and on the host."""
         held = self.kv.blocks_of(request)
-        return (len(held.device), len(held.host)) if held else (0, 0)
+        return (len(held.device), len(held.cpu)) if held else (0, 0)
 
     def ways(self) -> list[tuple[int, Preemption, int]]:
         """Each preemption: the request's id, how, and the tokens whose KV stayed."""
@@ -56,18 +56,18 @@ def test_only_what_is_short_leaves_and_it_returns_behind_what_stayed() -> None:
     scene = Scene({0: 5, 1: 1}, SpillAll())
     victim = scene.add(0, 27, 10)
     scene.ran()
-    table = scene.kv.slots(victim)
+    table = scene.kv.blocks_of(victim).table
     scene.add(1, 17, 4)
     plan = scene.stepper.step()
     (move,) = plan.blocking
     assert (move.source, move.tokens) == (table[5:], 7)
     assert (scene.blocks(victim), victim.computed, victim.evictions) == ((5, 2), 27, 1)
-    assert scene.kv.slots(victim) == table[:5]
+    assert scene.kv.blocks_of(victim).table == table[:5]
     while not (plan := scene.stepper.step()).blocking:
         assert [piece.request.id for piece in plan.slices] == [1]
     (back,) = plan.blocking
     assert (back.direction, back.source, back.tokens) == (IN, move.target, 7)
-    assert scene.kv.slots(victim)[:7] == (*table[:5], *back.target)
+    assert scene.kv.blocks_of(victim).table[:7] == (*table[:5], *back.target)
     assert scene.ways() == [(0, Preemption.SPILL, 20)]
     scene.stepper.drain()
     assert scene.stepper.tokens[0] == list(range(27, 37))
@@ -77,7 +77,7 @@ def test_a_victim_gives_up_more_in_the_same_step_with_the_same_move_and_later_wi
     scene = Scene({0: 5, 1: 1, 2: 2, 3: 3}, SpillAll())
     victim = scene.add(0, 38, 2)
     scene.ran()
-    table = scene.kv.slots(victim)
+    table = scene.kv.blocks_of(victim).table
     scene.add(1, 8, 4)
     scene.add(2, 9, 2)
     plan = scene.stepper.step()
@@ -97,14 +97,14 @@ def test_a_failed_move_costs_what_it_carried_and_what_follows(fails: Direction) 
     scene = Scene({0: 5, 1: 1}, SpillAll())
     victim = scene.add(0, 27, 10)
     scene.ran()
-    table = scene.kv.slots(victim)
+    table = scene.kv.blocks_of(victim).table
     scene.add(1, 17, 4)
     scene.stepper.fails = lambda move: move.direction is fails
     while victim.computed == 27:
         scene.stepper.step()
     scene.stepper.fails = lambda move: False
     assert (victim.computed, victim.planned, scene.blocks(victim)) == (20, 20, (5, 0))
-    assert scene.kv.slots(victim) == table[:5]
+    assert scene.kv.blocks_of(victim).table == table[:5]
     assert scene.ways() == [(0, Preemption.SPILL, 20), (0, Preemption.DROP, 20)]
     scene.stepper.drain()
     assert scene.stepper.tokens[0] == list(range(27, 37))
@@ -122,7 +122,7 @@ def test_a_dropped_tail_is_computed_again_and_takes_along_what_the_host_has() ->
     scene.ran()
     assert (scene.blocks(victim), victim.computed) == ((5, 0), 20)
     assert scene.ways() == [(0, Preemption.SPILL, 28), (0, Preemption.DROP, 20)]
-    assert scene.kv.host_free == 1
+    assert scene.kv.cpu_free == 1
     scene.stepper.drain()
     assert scene.stepper.tokens[0] == [32, 33, 34]
 
@@ -132,7 +132,7 @@ def test_blocks_without_kv_go_first_and_the_victim_pauses() -> None:
     scene = Scene({0: 5, 1: 1}, SpillAll())
     victim = scene.add(0, 18, 10)
     scene.ran()
-    scene.kv.claim(victim, 9)
+    scene.kv.reserve(victim, 9)
     scene.add(1, 16, 1)
     assert scene.ran() == [1]
     assert (scene.blocks(victim), scene.kv.footprint(victim)) == ((5, 0), 5)
@@ -148,7 +148,7 @@ def test_what_is_left_can_move_beside_a_step_and_all_of_it_back() -> None:
     scene.ran()
     scene.add(1, 20, 20)
     scene.ran()
-    table = scene.kv.slots(victim)
+    table = scene.kv.blocks_of(victim).table
     assert scene.blocks(victim) == (5, 2)
     eviction.out = [victim]
     (move,) = scene.stepper.step().overlapped
@@ -171,10 +171,10 @@ def test_equals_whose_parts_fill_the_device_do_not_wait_for_each_other(
     scene = Scene(dict.fromkeys(range(3), 5) | {9: 1}, eviction(), depth=depth)
     requests = [scene.add(number, 12, 28) for number in range(3)]
     for _ in range(3):  # each runs while the others' tails make way
-        for favourite in requests:
-            scene.ordering.numbers.update({0: 5, 1: 5, 2: 5} | {favourite.id: 1})
+        for favorite in requests:
+            scene.ordering.numbers.update({0: 5, 1: 5, 2: 5} | {favorite.id: 1})
             for _ in range(6):
-                if favourite.finish_reason is None and scene.stepper.start() is not None:
+                if favorite.finish_reason is None and scene.stepper.start() is not None:
                     scene.stepper.finish()
     scene.ordering.numbers.update({0: 5, 1: 5, 2: 5})
     scene.stepper.drain()

@@ -24,12 +24,12 @@ from support.watch import Stepper, WatchedCore, World
 
 
 def scene(
-    numbers: dict[int, int], *, blocks: int, host: int = 0, seats: int = 8, chunk: int = 1000
+    numbers: dict[int, int], *, blocks: int, host: int = 0, slots: int = 8, chunk: int = 1000
 ) -> tuple[Stepper, Ranks]:
     """Requests ranked by `numbers`, `chunk` tokens a step. With a host pool whoever makes way is swapped."""
     ordering = Ranks(numbers)
     eviction = SwapAll() if host else Recompute()
-    policies = Policies(ordering, Greedy(seats, chunk, chunked=True), OnDemand(0.0), eviction)
+    policies = Policies(ordering, Greedy(slots, chunk, chunked=True), OnDemand(0.0), eviction)
     core = WatchedCore(Scheduler(policies, KVLedger(blocks, host, 4)))
     return Stepper(core), ordering
 
@@ -236,14 +236,14 @@ def test_swapped_blocks_come_back_before_the_step_and_dropped_ones_are_computed_
 
 
 def test_paused_requests_keep_their_blocks() -> None:
-    stepper, ordering = scene({0: 5, 1: 1}, blocks=20, seats=1)
+    stepper, ordering = scene({0: 5, 1: 1}, blocks=20, slots=1)
     paused = make(0, 8, 5)
     stepper.add(paused)
     ran(stepper)
-    table = stepper.core.kv.slots(paused)
+    table = stepper.core.kv.blocks_of(paused).table
     stepper.add(make(1, 8, 3))
     assert ran(stepper) == {1}
-    assert stepper.core.kv.slots(paused) == table
+    assert stepper.core.kv.blocks_of(paused).table == table
     assert [event.how for event in stepper.events if isinstance(event, Preempted)] == [Preemption.PAUSE]
     ordering.numbers[0] = 0
     assert ran(stepper) == {0}

@@ -21,6 +21,7 @@ from skipjoin.observe.requests import RequestFacts
 from skipjoin.sim.experiments import simulation
 from skipjoin.sim.experiments.simulation import Cell, Extent, Run, run
 from skipjoin.workload.workload import ClosedMode, parse_closed, with_closed
+from support.recipes import SPELLED
 from support.simulated import SYSTEM, WORKLOAD, repeatable
 
 BATCH, REFILL = ClosedMode
@@ -55,7 +56,7 @@ def test_slots_are_saved_only_where_blocks_are_shared_and_kv_is_short() -> None:
         found: dict[str, Any] = run(cell(system, rate_rps=8.0))["kv"]
         return found
 
-    shared, roomy, apart = kv("bros", 60), kv("bros", 600), kv("bros-unshared", 60)
+    shared, roomy, apart = kv("bros", 60), kv("bros", 600), kv("bros[eviction=partial]", 60)
     assert min(shared["shared_blocks_mean"], shared["checkpointed_slots"], shared["restores"]) > 0
     slot_bytes = SYSTEM.block_bytes / SYSTEM.block_size
     assert shared["checkpointed_bytes"] == pytest.approx(shared["checkpointed_slots"] * slot_bytes, abs=0.5)
@@ -90,7 +91,7 @@ def test_the_job_of_a_number_has_the_same_lengths_whatever_runs_it() -> None:
         return [(fact.prompt_tokens, fact.output_limit) for fact in sorted(closed_facts(one), key=lambda fact: fact.id)]
 
     expected = [(job.prompt_tokens, job.output_tokens) for job, _ in zip(STREAM.jobs(3, 0), range(500), strict=False)]
-    for one in (cell(), cell(replace(SYSTEM, recipe="orca"), mode=REFILL), cell(rate_rps=12.0, size=20)):
+    for one in (cell(), cell(replace(SYSTEM, recipe=SPELLED["orca"]), mode=REFILL), cell(rate_rps=12.0, size=20)):
         found = lengths(one)
         assert found == expected[: len(found)]
     assert lengths(cell(seed=4))[:SIZE] != expected[:SIZE]
@@ -228,6 +229,6 @@ def test_a_closed_stream_that_fits_no_workload_is_told() -> None:
         with_closed(WORKLOAD, [replace(STREAM, name="default")])
     with pytest.raises(ConfigError, match="a closed stream needs duration_s"):
         replace(cell(), extent=Extent(4.0, None, 0, limit=10)).check()
-    for predictor, told in (("column:x", "needs a trace"), ("learnt", "and no closed streams")):
+    for predictor, told in (("column:x", "needs a trace"), ("learned", "and no closed streams")):
         with pytest.raises(ConfigError, match=told):
             cell(replace(SYSTEM, recipe="alise", predictor=predictor)).check()

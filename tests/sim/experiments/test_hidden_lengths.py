@@ -11,11 +11,12 @@ import pytest
 
 from skipjoin.core.events import Event, Token
 from skipjoin.observe.record import NO_SLO, Slo
-from skipjoin.recipes import RECIPES, Forecasts
+from skipjoin.recipes import Forecasts
 from skipjoin.sim.experiments.simulation import Cell, Extent, run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.traces import Trace, TraceRow
 from skipjoin.workload.workload import Replay
+from support.recipes import RECIPES, SPELLED
 from support.simulated import SYSTEM
 
 ORACLES = {name for name, recipe in RECIPES.items() if recipe.forecasts is Forecasts.TRUE}
@@ -55,7 +56,7 @@ def seen(system: System, output: int, slo: Slo = NO_SLO) -> list[str]:
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - ORACLES))
 def test_recipes_cannot_see_the_length_of_an_output(recipe: str, stages: int, slo: Slo) -> None:
-    system = replace(SMALL, recipe=recipe, stages=stages)
+    system = replace(SMALL, recipe=SPELLED[recipe], stages=stages)
     assert seen(system, SHORT, slo) == seen(system, LONG, slo)
 
 

@@ -26,7 +26,7 @@ TRUTH = [job.output_tokens for job in JOBS]
 KINDS = ("count to five", "tell a long story of the sea")
 
 
-def foreseen(
+def predicted(
     text: str, jobs: Sequence[WorkloadRequest] = JOBS, workload: Workload = SHAREGPT, seed: int = 0
 ) -> list[float]:
     """The forecast of each job."""
@@ -53,16 +53,16 @@ def prediction(text: str | None, workload: Workload, recipe: str = "alise") -> d
 
 
 def test_errors_around_the_truth_are_as_large_as_they_say() -> None:
-    assert foreseen("oracle") == foreseen("noise:0") == TRUTH
-    assert sorted(foreseen("shuffled")) == sorted(TRUTH) != foreseen("shuffled") != TRUTH
-    assert set(foreseen("constant:16")) == {16.0}
-    errors = [one - other for one, other in zip(logs(foreseen("noise:0.8")), logs(TRUTH), strict=True)]
+    assert predicted("oracle") == predicted("noise:0") == TRUTH
+    assert sorted(predicted("shuffled")) == sorted(TRUTH) != predicted("shuffled") != TRUTH
+    assert set(predicted("constant:16")) == {16.0}
+    errors = [one - other for one, other in zip(logs(predicted("noise:0.8")), logs(TRUTH), strict=True)]
     assert math.sqrt(fmean(error**2 for error in errors)) == pytest.approx(0.8, rel=0.05)
 
 
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.8])
 def test_a_regression_correlates_and_expects_what_comes(rho: float) -> None:
-    expected, truth = logs(foreseen(f"regress:{rho}")), logs(TRUTH)
+    expected, truth = logs(predicted(f"regress:{rho}")), logs(TRUTH)
     assert correlation(expected, truth) == pytest.approx(rho, abs=0.04)
     slope, _ = linear_regression(expected, truth)
     assert slope == pytest.approx(1, abs=0.12)  # what is expected is, on average, what comes
@@ -70,7 +70,7 @@ def test_a_regression_correlates_and_expects_what_comes(rho: float) -> None:
 
 def test_the_seed_decides_and_nothing_else() -> None:
     for text in ("noise:0.8", "regress:0.6", "shuffled"):
-        assert foreseen(text) == foreseen(text) != foreseen(text, seed=1)
+        assert predicted(text) == predicted(text) != predicted(text, seed=1)
 
 
 def test_a_column_of_the_trace_is_a_predictor() -> None:
@@ -78,19 +78,19 @@ def test_a_column_of_the_trace_is_a_predictor() -> None:
         other=Column(array("d", range(1, 121))), model=Column(array("d"), "line 2 (model): must be a number")
     )
     jobs = workload.draw(None, None, 0)
-    assert foreseen("column:other", jobs, workload) == list(range(1, 121))
+    assert predicted("column:other", jobs, workload) == list(range(1, 121))
     with pytest.raises(ConfigError, match="no column absent; the columns of numbers are other"):
-        foreseen("column:absent", jobs, workload)
+        predicted("column:absent", jobs, workload)
     with pytest.raises(ConfigError, match="must be a number"):
-        foreseen("column:model", jobs, workload)
+        predicted("column:model", jobs, workload)
     with pytest.raises(ConfigError, match="column:other needs a trace"):
-        foreseen("column:other")
+        predicted("column:other")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "there is no 'nonsense'; choose from learnt"),
+        ("nonsense", "there is no 'nonsense'; choose from learned"),
         ("oracles", "did you mean oracle"),
         ("noise", "predictor noise: its sigma must be a number"),
         ("noise:-1", r"sigma must be in \[0, 10\], got -1"),
@@ -106,8 +106,8 @@ def test_what_is_no_predictor_is_named(text: str, message: str) -> None:
 
 
 def test_forecasters_that_read_prompts_need_texts() -> None:
-    cell = replace(CELL, system=replace(SYSTEM, recipe="alise", predictor="learnt"))
-    with pytest.raises(ConfigError, match="predictor learnt reads prompts: it needs a trace with texts"):
+    cell = replace(CELL, system=replace(SYSTEM, recipe="alise", predictor="learned"))
+    with pytest.raises(ConfigError, match="predictor learned reads prompts: it needs a trace with texts"):
         cell.check()
     silent = Replay(Trace("silent.csv", (TraceRow(0.0, 6, 5),)))
     with pytest.raises(ConfigError, match=r"silent\.csv"):
@@ -129,9 +129,9 @@ def test_a_record_says_how_good_forecasts_were() -> None:
 
 
 def test_what_learns_sees_prompts_and_what_ended_before() -> None:
-    learnt, prior = prediction(None, texts()), prediction("prior", texts())
-    assert learnt["predictor"] == "learnt"
-    assert set(learnt["sources"]) == {"learnt"}
-    assert learnt["r_log"] > 0.6 > abs(prior["r_log"])
-    assert learnt["mae"] < 0.8 * prior["mae"]
-    assert prediction(None, texts()) == learnt
+    learned, prior = prediction(None, texts()), prediction("prior", texts())
+    assert learned["predictor"] == "learned"
+    assert set(learned["sources"]) == {"learned"}
+    assert learned["r_log"] > 0.6 > abs(prior["r_log"])
+    assert learned["mae"] < 0.8 * prior["mae"]
+    assert prediction(None, texts()) == learned

@@ -18,13 +18,13 @@ from skipjoin.core.events import Event, Finished
 from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Slo
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import RECIPES
 from skipjoin.report.results import ResultsFile, load_results
 from skipjoin.sim.experiments import simulation
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import Cell, Extent, run
 from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, with_best_effort
+from support.recipes import RECIPES, SPELLED
 from support.simulated import CELL, COST, SYSTEM, WORKLOAD, repeatable
 
 
@@ -34,7 +34,7 @@ def test_another_seed_gives_another_record() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_the_same_arguments_give_the_same_record(recipe: str) -> None:
-    cell = replace(CELL, system=replace(SYSTEM, recipe=recipe))
+    cell = replace(CELL, system=replace(SYSTEM, recipe=SPELLED[recipe]))
     record = run(cell)
     assert repeatable(record) == repeatable(run(cell))
     times = record["decision_ms"]
@@ -42,7 +42,7 @@ def test_the_same_arguments_give_the_same_record(recipe: str) -> None:
     assert 0 < times["p99"] < 1000
     counts = record["requests"]
     assert counts["submitted"] == counts["finished"] == len(cell.jobs())
-    assert record["recipe"] == recipe
+    assert record["recipe"] == RECIPES[recipe].name
     # Nothing else takes time: what steps did not do for requests, they waited.
     parts = record["breakdown_s"]
     assert sum(parts.values()) == pytest.approx(record["jct_s"]["mean"], rel=1e-4)
@@ -72,7 +72,7 @@ def test_requests_stop_at_their_length_though_they_asked_for_more() -> None:
     assert record["requests"]["finished"] == len(CELL.jobs())
     # On-demand recipes do not look at what is asked for; a reservation of the maximum does.
     assert record["jct_s"] == run(CELL)["jct_s"]
-    orca = replace(SYSTEM, recipe="orca")
+    orca = replace(SYSTEM, recipe=SPELLED["orca"])
     exact, most = (run(replace(CELL, system=replace(orca, max_tokens=tokens))) for tokens in ("exact", 500))
     assert most["jct_s"]["mean"] > exact["jct_s"]["mean"]
     assert run(replace(CELL, system=orca))["jct_s"]["mean"] > most["jct_s"]["mean"]
@@ -186,7 +186,9 @@ def test_replicas_share_the_load() -> None:
 @pytest.mark.parametrize("recipe", ["fcfs", "alise"])
 def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, recipe: str, until_s: float) -> None:
     """Also where the number of shards does not divide that of the replicas, and some requests are refused."""
-    system = replace(SYSTEM, recipe=recipe, replicas=7, max_num_seqs=3, max_model_len=230, predictor="noise:0.5")
+    system = replace(
+        SYSTEM, recipe=SPELLED[recipe], replicas=7, max_num_seqs=3, max_model_len=230, predictor="noise:0.5"
+    )
     cell = Cell(system, with_best_effort(WORKLOAD, 0.5), Extent(40.0, 20.0, 0, until_s=until_s), slo_scale=3.0)
     whole = run(cell)
     assert cell.shards == 1
@@ -249,7 +251,13 @@ def test_no_recipe_notices_that_steps_are_taken_together(recipe: str) -> None:
 def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
     """A run in which KV is short at the higher rates."""
     system = replace(
-        SYSTEM, recipe=recipe, kv_blocks=120, host_blocks=60, max_model_len=500, max_tokens=300, predictor="oracle"
+        SYSTEM,
+        recipe=SPELLED[recipe],
+        kv_blocks=120,
+        host_blocks=60,
+        max_model_len=500,
+        max_tokens=300,
+        predictor="oracle",
     )
     return Cell(system, WORKLOAD, Extent(rate_rps, 15.0, 1, until_s=until_s))
 
@@ -417,11 +425,11 @@ def test_the_threshold_of_starvation_follows_the_objective_unless_it_is_set() ->
 def test_recipes_take_the_parameters_that_they_have_and_records_tell_them() -> None:
     machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4)
     given = {"starvation_s": 4.0, "chunk_tokens": 64}
-    first, second = machine.systems("sarathi,mlfq", recipe_params=given)
+    first, second = machine.systems("sarathi,fastserve", recipe_params=given)
     records = [run(replace(CELL, system=system, extent=Extent(8.0, 1.0, 3))) for system in (first, second)]
     assert records[0]["recipe_params"] == {"chunk_tokens": 64}
     assert records[1]["recipe_params"].items() >= {"starvation_s": 4.0, "quantum_s": None, "paced": True}.items()
-    with pytest.raises(ConfigError, match=r"starvation_s needs recipe fastserve, .*: orca has no parameters; sarathi"):
-        machine.systems("orca,sarathi", recipe_params=given)
+    with pytest.raises(ConfigError, match="starvation_s needs recipe fastserve: fcfs has no parameters; sarathi"):
+        machine.systems("fcfs,sarathi", recipe_params=given)
     with pytest.raises(ConfigError, match="starvation_bound_s needs max_live_requests"):
-        machine.systems("mlfq", recipe_params={"starvation_bound_s": 60.0})
+        machine.systems("fastserve", recipe_params={"starvation_bound_s": 60.0})

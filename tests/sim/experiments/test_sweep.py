@@ -252,7 +252,7 @@ def test_a_sweep_tells_each_request_of_all_runs_in_their_order(tmp_path: Path) -
         ("--rates 1,2 --timeline x.json", "single run"),
         ("--rates 1 --until -1", "until"),
         ("--find-max-rate nonsense", "bound must read"),
-        ("--find-max-rate normalised.mean<=3", "normalized_latency_s.mean"),
+        ("--find-max-rate normalized.mean<=3", "normalized_latency_s.mean"),
         ("--rates 1 --find-max-rate jct_s.mean<=1 --find-min-replicas jct_s.mean<=1", "exclude each other"),
         ("--find-min-replicas jct_s.mean<=1", "rates must be given"),
         ("--rates 1 --find-min-replicas slo.goodput_rps>=1", "slo.goodput_rps is null"),

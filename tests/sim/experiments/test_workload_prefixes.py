@@ -57,7 +57,7 @@ def test_a_workload_without_names_looks_for_nothing() -> None:
     assert "prefix" not in run(CELL)
 
 
-@pytest.mark.parametrize("recipe", ["bros", "econoserve", "fastserve-recompute", "sarathi"])
+@pytest.mark.parametrize("recipe", ["bros", "econoserve", "fastserve[eviction=recompute]", "sarathi"])
 def test_caching_saves_time_and_the_same_seed_gives_the_same_record(recipe: str) -> None:
     system = replace(SYSTEM, recipe=recipe, kv_blocks=120, host_blocks=60)
     workload = with_closed(

@@ -1,10 +1,10 @@
-"""What aging is for: latencies with a stream of long requests, by how much age counts.
+"""Effect of aging on latencies with a stream of long requests.
 
     python benchmarks/papers/alise/aging/run.py [--quick]
 
-OPT-13B on one A100 with 40 GB, 11 GiB of KV; ShareGPT's lengths, and 2 % of requests that generate 1,200 to 1,800
-tokens, for 15 minutes at about the capacity; near-true forecasts. `aging_s` seconds of age make a request as good as
-one that has e times less to do; 0: age does not count.
+OPT-13B on one A100 with 40 GB and 11 GiB of KV, near-true forecasts. ShareGPT's lengths and 2 % of requests with 1,200
+to 1,800 output tokens arrive for 15 minutes at about the capacity. `aging_s` seconds of age equal e times less
+remaining work; 0 disables aging.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FIELDS = {
 
 
 def systems() -> dict[str, System]:
-    """What is compared, by name."""
+    """Return the compared systems by name."""
     of = NEAR_TRUE.on(A100)
     aged = {f"{aging_s:g}": replace(of, recipe_params={"aging_s": aging_s}) for aging_s in AGINGS_S}
     return aged | {variant.name: variant.on(A100) for variant in plain("fastserve", "fcfs")}
@@ -73,9 +73,9 @@ def draw(result: Result) -> Mapping[str, Figure]:
     ticks = [f"{aging_s:g}" for aging_s in AGINGS_S]
     for axes, field in zip(panels, ("s/token", "longest JCT s"), strict=True):
         place = names.index(field)
-        axes.plot(ticks, [rows[tick][place] for tick in ticks], "o-", color=look("alise").colour, label="alise")
+        axes.plot(ticks, [rows[tick][place] for tick in ticks], "o-", color=look("alise").color, label="alise")
         for name in ("fastserve", "fcfs"):
-            axes.axhline(rows[name][place], color=look(name).colour, linestyle=look(name).dash, label=name)
+            axes.axhline(rows[name][place], color=look(name).color, linestyle=look(name).dash, label=name)
         axes.set(xlabel="aging_s", ylabel=field, ylim=(0, None))
     legend_of(figure, panels[0])
     return {"aging.png": figure}

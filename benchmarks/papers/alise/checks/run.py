@@ -1,4 +1,4 @@
-"""Checks of the simulator's forecasts: the truth counts as such, errors cost more the larger they are.
+"""Checks of the simulated forecasts: exact ones equal the oracle, and larger errors cost more.
 
     python benchmarks/papers/alise/checks/run.py [--quick]
 
@@ -27,7 +27,7 @@ RATE_RPS, SEEDS, LASTING = 4.5, 2, 0.4
 NOISES = tuple(alise(f"noise:{sigma:g}") for sigma in (0.0, 0.2, 0.4, 0.8, 1.6))
 OTHERS = (alise("shuffled"), alise("constant:16"), alise("prior"))
 VARIANTS = (*plain("alise-oracle"), *NOISES, *OTHERS, *plain("fastserve", "fcfs"))
-# The prior where requests ask for 2,048 tokens in place of the room that the context leaves.
+# The prior with requests that ask for 2,048 tokens instead of the rest of the context.
 ASKING = "alise prior, --max-tokens 2048"
 
 
@@ -51,7 +51,7 @@ def measure(options: Options) -> Result:
 
 
 def _checks(values: Mapping[str, float]) -> Result:
-    """What is to hold of mean normalized latencies, and whether it does."""
+    """Return the checks of mean normalized latencies and their outcomes."""
     oracle, noises = values["alise-oracle"], [values[variant.name] for variant in NOISES]
     asking = values[ASKING] / values["alise prior"]
     worst = max((name for name in values if name.startswith("alise")), key=values.__getitem__)

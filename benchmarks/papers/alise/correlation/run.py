@@ -1,10 +1,9 @@
-"""Where ALISE wins and where it loses to `fastserve`: by how much its forecasts know, and with equal lengths.
+"""ALISE and `fastserve` by the accuracy of forecasts, and with outputs of equal length.
 
     python benchmarks/papers/alise/correlation/run.py [--quick]
 
-OPT-13B on one A100 with 40 GB, 11 GiB of KV, 4.5 requests per second for 120 s, two seeds; forecasts of a regression
-whose logarithms have a correlation rho with the truth's. Then outputs of equal length, the mean of ShareGPT's, at 3.5
-requests per second.
+OPT-13B on one A100 with 40 GB and 11 GiB of KV, 4.5 requests per second for 120 s, two seeds. Forecasts correlate with
+the truth by rho (logarithms). Then all outputs have the mean length of ShareGPT, at 3.5 requests per second.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.alise.setting import A100, alise
+from papers.alise.setting import A100, KEPT, alise
 from papers.figures.pictures import legend_of, look
 from papers.figures.report import latencies, main, settings_of
 from papers.figures.runs import Options, Result, cells, grid, mean, pick, poisson, run_plans
@@ -63,14 +62,14 @@ def draw(result: Result) -> Mapping[str, Figure]:
     panels = figure.subplots(1, 2)
     for axes, field in zip(panels, ("normalized_latency_s.mean", "ttft_s.p95"), strict=True):
         values = [mean(pick(records, variant=variant.name), field) for variant in BY_RHO[: len(RHOS)]]
-        axes.plot(RHOS, values, "o-", color=look("alise").colour, label="alise")
+        axes.plot(RHOS, values, "o-", color=look("alise").color, label="alise")
         for name in ("fastserve", "fcfs"):
             level = mean(pick(records, variant=name), field)
-            axes.axhline(level, color=look(name).colour, linestyle=look(name).dash, label=name)
+            axes.axhline(level, color=look(name).color, linestyle=look(name).dash, label=name)
         axes.set(xlabel="correlation of the logarithms", ylabel=style.field_label(field), yscale="log")
     legend_of(figure, panels[0])
     return {"correlation.png": figure}
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, "normalized_latency_s.mean", "ttft_s.p95", "prediction.r_log"))

@@ -1,63 +1,59 @@
-"""ALISE on a real engine over HTTP, where the lengths of answers follow from the prompts.
+"""Measure ALISE on a real engine over HTTP, with answers whose lengths follow from the prompts.
 
     python benchmarks/papers/alise/engine/run.py --work DIR --out FILE [--seconds S] [--requests 120] [--repeats 2]
 
-The built-in model answers tasks of which four in five have a short answer, on one core. `skipjoin bench` sends them as
-chats, greedy, all with the same generous `max_tokens`, at Poisson arrival times above what `fcfs` sustains. Every run
-has a server of its own; recipes take turns at each rate, then all again with other tasks and arrival times. Within a
-repeat and rate all runs send the same chats at the same times.
+The built-in model answers tasks on one core; four in five have a short answer. `skipjoin bench` sends them as greedy
+chats with the same large `max_tokens`, as a Poisson process above the capacity of `fcfs`. Every run has a new server.
+Recipes take turns at each rate, then all again with other tasks and arrival times. Within a repeat and rate all runs
+send the same chats at the same times.
 
-The preparation takes a profile of the machine, sends each repeat's chats to `fcfs` all at once, and teaches one server
-with further chats. The first of these tells how many requests per second `fcfs` finishes, how long the answers truly
-are, which only `alise-oracle` is told, and the texts that every other run is compared with. What the taught server
-keeps is what runs named "taught" begin with; no chat in it comes again.
+The preparation profiles the machine, sends the chats of each repeat to `fcfs` all at once, and trains the forecasts of
+one server on other chats. Answers under `fcfs` give its capacity, the true lengths (known to `alise-oracle` only) and
+the reference texts. Runs named "taught" begin with the trained forecasts.
 
-`--work` has what the preparation found, `--out` the result, which is written after every run. A command that is given
-the same two goes on where the one before ended; `--seconds` is after how long it begins no further run.
+`--work` is the folder of the preparation. The record is written after every run, and a command with the same `--work`
+and `--out` continues where the previous one stopped. After `--seconds` no further run starts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.extend(str(Path(__file__).parents[4] / name) for name in ("benchmarks/papers/alise", "benchmarks", "tools"))
-from served import Served
+from served import serve
 
+import harness
 from builtin_tasks import Task, draw_task
-from machine import describe_machine
+from papers.recipes import SPELLED
+from servers import Skipjoin
 from skipjoin.observe.record import percentile
 
 Record = dict[str, Any]
 
-# Few seats: it is they that requests wait for. The pool holds 1,296 tokens, so that four long answers, or those that
-# were preempted beside the ones that run, do not fit together.
-SEATS, KV_GIB, SWAP_GIB = 4, 0.005, 0.25
+# A small batch, so that requests wait for slots. The pool holds 1,296 tokens: too few for four long answers, and for
+# preempted and running requests together.
+MAX_SEQS, KV_GIB, SWAP_GIB = 4, 0.005, 0.25
 MAX_TOKENS = 900
-# Of the requests, and characters of an answer: those between are in neither class.
-SHORT_SHARE, SHORT_MOST, LONG_LEAST = 0.8, 60, 300
-# Over what `fcfs` finishes.
+# Share of short answers, and bounds on the characters of short and long ones; there are none in between.
+SHORT_SHARE, MAX_SHORT, MIN_LONG = 0.8, 60, 300
+# Multiples of the capacity of `fcfs`.
 LOADS = (1.2, 1.8)
 TEACHING_SEED, PROFILE_S = 1000, 10
 RUN_TIMEOUT_S = 280
-# How often /metrics is read, and how many requests a point of the learning curve has.
+# Seconds between reads of /metrics, and requests per point of the learning curve.
 POLL_S, BLOCK = 0.5, 50
-SKIPJOIN = str(Path(sys.executable).with_name("skipjoin"))
 COUNTERS = {
     "preemptions": "num_preemptions_total",
     "swapped_out_bytes": "swap_out_bytes_total",
@@ -70,12 +66,17 @@ COUNTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A server to compare. taught: it begins with what another one learnt. told: it gets the true lengths."""
+    """A server to compare.
+
+    Attributes:
+        taught: The server begins with trained forecasts.
+        is_oracle: Requests carry their true lengths.
+    """
 
     recipe: str
     options: tuple[str, ...] = ()
     taught: bool = False
-    told: bool = False
+    is_oracle: bool = False
 
 
 ENTRIES = {
@@ -85,7 +86,7 @@ ENTRIES = {
     "alise, taught": Entry("alise", taught=True),
     "alise, int8": Entry("alise", ("--swap-dtype", "int8"), taught=True),
     "alise, prior": Entry("alise", ("--forecaster", "prior")),
-    "alise-oracle": Entry("alise-oracle", ("--set", "oracle=max-tokens"), told=True),
+    "alise-oracle": Entry("alise-oracle", ("--set", "oracle=max-tokens"), is_oracle=True),
 }
 
 
@@ -93,7 +94,7 @@ ENTRIES = {
 
 
 def tasks(count: int, seed: int) -> list[Task]:
-    """Different tasks, mostly with a short answer."""
+    """Return different tasks, most of them with a short answer."""
     draw, found = random.Random(seed), dict[str, Task]()
     while len(found) < count:
         short = draw.random() < SHORT_SHARE
@@ -104,19 +105,19 @@ def tasks(count: int, seed: int) -> list[Task]:
 
 
 def fits(task: Task, *, short: bool) -> bool:
-    """Whether an answer has the length of its class."""
-    return len(task.answer) <= SHORT_MOST if short else len(task.answer) >= LONG_LEAST
+    """Return whether the answer has the length of its class."""
+    return len(task.answer) <= MAX_SHORT if short else len(task.answer) >= MIN_LONG
 
 
 def write_trace(path: Path, rows: Sequence[Task], lengths: Iterable[int]) -> None:
-    """A trace of prompts for `skipjoin bench`."""
+    """Write a trace of prompts for `skipjoin bench`."""
     lines = [{"prompt": task.prompt, "output_tokens": length} for task, length in zip(rows, lengths, strict=True)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """A repeat's chats: their trace, with true lengths, and the answer to each row. correct: share of right ones."""
+    """The chats of a repeat: their trace with true lengths, and the answer to each row."""
 
     trace: Path
     outputs: list[str]
@@ -129,7 +130,7 @@ class Chats:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the preparation found. attention: the back end of the servers."""
+    """The folder of the preparation, and the attention backend of the servers."""
 
     folder: Path
     attention: str
@@ -148,41 +149,34 @@ class Work:
     def reference(self, seed: int) -> Path:
         return self.folder / f"reference-{seed}.json"
 
-    @contextmanager
-    def server(self, entry: Entry, state: Path | str = "none") -> Iterator[Served]:
-        """A fresh server. state: the folder of what it learnt."""
-        options = ["--profile", str(self.profile), "--attention", self.attention]
-        options += ["--recipe", entry.recipe, *entry.options]
-        options += ["--max-num-seqs", str(SEATS), "--kv-cache-gib", str(KV_GIB), "--swap-space", str(SWAP_GIB)]
-        # No request is refused: the comparison is about order.
-        options += ["--max-num-queued-reqs", "100000", "--max-num-queued-tokens", "100000000"]
-        with Served(*options, "--forecast-dir", str(state)) as server:
-            yield server
+    def server(self, entry: Entry, state: Path | str = "none") -> Skipjoin:
+        """Start a server with the forecast folder `state`."""
+        options: list[object] = ["--profile", self.profile, "--attention", self.attention]
+        options += ["--recipe", SPELLED[entry.recipe], *entry.options]
+        options += ["--max-num-seqs", MAX_SEQS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
+        # The comparison is about order, so no request is refused.
+        options += ["--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000]
+        return serve(*options, "--forecast-dir", state)
 
 
-def bench(server: Served, trace: Path, rate: float, seed: int, *, told: bool = False) -> tuple[Record, list[Record]]:
-    """The record of a run of `skipjoin bench` over every row of a trace, and its requests."""
-    body = {"ignore_eos": True} if told else {"max_tokens": MAX_TOKENS}
+def bench(
+    server: Skipjoin, trace: Path, rate: float, seed: int, *, is_oracle: bool = False
+) -> tuple[Record, list[Record]]:
+    """Run `skipjoin bench` over every row of a trace and return its record and its requests."""
+    body = {"ignore_eos": True} if is_oracle else {"max_tokens": MAX_TOKENS}
     requests = len(trace.read_text().splitlines())
-    with tempfile.TemporaryDirectory() as folder:
-        out, lines = Path(folder, "out.json"), Path(folder, "requests.jsonl")
-        command = [SKIPJOIN, "bench", "--base-url", server.url, "--endpoint", "chat", "--trace", trace]
-        command += ["--rates", rate, "--seeds", seed, "--requests", requests, "--warmup", 0]
-        command += ["--extra-body", json.dumps(body), "--out", out, "--record-requests", lines]
-        try:
-            subprocess.run(
-                [str(part) for part in command], check=True, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
-            )
-        except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"skipjoin bench: {error.stderr}") from error
-        (record,) = json.loads(out.read_text())
+    with harness.scratch() as folder:
+        lines = folder / "requests.jsonl"
+        options = ("--base-url", server.url, "--endpoint", "chat", "--trace", trace, "--rates", rate, "--seeds", seed)
+        options += ("--requests", requests, "--warmup", 0, "--extra-body", json.dumps(body))
+        (record,) = harness.records_of("bench", *options, "--record-requests", lines, timeout_s=RUN_TIMEOUT_S)
         return record, [json.loads(line) for line in lines.read_text().splitlines()]
 
 
 class Watch:
-    """Reads a server's `/metrics` now and then: how forecasts get better."""
+    """Thread that reads a server's `/metrics` periodically, for the learning curve of the forecasts."""
 
-    def __init__(self, server: Served) -> None:
+    def __init__(self, server: Skipjoin) -> None:
         self._server = server
         self._samples: list[Counter[str]] = []
         self._over = threading.Event()
@@ -191,14 +185,14 @@ class Watch:
 
     def _read(self) -> None:
         while not self._over.wait(POLL_S):
-            self._samples.append(self._server.numbers())
+            self._samples.append(self._server.metrics())
 
     def end(self, requests: int) -> Counter[str]:
-        """Stop when the server has counted all requests; its last numbers."""
+        """Stop when the server has counted all requests, and return its metrics."""
         self._over.set()
         self._thread.join()
         until = time.monotonic() + 10
-        while sum((last := self._server.numbers())[name] for name in ENDED) < requests:
+        while sum((last := self._server.metrics())[name] for name in ENDED) < requests:
             if time.monotonic() > until:
                 raise RuntimeError(f"the server counted fewer than {requests} requests")
             time.sleep(0.1)
@@ -206,7 +200,7 @@ class Watch:
         return last
 
     def curve(self) -> list[Record]:
-        """The mean error of the forecasts, in octaves, by blocks of requests that ended."""
+        """Return the mean error of the forecasts in octaves, by blocks of finished requests."""
         found, before = [], Counter[str]()
         for sample in self._samples:
             judged = sample[JUDGED] - before[JUDGED]
@@ -222,15 +216,15 @@ ENDED = ("request_success_total stop", "request_success_total length")
 
 
 def measure(work: Work, entry: Entry, rate: float, seed: int) -> Record:
-    """One run: what client and server say of it."""
+    """Run one entry and return the figures of client and server."""
     chats = read_chats(work, seed)
-    with tempfile.TemporaryDirectory(prefix="forecasts-") as folder:
-        state = Path(folder, "state")
+    with harness.scratch() as folder:
+        state = folder / "state"
         if entry.taught:
             shutil.copytree(work.taught, state)
         with work.server(entry, state) as server:
             watch = Watch(server)
-            record, lines = bench(server, chats.trace, rate, seed, told=entry.told)
+            record, lines = bench(server, chats.trace, rate, seed, is_oracle=entry.is_oracle)
             numbers = watch.end(record["requests"]["finished"])
     found: Record = {name: round_all(record[name]) for name in ("normalized_latency_s", "ttft_s", "jct_s")}
     found |= by_length(chats, lines)
@@ -246,7 +240,7 @@ def measure(work: Work, entry: Entry, rate: float, seed: int) -> Record:
 
 
 def forecasts(numbers: Counter[str], watch: Watch) -> Record:
-    """How good the forecasts were; nothing for a server that makes none."""
+    """Return the accuracy of the forecasts, or nothing for a server without forecasts."""
     if not numbers[JUDGED]:
         return {}
     return {
@@ -261,15 +255,15 @@ def forecasts(numbers: Counter[str], watch: Watch) -> Record:
 
 
 def total(numbers: Counter[str], metric: str) -> int:
-    """A counter, summed over its labels."""
+    """Return a counter, summed over its labels."""
     return int(sum(value for name, value in numbers.items() if name.split()[0] == metric))
 
 
 def by_length(chats: Chats, lines: list[Record]) -> Record:
-    """The completion times of short answers and of long ones."""
+    """Return the completion times of short and of long answers."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for line in lines:
-        times[len(chats.outputs[line["row"]]) >= LONG_LEAST].append(line["ended_s"] - line["due_s"])
+        times[len(chats.outputs[line["row"]]) >= MIN_LONG].append(line["ended_s"] - line["due_s"])
     return {f"{name}_jct_s": summary(times[long]) for name, long in (("short", False), ("long", True))}
 
 
@@ -285,12 +279,11 @@ def round_all(figures: Record) -> Record:
 
 
 def prepare(work: Work, requests: int, seeds: Sequence[int]) -> None:
-    """Find what is not in the folder yet."""
+    """Measure what the folder lacks."""
     work.folder.mkdir(parents=True, exist_ok=True)
     if not work.profile.exists():
-        command = [SKIPJOIN, "profile", "tally", "--out", work.profile, "--seconds", PROFILE_S, "--threads", 1]
-        command += ["--kv-cache-gib", KV_GIB, "--max-num-seqs", SEATS, "--attention", work.attention]
-        subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
+        limits = ("--threads", 1, "--kv-cache-gib", KV_GIB, "--max-num-seqs", MAX_SEQS, "--attention", work.attention)
+        harness.run_skipjoin("profile", "tally", "--out", work.profile, "--seconds", PROFILE_S, *limits)
     for seed in seeds:
         if not work.reference(seed).exists():
             answer_alone(work, requests, seed)
@@ -299,7 +292,7 @@ def prepare(work: Work, requests: int, seeds: Sequence[int]) -> None:
 
 
 def answer_alone(work: Work, requests: int, seed: int) -> None:
-    """Let `fcfs` answer a repeat's chats, all at once."""
+    """Answer the chats of a repeat with `fcfs`, all at once."""
     rows = tasks(requests, seed)
     write_trace(work.trace(seed), rows, [1] * requests)
     with work.server(ENTRIES["fcfs"]) as server:
@@ -310,11 +303,11 @@ def answer_alone(work: Work, requests: int, seed: int) -> None:
     correct = sum(output == task.answer for output, task in zip(outputs, rows, strict=True)) / requests
     found = {"throughput_rps": record["throughput_rps"], "correct": correct, "lengths": lengths, "outputs": outputs}
     work.reference(seed).write_text(json.dumps(found))
-    print(f"chats of seed {seed}: fcfs finishes {record['throughput_rps']:.2f} per second", flush=True)
+    harness.show(f"chats of seed {seed}: fcfs finishes {record['throughput_rps']:.2f} per second")
 
 
 def teach(work: Work, requests: int) -> None:
-    """Let a server learn from chats that are in no repeat."""
+    """Train the forecasts of a server on chats that are in no repeat."""
     known = {task.prompt for seed in range(100) if work.trace(seed).exists() for task in tasks(requests, seed)}
     rows = [task for task in tasks(requests, TEACHING_SEED) if task.prompt not in known]
     trace = work.folder / "teaching.jsonl"
@@ -324,7 +317,7 @@ def teach(work: Work, requests: int) -> None:
     with work.server(ENTRIES["alise"], partial) as server:
         bench(server, trace, 1e4, TEACHING_SEED)
     partial.rename(work.taught)
-    print(f"a server learnt from {len(rows)} other chats", flush=True)
+    harness.show(f"the forecasts are trained on {len(rows)} other chats")
 
 
 def read_chats(work: Work, seed: int) -> Chats:
@@ -333,7 +326,7 @@ def read_chats(work: Work, seed: int) -> Chats:
 
 
 def capacity(work: Work, seeds: Sequence[int]) -> float:
-    """Requests per second that `fcfs` finishes when none has to arrive any more."""
+    """Return the requests per second that `fcfs` finishes when all are present at the start."""
     return statistics.fmean(json.loads(work.reference(seed).read_text())["throughput_rps"] for seed in seeds)
 
 
@@ -341,17 +334,16 @@ def capacity(work: Work, seeds: Sequence[int]) -> float:
 
 
 def plan(rate: float, seeds: Sequence[int], names: Sequence[str]) -> list[Record]:
-    """All runs in their order; at every second rate entries take turns from the last to the first."""
+    """Return all runs in their order."""
     found = []
     for turn, (seed, share) in enumerate((seed, share) for seed in seeds for share in LOADS):
-        for name in names[:: -1 if turn % 2 else 1]:
+        for name in harness.in_turn(names, turn):
             found.append({"entry": name, "seed": seed, "load": share, "rate_rps": round(share * rate, 2)})
     return found
 
 
 def summarized(rows: Sequence[Record]) -> list[Record]:
-    """Means over repeats by entry and load, the smallest and largest repeat beside them, and latency over that of
-    `fcfs` and `fastserve` with the same chats at the same times."""
+    """Return means and ranges over repeats by entry and load, and ratios to other entries on the same chats."""
     found = []
     for load in LOADS:
         for name in ENTRIES:
@@ -363,7 +355,7 @@ def summarized(rows: Sequence[Record]) -> list[Record]:
 
 
 def spread(mine: Sequence[Record]) -> Record:
-    """Mean, least and most over repeats."""
+    """Return mean, minimum and maximum over repeats."""
     found: Record = {}
     for field in ("normalized_latency_s", "ttft_s", "jct_s", "short_jct_s", "long_jct_s"):
         for key in ("mean", "p95"):
@@ -373,7 +365,7 @@ def spread(mine: Sequence[Record]) -> Record:
 
 
 def counted(mine: Sequence[Record]) -> Record:
-    """Sums over repeats, and the means of the forecasts' figures."""
+    """Return sums over repeats, and the mean figures of the forecasts."""
     runs = [row["measured"] for row in mine]
     found: Record = {name: sum(run[name] for run in runs) for name in (*COUNTERS, "output_tokens", "other_texts")}
     found["lost"] = sum(run["requests"]["submitted"] - run["requests"]["finished"] for run in runs)
@@ -386,7 +378,7 @@ def counted(mine: Sequence[Record]) -> Record:
 
 
 def ratios(rows: Sequence[Record], mine: Sequence[Record]) -> Record:
-    """Mean normalized latency over that of the two others, by repeat."""
+    """Return the ratios of mean normalized latencies to `fcfs` and `fastserve`, by repeat."""
 
     def latency(row: Record) -> float:
         value: float = row["measured"]["normalized_latency_s"]["mean"]
@@ -406,45 +398,40 @@ def show(row: Record) -> None:
     for name in ("normalized_latency_s", "ttft_s", "jct_s"):
         line += f"  {name.removesuffix('_s')} {found[name]['mean']:.3f} (P95 {found[name]['p95']:.3f})"
     error = found.get("forecast", {}).get("error_octaves")
-    print(line, f" preempted {found['preemptions']}", f" error {error}" if error else "", flush=True)
+    harness.show(line, f" preempted {found['preemptions']}", f" error {error}" if error else "")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long")
-    parser.add_argument("--requests", type=int, default=120, help="chats in a run")
-    parser.add_argument("--repeats", type=int, default=2)
-    # With the faster ones a step of the tiny model takes less time than HTTP does for its tokens, on the core that
-    # client and API process share: then the comparison is of what a request costs there.
-    parser.add_argument("--attention", default="torch", help="back end, of which torch is the slowest")
+    parser = harness.parser(__doc__, requests=120, repeats=2)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the preparation")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time after which no run starts")
+    # With faster backends a step of the tiny model takes less time than HTTP needs for its tokens, so that the core of
+    # client and API process decides the comparison.
+    parser.add_argument("--attention", default="torch", help="attention backend; torch is the slowest")
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=list(ENTRIES))
     args = parser.parse_args()
     work, seeds = Work(args.work, args.attention), range(args.repeats)
     until = time.monotonic() + args.seconds
     prepare(work, args.requests, seeds)
     rate = capacity(work, seeds)
-    rows: list[Record] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows: list[Record] = harness.read_record(args.out).get("rows", [])
     done = {(row["entry"], row["seed"], row["load"]) for row in rows}
-    wanted = [row for row in plan(rate, seeds, args.entries) if (row["entry"], row["seed"], row["load"]) not in done]
-    machine = describe_machine()
-    while wanted and time.monotonic() < until:
-        row = wanted.pop(0)
+    remaining = [row for row in plan(rate, seeds, args.entries) if (row["entry"], row["seed"], row["load"]) not in done]
+    header = harness.new_record(settings=settings(work, args.requests, seeds))
+    while remaining and time.monotonic() < until:
+        row = remaining.pop(0)
         rows.append(row | {"measured": measure(work, ENTRIES[row["entry"]], row["rate_rps"], row["seed"])})
         show(rows[-1])
-        found = {"machine": machine, "settings": settings(work, args.requests, seeds)}
-        found |= {"summary": summarized(rows), "rows": rows}
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(wanted)} runs are left")
+        harness.write_record(header | {"summary": summarized(rows), "rows": rows}, args.out)
+    harness.show(f"{len(remaining)} runs remain")
 
 
 def settings(work: Work, requests: int, seeds: Sequence[int]) -> Record:
-    """What all runs share."""
+    """Return the settings of all runs."""
     chats = [read_chats(work, seed) for seed in seeds]
     return {
         "attention": work.attention,
-        "max_num_seqs": SEATS,
+        "max_num_seqs": MAX_SEQS,
         "kv_gib": KV_GIB,
         "swap_gib": SWAP_GIB,
         "max_tokens": MAX_TOKENS,

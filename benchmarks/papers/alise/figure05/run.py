@@ -1,9 +1,9 @@
-"""ALISE figure 5: prefill and decode time against length, and the linear model of execution time (equations 3 to 5).
+"""ALISE figure 5: prefill and decode time by length, and the linear model of execution time (equations 3 to 5).
 
     python benchmarks/papers/alise/figure05/run.py
 
-OPT-2.7B, 6.7B and 13B on a V100 with 32 GB: what the simulator's cost model says of one request alone, and what the
-regression makes of it, which the record of every run with forecasts has as `prediction.execution`. Nothing is run.
+OPT-2.7B, 6.7B and 13B on a V100 with 32 GB: the simulator's cost model of a single request, and its regression, which
+records of runs with forecasts have as `prediction.execution`. Nothing runs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def measure(options: Options) -> Result:
         for tokens in LENGTHS:
             prefill = cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
             decode = cost.step(StepShape(decodes=1, context=tokens))
-            told = (prefill, fitted.prefill(tokens), decode, fitted.decode(tokens))
-            times.append((model, tokens, *(1e3 * seconds for seconds in told)))
+            both = (prefill, fitted.prefill(tokens), decode, fitted.decode(tokens))
+            times.append((model, tokens, *(1e3 * seconds for seconds in both)))
         coefficients = (1e3 * seconds for seconds in (fitted.t0, fitted.alpha, fitted.beta))
         fits.append((model, *coefficients, *fitted.quality))
     return {
@@ -65,8 +65,8 @@ def draw(result: Result) -> Mapping[str, Figure]:
             rows = [row for row in result["tables"][0]["rows"] if row[0] == model]
             shape = style.look(number)
             lengths = [row[1] for row in rows]
-            axes.plot(lengths, [row[place] for row in rows], shape.marker, color=shape.colour, label=model)
-            axes.plot(lengths, [row[place + 1] for row in rows], color=shape.colour, linestyle=shape.dash, lw=1)
+            axes.plot(lengths, [row[place] for row in rows], shape.marker, color=shape.color, label=model)
+            axes.plot(lengths, [row[place + 1] for row in rows], color=shape.color, linestyle=shape.dash, lw=1)
         axes.set(title=title, xlabel="tokens of context", ylabel="time (ms)", ylim=(0, None))
     legend_of(figure, panels[0])
     return {"times.png": figure}

@@ -1,11 +1,10 @@
-"""ALISE figure 6 (and figure 2, its panel of OPT-13B on ShareGPT): mean normalized latency against rate.
+"""ALISE figure 6 (and figure 2, its panel of OPT-13B on ShareGPT): mean normalized latency by rate.
 
     python benchmarks/papers/alise/figure06/run.py [--quick]
 
-OPT-2.7B, 6.7B and 13B on a V100 with 32 GB, ShareGPT and Alpaca, one seed; traces of 30 s to 10 minutes, where the
-paper has 30 minutes. `orca` stands for ORCA, `fcfs` for vLLM; `alise` with forecasts whose error is declared:
-near-true ones, and ones that a regression would make, of three correlations with the truth. Largest rates are those
-at which the mean normalized latency is 0.2 s per token, read off the curves.
+OPT-2.7B, 6.7B and 13B on a V100 with 32 GB, ShareGPT and Alpaca, one seed, traces of 30 s to 10 minutes (the paper: 30
+minutes). `orca` stands for ORCA and `fcfs` for vLLM. `alise` has near-true forecasts, and forecasts of three
+correlations with the truth. The largest rates are read off the curves at a mean normalized latency of 0.2 s per token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100
+from papers.alise.setting import BOUND, KEPT, NEAR_TRUE, REGRESSED, V100
 from papers.figures.panels import Panels
 from papers.figures.report import latencies, main, settings_of
 from papers.figures.runs import Kept, Options, Result, cells, grid, pick, poisson, run_plans
@@ -26,7 +25,7 @@ from papers.figures.variants import lasting, named, plain
 VARIANTS = (*plain("orca", "fcfs", "fastserve"), NEAR_TRUE, *REGRESSED, *plain("alise-oracle"))
 MODELS, DATASETS = ("opt-2.7b", "opt-6.7b", "opt-13b"), ("sharegpt", "alpaca")
 PANELS = Panels(MODELS, DATASETS, [variant.name for variant in VARIANTS], by="variant")
-# Rates around the capacity, which is 9.8, 4.5 and 0.89 req/s on ShareGPT and 122, 57 and 22 on Alpaca.
+# Rates around the capacities: 9.8, 4.5 and 0.89 req/s on ShareGPT, and 122, 57 and 22 on Alpaca.
 RATES = {
     ("opt-2.7b", "sharegpt"): (10.0, 16.0, 26.0),
     ("opt-6.7b", "sharegpt"): (4.0, 5.5, 8.0),
@@ -44,7 +43,7 @@ LASTING = {
     ("opt-6.7b", "alpaca"): 0.1,
     ("opt-13b", "alpaca"): 0.2,
 }
-# ORCA keeps the rest of the context free for every request, and leaves the bound long before the others.
+# ORCA reserves the rest of the context for every request and reaches the bound much earlier than the others.
 ORCA_SHARE = {
     ("opt-2.7b", "sharegpt"): 0.6,
     ("opt-6.7b", "sharegpt"): 0.4,
@@ -94,7 +93,7 @@ def measure(options: Options) -> Result:
 
 
 def curves_of(options: Options) -> list[tuple[str, Kept]]:
-    """The runs of all curves, with the names of their variants."""
+    """Return the plans of all curves with the names of their variants."""
     plans = []
     for (model, dataset), rates in RATES.items():
         for variant in VARIANTS:
@@ -111,4 +110,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw, docs={"latency.png": "alise-latency.png"})
+    main(
+        __file__,
+        __doc__,
+        measure,
+        draw,
+        keeps=(*KEPT, "normalized_latency_s.mean"),
+        docs={"latency.png": "alise-latency.png"},
+    )

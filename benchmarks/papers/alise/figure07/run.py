@@ -2,8 +2,7 @@
 
     python benchmarks/papers/alise/figure07/run.py
 
-Draws 20,000 requests from the lengths that the simulator has built in, which all figures here use: tables of quantiles
-of the two datasets, no row of them.
+The script draws 20,000 requests from the simulator's built-in quantile tables, which all figures here use.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from papers.figures.runs import Options, Result, poisson
 from skipjoin.report.plots import style
 
 DATASETS, REQUESTS = ("alpaca", "sharegpt"), 20_000
-# The picture has so many bars to an axis, up to the 99th percentile.
+# Bars per panel, up to the 99th percentile.
 BARS = 40
 
 
 def drawn(dataset: str) -> dict[str, list[int]]:
-    """Lengths by side."""
+    """Return prompt and output lengths."""
     jobs = poisson(dataset).draw(1.0, None, 0, REQUESTS)
     return {"input": [job.prompt_tokens for job in jobs], "output": [job.output_tokens for job in jobs]}
 
@@ -48,12 +47,12 @@ def measure(options: Options) -> Result:
     }
 
 
-def _histogram(lengths: list[int], most: float) -> dict[str, list[float]]:
-    """Left ends and shares of `BARS` bars up to `most`."""
-    width = most / BARS
+def _histogram(lengths: list[int], longest: float) -> dict[str, list[float]]:
+    """Return the left edges and shares of BARS bars up to `longest`."""
+    width = longest / BARS
     counts = [0] * BARS
     for length in lengths:
-        if length < most:
+        if length < longest:
             counts[int(length / width)] += 1
     return {
         "left": [round(number * width, 1) for number in range(BARS)],
@@ -65,9 +64,9 @@ def draw(result: Result) -> Mapping[str, Figure]:
     figure = style.new_figure(style.WIDE_IN, 2.8)
     panels = figure.subplots(1, 2)
     for axes, dataset in zip(panels, DATASETS, strict=True):
-        for side, colour in (("input", style.SKY), ("output", style.VERMILION)):
+        for side, color in (("input", style.SKY), ("output", style.VERMILION)):
             bars = result["histograms"][f"{dataset}, {side}"]
-            axes.step(bars["left"], bars["share"], where="post", color=colour, label=side)
+            axes.step(bars["left"], bars["share"], where="post", color=color, label=side)
         axes.set(title=dataset, xlabel="tokens", ylabel="share of requests", ylim=(0, None))
     legend_of(figure, panels[0])
     return {"lengths.png": figure}

@@ -1,10 +1,10 @@
-"""ALISE figure 9: response latency of 200 consecutive requests, `fcfs` against `alise`.
+"""ALISE figure 9: latency of 200 consecutive requests under `fcfs` and `alise`.
 
     python benchmarks/papers/alise/figure09/run.py
 
-OPT-13B on ShareGPT. At the paper's 2 requests per second a V100 with 32 GB gets more than twice what it can compute,
-and an A100 with 40 GB has no queue: both are shown, and the V100 just above its capacity. The 200 requests are those in
-the middle of 300 s of arrivals.
+OPT-13B on ShareGPT. The paper's 2 requests per second are more than twice the capacity of a V100 with 32 GB and leave
+an A100 with 40 GB without a queue. Both are shown, and the V100 just above its capacity. The 200 requests are in the
+middle of 300 s of arrivals.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = ("case", "variant", "mean latency s", "to fcfs", "faster than with fcf
 
 
 def ended(cell: Cell) -> list[RequestFacts]:
-    """The requests of a run by arrival."""
+    """Return the requests of a run by arrival."""
     facts: list[RequestFacts] = []
     run(cell, on_events=RequestLog(facts.append).observe)
     return sorted(facts, key=lambda one: one.id)
@@ -73,8 +73,8 @@ def draw(result: Result) -> Mapping[str, Figure]:
     for axes, (case, found) in zip(panels, result["latency_s"].items(), strict=True):
         for name in ("fcfs", NEAR_TRUE.name):
             shape = look(name)
-            axes.plot(found[name], ".", color=shape.colour, ms=3, label=name)
-            axes.axhline(fmean(found[name]), color=shape.colour, linestyle=":", lw=1)
+            axes.plot(found[name], ".", color=shape.color, ms=3, label=name)
+            axes.axhline(fmean(found[name]), color=shape.color, linestyle=":", lw=1)
         axes.set(title=case, xlabel="request", ylim=(0, None))
     panels[0].set_ylabel("latency (s)")
     legend_of(figure, panels[0])

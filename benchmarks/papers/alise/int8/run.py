@@ -1,12 +1,11 @@
-"""What int8 KV brings, apart from what scheduling brings.
+"""Gains of int8 KV and of scheduling, measured separately.
 
     python benchmarks/papers/alise/int8/run.py [--quick]
 
-ALISE holds its KV in INT8 and compares itself with FP16 (section 4.1). OPT-13B on one A100 with 40 GB, 11 GiB of KV;
-ShareGPT for 300 s and Alpaca for 60 s; `fcfs`, and `alise` with near-true forecasts; KV in 16 bits, in int8 on the
-host alone (`--swap-dtype int8`, what Skipjoin has built; `fcfs` does not use the host), and in int8 on both tiers. The
-last is simulated as pools of as many more blocks as int8 takes less for a block, scales included, and is not built:
-reading and writing such KV costs here what it costs in 16 bits.
+ALISE keeps its KV in int8 and compares itself with 16 bits (section 4.1). OPT-13B on one A100 with 40 GB and 11 GiB of
+KV, ShareGPT for 300 s and Alpaca for 60 s, `fcfs` and `alise` with near-true forecasts. KV has 16 bits, int8 on the CPU
+tier (`--swap-dtype int8`; `fcfs` does not use that tier), or int8 on both tiers. The last is simulated as larger pools
+and not implemented: access costs are those of 16 bits.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from skipjoin.sim.experiments.system import System
 FCFS = plain("fcfs")[0]
 KV = ("16-bit", "int8 on the host", "int8 on both tiers")
 CELLS = ((FCFS, KV[0]), (FCFS, KV[2]), (NEAR_TRUE, KV[0]), (NEAR_TRUE, KV[1]), (NEAR_TRUE, KV[2]))
-# Where the searches start, and a rate above the capacity of `fcfs` at which latencies are compared.
+# First rates of the searches, and a rate above the capacity of `fcfs` for the comparison of latencies.
 STARTS = {"sharegpt": (3.4, 4.6, 6.5, 6.5, 8.0), "alpaca": (80.0, 90.0, 120.0, 120.0, 125.0)}
 RATES = {"sharegpt": 4.5, "alpaca": 90.0}
 # Durations in multiples of 300 s.
@@ -39,7 +38,7 @@ LASTING = {"sharegpt": 1.0, "alpaca": 0.2}
 
 
 def system(variant: Variant, kv: str) -> System:
-    """A variant with KV in one of the types of `KV`."""
+    """Return a variant with KV of a type in `KV`."""
     if kv == KV[0]:
         return variant.on(A100)
     of = variant.on(replace(A100, swap_dtype="int8"))
@@ -90,14 +89,13 @@ def measure(options: Options) -> Result:
                 for dataset in STARTS
             ),
         ],
-        "rates": rates,
         "tried": {", ".join(key): search.tried() for key, search in searches.items()},
         "records": records,
     }
 
 
 def _two_by_two(dataset: str, rates: Mapping[str, float]) -> Result:
-    """Largest rates by what schedules and by the type of KV. `fcfs` does not use the host."""
+    """Return the largest rates by recipe and KV type; `fcfs` does not use the CPU tier."""
     first = rates[f"fcfs, {KV[0]}"]
     rows = []
     for name in ("fcfs", NEAR_TRUE.name):
@@ -112,7 +110,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     panels = figure.subplots(1, len(STARTS))
     for axes, one in zip(panels, result["tables"], strict=False):
         series = {kv: [row[1 + place] for row in one["rows"]] for place, kv in enumerate(KV)}
-        bars(axes, [row[0] for row in one["rows"]], series, dict(zip(KV, style.COLOURS, strict=False)))
+        bars(axes, [row[0] for row in one["rows"]], series, dict(zip(KV, style.COLORS, strict=False)))
         axes.set(title=one["title"].rpartition(", ")[2], ylabel="largest rate (req/s)")
     legend_of(figure, panels[0])
     return {"int8.png": figure}

@@ -1,28 +1,28 @@
-"""What the server learns of output lengths from its own traffic, and whether it keeps that.
+"""Measure what a server learns of output lengths from its own traffic, and whether it keeps that.
 
     python benchmarks/papers/alise/server/run.py [--requests 300] [--recipe alise] [--out FILE]
 
-Serves the built-in model with nothing learnt, and sends chats of two kinds in random order, four at a time: "Count from
-1 to 5" and "Count from 1 to 200". By blocks of 50 requests, from `/metrics`: `error_tokens` is the mean distance of the
-forecasts from the lengths that came, `error_octaves` the same as a power of two (1: twice or half of it), `coverage`
-the share of lengths in the forecasts' 80 % intervals. Then the server is ended in several ways, and 50 more requests
-are sent to the one that is started after it: an orderly end, a killed engine (the server exits by itself then), a
-killed server. At last what it keeps is damaged, and then replaced by another format's: `begins_anew` counts the
-warnings, `set_aside` the folders.
+The script serves the built-in model without a forecast index and sends chats of two kinds in random order, four at a
+time: "Count from 1 to 5" and "Count from 1 to 200". For each block of 50 requests it reads from `/metrics`:
 
-`varied` is harder: no prompt comes often. Five numbers are counted from anywhere below 20, or all from there to 200, so
-that the prompts of both kinds resemble each other.
+- `error_tokens`: mean absolute error of the forecasts.
+- `error_octaves`: mean absolute error of their base-2 logarithms (1 is a factor of two).
+- `coverage`: share of lengths in the 80 % intervals of the forecasts.
+
+Then the server is stopped in order, loses its engine (and exits), and is killed; after each the next server gets 50
+more requests. At last its state is damaged, and then replaced by that of another format. `begins_anew` counts the
+warnings and `set_aside` the folders that the server moved away.
+
+In `varied` few prompts occur twice: a chat counts five numbers from a random start below 20, or all from there to 200,
+so the prompts of both kinds resemble each other.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,9 +32,10 @@ from typing import Any
 import httpx
 
 sys.path.extend(str(Path(__file__).parents[level]) for level in (1, 3))
-from served import Served
+from served import serve
 
-from machine import describe_machine
+import harness
+from servers import Skipjoin
 from skipjoin.engine.forecasting import SAVE_EVERY_S
 
 BLOCK, CLIENTS = 50, 4
@@ -42,7 +43,7 @@ Record = dict[str, Any]
 
 
 def tasks(count: int, seed: int, *, varied: bool = False) -> list[str]:
-    """Prompts of the two kinds in random order, as many of one as of the other."""
+    """Return prompts of the two kinds, half of each, in random order."""
     draw = random.Random(seed)
     found = []
     for number in range(count):
@@ -52,9 +53,9 @@ def tasks(count: int, seed: int, *, varied: bool = False) -> list[str]:
     return found
 
 
-def send(server: Served, prompts: list[str]) -> Record:
-    """Send chats, wait until the last of them is learnt, and tell what the server counted of them."""
-    before = server.numbers()
+def send(server: Skipjoin, prompts: list[str]) -> Record:
+    """Send chats, wait until the server has learned from all of them, and return the figures of their forecasts."""
+    before = server.metrics()
 
     def ask(prompt: str) -> None:
         body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 900}
@@ -63,9 +64,9 @@ def send(server: Served, prompts: list[str]) -> Record:
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(ask, prompts))
     end = time.monotonic() + 10
-    while (since := server.numbers() - before)["forecasts_learnt_total exact"] < len(prompts):
+    while (since := server.metrics() - before)["forecasts_learned_total exact"] < len(prompts):
         if time.monotonic() > end:
-            raise RuntimeError(f"of {len(prompts)} outputs not all are learnt: {since}")
+            raise RuntimeError(f"the server has not learned all of {len(prompts)} outputs: {since}")
         time.sleep(0.05)
     judged = since["forecast_error_octaves_count"]
     return {
@@ -79,23 +80,23 @@ def send(server: Served, prompts: list[str]) -> Record:
 
 
 def measure(requests: int, options: list[str], folder: Path) -> Record:
-    """The blocks of a server that begins with nothing, and what is left after each of its ends."""
+    """Measure the blocks of a new server, and its forecasts after each kind of stop."""
     later = iter([tasks(BLOCK, seed) for seed in range(1, 6)])
     found: Record = {}
 
-    def start() -> Served:
-        return Served(*options, "--forecast-dir", str(folder))
+    def start() -> Skipjoin:
+        return serve(*options, "--forecast-dir", folder)
 
     with start() as server:
         found["blocks"] = learn(server, tasks(requests, seed=0))
     with start() as server:
         found["after_restart"] = send(server, next(later))
-        server.kill_engine()
+        server.engines()[0].kill()
         found["after_restart"]["exit_code_without_engine"] = server.wait()
     server = start()
     found["after_killed_engine"] = send(server, next(later))
     time.sleep(SAVE_EVERY_S + 2)
-    server.end(signal.SIGKILL)
+    server.stop(signal.SIGKILL)
     with start() as server:
         found["after_killed_server"] = send(server, next(later))
     found["after_damage"] = after(damage, start, folder, next(later))
@@ -103,8 +104,8 @@ def measure(requests: int, options: list[str], folder: Path) -> Record:
     return found
 
 
-def learn(server: Served, prompts: list[str]) -> list[Record]:
-    """The blocks of a server that begins with nothing."""
+def learn(server: Skipjoin, prompts: list[str]) -> list[Record]:
+    """Measure the blocks of a server without an index."""
     blocks = []
     for first in range(0, len(prompts), BLOCK):
         blocks.append(send(server, prompts[first : first + BLOCK]))
@@ -112,12 +113,12 @@ def learn(server: Served, prompts: list[str]) -> list[Record]:
     return blocks
 
 
-def after(harm: Callable[[Path], None], start: Callable[[], Served], folder: Path, prompts: list[str]) -> Record:
-    """What a server does that finds what `harm` left."""
+def after(harm: Callable[[Path], None], start: Callable[[], Skipjoin], folder: Path, prompts: list[str]) -> Record:
+    """Start a server on the state that `harm` left and measure it."""
     harm(folder)
     with start() as server:
         record = send(server, prompts)
-    record["begins_anew"] = sum("begin anew" in line for line in server.errors)
+    record["begins_anew"] = server.log().count("begin anew")
     record["set_aside"] = len(list(folder.glob("*.bad-*")))
     return record
 
@@ -131,41 +132,35 @@ def damage(folder: Path) -> None:
 
 
 def change_format(folder: Path) -> None:
-    """Let the state be of a format to come."""
+    """Give the state a future format."""
     (file,) = (one for one in folder.glob("*/state.json") if ".bad-" not in one.parent.name)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 999}))
 
 
 def show(what: str, record: Record) -> None:
-    off = f"{record['error_tokens']:6.1f} tokens, {record['error_octaves']:.2f} octaves"
-    print(f"{what:>22}: off by {off}, {record['coverage']:.0%} covered", flush=True)
+    error = f"{record['error_tokens']:6.1f} tokens, {record['error_octaves']:.2f} octaves"
+    harness.show(f"{what:>22}: mean error {error}, {record['coverage']:.0%} covered")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=300)
+    parser = harness.parser(__doc__, requests=300)
     parser.add_argument("--recipe", default="alise")
-    parser.add_argument("--forecaster", default="learnt")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--forecaster", default="learned")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="forecasts-"))
     options = ["--recipe", args.recipe, "--forecaster", args.forecaster]
-    try:
+    record = harness.new_record(options=options)
+    with harness.scratch() as folder:
         found = measure(args.requests, options, folder)
-    finally:
-        shutil.rmtree(folder)
-    for what, record in found.items():
+    for what, one in found.items():
         if what != "blocks":
-            show(what, record)
-    with Served(*options, "--forecast-dir", "none") as server:
+            show(what, one)
+    with serve(*options, "--forecast-dir", "none") as server:
         found["varied"] = learn(server, tasks(args.requests, seed=0, varied=True))
     for what in ("blocks", "varied"):
         first, last = found[what][0]["error_tokens"], found[what][-1]["error_tokens"]
         found[f"{what}_last_over_first"] = round(last / first, 3)
-        print(f"{what}: the error of the last {BLOCK} is {last / first:.2f} times that of the first")
-    found |= {"machine": describe_machine(), "options": options}
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        harness.show(f"{what}: the error of the last {BLOCK} is {last / first:.2f} times that of the first")
+    harness.write_record(record | found, args.out)
 
 
 if __name__ == "__main__":

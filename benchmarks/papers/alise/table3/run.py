@@ -2,9 +2,9 @@
 
     python benchmarks/papers/alise/table3/run.py [--quick]
 
-On a V100 with 32 GB. The paper's figures are "processed requests per second" of 12 to 165 where 30 and 2 arrive, which
-no system can finish. Here: requests finished per second until the last has arrived, at those rates (300 s of ShareGPT,
-60 s of Alpaca), and the largest rate with a mean normalized latency of 0.2 s per token, read off curves.
+On a V100 with 32 GB. The paper has 12 to 165 "processed requests per second" at arrival rates of 30 and 2, which no
+system can finish. The script measures the requests finished per second until the last arrival at these rates (300 s of
+ShareGPT, 60 s of Alpaca), and the largest rate with a mean normalized latency of 0.2 s per token, read off curves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from papers.alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100
 from papers.figures.panels import Panels
-from papers.figures.pictures import bars, colours_of, legend_of
+from papers.figures.pictures import bars, colors_of, legend_of
 from papers.figures.report import latencies, main, settings_of, table
 from papers.figures.runs import Kept, Options, Result, cells, grid, mean, pick, poisson, run_plans
 from papers.figures.variants import Variant, lasting, named, plain
@@ -68,13 +68,12 @@ def measure(options: Options) -> Result:
                 for dataset in PANELS.datasets
             ),
         ],
-        "finished": finished,
         "records": records,
     }
 
 
 def at_the_papers_rates(options: Options) -> list[tuple[str, Kept]]:
-    """Runs that stop when the last request has arrived."""
+    """Return runs that stop at the last arrival."""
     return [
         (variant.name, grid([replace(cell, extent=replace(cell.extent, until_s=extent.duration_s)) for cell in found]))
         for dataset, rate in PAPERS_RPS.items()
@@ -86,7 +85,7 @@ def at_the_papers_rates(options: Options) -> list[tuple[str, Kept]]:
 
 
 def curves_of(options: Options) -> list[tuple[str, Kept]]:
-    """Runs around the capacity."""
+    """Return runs around the capacity."""
     by_name = {variant.name: variant for variant in VARIANTS}
     return [
         (name, grid(cells(by_name[name].on(V100[model]), poisson(dataset), options.some(rates), extent, seeds=[0])))
@@ -127,7 +126,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     for axes, dataset in zip(panels, PAPERS_RPS, strict=True):
         rows = [row for row in result["tables"][0]["rows"] if row[0] == dataset]
         columns = result["tables"][0]["columns"]
-        bars(axes, MODELS, {name: [row[columns.index(name)] for row in rows] for name in names}, colours_of(names))
+        bars(axes, MODELS, {name: [row[columns.index(name)] for row in rows] for name in names}, colors_of(names))
         axes.set(title=f"{dataset}, {PAPERS_RPS[dataset]:g} req/s arriving", ylabel="finished per second")
     legend_of(figure, panels[0])
     return {"models.png": figure}

@@ -1,12 +1,11 @@
-"""Forecasts learnt from prompts while requests come: latency against rate, and how good the forecasts are.
+"""Forecasts learned from prompts during the run: latency by rate, and accuracy.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/alise/texts/run.py [--quick]
 
-Needs texts, which are not in the repository: the folder has `alpaca_vicuna7b_lengths.jsonl.gz` (prompts of Alpaca with
-the lengths of Vicuna-7B's answers), `alpaca_text.jsonl.gz` (with those of the reference answers) and
-`sharegpt_text.jsonl.gz` (turns of conversations; the prompt is the last message, its length that of all before it).
-OPT-13B on one A100 with 40 GB, 11 GiB of KV. Forecasters begin with nothing, and no run is longer than its trace, so no
-row comes twice.
+The folder has texts that are not in the repository: `alpaca_vicuna7b_lengths.jsonl.gz` (prompts of Alpaca with the
+lengths of Vicuna-7B's answers), `alpaca_text.jsonl.gz` (with those of the reference answers) and
+`sharegpt_text.jsonl.gz` (turns of conversations; the prompt is the last message, and its length that of the
+conversation). OPT-13B on one A100 with 40 GB and 11 GiB of KV. Forecasters begin empty, and no run uses a row twice.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.alise.setting import A100, alise
+from papers.alise.setting import A100, KEPT, alise
 from papers.figures.pictures import curves, legend_of
 from papers.figures.report import latencies, main, settings_of, table
 from papers.figures.runs import Kept, Options, Result, cells, grid, pick, run_plans
@@ -31,7 +30,7 @@ from skipjoin.workload.workload import Replay
 
 # ALISE's own forecaster retrieves the lengths of similar prompts (section 3.1).
 RETRIEVAL = Variant("alise retrieval", "alise", "alise")
-FORECAST = (alise("prior"), RETRIEVAL, alise("learnt"))
+FORECAST = (alise("prior"), RETRIEVAL, alise("learned"))
 VARIANTS = (*plain("fcfs", "fastserve"), *FORECAST, *plain("alise-oracle"))
 # Rates around the capacity, and durations in multiples of 300 s.
 RATES = {"alpaca_vicuna7b_lengths": (28.0, 36.0), "alpaca_text": (66.0, 82.0), "sharegpt_text": (1.8, 2.6)}
@@ -40,14 +39,16 @@ QUALITY = ("r_log", "mae", "within_25", "coverage_80")
 
 
 def folder() -> Path:
-    """Where the texts are."""
+    """Return the folder of the texts."""
     if "SKIPJOIN_TRACES" not in os.environ:
-        sys.exit("texts: SKIPJOIN_TRACES must name the folder of the traces with texts, which the repository lacks")
+        sys.exit(
+            "texts: SKIPJOIN_TRACES must name the folder of the traces with texts, which are not in the repository"
+        )
     return Path(os.environ["SKIPJOIN_TRACES"])
 
 
 def workload(name: str) -> Replay:
-    """The requests of a trace, arriving at random."""
+    """Return the requests of a trace with Poisson arrivals."""
     return Replay(read_trace(folder() / f"{name}.jsonl.gz"), arrivals=parse_arrivals("poisson"))
 
 
@@ -73,7 +74,7 @@ def measure(options: Options) -> Result:
 
 
 def curves_of(name: str, options: Options) -> list[tuple[str, Kept]]:
-    """The runs of a trace, with the names of their variants."""
+    """Return the plans of a trace with the names of their variants."""
     of, extent, rates = workload(name), lasting(options, LASTING[name]), options.some(RATES[name])
     if max(rates) * extent.duration_s > len(of.trace.rows):
         sys.exit(
@@ -83,12 +84,12 @@ def curves_of(name: str, options: Options) -> list[tuple[str, Kept]]:
 
 
 def of_trace(records: list[Result], name: str) -> list[Result]:
-    """The records of a trace."""
+    """Return the records of a trace."""
     return pick(records, lengths=f"trace:{name}.jsonl.gz")
 
 
 def _quality(records: list[Result]) -> Result:
-    """At the highest rate: the forecasts of requests in the order in which they came."""
+    """Return the accuracy of the forecasts at the highest rate."""
     rows = []
     for name in RATES:
         mine = of_trace(records, name)
@@ -118,4 +119,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, "normalized_latency_s.mean"))

@@ -1,10 +1,10 @@
-"""How many best-effort requests are in flight, which the paper does not say, and how many requests a step has.
+"""Effect of the number of best-effort requests in flight, which the paper does not name, and of the batch size.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/batch_size/run.py [--quick]
 
-OPT-13B on two A100s at 8 real-time requests per second of ShareGPT with 32, 128 and 512 best-effort requests in
-batches, and 128 of which each is replaced when it is complete. Then Llama-3-70B on eight, whose KV has room for many
-more requests than a step has seats: 128, 256 and 512 of them (`max_num_seqs`).
+OPT-13B on two A100s at 8 real-time requests per second of ShareGPT, with 32, 128 and 512 best-effort requests in
+batches, and with 128 that are replaced one by one. Then Llama-3-70B on eight A100s, whose KV has room for many more
+requests than a step, with 128, 256 and 512 slots (`max_num_seqs`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from papers.bros.setting import (
     BLIND,
     BROS,
     FIELDS,
+    KEPT,
     LATENCY,
     SHAREGPT,
     VARIANTS,
@@ -42,8 +43,8 @@ from skipjoin.workload.workload import ClosedMode
 RATE, SEEDS = 8.0, 2
 LOADS = {str(size): Load(in_flight=size) for size in (32, 128, 512)}
 LOADS["128, refilled"] = Load(in_flight=128, mode=ClosedMode.REFILL)
-# Most requests in a step: 128 bound both classes, as in the paper.
-SEATS = (128, 256, 512)
+# Maximum number of requests in a step; 128 limit both classes, as in the paper.
+SLOTS = (128, 256, 512)
 SMALL, LARGE, LARGE_RATES = "opt-13b", "llama-3-70b", (8.0, 15.0)
 
 
@@ -56,7 +57,7 @@ def measure(options: Options) -> Result:
         for variant in VARIANTS
     }
     large = {(LARGE, "128", BLIND.name): (BLIND, system(BLIND, LARGE))}
-    large |= {(LARGE, "128", f"bros, {seats} seats"): (BROS, _with_seats(seats)) for seats in SEATS}
+    large |= {(LARGE, "128", f"bros, {slots} slots"): (BROS, _with_slots(slots)) for slots in SLOTS}
     plans |= {
         key: grid(SHAREGPT.cells(variant, of, LARGE_RATES, options, seeds=1)) for key, (variant, of) in large.items()
     }
@@ -74,8 +75,8 @@ def measure(options: Options) -> Result:
     }
 
 
-def _with_seats(seats: int) -> System:
-    return replace(system(BROS, LARGE), max_num_seqs=seats)
+def _with_slots(slots: int) -> System:
+    return replace(system(BROS, LARGE), max_num_seqs=slots)
 
 
 def draw(result: Result) -> Mapping[str, Figure]:
@@ -87,11 +88,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
         for name in names:
             values = [mean(pick(records, in_flight=one, variant=name), field) for one in LOADS]
             shape = look(name)
-            axes.plot(list(LOADS), values, color=shape.colour, marker=shape.marker, linestyle=shape.dash, label=name)
+            axes.plot(list(LOADS), values, color=shape.color, marker=shape.marker, linestyle=shape.dash, label=name)
         axes.set(title=label, xlabel="best-effort requests in flight", ylim=(0, None))
     legend_of(figure, figure.axes[0])
     return {"in_flight.png": figure}
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, LATENCY, BATCHED))

@@ -1,4 +1,4 @@
-"""BROS figure 10: latency of real-time requests and throughput of best-effort ones, over the rate of the former.
+"""BROS figure 10: latency of real-time requests and throughput of best-effort requests by real-time rate.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure10/run.py [--quick]
 
@@ -20,10 +20,13 @@ from papers.bros.setting import (
     BATCHED,
     BLIND,
     DATASETS,
+    KEPT,
     LATENCY,
     MACHINES,
     RATES,
     ROUND_ROBIN,
+    TPOT_KEPT,
+    TTFT_KEPT,
     VARIANTS,
     Load,
     against_rate,
@@ -68,7 +71,7 @@ def measure(options: Options) -> Result:
 
 
 def summary(records: Sequence[Record]) -> Result:
-    """Changes against class-blind `fcfs` and against `round-robin`, as means over rates."""
+    """Return changes from class-blind `fcfs` and from `round-robin`, as means over rates."""
     rows = []
     for lengths in DATASETS:
         for model in [*MACHINES, "all"]:
@@ -93,4 +96,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw, docs={"sharegpt.png": "bros-latency.png"})
+    main(
+        __file__,
+        __doc__,
+        measure,
+        draw,
+        keeps=(*KEPT, LATENCY, BATCHED, TTFT_KEPT, TPOT_KEPT),
+        docs={"sharegpt.png": "bros-latency.png"},
+    )

@@ -1,8 +1,8 @@
-"""BROS figure 11: how many real-time requests get their first token within 0.4 s, and the others at 0.2 s each.
+"""BROS figure 11: attainment of 0.4 s to the first token and 0.2 s per further token.
 
     python benchmarks/papers/bros/figure11/run.py
 
-The runs of figure 10, read from its result.
+The runs are those of figure 10, read from its result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def measure(options: Options) -> Result:
 
 
 def summary(records: Sequence[Record]) -> Result:
-    """Means over rates and models."""
+    """Return means over rates and models."""
     rows = [
         (lengths, name, *(fmean(value_of(record, field) for record in some) for field in (TTFT_KEPT, TPOT_KEPT)))
         for lengths in DATASETS
@@ -60,4 +60,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(TTFT_KEPT, TPOT_KEPT))

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from papers.bros.setting import (
     BROS,
     FCFS,
+    KEPT,
     LATENCY,
     TPOT_KEPT,
     TTFT_KEPT,
@@ -71,4 +72,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, LATENCY, "real_time.window.throughput_rps"))

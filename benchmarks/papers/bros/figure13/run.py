@@ -1,9 +1,9 @@
-"""BROS figure 13: what its KV management brings.
+"""BROS figure 13: effect of KV management.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure13/run.py [--quick]
 
-OPT-30B on four A100s at 10 real-time requests per second, 128 best-effort requests in flight. Without it, requests that
-lose KV compute it again (`bros-recompute`, section 7.4.1); beside these `bros-swap`, which moves all KV of a request.
+OPT-30B on four A100s at 10 real-time requests per second, 128 best-effort requests in flight. Without KV management,
+preempted requests are recomputed (`bros-recompute`, section 7.4.1). `bros-swap` moves all KV of a request.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from papers.bros.setting import (
     BROS,
     DATASETS,
     FIELDS,
+    KEPT,
     RECOMPUTE,
     SWAP,
     TPOT_KEPT,
@@ -69,11 +70,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
             name: [mean(pick(result["records"], lengths=one, variant=name), field) for one in DATASETS]
             for name in names
         }
-        bars(axes, list(DATASETS), series, {name: look(name).colour for name in names})
+        bars(axes, list(DATASETS), series, {name: look(name).color for name in names})
         axes.set(ylim=(0, 1.1), title=label)
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
     return {"management.png": figure}
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, TTFT_KEPT, TPOT_KEPT))

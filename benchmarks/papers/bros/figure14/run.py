@@ -1,9 +1,9 @@
-"""BROS figure 14: how long decisions take.
+"""BROS figure 14: decision time.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure14/run.py [--quick]
 
-OPT-13B on two A100s and OPT-30B on four, ShareGPT, 128 best-effort requests in flight. Wall-clock times of this
-machine's scheduler on one core, one run at a time, the quicker of two; all else is simulated.
+OPT-13B on two A100s and OPT-30B on four, ShareGPT, 128 best-effort requests in flight. Decision times are wall-clock
+times on one core of this machine, one run at a time, the faster of two seeds; everything else is simulated.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.bros.setting import SHAREGPT, VARIANTS, compared, records_of, said, system, window
+from papers.bros.setting import KEPT, SHAREGPT, VARIANTS, compared, records_of, said, system, window
 from papers.figures.pictures import bars, look
 from papers.figures.report import main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style
 
-# Of the runs with these seeds the quickest counts: others share the machine.
+# The fastest seed counts, because the machine is shared.
 MODELS, RATES, SEEDS = ("opt-13b", "opt-30b"), (8.0, 12.0), 2
 
 
 def share(record: Record) -> float:
-    """Decision time as a share of the time of a step with its decision."""
+    """Return the decision time relative to a step and its decision."""
     decision_s = record["decision_ms"]["mean"] / 1000
     return float(decision_s / (decision_s + record["duration_s"] / record["steps"]))
 
@@ -56,13 +56,13 @@ def measure(options: Options) -> Result:
     records = records_of(plans, "model", "lengths", "variant")
     return {
         "settings": said(list(systems.values()), [SHAREGPT], options, seeds=SEEDS),
-        "tables": [compared("Decision time", quickest(records), ("model", "rate_rps", "variant"), COLUMNS)],
+        "tables": [compared("Decision time", fastest(records), ("model", "rate_rps", "variant"), COLUMNS)],
         "records": records,
     }
 
 
-def quickest(records: Sequence[Record]) -> list[Record]:
-    """Of the runs of each variant at each rate, the one with the shortest decisions."""
+def fastest(records: Sequence[Record]) -> list[Record]:
+    """Return the run with the shortest decisions of each variant at each rate."""
     found: dict[tuple[object, ...], Record] = {}
     for record in sorted(records, key=lambda record: record["decision_ms"]["mean"], reverse=True):
         found[record["model"], record["variant"], record["workload"]["rate_rps"]] = record
@@ -74,12 +74,12 @@ def draw(result: Result) -> Mapping[str, Figure]:
     names = [variant.name for variant in VARIANTS]
     figure = style.new_figure(style.WIDE_IN, 2.6)
     for axes, model in zip(figure.subplots(1, len(MODELS), sharey=True), MODELS, strict=True):
-        some = pick(quickest(result["records"]), model=model)
+        some = pick(fastest(result["records"]), model=model)
         series = {
             name: [mean(pick(some, variant=name, rate_rps=rate), "decision_ms.mean") for rate in rates]
             for name in names
         }
-        bars(axes, [f"{rate:g} req/s" for rate in rates], series, {name: look(name).colour for name in names})
+        bars(axes, [f"{rate:g} req/s" for rate in rates], series, {name: look(name).color for name in names})
         axes.set_title(model)
     figure.axes[0].set_ylabel("ms for a decision")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
@@ -87,4 +87,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=(*KEPT, "decision_ms.mean"))

@@ -1,9 +1,9 @@
-"""What is wanted of EconoServe's policies, and whether it holds.
+"""Check properties of EconoServe's policies.
 
     python benchmarks/papers/econoserve/checks/run.py
 
-OPT-13B on one A100 with 12 GiB of KV, an overload unless another load is named. A claim is what a request may hold at
-once; the pool holds more claims than it has blocks only where some lie within others.
+OPT-13B on one A100 with 12 GiB of KV in overload. A reservation is the number of blocks that a request may hold. All
+reservations together exceed the pool only if some are nested in others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,17 @@ from skipjoin.report.plots import style
 from skipjoin.sim.experiments.simulation import Cell, Extent
 from skipjoin.workload.workload import Synthetic, synthetic
 
-# Long and short outputs, half of each; rates are above what can be computed.
+# Half long and half short outputs; rates exceed the capacity.
 MIXED = synthetic("fixed:64,960", "poisson", ["name=short,share=0.5,lengths=fixed:16,100,arrivals=poisson"])
 ALIKE, PROMPTS, SPREAD = map(poisson, ("fixed:64,256", "fixed:128,32", "uniform:16-512,16-900"))
 _S = 60.0
+# What the checks read.
+KEPT = (
+    *("watch.max_claimed", "watch.hosted", "watch.vacated", "watch.synced", "watch.forwards", "watch.first"),
+    *("requests.finished", "requests.unfinished", "jct_s.mean", "normalized_latency_s.mean", "throughput_tps"),
+    *("kv.swapped_out_bytes", "kv.swapped_in_bytes", "kv.preemptions", "kv.allocated_mean", "kv.used_mean"),
+    *("groups.mean_size", "forward.target", "slo.jct_attained"),
+)
 CASES: dict[str, tuple[str, str | None, dict[str, Value], Synthetic, float]] = {
     "mixed, econoserve": ("econoserve", "oracle", {}, MIXED, 5.0),
     "mixed, econoserve-sdo": ("econoserve-sdo", "oracle", {}, MIXED, 5.0),
@@ -55,10 +62,10 @@ def measure(options: Options) -> Result:
     asked = [({"variant": name}, _cell(*case)) for name, case in CASES.items()]
     records = watched(asked, options.jobs)
     found = {record["variant"]: record for record in records}
-    rows = [(name, _shown(value), wanted, "yes" if holds else "no") for name, value, wanted, holds in checks(found)]
+    rows = [(name, _shown(value), target, "yes" if holds else "no") for name, value, target, holds in checks(found)]
     return {
         "settings": said([cell.system for _, cell in asked], options, note=f"Every run lasts {_S:g} s."),
-        "tables": [table("Checks", ("check", "value", "wanted", "holds"), rows)],
+        "tables": [table("Checks", ("check", "value", "target", "holds"), rows)],
         "records": records,
     }
 
@@ -72,14 +79,14 @@ def _shown(value: object) -> str:
 
 
 def checks(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
-    """What is measured, its value, what is wanted, and whether it holds. found: records by case."""
+    """Return name, value, target and outcome of each check; `found` has the records by case."""
     return [*hosting(found), *forecasts(found), *objectives(found)]
 
 
 def hosting(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
-    """That lent KV is physical, and groups are."""
+    """Check nested reservations, groups and forward sizes."""
     mixed, plain = found["mixed, econoserve"], found["mixed, econoserve-sdo"]
-    claims = mixed["watch"]["most_claimed"], plain["watch"]["most_claimed"]
+    claims = mixed["watch"]["max_claimed"], plain["watch"]["max_claimed"]
     moved = mixed["kv"]["swapped_out_bytes"] + mixed["kv"]["swapped_in_bytes"]
     share = mixed["watch"]["hosted"] / mixed["requests"]["finished"]
     ratio = mixed["jct_s"]["mean"] / plain["jct_s"]["mean"]
@@ -111,14 +118,14 @@ def _per_token(one: Record, other: Record) -> float:
 
 
 def _reached(record: Record) -> float:
-    """The share of plans that reach 0.9 of the target, of those while a prompt waits that the reserve has room for."""
+    """Return the share of plans at 0.9 of the target, of those while a prompt waits that fits the reserve."""
     plans = {int(tokens): count for tokens, count in record["watch"]["forwards"].items()}
     near = sum(count for tokens, count in plans.items() if tokens >= 0.9 * record["forward"]["target"])
     return near / max(1, sum(plans.values()))
 
 
 def forecasts(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
-    """What forecasts that are right and wrong lead to."""
+    """Check the effects of right and wrong forecasts."""
     exact, other = (_lost(found[name]) for name in ("no padding, econoserve", "fcfs"))
     first, lending = (_first(found[f"short forecasts, {name}"]) for name in ("econoserve-sdo", "econoserve"))
     return [
@@ -135,7 +142,7 @@ def forecasts(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]
 
 
 def _first(record: Record) -> list[str]:
-    """The ways to handle claims that are too small, in the order of their first use."""
+    """Return the ways to handle reservations that are too small, in the order of their first use."""
     first = record["watch"]["first"]
     return sorted((way for way in first if way != "more"), key=first.__getitem__)
 
@@ -146,7 +153,7 @@ def _lost(record: Record) -> int:
 
 
 def objectives(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
-    """Attainment, KV and throughput in an overload."""
+    """Check attainment, KV and throughput in overload."""
     met = {name: record["slo"]["jct_attained"] for name, record in found.items()}
     kv = found["econoserve"]["kv"]
     ratio = found["econoserve"]["throughput_tps"] / found["fcfs"]["throughput_tps"]
@@ -174,11 +181,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
         "KV used": [record["kv"]["used_mean"] for record in records],
         "KV allocated": [record["kv"]["allocated_mean"] for record in records],
     }
-    bars(axes, list(names), series, dict(zip(series, style.COLOURS, strict=False)))
+    bars(axes, list(names), series, dict(zip(series, style.COLORS, strict=False)))
     axes.set_ylim(0, 1.05)
     style.legend(figure, *axes.get_legend_handles_labels())
     return {"checks.png": figure}
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=KEPT)

@@ -1,9 +1,9 @@
-"""EconoServe figure 1: schedulers compared where lengths are known.
+"""EconoServe figure 1: schedulers with known lengths.
 
     python benchmarks/papers/econoserve/figure01/run.py [--quick]
 
-OPT-13B on one A100, three traces, 1.2 times what `fcfs` computes. Throughput, KV, forward size, requests whose KV was
-lost because blocks were short, the parts of the completion time, and how many requests a step ends.
+OPT-13B on one A100, three traces, 1.2 times the capacity of `fcfs`: throughput, KV, forward size, requests that lost KV
+for lack of blocks, the parts of the completion time, and requests that finish per step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skipjoin.observe.record import Record
 from skipjoin.report.plots import style
 
 LOAD = 1.2
-# The paper's first measurement knows all lengths (section 2.1).
+# In the paper's first measurement all lengths are known (section 2.1).
 VARIANTS = tuple(map(known, (*BASELINES, *ABLATIONS)))
 TIMES = {
     "JCT s": "jct_s.mean",
@@ -36,8 +36,8 @@ TIMES = {
     "dropped": "kv.preemptions.drop",
     "decision ms": "decision_ms.mean",
 }
-# Requests that end with a step, up to this many.
-_MOST_ENDS = 4
+# Maximum number of finished requests per step with a column.
+_MAX_ENDS = 4
 
 
 def measure(options: Options) -> Result:
@@ -61,15 +61,15 @@ def measure(options: Options) -> Result:
 
 
 def _ends(records: list[Record]) -> Result:
-    """Shares of steps by the requests that end with them (figure 1f)."""
+    """Return the shares of steps by the requests that finish in them (figure 1f)."""
     rows = []
     for record in records:
         ends = {int(number): steps for number, steps in record["watch"]["ends"].items()}
         total = sum(ends.values())
-        more = sum(steps for number, steps in ends.items() if number >= _MOST_ENDS)
-        shares = [ends.get(number, 0) / total for number in range(_MOST_ENDS)]
+        more = sum(steps for number, steps in ends.items() if number >= _MAX_ENDS)
+        shares = [ends.get(number, 0) / total for number in range(_MAX_ENDS)]
         rows.append((record["lengths"], record["variant"], *shares, more / total))
-    columns = (*map(str, range(_MOST_ENDS)), f"{_MOST_ENDS} or more")
+    columns = (*map(str, range(_MAX_ENDS)), f"{_MAX_ENDS} or more")
     return table("Steps by the requests that they end, shares", ("lengths", "variant", *columns), rows)
 
 
@@ -84,7 +84,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     figure = style.new_figure(style.WIDE_IN, 6.0)
     for axes, (label, field) in zip(figure.subplots(4, 1, sharex=True), shown.items(), strict=True):
         series = {name: [_height(one, field) for one in pick(result["records"], lengths=name)] for name in TRACES}
-        bars(axes, names, series, dict(zip(TRACES, style.COLOURS, strict=False)))
+        bars(axes, names, series, dict(zip(TRACES, style.COLORS, strict=False)))
         axes.set_ylabel(label)
         if field in ("throughput_tps", "jct_s"):
             axes.set_yscale("log")
@@ -99,4 +99,4 @@ def _height(record: Record, field: str) -> float:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("throughput_tps", "jct_s.mean", "kv.used_mean", "kv.allocated_mean"))

@@ -1,9 +1,9 @@
-"""EconoServe figure 2: requests in a group that begins and ends together.
+"""EconoServe figure 2: size of the groups that start and finish together.
 
     python benchmarks/papers/econoserve/figure02/run.py [--quick]
 
-OPT-13B on one A100, lengths known, `econoserve-sd` at 1.2 times what `fcfs` computes; lengths count as one where
-they are equal, and where they differ by fewer than 32 tokens.
+OPT-13B on one A100 under `econoserve-sd` with known lengths at 1.2 times the capacity of `fcfs`. Lengths belong
+together if they are equal, or if they are in one range of 32 tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from skipjoin.report.plots import style
 
 LOAD, RANGES = 1.2, (1, 32)
 VARIANT = known(SYNCED)
-# The paper: shares of groups and requests with at least so many members (section 2.2).
+# The paper has the shares of groups and requests with at least this many members (section 2.2).
 SIZES = (2, 4, 12)
 
 
@@ -49,7 +49,7 @@ def measure(options: Options) -> Result:
 
 
 def _sizes(record: Record) -> dict[int, int]:
-    """How many groups have so many members."""
+    """Return the number of groups by size."""
     return {int(size): number for size, number in record["watch"]["group_sizes"].items()}
 
 
@@ -68,9 +68,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             sizes = _sizes(record)
             shares = [reached / sum(sizes.values()) for reached in accumulate(sizes.values())]
             look = style.look(number)
-            axes.step(
-                list(sizes), shares, where="post", color=look.colour, linestyle=look.dash, label=record["lengths"]
-            )
+            axes.step(list(sizes), shares, where="post", color=look.color, linestyle=look.dash, label=record["lengths"])
         axes.set(title=f"length_range {width}", xlabel="requests in a group", xscale="log", ylim=(0, 1.02))
     figure.axes[0].set_ylabel("share of groups")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
@@ -78,4 +76,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("length_range", "watch.group_sizes"))

@@ -1,9 +1,9 @@
-"""EconoServe figure 4: what is added to the forecast of a length.
+"""EconoServe figure 4: padding of forecasts.
 
     python benchmarks/papers/econoserve/figure04/run.py [--quick]
 
-OPT-13B on one A100, `econoserve-sd` (the paper's SyncDecoupled) at what `fcfs` computes, forecasts with the trace's
-noise, paddings from -50 % (half of the forecast is claimed) to 50 %.
+OPT-13B on one A100 under `econoserve-sd` (the paper's SyncDecoupled) at the capacity of `fcfs`, forecasts with the
+trace's noise, paddings from -50 % (half of the forecast is reserved) to 50 %.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             scale = min(values) if field == "JCT s" else 1.0
             look = style.look(number)
             heights = [value / scale for value in values]
-            axes.plot([row[1] for row in mine], heights, color=look.colour, marker=look.marker, label=name)
+            axes.plot([row[1] for row in mine], heights, color=look.color, marker=look.marker, label=name)
         axes.set(xlabel="padding", ylabel=label)
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
     return {"padding.png": figure}

@@ -1,10 +1,10 @@
-"""EconoServe figure 5: claims that are too large and too small, and what a request loses that outgrows its claim.
+"""EconoServe figure 5: reservations that are too large or too small, and the cost of outgrowing one.
 
     python benchmarks/papers/econoserve/figure05/run.py [--quick]
 
-OPT-13B on one A100 at 1.2 times what `fcfs` computes, forecasts with the trace's noise. `econoserve-sd` with a
-reserve from which requests that outgrow a claim get more, and without one, so that they pause; beside it what takes
-KV away under other recipes: `fcfs` drops it, `fastserve-reactive` swaps it.
+OPT-13B on one A100 at 1.2 times the capacity of `fcfs`, forecasts with the trace's noise. `econoserve-sd` runs with a
+reserve for requests that outgrow their reservation, and without one, so that they pause. For comparison `fcfs` drops KV
+and `fastserve-reactive` swaps it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FIELDS = {
 
 
 def variants() -> list[tuple[str, Variant, dict[str, Value]]]:
-    """Names, variants and parameters that are not the trace's."""
+    """Return names, variants and parameters that replace the trace's."""
     econoserve = [(f"reserve {share:g}", SYNCED, {"reserve": share}) for share in (0.0, 0.02, 0.1)]
     others = [(variant.name, variant, {}) for variant in plain("fcfs", "fastserve-reactive")]
     return [("the trace's reserve", SYNCED, {}), *econoserve, *others]
@@ -83,4 +83,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("watch.over", "watch.under"))

@@ -1,10 +1,9 @@
-"""EconoServe figure 6: KV that requests hold while they wait.
+"""EconoServe figure 6: KV of waiting requests.
 
     python benchmarks/papers/econoserve/figure06/run.py [--quick]
 
-OPT-13B on one A100 at 1.2 times what `fcfs` computes, forecasts with the trace's noise. Each waiting request that
-holds KV, at every sixteenth plan: chunked prompts, new generations, and generations that ran before; shares of the
-pool.
+OPT-13B on one A100 at 1.2 times the capacity of `fcfs`, forecasts with the trace's noise. Every sixteenth plan samples
+each waiting request that holds KV: chunked prompts, new generations and preempted generations, as shares of the pool.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
                 at = place + (number - 1) * 0.25
                 below, above = ([100 * abs(held[end] - held["mean"])] for end in ("p5", "p95"))
                 label = kind if place == 0 else None
-                axes.bar(at, 100 * held["mean"], 0.22, yerr=[below, above], color=style.COLOURS[number], label=label)
+                axes.bar(at, 100 * held["mean"], 0.22, yerr=[below, above], color=style.COLORS[number], label=label)
     axes.set_xticks(range(len(TRACES)), list(TRACES))
     axes.set_ylabel("KV, % of the pool")
     style.legend(figure, *axes.get_legend_handles_labels())
@@ -72,4 +71,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("watch.held",))

@@ -1,9 +1,9 @@
-"""EconoServe figure 10: attainment of the objectives, from the runs of figure 9.
+"""EconoServe figure 10: attainment of the objectives in the runs of figure 9.
 
     python benchmarks/papers/econoserve/figure10/run.py
 
-Every request's objective is twice what it takes at light load. Means over the loads that all variants have: `orca`
-runs at lower ones (figure 9).
+The objective of a request is twice its time at light load. Figures are means over the loads that all variants share;
+`orca` runs at lower ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure(options: Options) -> Result:
 
 
 def names_of(records: Sequence[Record]) -> list[str]:
-    """The variants in their order, but for `orca`."""
+    """Return the variants except `orca` in their order."""
     return list(dict.fromkeys(record["variant"] for record in records if record["variant"] != "orca"))
 
 
@@ -55,7 +55,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             ]
             for name in names
         }
-        bars(axes, list(TRACES), series, {name: look(name).colour for name in names})
+        bars(axes, list(TRACES), series, {name: look(name).color for name in names})
         axes.set(title=model, ylim=(0, 1.05))
     figure.axes[0].set_ylabel("attainment, mean over loads")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
@@ -63,4 +63,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("slo.jct_attained",))

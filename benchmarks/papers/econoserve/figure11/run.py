@@ -1,9 +1,9 @@
-"""EconoServe figure 11: use of KV and of the GPU, from the runs of figure 9.
+"""EconoServe figure 11: use of KV and of the GPU in the runs of figure 9.
 
     python benchmarks/papers/econoserve/figure11/run.py
 
-KV is used where tokens fill it, and allocated where requests may have it. The GPU's use is the mean forward size,
-as a share of the size that saturates it.
+KV is used by tokens and allocated to requests. The use of the GPU is the mean forward size relative to the size that
+saturates it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skipjoin.report.plots import style
 
 
 def filled(record: Record) -> float:
-    """The mean forward size, as a share of the target."""
+    """Return the mean forward size relative to the target."""
     return float(record["forward"]["mean"] / record["forward"]["target"])
 
 
@@ -61,8 +61,10 @@ def draw(result: Result) -> Mapping[str, Figure]:
     for axes in panels[-1]:
         axes.set_xlabel("arrival rate (req/s)")
     legend_of(figure, panels[0][0])
-    return {"utilisation.png": figure}
+    return {"utilization.png": figure}
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(
+        __file__, __doc__, measure, draw, keeps=("kv.used_mean", "kv.allocated_mean", "forward.mean", "forward.target")
+    )

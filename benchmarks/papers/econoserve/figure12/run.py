@@ -2,9 +2,9 @@
 
     python benchmarks/papers/econoserve/figure12/run.py [--quick]
 
-OPT-13B on A100s, ShareGPT, requests to the replica with the least work. As in the paper: the goodput of four GPUs
-for prompts and four for decodes, then of four H100s and eight A100s, and the fewest A100s with which others reach
-0.99 of it. Then the fewest that each needs for an attainment of 0.9, a split with one prefill replica included.
+OPT-13B on A100s, ShareGPT, least-work dispatch. As in the paper: the goodput of four prefill and four decode GPUs, then
+of four H100s and eight A100s, and the minimum number of A100s with which others reach 0.99 of it. Then the minimum that
+each needs for an attainment of 0.9, including a split with one prefill replica.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from skipjoin.report.plots import style
 from skipjoin.sim.experiments.sweep import ReplicaSearch
 from skipjoin.sim.experiments.system import System
 
-# Multiples of what one GPU computes with `fcfs`; requests arrive for this share of the usual time.
+# Multiples of the capacity of one GPU with `fcfs`, and the duration relative to the usual one.
 LOADS, _TIMES = (2.0, 3.0, 4.0), 0.2
 FCFS = Variant("fcfs", "fcfs")
 NEAR, ATTAINED = 0.99, 0.9
 
 
 def split(replicas: int, prefill_replicas: int, prefill_hardware: str | None = None) -> System:
-    """Prefill and decode replicas, each with 100 Gb/s."""
+    """Return prefill and decode replicas, each with 100 Gb/s."""
     machine = replace(OPT_13B, prefill_hardware=prefill_hardware)
     return SPLIT.on(
         machine, replicas=replicas, prefill_replicas=prefill_replicas, network_gbps=100.0, dispatch="least-work"
@@ -43,7 +43,7 @@ def split(replicas: int, prefill_replicas: int, prefill_hardware: str | None = N
 
 
 def whole(variant: Variant, replicas: int) -> System:
-    """Replicas that do both."""
+    """Return replicas that do both."""
     return replace(system(variant, SHAREGPT), replicas=replicas, dispatch="least-work")
 
 
@@ -52,7 +52,7 @@ OTHERS = {variant.name: whole(variant, 3) for variant in (FCFS, ECONOSERVE, DEFA
 
 
 class Fewest(Kept):
-    """A search for the fewest replicas with which a system keeps a bound at one rate."""
+    """Search for the minimum number of replicas with which a system keeps a bound at one rate."""
 
     def __init__(self, of: System, rate: float, bound: str, options: Options) -> None:
         self._bound = parse_bound(bound)
@@ -61,7 +61,7 @@ class Fewest(Kept):
 
     @property
     def replicas(self) -> int | None:
-        """None: the bound holds at no number that was tried."""
+        """The minimum number, or None if the bound holds at no number."""
         points: dict[int, list[Record]] = {}
         for record in self.records:
             points.setdefault(record["settings"]["replicas"], []).append(record)
@@ -121,7 +121,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     for place, name in enumerate(columns[1:], 1):
         shape = look({"1 prefill replica and others": "split"}.get(name, name))
         axes.plot(
-            [row[0] for row in rows], [row[place] for row in rows], color=shape.colour, marker=shape.marker, label=name
+            [row[0] for row in rows], [row[place] for row in rows], color=shape.color, marker=shape.marker, label=name
         )
     axes.set(xlabel="arrival rate (req/s)", ylabel=f"GPUs for an attainment of {ATTAINED:g}", ylim=(0, None))
     style.legend(figure, *axes.get_legend_handles_labels())

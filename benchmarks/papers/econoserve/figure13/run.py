@@ -1,9 +1,9 @@
-"""EconoServe figure 13: what each part brings.
+"""EconoServe figure 13: ablation, and other forecasts.
 
     python benchmarks/papers/econoserve/figure13/run.py [--quick]
 
-Queues apart (`-d`), groups (`-sd`), order by objectives (`-sdo`), lent KV (`econoserve`), and that with other
-forecasts; OPT-13B on three traces, the larger models on ShareGPT, at 1.2 times what `fcfs` computes.
+Separate queues (`-d`), groups (`-sd`), order by objectives (`-sdo`), nested reservations (`econoserve`), and the last
+with other forecasts; OPT-13B on three traces, the larger models on ShareGPT, at 1.2 times the capacity of `fcfs`.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
         }
         last = found[names[-1]] if field != "slo.jct_attained" else [1.0] * len(TRACES)
         series = {name: [one / other for one, other in zip(some, last, strict=True)] for name, some in found.items()}
-        bars(axes, list(TRACES), series, {name: look(name).colour for name in names})
+        bars(axes, list(TRACES), series, {name: look(name).color for name in names})
         axes.set_title(label if field != "throughput_rps" else "throughput to that of econoserve")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
     return {"ablation.png": figure}
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("jct_s.mean", "slo.jct_attained", "slo.jct_scale", "throughput_rps"))

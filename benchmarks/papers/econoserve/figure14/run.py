@@ -1,9 +1,9 @@
-"""EconoServe figure 14: how long decisions take.
+"""EconoServe figure 14: decision time.
 
     python benchmarks/papers/econoserve/figure14/run.py [--quick]
 
-OPT-13B on one A100, three traces at 1.2 times what `fcfs` computes, and 3,000 requests of ShareGPT at once.
-Wall-clock times of this machine's scheduler on one core, one run at a time; all else is simulated.
+OPT-13B on one A100, three traces at 1.2 times the capacity of `fcfs`, and 3,000 requests of ShareGPT at once. Decision
+times are wall-clock times on one core of this machine, one run at a time; everything else is simulated.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from skipjoin.report.plots import style
 from skipjoin.sim.experiments.simulation import Cell, Extent
 
 LOAD, VARIANTS = 1.2, (*BASELINES, SPLIT, *ABLATIONS)
-# All at once, for so many seconds.
+# Number of requests at once, and seconds of the run.
 QUEUED, _WATCHED_S = 3000, 30.0
 
 
 def share(record: Record) -> float:
-    """Decision time as a share of the run's simulated time."""
+    """Return the decision time relative to the simulated time of the run."""
     return float(record["decision_ms"]["mean"] * record["steps"] / 1000 / record["duration_s"])
 
 
@@ -77,7 +77,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     names = list(dict.fromkeys(record["variant"] for record in records))
     cases = list(dict.fromkeys(record["case"] for record in records))
     series = {case: [one["decision_ms"]["mean"] for one in pick(records, case=case)] for case in cases}
-    bars(axes, names, series, dict(zip(cases, style.COLOURS, strict=False)))
+    bars(axes, names, series, dict(zip(cases, style.COLORS, strict=False)))
     axes.set(ylabel="ms for a decision", yscale="log")
     axes.tick_params(axis="x", rotation=30)
     style.legend(figure, *axes.get_legend_handles_labels())
@@ -85,4 +85,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("decision_ms.mean",))

@@ -1,8 +1,8 @@
-"""EconoServe figure 15: by the scale of objectives, padding, reserve and buffer.
+"""EconoServe figure 15: scale of objectives, padding, reserve and buffer.
 
     python benchmarks/papers/econoserve/figure15/run.py [--quick]
 
-`econoserve` with the trace's noise, OPT-13B on one A100, 1.2 times what `fcfs` computes; one factor changes at a
+`econoserve` with the trace's noise, OPT-13B on one A100, 1.2 times the capacity of `fcfs`; one factor changes at a
 time.
 """
 
@@ -40,7 +40,7 @@ FIELDS = {
 
 
 def run_of(trace: Trace, factor: str, value: float, options: Options) -> Kept:
-    """The run of one value of one factor."""
+    """Return the run of one value of a factor."""
     params = {} if factor == "SLO scale" else {factor: value}
     slo = Slo(jct_scale=value) if factor == "SLO scale" else SLO
     return grid(loaded(system(ECONOSERVE, trace, **params), trace, [LOAD], options, slo=slo))
@@ -78,7 +78,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
             series = {label: [one / max(some) for one in some] for label, some in found.items()}
             for number, (label, heights) in enumerate(series.items()):
                 look = style.look(number)
-                axes.plot(values, heights, color=look.colour, marker=look.marker, label=label)
+                axes.plot(values, heights, color=look.color, marker=look.marker, label=label)
             axes.set(xlabel=f"{factor}, {name}", ylim=(0, 1.05))
     figure.supylabel("to the largest", fontsize=9)
     style.legend(figure, *panels[0][0].get_legend_handles_labels())
@@ -86,4 +86,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("value", "jct_s.mean", "slo.jct_attained", "throughput_rps"))

@@ -1,29 +1,24 @@
-"""FastServe's claim on a real engine over HTTP: how much more load than first come, first served, under one bound.
+"""Measure FastServe's claim on a real engine over HTTP: the largest rate of each recipe under one latency bound.
 
     python benchmarks/papers/fastserve/engine/run.py [--out FILE] [--quick | --predict] [--profile FILE]
 
-One recipe after the other is started as `skipjoin serve` and loaded with `skipjoin bench`, and all that again with the
-next seed, so that a drift of the machine meets all alike. The bound is ten times the decode iteration of a request that
-is alone, measured over HTTP at the start (FastServe section 6.1). The figure is the largest rate at which the mean
-normalized latency keeps the bound, interpolated between the rates that were measured.
+Each recipe in turn runs as `skipjoin serve` under the load of `skipjoin bench`, and then all recipes again with the
+next seed, so that a drift of the machine affects all. The bound is ten times the decode iteration of a single request,
+measured over HTTP at the start (FastServe section 6.1). The figure is the largest rate at which the mean normalized
+latency keeps the bound, interpolated between measured rates.
 
-Rates are shares of what `fcfs` sustains according to the simulator with this run's own profile, so that the knees are
-met on a machine of any speed. The simulator's prediction stands beside every measurement. The result is written after
-every run. `--predict` simulates and measures nothing but the profile; `--quick` runs `fcfs` and `fastserve` once.
+Rates are multiples of the capacity of `fcfs` in the simulator with the profile of this run, so they suit a machine of
+any speed. The record has the simulator's prediction for each run and is written after every run. `--predict` only
+profiles and simulates; `--quick` runs `fcfs` and `fastserve` once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +26,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from machine import describe_machine
+import harness
+from papers.recipes import SPELLED
 from random_model import make_model
+from servers import Skipjoin
 from skipjoin.config.profile import read_profile
 from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Record, preempted
@@ -43,21 +40,21 @@ from skipjoin.sim.experiments.simulation import run as simulate
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import synthetic
 
-# Weights of four bytes: a decode iteration is bound by reading them, as on a GPU, so that a batch of 12 takes about
-# 1.6 iterations of one request. With two bytes it is bound by arithmetic here, and takes 2.2.
+# With four-byte weights a decode iteration is memory-bound, as on a GPU: a batch of 12 takes about 1.6 iterations of a
+# single request. With two bytes it is compute-bound here and takes 2.2.
 DTYPE = torch.float32
-# The other core has the client, the API process and the copies of KV, which would otherwise stop the model's threads.
+# The client, the API process and the copies of KV get the other core.
 THREADS = 1
-# ShareGPT's shape at a quarter: 40 tokens of prompt and 83 of output on average, 520 at most.
+# A quarter of ShareGPT's lengths: means of 40 prompt and 83 output tokens, at most 520 in total.
 LENGTHS = "sharegpt*0.25"
-# Room for 1,450 tokens: `fcfs` runs 12 requests at a time, where the cap would let it run 64.
+# KV for 1,450 tokens: `fcfs` runs 12 requests at a time, where the batch cap allows 64.
 KV_GIB, MAX_NUM_SEQS, MAX_TOKENS = 0.1, 64, 512
-# More than everything that is unfinished at the highest load ever holds.
+# More than all unfinished requests hold at the highest load.
 SWAP_GIB = 2.0
 # FastServe section 6.1: ten times the latency of a decode iteration under light load.
 BOUND_FACTOR = 10
 DURATION_S, REPEATS, PROFILE_S = 32.0, 2, 30.0
-# Arrival rates over the capacity of `fcfs`: around its knee and around that of `fastserve`.
+# Multiples of the capacity of `fcfs`, around the rates at which the recipes reach the bound.
 LOADS = {
     "fcfs": (1.5, 2.0),
     "fastserve": (1.7, 2.2, 2.8),
@@ -69,8 +66,8 @@ LOADS = {
 QUICK_LOADS: dict[str, tuple[float, ...]] = {"fcfs": (1.4,), "fastserve": (1.4,)}
 QUICK_S = 8.0
 
-START_TIMEOUT_S, RUN_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 400.0, 40.0
-# A request of this shape, alone, tells the decode iteration; it is long over when the next one comes.
+RUN_TIMEOUT_S = 400.0
+# Single requests that measure the decode iteration; each finishes before the next one arrives.
 LIGHT_LENGTHS, LIGHT_RATE, LIGHT_REQUESTS = "fixed:40,30", 0.4, 4
 COUNTERS = {
     "preemptions": "num_preemptions_total",
@@ -82,12 +79,11 @@ COUNTERS = {
     "steps": "engine_steps_total",
 }
 FIELDS = ("normalized_latency_s", "ttft_s", "tpot_s")
-SKIPJOIN = str(Path(sys.executable).with_name("skipjoin"))
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all runs share. light_s: decode iteration of a request that is alone; the bound follows from it."""
+    """What all runs share; `light_s` is the decode iteration of a single request."""
 
     model: Path
     profile: Path
@@ -96,7 +92,7 @@ class Setup:
 
     @property
     def bound_s(self) -> float:
-        """Seconds per output token that the mean may reach, rounded as the server is told it."""
+        """Bound on the mean normalized latency in seconds per output token, as the server receives it."""
         return round(BOUND_FACTOR * self.light_s, 4)
 
 
@@ -104,138 +100,96 @@ class Setup:
 
 
 def system(setup: Setup, recipe: str) -> System:
-    """What the server is, for the simulator."""
+    """Return the simulated counterpart of the server."""
     machine = Machine(hardware=str(setup.profile), kv_gib=KV_GIB, swap_gib=SWAP_GIB)
     settings = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_tokens": "exact"}
-    (found,) = machine.systems(recipe, slo_s=setup.bound_s, **settings)
+    (found,) = machine.systems(SPELLED[recipe], slo_s=setup.bound_s, **settings)
     return found
 
 
 def cell(setup: Setup, recipe: str, rate: float, seed: int) -> Cell:
-    """One run; the server gets the same requests at the same times."""
+    """Return the simulated counterpart of a run, with the same requests at the same times."""
     return Cell(system(setup, recipe), synthetic(LENGTHS, "poisson"), Extent(rate, setup.duration_s, seed))
 
 
 def capacity(setup: Setup) -> float:
-    """Requests per second that `fcfs` finishes when none has to arrive any more."""
+    """Return the requests per second that `fcfs` finishes when all are present at the start."""
     base = cell(setup, "fcfs", 1.0, 0)
     rate: float = simulate(replace(base, extent=Extent(1e4, None, 0, 600)))["throughput_rps"]
     return rate
 
 
 def light_iteration(profile: Path) -> float:
-    """Seconds of a decode step of one request according to the profile."""
+    """Return the seconds of a decode step of one request in the profile."""
     return read_profile(profile).cost.step(StepShape(decodes=1, context=70))
 
 
 # -- the server and the client ----------------------------------------------------------------------------
 
 
-@contextmanager
-def server(setup: Setup, recipe: str) -> Iterator[str]:
-    """A server with nothing else to do; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [SKIPJOIN, "serve", setup.model, "--recipe", recipe, "--port", port, "--profile", setup.profile]
-    command += ["--set", "oracle=max-tokens"] if recipe == "srpt" else []
-    command += ["--threads", THREADS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB, "--slo", setup.bound_s]
-    command += ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS]
-    # No request is refused: the comparison is about order.
-    command += ["--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000]
-    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)
-    base_url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(process, base_url)
-        yield base_url
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def start(setup: Setup, recipe: str) -> Skipjoin:
+    """Start a server."""
+    options: list[object] = ["--recipe", SPELLED[recipe], "--profile", setup.profile, "--slo", setup.bound_s]
+    options += ["--set", "oracle=max-tokens"] if recipe == "srpt" else []
+    options += ["--threads", THREADS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
+    options += ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS]
+    # The comparison is about order, so no request is refused.
+    options += ["--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000]
+    return Skipjoin(setup.model, *options)
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], base_url: str) -> None:
-    """Return when the server takes requests. Raises RuntimeError if it ends, or takes too long."""
-    until = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with exit code {process.returncode}")
-        try:
-            with urllib.request.urlopen(f"{base_url}/ready", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise RuntimeError(f"the server was not ready within {START_TIMEOUT_S:g} s")
-
-
-def load(base_url: str, lengths: str, *options: object) -> Record:
-    """What one run of `skipjoin bench` recorded. Raises RuntimeError if it fails or takes too long."""
-    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as folder:
-        out = Path(folder) / "record.json"
-        command = [SKIPJOIN, "bench", "--base-url", base_url, "--lengths", lengths, "--out", out, *options]
-        try:
-            subprocess.run([str(part) for part in command], stdout=sys.stderr, timeout=RUN_TIMEOUT_S, check=True)
-        except subprocess.SubprocessError as error:
-            raise RuntimeError(f"skipjoin bench: {error}") from error
-        (record,) = json.loads(out.read_text())
+def load(server: Skipjoin, lengths: str, *options: object) -> Record:
+    """Run `skipjoin bench` and return its record."""
+    common = ("--base-url", server.url, "--lengths", lengths)
+    (record,) = harness.records_of("bench", *common, *options, timeout_s=RUN_TIMEOUT_S)
     found: Record = record
     return found
 
 
-def light_load(base_url: str) -> float:
-    """Seconds of a decode iteration of a request that is alone."""
+def light_load(server: Skipjoin) -> float:
+    """Return the seconds of a decode iteration of a single request."""
     options = ("--arrivals", "constant", "--rates", LIGHT_RATE, "--requests", LIGHT_REQUESTS, "--warmup", 1)
-    seconds: float = load(base_url, LIGHT_LENGTHS, *options)["tpot_s"]["p50"]
+    seconds: float = load(server, LIGHT_LENGTHS, *options)["tpot_s"]["p50"]
     return seconds
 
 
-def counters(base_url: str) -> dict[str, float]:
-    """The engine's counters, summed over their labels."""
-    with urllib.request.urlopen(f"{base_url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    totals = dict.fromkeys(COUNTERS, 0.0)
-    for name, metric in COUNTERS.items():
-        for line in lines:
-            if line.startswith((f"skipjoin:{metric} ", f"skipjoin:{metric}{{")):
-                totals[name] += float(line.rsplit(" ", 1)[1])
-    return totals
+def counters(server: Skipjoin) -> dict[str, float]:
+    """Return the engine's counters, summed over their labels."""
+    return {name: server.metric(metric) for name, metric in COUNTERS.items()}
 
 
 # -- one run and all runs ---------------------------------------------------------------------------------
 
 
 def chosen(record: Record, engine: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that the result keeps."""
+    """Return the part of a record that the result keeps."""
     part: dict[str, Any] = {name: {key: record[name][key] for key in ("mean", "p95")} for name in FIELDS}
     part |= {"requests": record["requests"], "duration_s": record["duration_s"], **engine}
     return part
 
 
 def predicted(one: Cell) -> dict[str, Any]:
-    """What the simulator says of the run."""
+    """Return the simulator's prediction of a run."""
     record = simulate(one)
     engine = {name: record["kv"][name] for name in COUNTERS if name in record["kv"]}
     engine["preemptions"] = preempted(record)
     return chosen(record, {**engine, "steps": record["steps"], "batch_mean": record["batch_mean"]})
 
 
-def measured(base_url: str, one: Cell) -> dict[str, Any]:
-    """What client and server say of the run."""
-    extent, before = one.extent, counters(base_url)
+def measured(server: Skipjoin, one: Cell) -> dict[str, Any]:
+    """Run a cell and return the figures of client and server."""
+    extent, before = one.extent, counters(server)
     options = ("--rates", extent.rate_rps, "--duration", extent.duration_s, "--seeds", extent.seed, "--warmup", 0)
-    record = load(base_url, LENGTHS, *options)
-    time.sleep(1.0)  # the engine tells its numbers now and then
-    engine: dict[str, Any] = {name: total - before[name] for name, total in counters(base_url).items()}
+    record = load(server, LENGTHS, *options)
+    time.sleep(1.0)  # the engine reports its counters periodically
+    engine: dict[str, Any] = {name: total - before[name] for name, total in counters(server).items()}
     engine["wanted_tokens"] = sum(job.output_tokens for job in one.jobs())
     engine["batch_mean"] = engine["generated_tokens"] / max(1.0, engine["steps"])
     return chosen(record, {**engine, "lag_p99_s": record["client"]["lag_p99_s"]})
 
 
 def plan(setup: Setup, loads: dict[str, tuple[float, ...]], repeats: int) -> list[dict[str, Any]]:
-    """All runs in their order, each with its prediction."""
+    """Return all runs in their order, each with its prediction."""
     full = capacity(setup)
     rows = []
     for seed in range(repeats):
@@ -247,16 +201,16 @@ def plan(setup: Setup, loads: dict[str, tuple[float, ...]], repeats: int) -> lis
     return rows
 
 
-def carry_out(setup: Setup, rows: Sequence[dict[str, Any]], keep: Any) -> None:
-    """Measure the runs, with a fresh server for each recipe of each repeat. keep: called after every run."""
+def carry_out(setup: Setup, rows: Sequence[dict[str, Any]], keep: Callable[[], None]) -> None:
+    """Measure the runs, with a new server for each recipe of each repeat, and call `keep` after every run."""
     for turn in dict.fromkeys((row["seed"], row["recipe"]) for row in rows):
         mine = [row for row in rows if (row["seed"], row["recipe"]) == turn]
         try:
-            with server(setup, turn[1]) as base_url:
-                light_s = light_load(base_url)
+            with start(setup, turn[1]) as server:
+                light_s = light_load(server)
                 for row in mine:
                     row["light_s"] = light_s
-                    row["measured"] = measured(base_url, cell(setup, row["recipe"], row["rate_rps"], row["seed"]))
+                    row["measured"] = measured(server, cell(setup, row["recipe"], row["rate_rps"], row["seed"]))
                     keep()
         except RuntimeError as error:
             for row in mine:
@@ -266,7 +220,7 @@ def carry_out(setup: Setup, rows: Sequence[dict[str, Any]], keep: Any) -> None:
 
 
 def rates_at_bound(setup: Setup, rows: Sequence[dict[str, Any]], kind: str) -> dict[str, str | None]:
-    """The largest rate under the bound of each recipe; None if it does not even hold at the lowest."""
+    """Return the largest rate of each recipe under the bound, or None if the bound is exceeded at all rates."""
     bound, found = parse_bound(f"normalized_latency_s.mean<={setup.bound_s}"), {}
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         points: dict[float, list[Record]] = {}
@@ -282,64 +236,61 @@ def rates_at_bound(setup: Setup, rows: Sequence[dict[str, Any]], kind: str) -> d
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """A line per run: measured figures, those predicted in brackets."""
+    """Print a line per run: measured figures, with predictions in parentheses."""
     for row in rows:
         line = f"{row['recipe']:20} seed {row['seed']} {row['rate_rps']:6.3f} req/s"
         for name in ("normalized_latency_s", "ttft_s"):
             for key in ("mean", "p95"):
                 real = f"{row['measured'][name][key]:.3f}" if "measured" in row else row.get("failed", "-")
                 line += f"  {name.split('_')[0]} {key} {real} ({row['predicted'][name][key]:.3f})"
-        print(line, flush=True)
+        harness.show(line)
 
 
 def prepare(folder: Path, args: argparse.Namespace, duration_s: float) -> Setup:
-    """Model, profile and light-load iteration."""
+    """Create the model and the profile, and measure the decode iteration of a single request."""
     model, profile = folder / "model", args.profile or folder / "profile.json"
     make_model(model, DTYPE)
     if args.profile is None:
-        command = [SKIPJOIN, "profile", model, "--out", profile, "--seconds", 6 if args.quick else PROFILE_S]
-        command += ["--threads", THREADS, "--kv-cache-gib", KV_GIB]
-        command += ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS]
-        subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
+        limits = ("--threads", THREADS, "--kv-cache-gib", KV_GIB)
+        limits += ("--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS)
+        seconds = 6 if args.quick else PROFILE_S
+        harness.run_skipjoin("profile", model, "--out", profile, "--seconds", seconds, *limits)
     setup = Setup(model, profile, duration_s, light_iteration(profile))
     if args.predict:
         return setup
-    with server(setup, "fcfs") as base_url:
-        return replace(setup, light_s=light_load(base_url))
+    with start(setup, "fcfs") as server:
+        return replace(setup, light_s=light_load(server))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two recipes at one rate, in two minutes")
-    parser.add_argument("--predict", action="store_true", help="only simulate")
-    parser.add_argument("--profile", type=Path, help="of this model and one thread, instead of a new one")
-    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser = harness.parser(__doc__, repeats=REPEATS)
+    parser.add_argument("--quick", action="store_true", help="run two recipes at one rate, in two minutes")
+    parser.add_argument("--predict", action="store_true", help="only profile and simulate")
+    parser.add_argument("--profile", type=Path, help="existing profile of this model with one thread")
     parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds of arrivals in a run")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     loads = QUICK_LOADS if args.quick else LOADS
     repeats, duration_s = (1, QUICK_S) if args.quick else (args.repeats, args.duration)
-    with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as folder:
-        machine = describe_machine()
-        setup = prepare(Path(folder), args, duration_s)
+    header = harness.new_record()
+    with harness.scratch() as folder:
+        setup = prepare(folder, args, duration_s)
         rows = plan(setup, loads, repeats)
         minutes = sum(row["predicted"]["duration_s"] + 4 for row in rows) / 60 + len(loads) * repeats * 20 / 60
-        print(f"{len(rows)} runs, bound {setup.bound_s} s per token, about {minutes:.0f} minutes", flush=True)
+        harness.show(f"{len(rows)} runs, bound {setup.bound_s} s per token, about {minutes:.0f} minutes")
 
         def keep() -> None:
-            if args.out:
-                args.out.write_text(json.dumps(result(setup, machine, rows), indent=1) + "\n")
+            harness.write_record(header | result(setup, rows), args.out)
             show([row for row in rows if "measured" in row or "failed" in row][-1:])
 
         if args.predict:
             show(rows)
         else:
             carry_out(setup, rows, keep)
-        print(json.dumps(result(setup, machine, rows)["largest_rate_rps"], indent=1, ensure_ascii=False))
+        harness.show(result(setup, rows)["largest_rate_rps"])
 
 
-def result(setup: Setup, machine: dict[str, object], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The record of everything."""
+def result(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings, the profile and the figures."""
     settings = {
         "dtype": str(DTYPE).removeprefix("torch."),
         "threads": THREADS,
@@ -355,7 +306,7 @@ def result(setup: Setup, machine: dict[str, object], rows: Sequence[dict[str, An
     profile = json.loads(setup.profile.read_text())
     kept = {name: profile[name] for name in ("cost", "transfer_out", "transfer_in", "host_s", "kv_bytes_per_block")}
     largest = {kind: rates_at_bound(setup, rows, kind) for kind in ("measured", "predicted")}
-    return {"machine": machine, "settings": settings, "profile": kept, "largest_rate_rps": largest, "rows": list(rows)}
+    return {"settings": settings, "profile": kept, "largest_rate_rps": largest, "rows": list(rows)}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""FastServe figure 1: how much of the latency is queueing, by what varies between requests.
+"""FastServe figure 1: share of queueing in the latency, by the lengths that vary.
 
     python benchmarks/papers/fastserve/figure01/run.py [--quick]
 
-OPT-13B under `fcfs`, at 0.9 and 1 of what it computes at most with the same lengths: all requests equal (the means of
-the dataset), only prompts vary, only outputs vary, both vary as in the dataset. The paper names no setting but "load
-near 1" and gives two columns of equal lengths and two of datasets; a batch cap of 16 is shown beside 256 because it
-decides.
+OPT-13B under `fcfs` at 0.9 and 1 of the capacity with the same lengths: all requests equal (the means of the dataset),
+or prompts, outputs or both vary as in the dataset. The paper's only setting is "load near 1". Batch caps of 256 and 16
+are shown, because the cap decides the share.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""FastServe figure 5: the first four iterations of a request, by the length of its prompt.
+"""FastServe figure 5: the first four iterations of a request by prompt length.
 
     python benchmarks/papers/fastserve/figure05/run.py
 
-OPT-2.7B on an A100-40GB, one request alone, from the simulator's cost model (`skipjoin.sim.roofline`): nothing is run.
+OPT-2.7B on an A100-40GB, a single request in the simulator's cost model (`skipjoin.sim.roofline`). Nothing runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     figure = style.new_figure(style.NARROW_IN, 3.2)
     axes = figure.add_subplot()
     series = {f"iteration {number}": [row[number] for row in rows] for number in range(1, ITERATIONS + 1)}
-    bars(axes, [str(row[0]) for row in rows], series, dict(zip(series, style.COLOURS, strict=False)))
+    bars(axes, [str(row[0]) for row in rows], series, dict(zip(series, style.COLORS, strict=False)))
     axes.set(xlabel="prompt tokens", ylabel="time (ms)")
     legend_of(figure, axes)
     return {"iterations.png": figure}

@@ -1,11 +1,11 @@
-"""FastServe figure 7: the worked example, three jobs one at a time under four schedulers.
+"""FastServe figure 7: worked example of three jobs, one at a time, under four schedulers.
 
     python benchmarks/papers/fastserve/figure07/run.py
 
-The paper shows the jobs' times in a picture only and prints the averages 4.23, 5, 3.3 and 3; no three such completions
-have the mean 4.23, and 13/3 is the nearest. The jobs here, all there at time 0, give 13/3, 5, 10/3 and 3: in half
-seconds J1 takes 5 to prefill and 1 to decode, J2 2 and 1, J3 1 and 1. `tests/recipes/test_worked_example.py` holds the
-same table.
+The paper shows the jobs in a picture only and prints the means 4.23, 5, 3.3 and 3. No three such completions have the
+mean 4.23; 13/3 is the nearest. The jobs here arrive at time 0 and give 13/3, 5, 10/3 and 3: in units of half a second
+J1 takes 5 to prefill and 1 to decode, J2 2 and 1, J3 1 and 1. `tests/recipes/test_worked_example.py` has the same
+table.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 from papers.figures.report import main, table
 from papers.figures.runs import Options, Result
+from papers.recipes import SPELLED
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.step import StepShape
 from skipjoin.report.plots import style
@@ -29,13 +30,13 @@ from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import DEFAULT, Closed, WorkloadRequest
 
 UNIT_S = 0.5
-# Prompt and output tokens: a token takes a unit, and the first one comes with the prompt.
+# Prompt and output tokens. A token takes one unit, and the first output token comes with the prompt.
 JOBS = ((5, 2), (2, 2), (1, 2))
 PAPER = {"fcfs": ("FCFS", 4.23), "mlfq": ("MLFQ", 5.0), "fastserve": ("skip-join MLFQ", 3.3), "srpt": ("SRPT", 3.0)}
 
 
 class UnitCost:
-    """One unit of time for every token computed."""
+    """Cost model of one unit of time per token."""
 
     revision = 0
 
@@ -48,7 +49,7 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Example:
-    """The three jobs, all there at once."""
+    """Workload of the three jobs at time 0."""
 
     best_effort: float | None = None
     closed: tuple[Closed, ...] = ()
@@ -65,9 +66,9 @@ class Example:
 
 
 def timeline(recipe: str) -> tuple[list[list[float]], float]:
-    """(start, end, job) of every iteration, and the mean completion time."""
+    """Return (start, end, job) of every iteration, and the mean completion time."""
     system = System(
-        recipe=recipe,
+        recipe=SPELLED[recipe],
         model="units",
         hardware="units",
         cost=UnitCost(),
@@ -114,7 +115,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     axes = figure.add_subplot()
     for row, pieces in enumerate(result["timelines"].values()):
         for start, end, job in pieces:
-            axes.barh(row, end - start, left=start, color=style.COLOURS[int(job) - 1], edgecolor="black", height=0.6)
+            axes.barh(row, end - start, left=start, color=style.COLORS[int(job) - 1], edgecolor="black", height=0.6)
             axes.annotate(f"J{int(job)}", ((start + end) / 2, row), ha="center", va="center", fontsize=7, color="white")
     means = [row[1] for row in result["tables"][0]["rows"]]
     names = [f"{name} (mean {mean})" for (name, _), mean in zip(PAPER.values(), means, strict=True)]

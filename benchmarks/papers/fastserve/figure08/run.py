@@ -1,10 +1,10 @@
-"""FastServe figure 8: KV held over time by `fcfs` and by skip-join MLFQ when memory never ends.
+"""FastServe figure 8: KV over time under `fcfs` and skip-join MLFQ with unlimited memory.
 
     python benchmarks/papers/fastserve/figure08/run.py
 
-OPT-2.7B on an A100-40GB, 64 requests per second with gamma gaps of CV 4, at most 20 output tokens, as in the paper's
-caption. The caption says nothing of prompts and of the batch cap: here prompts are uniform over 1 to 512 tokens and
-outputs over 1 to 20, and several caps are shown, because under `fcfs` the cap is what limits the KV held (section 4.2).
+OPT-2.7B on an A100-40GB, 64 requests per second with gamma gaps of CV 4, and at most 20 output tokens, as in the
+paper's caption, which names neither prompts nor the batch cap. Here prompts are uniform over 1 to 512 tokens and
+outputs over 1 to 20. Several caps are shown, because the cap limits the KV under `fcfs` (section 4.2).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from skipjoin.workload.workload import synthetic
 RATE_RPS, CAPS, RECIPES = 64.0, (16, 32, 64, 128), ("fcfs", "fastserve")
 WORKLOAD = synthetic("uniform:1-512,1-20", "gamma:4")
 ENDLESS_BLOCKS = 200_000
-# The picture has a point for each of so many stretches of time: the most that was held in it.
-STRETCHES, DRAWN_S = 400, 60.0
+# Points of the picture, each the maximum of an interval, and seconds that it shows.
+INTERVALS, DRAWN_S = 400, 60.0
 
 
 def held(of: System, duration_s: float, seed: int) -> tuple[Record, int, list[int]]:
-    """The record, the most blocks held, and the most in each stretch of the first minute."""
-    peaks = [0] * STRETCHES
+    """Return the record, the maximum number of blocks, and the maximum in each interval of the first minute."""
+    peaks = [0] * INTERVALS
     most = 0
 
     def watch(events: list[Event]) -> None:
@@ -46,8 +46,8 @@ def held(of: System, duration_s: float, seed: int) -> tuple[Record, int, list[in
         for event in events:
             if isinstance(event, Planned):
                 most = max(most, event.held)
-                place = int(event.now / DRAWN_S * STRETCHES)
-                if place < STRETCHES:
+                place = int(event.now / DRAWN_S * INTERVALS)
+                if place < INTERVALS:
                     peaks[place] = max(peaks[place], event.held)
 
     return run(Cell(of, WORKLOAD, Extent(RATE_RPS, duration_s, seed)), on_events=watch), most, peaks
@@ -84,10 +84,10 @@ def draw(result: Result) -> Mapping[str, Figure]:
     panels = figure.subplots(2, 2, sharex=True)
     block_mib = 16 * 2 * 32 * 2560 * 2 / 2**20  # of OPT-2.7B
     for axes, (cap, lines) in zip(panels.flat, result["series"].items(), strict=True):
-        times = [index * DRAWN_S / STRETCHES for index in range(STRETCHES)]
+        times = [index * DRAWN_S / INTERVALS for index in range(INTERVALS)]
         for recipe in RECIPES:
             values = [blocks * block_mib / 1024 for blocks in lines[recipe]]
-            axes.plot(times, values, color=look(recipe).colour, linestyle=look(recipe).dash, lw=1.0, label=recipe)
+            axes.plot(times, values, color=look(recipe).color, linestyle=look(recipe).dash, lw=1.0, label=recipe)
         axes.set_title(f"batch cap {cap}")
     for axes in panels[1]:
         axes.set_xlabel("time (s)")

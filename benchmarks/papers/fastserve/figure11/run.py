@@ -1,12 +1,11 @@
-"""FastServe figure 11: mean normalized latency against rate, for three models on two datasets.
+"""FastServe figure 11: mean normalized latency by rate for three models on two datasets.
 
     python benchmarks/papers/fastserve/figure11/run.py [--quick]
 
-OPT-13B on one A100-40GB, OPT-66B on four (the fewest that hold it), OPT-175B on sixteen as the paper has it; ShareGPT
-and Alpaca; three seeds for OPT-13B on ShareGPT, one for the others. The largest rate with a mean normalized latency of
-at most 0.3 s is searched to 2 % for OPT-13B on ShareGPT, at batch caps of 256 and 16, and read off the curves for the
-others. `fcfs` stands for vLLM and for FastServe-FCFS: both schedule like it, and here both would run on the same
-engine. Figure 12 draws the tail of the same runs.
+OPT-13B on one A100-40GB, OPT-66B on four (the minimum) and OPT-175B on sixteen, as in the paper; ShareGPT with three
+seeds for OPT-13B, otherwise one. The largest rate with a mean normalized latency of at most 0.3 s per token is searched
+to 2 % for OPT-13B on ShareGPT, at batch caps of 256 and 16, and read off the curves for the others. `fcfs` stands for
+vLLM and FastServe-FCFS, which schedule like it. Figure 12 draws the tail of the same runs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from papers.fastserve.setting import MACHINES, MEAN_BOUND, RECIPES, system
 from papers.figures.report import main, settings_of
 from papers.figures.runs import SEEDS, Kept, Options, Result, cells, grid, poisson, run_plans
 
-# Six rates around the place where `fcfs` leaves the bound, for each model and dataset.
+# Six rates around the rate at which `fcfs` reaches the bound, for each model and dataset.
 RATES = {
     ("opt-13b", "sharegpt"): (1.5, 2.6, 3.2, 3.8, 4.6, 5.6),
     ("opt-66b", "sharegpt"): (0.9, 1.5, 1.9, 2.2, 2.7, 3.3),
@@ -32,12 +31,12 @@ RATES = {
     ("opt-66b", "alpaca"): (24.0, 34.0, 40.0, 44.0, 48.0, 54.0),
     ("opt-175b", "alpaca"): (40.0, 55.0, 64.0, 70.0, 78.0, 88.0),
 }
-# Batches that run to completion leave the bound long before: their rates are this share of those.
+# Static batches reach the bound much earlier: their rates are this share of the others.
 STATIC_SHARE = {"sharegpt": 0.25, "alpaca": 0.1}
 
 
 def curves_of(options: Options) -> list[Kept]:
-    """The runs of all curves."""
+    """Return the plans of all curves."""
     plans = []
     for (model, dataset), rates in RATES.items():
         for recipe in RECIPES:
@@ -68,4 +67,11 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw, docs={"latency.png": "fastserve-latency.png"})
+    main(
+        __file__,
+        __doc__,
+        measure,
+        draw,
+        keeps=("normalized_latency_s.mean", "normalized_latency_s.p95"),
+        docs={"latency.png": "fastserve-latency.png"},
+    )

@@ -1,9 +1,9 @@
-"""FastServe figure 12: the 95th percentile of normalized latency against rate, in the runs of figure 11.
+"""FastServe figure 12: P95 normalized latency by rate in the runs of figure 11.
 
     python benchmarks/papers/fastserve/figure11/run.py && python benchmarks/papers/fastserve/figure12/run.py [--quick]
 
-The curves are figure 11's. The largest rate with a P95 normalized latency of at most 0.3 s is searched here for OPT-13B
-on ShareGPT, at batch caps of 256 and 16, and read off the curves for the others.
+The largest rate with a P95 normalized latency of at most 0.3 s per token is searched for OPT-13B on ShareGPT, at batch
+caps of 256 and 16, and read off the curves of figure 11 for the others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from papers.fastserve.setting import RECIPES, TAIL_BOUND, system
 from papers.figures.report import main, settings_of
 from papers.figures.runs import Options, Result, poisson, run_plans
 
-# What is kept of figure 11's records.
-_FIELDS = ("recipe", "model", "hardware", "workload", "settings", "normalized_latency_s")
+# Parts of figure 11's records.
+_FIELDS = ("recipe", "model", "workload", "normalized_latency_s")
 
 
 def measure(options: Options) -> Result:
     source = options.out.parent / "figure11" / "result.json"
     if not source.exists():
-        raise SystemExit(f"figure 12 draws the runs of figure 11, and there is no {source}: run that first")
+        raise SystemExit(f"figure 12 draws the runs of figure 11, but {source} does not exist: run that first")
     records = json.loads(source.read_text(encoding="utf-8"))["records"]
     searches = Searches(TAIL_BOUND, options)
     run_plans("figure12", searches.plans, options)
@@ -46,4 +46,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("normalized_latency_s.p95",))

@@ -1,11 +1,11 @@
-"""FastServe figure 13: P95 goodput, the largest rate at which 95 % of requests meet their objectives.
+"""FastServe figure 13: P95 goodput, the largest rate at which 95 % of the requests meet their objectives.
 
     python benchmarks/papers/fastserve/figure13/run.py [--quick]
 
-OPT-13B on ShareGPT. The objectives are 5, 10 and 20 times "the latency in the corresponding phase under light load",
-and a request meets them if both its time to first token and its time per output token do. Two readings of that latency
-are shown: what the phases take for a request of mean lengths, and what they take on average over requests when each is
-alone. Prompts are skewed, so the second allows more time for the first token.
+OPT-13B on ShareGPT. The objectives are 5, 10 and 20 times "the latency in the corresponding phase under light load". A
+request must meet both the time to first token and the time per output token. Two readings of that latency are shown:
+that of a single request of mean lengths, and the mean over single requests. Prompts are skewed, so the second allows
+more time for the first token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
 from papers.fastserve.setting import system
-from papers.figures.pictures import bars, colours_of, legend_of
+from papers.figures.pictures import bars, colors_of, legend_of
 from papers.figures.report import main, ratio_of, settings_of, table
 from papers.figures.runs import Options, Result, Search, cells, poisson, run_plans
 from skipjoin.core.policy import CostModel
@@ -27,24 +27,23 @@ from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Slo
 from skipjoin.report.plots import style
 
-# Static batches are left out: they meet these objectives at no rate that gives more than a few requests.
+# Static batches are left out, because they meet these objectives only at negligible rates.
 RECIPES, SCALES = ("fcfs", "fastserve", "srpt"), (5.0, 10.0, 20.0)
 BOUND = "slo.all_attained>=0.95"
 STARTS = {"fcfs": 2.0, "fastserve": 2.8, "srpt": 2.4}
 MEAN_LENGTHS, MEAN_TIMES = "request of mean lengths", "mean over requests"
-# Requests over which the second reading takes its mean.
+# Number of requests for the mean of the second reading.
 _DRAWN = 5000
 
 
 def phases(cost: CostModel, prompt: int, output: float) -> tuple[float, float]:
-    """Seconds of the prefill, and of the decode step in the middle of the answer, of a request that is alone."""
+    """Return the seconds of the prefill and of the middle decode step of a single request."""
     prefill = StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2)
     return cost.step(prefill), cost.step(StepShape(decodes=1, context=round(prompt + output / 2)))
 
 
 def light_load(cost: CostModel) -> dict[str, tuple[float, float]]:
-    """Seconds of the phases under light load, by either reading. Computed once: the objectives are equal at every
-    rate."""
+    """Return the seconds of the phases under light load by reading, which are the same at every rate."""
     workload = poisson("sharegpt")
     prompt, output = workload.streams[0].lengths.mean()
     drawn = [phases(cost, job.prompt_tokens, job.output_tokens) for job in workload.draw(1.0, None, 0, _DRAWN)]
@@ -87,7 +86,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     panels = figure.subplots(1, 2, sharey=True)
     for reading, axes in zip((MEAN_LENGTHS, MEAN_TIMES), panels, strict=True):
         series = {recipe: [rates[reading, scale, recipe] for scale in SCALES] for recipe in RECIPES}
-        bars(axes, [f"{scale:g}x" for scale in SCALES], series, colours_of(RECIPES))
+        bars(axes, [f"{scale:g}x" for scale in SCALES], series, colors_of(RECIPES))
         axes.set(xlabel="objectives, times light load", title=f"light load: {reading}")
     panels[0].set_ylabel("P95 goodput (req/s)")
     legend_of(figure, panels[0])

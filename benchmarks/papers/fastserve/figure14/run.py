@@ -2,9 +2,9 @@
 
     python benchmarks/papers/fastserve/figure14/run.py [--quick]
 
-OPT-13B with ShareGPT's lengths, where prompts, or outputs, are scaled down: up would push prompts beyond the model's
-2048 positions. The arrival rate is a fixed multiple of what `fcfs` computes at most with the same lengths. Latencies
-are mean normalized latencies, relative to the slowest of the four; all but `fcfs` swap KV ahead of need.
+OPT-13B with ShareGPT's lengths and prompts or outputs scaled down (scaled up, prompts would exceed the 2,048
+positions). The rate is a multiple of the capacity of `fcfs` with the same lengths. Figures are mean normalized
+latencies relative to the slowest recipe. All except `fcfs` swap KV proactively.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
 from papers.fastserve.setting import system
-from papers.figures.pictures import bars, colours_of, legend_of
+from papers.figures.pictures import bars, colors_of, legend_of
 from papers.figures.report import main, settings_of, table
 from papers.figures.runs import Options, Result, capacities, cells, grid, mean, poisson, run_plans
 from skipjoin.report.plots import style
@@ -66,7 +66,7 @@ def draw(result: Result) -> Mapping[str, Figure]:
     panels = figure.subplots(len(LOADS), 1, sharex=True)
     for load, axes, one in zip(LOADS, panels, result["tables"], strict=True):
         series = {recipe: [row[4 + place] for row in one["rows"]] for place, recipe in enumerate(RECIPES)}
-        bars(axes, [f"{row[1]:.2g}" for row in one["rows"]], series, colours_of(RECIPES))
+        bars(axes, [f"{row[1]:.2g}" for row in one["rows"]], series, colors_of(RECIPES))
         axes.set(ylabel="latency to the slowest's", title=f"load {load:g}", ylim=(0, 1.1))
     panels[-1].set_xlabel("mean input length / mean output length")
     legend_of(figure, panels[0])

@@ -1,9 +1,9 @@
-"""FastServe figure 15: ways to treat KV when memory is short, and where a request's time goes.
+"""FastServe figure 15: KV management under memory pressure, and the parts of the latency.
 
     python benchmarks/papers/fastserve/figure15/run.py [--quick]
 
-OPT-13B on ShareGPT under skip-join MLFQ: KV swapped ahead of need (`fastserve`), swapped when blocks are short
-(`fastserve-reactive`), dropped and computed again (`fastserve-recompute`), or newcomers made to wait
+OPT-13B on ShareGPT under skip-join MLFQ. KV is swapped proactively (`fastserve`), swapped when blocks run out
+(`fastserve-reactive`), dropped and recomputed (`fastserve-recompute`), or new requests are deferred
 (`fastserve-defer`).
 """
 
@@ -25,8 +25,8 @@ from skipjoin.observe.record import preempted
 from skipjoin.report.plots import style
 
 RECIPES = ("fastserve", "fastserve-reactive", "fastserve-recompute", "fastserve-defer")
-# Above, reactive swapping takes minutes to simulate: it evicts and restores at every step. The reported rate is one at
-# which memory, not the arithmetic, is short.
+# Higher rates take minutes to simulate, because reactive swapping evicts and restores in every step. At the reported
+# rate memory is short and arithmetic is not.
 RATES, REPORTED_RPS = (1.6, 2.0, 2.3, 2.6, 2.9, 3.2), 2.6
 PARTS = {"queueing": style.SKY, "execution": style.GREEN, "swapping": style.VERMILION}
 
@@ -91,10 +91,10 @@ def draw(result: Result) -> Mapping[str, Figure]:
     axes = parts.add_subplot()
     rows = result["tables"][1]["rows"]
     ends = [0.0] * len(rows)
-    for place, (part, colour) in enumerate(PARTS.items(), start=1):
+    for place, (part, color) in enumerate(PARTS.items(), start=1):
         heights = [row[place] for row in rows]
         axes.bar(
-            [f"{row[0]:g}" for row in rows], heights, bottom=ends, color=colour, edgecolor="black", lw=0.5, label=part
+            [f"{row[0]:g}" for row in rows], heights, bottom=ends, color=color, edgecolor="black", lw=0.5, label=part
         )
         ends = [end + height for end, height in zip(ends, heights, strict=True)]
     axes.set(xlabel="arrival rate (req/s)", ylabel="time per request (s)")
@@ -104,4 +104,4 @@ def draw(result: Result) -> Mapping[str, Figure]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, measure, draw)
+    main(__file__, __doc__, measure, draw, keeps=("jct_s.mean", "normalized_latency_s.mean"))

@@ -1,11 +1,10 @@
-"""Where skip-join MLFQ beats first come, first served, and where it loses: a grid over what decides it.
+"""Grid of mean normalized latency of `fcfs` relative to `fastserve` by load, batch cap, KV and output spread.
 
     python benchmarks/papers/fastserve/regions/run.py [--quick]
 
-OPT-13B on an A100-40GB; KV pools beyond the card's memory are simply given. Prompts have 128 tokens; outputs are
-log-normal with a mean of 128 and a coefficient of variation of 0 (all equal) to 2, within 8 and 1,800. The load is the
-arrival rate over what `fcfs` computes at most with the same lengths, batch cap and KV. Shown is the mean normalized
-latency of `fcfs` over that of `fastserve`: above 1, `fastserve` is faster.
+OPT-13B on an A100-40GB; some KV pools exceed the card's memory. Prompts have 128 tokens. Outputs are log-normal with a
+mean of 128 tokens and a coefficient of variation of 0 (all equal) to 2, clipped to 8 and 1,800. The load is the arrival
+rate relative to the capacity of `fcfs` with the same lengths, batch cap and KV. Above 1 `fastserve` is faster.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from skipjoin.report.plots import style
 LOADS, CAPS, KV_GIB, CVS = (0.6, 0.9, 1.2, 2.0), (8, 16, 64, 256), (6.0, 11.0, 22.0), (0.0, 0.5, 1.0, 2.0)
 RECIPES = ("fcfs", "fastserve")
 PROMPT, OUTPUT, ENDS = 128, 128.0, (8, 1800)
-# Ratios nearer to 1 than this are ties: seeds differ by as much.
+# Ratios closer to 1 than this are ties, because seeds differ by as much.
 TIE = 1.05
-# Where the colours end.
+# Ratio at the ends of the color scale.
 STRONGEST = 8.0
 
 
@@ -69,7 +68,7 @@ def measure(options: Options) -> Result:
 
 
 def summary(rows: Sequence[Sequence[float]]) -> Result:
-    """Wins, ties and losses by coefficient of variation and by whether the load is above 1."""
+    """Return wins, ties and losses by coefficient of variation and by load above or below 1."""
     lines = []
     for cv in sorted({row[2] for row in rows}):
         for over in (False, True):
@@ -84,13 +83,13 @@ def summary(rows: Sequence[Sequence[float]]) -> Result:
 def draw(result: Result) -> Mapping[str, Figure]:
     rows = {tuple(row[:4]): row[7] for row in result["tables"][1]["rows"]}
     kvs, caps, cvs, loads = (sorted({key[place] for key in rows}) for place in range(4))
-    colours = LinearSegmentedColormap.from_list("faster", [style.VERMILION, "#FFFFFF", style.BLUE])
+    colors = LinearSegmentedColormap.from_list("faster", [style.VERMILION, "#FFFFFF", style.BLUE])
     norm = LogNorm(1 / STRONGEST, STRONGEST)
     figure = style.new_figure(style.WIDE_IN, 5.6)
     panels = figure.subplots(len(kvs), len(caps), sharex=True, sharey=True, squeeze=False)
     for kv, line in zip(kvs, panels, strict=True):
         for cap, axes in zip(caps, line, strict=True):
-            _map(axes, [[rows[kv, cap, cv, load] for load in loads] for cv in cvs], colours, norm)
+            _map(axes, [[rows[kv, cap, cv, load] for load in loads] for cv in cvs], colors, norm)
             axes.set_title(f"cap {cap}, KV {kv:g} GiB", fontsize=8)
             axes.set_xticks(range(len(loads)), [f"{load:g}" for load in loads])
             axes.set_yticks(range(len(cvs)), [f"{cv:g}" for cv in cvs])
@@ -101,13 +100,13 @@ def draw(result: Result) -> Mapping[str, Figure]:
     return {"regions.png": figure}
 
 
-def _map(axes: Axes, values: list[list[float]], colours: LinearSegmentedColormap, norm: LogNorm) -> None:
-    """One heat map, each cell with its ratio; ties are grey."""
+def _map(axes: Axes, values: list[list[float]], colors: LinearSegmentedColormap, norm: LogNorm) -> None:
+    """Draw a heat map with the ratio in each cell; ties are gray."""
     for row, line in enumerate(values):
         for column, ratio in enumerate(line):
             tie = 1 / TIE <= ratio <= TIE
-            colour = "#CCCCCC" if tie else colours(norm(min(STRONGEST, max(1 / STRONGEST, ratio))))
-            axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, color=colour, lw=0)
+            color = "#CCCCCC" if tie else colors(norm(min(STRONGEST, max(1 / STRONGEST, ratio))))
+            axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, color=color, lw=0)
             axes.annotate(
                 f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}", (column, row), ha="center", va="center", fontsize=6
             )

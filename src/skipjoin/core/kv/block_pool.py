@@ -10,6 +10,10 @@ from itertools import chain, islice
 Key = bytes
 
 
+class LedgerError(AssertionError):
+    """Inconsistent block accounting: a block leaked, was allocated twice, or was used out of order."""
+
+
 class BlockPool:
     """Block pool of one memory tier.
 
@@ -72,7 +76,7 @@ class BlockPool:
             else:
                 self._cached[block] = None
 
-    def recover(self, held: Collection[int]) -> list[int]:
+    def reclaim(self, held: Collection[int]) -> list[int]:
         """Free the leaked blocks, which are neither free nor in `held`, and return them."""
         lost = sorted(set(range(self.total)).difference(held, self.free_blocks()))
         for block in lost:
@@ -158,24 +162,20 @@ class BlockPool:
         self.unname(block)
         return block
 
-    # -- consistency check --------------------------------------------------------------------------------
-
     def free_blocks(self) -> Iterator[int]:
         return chain(self._empty, self._cached, self._wanted)
 
-    def problem(self) -> str:
-        """Return what is inconsistent about the keys, or an empty string."""
+    # -- consistency check --------------------------------------------------------------------------------
+
+    def check(self, held: Iterable[int]) -> None:
+        """Raise `LedgerError` unless each block is either free or once in `held`, and all keys are consistent."""
+        if sorted(chain(self.free_blocks(), held)) != list(range(self.total)):
+            raise LedgerError("a block leaked or doubled")
         if self._blocks != {key: block for block, key in self._keys.items()}:
-            return "a key leads to another block than to its own"
+            raise LedgerError("a key leads to another block than to its own")
         if self._keys and not self._keys.keys().isdisjoint(self._empty):
-            return "an empty block has a key"
-        if not all(self._is_sorted(block, wanted) for wanted, cached in self._tiers() for block in cached):
-            return "a cached block has no key, or is among the wrong ones"
-        return ""
-
-    def _tiers(self) -> tuple[tuple[bool, dict[int, None]], ...]:
-        return (False, self._cached), (True, self._wanted)
-
-    def _is_sorted(self, block: int, wanted: bool) -> bool:
-        key = self._keys.get(block)
-        return key is not None and (key in self._waiting) == wanted
+            raise LedgerError("an empty block has a key")
+        for is_wanted, cached in ((False, self._cached), (True, self._wanted)):
+            for block in cached:
+                if (key := self._keys.get(block)) is None or (key in self._waiting) != is_wanted:
+                    raise LedgerError(f"the cached block {block} has no key, or is among the wrong ones")

@@ -16,7 +16,7 @@ _MOST, _FIRST = 64, 8
 _SOON, _AFTER = 3, 2
 
 
-class HostCache:
+class CpuCache:
     """Prefix cache in the free blocks of the CPU tier.
 
     When few other device blocks are free, the cached device blocks that are reused next are copied in advance. They
@@ -28,11 +28,11 @@ class HostCache:
         is_exact: Whether swapping preserves KV exactly; otherwise nothing is cached.
     """
 
-    def __init__(self, device: BlockPool, host: BlockPool, block_size: int, *, is_exact: bool) -> None:
+    def __init__(self, device: BlockPool, cpu: BlockPool, block_size: int, *, is_exact: bool) -> None:
         self._device = device
-        self._host = host
+        self._cpu = cpu
         self._block_size = block_size
-        self._is_on = is_exact and host.total > 0
+        self._is_on = is_exact and cpu.total > 0
         self._ahead = min(_AHEAD, device.total // 2)
         self._most = _FIRST
         self._waited = 0  # scheduling steps since the copy began
@@ -45,20 +45,16 @@ class HostCache:
         """Targets of the copy in transit, which are neither free nor held."""
         return self._copy.target if self._copy is not None else ()
 
-    def find(self, key: Key) -> int | None:
-        """Return the free CPU-tier block with this KV, or None."""
-        return self._host.find_free(key)
-
     def name(self, block: int, key: Key) -> None:
         """Assign a key to a held CPU-tier block, which can be found once it is free."""
         if self._is_on:
-            self._host.name(block, key)
+            self._cpu.name(block, key)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Remove the keys of blocks whose content is invalid."""
         for block in blocks:
-            if self._host.has_key(block):
-                self._host.unname(block)
+            if self._cpu.has_key(block):
+                self._cpu.unname(block)
 
     def begin(self, depth: int) -> Move | None:
         """Start a copy; return None if there is nothing to copy or a copy is in transit.
@@ -66,24 +62,24 @@ class HostCache:
         Args:
             depth: Maximum number of plans in flight.
         """
-        device, host = self._device, self._host
+        device, cpu = self._device, self._cpu
         if self._copy is not None:
             self._waited += 1
             return None
         if not self._is_on or not device.cached or device.empty >= self._ahead:
             return None
         # Leave most of the free blocks to requests that are swapped out.
-        room = min(self._most, host.free // 4)
+        room = min(self._most, cpu.free // 4)
         found: list[tuple[int, Key]] = []
         for block, key in device.next_cached(self._ahead - device.empty):
             if len(found) == room:
                 break
-            if host.find(key) is None:
+            if cpu.find(key) is None:
                 found.append((block, key))
         if not found:
             return None
         source, self._keys = (block for block, _ in found), [key for _, key in found]
-        target = host.take(len(found))
+        target = cpu.take(len(found))
         self._copy = Move(Direction.OUT, None, tuple(source), tuple(target), len(found) * self._block_size)
         device.begin_read(self._copy.source)
         self._waited, self._soon = 0, max(_SOON, depth - 1 + _AFTER)
@@ -95,7 +91,7 @@ class HostCache:
         assert copy is not None
         for block, target, key in zip(copy.source, copy.target, self._keys, strict=True):
             if self._device.end_read(block) and has_landed:
-                self._host.name(target, key)
-        self._host.put(copy.target)
+                self._cpu.name(target, key)
+        self._cpu.put(copy.target)
         is_late = self._waited > self._soon or not has_landed
         self._most = max(1, self._most // 2) if is_late else min(2 * self._most, _MOST)

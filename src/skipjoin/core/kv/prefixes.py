@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from skipjoin.core.kv.block_pool import Key
 
-if TYPE_CHECKING:
-    from skipjoin.core.request import Request
+# Returns the known token ids at positions [start, end), as `Request.tokens` does.
+ReadTokens = Callable[[int, int], Sequence[int]]
 
 _KEY_BYTES = 16
 
@@ -18,10 +18,14 @@ _KEY_BYTES = 16
 class Prefix(Protocol):
     """Keys of one request's blocks. Equal keys mean equal tokens up to the end of the block."""
 
-    def keys(self, request: Request, tokens: int) -> Sequence[Key]:
+    def keys(self, read: ReadTokens, tokens: int, *, reverse: bool = False) -> Sequence[Key]:
         """Return the keys of the full blocks in the first `tokens` tokens, as far as they have keys.
 
         All these tokens must be known. The sequence may contain further keys. Callers must not keep it.
+
+        Args:
+            read: Reads the tokens; always the same ones for one object.
+            reverse: Whether blocks are filled from their last slot down; always the same for one object.
         """
         ...
 
@@ -40,13 +44,13 @@ class ContentPrefix:
         self._keys: list[Key] = []
         self._last = blake2b(salt, digest_size=_KEY_BYTES).digest()
 
-    def keys(self, request: Request, tokens: int) -> Sequence[Key]:
+    def keys(self, read: ReadTokens, tokens: int, *, reverse: bool = False) -> Sequence[Key]:
         size, keys = self._block_size, self._keys
         begin, end = len(keys) * size, tokens // size * size
         if begin < end:
-            if not keys and request.reverse:
+            if not keys and reverse:
                 self._last = _reversed(self._last)
-            data = array("q", request.tokens(begin, end))
+            data = array("q", read(begin, end))
             width = size * data.itemsize
             of_all = data.tobytes()
             for at in range(0, len(of_all), width):
@@ -81,8 +85,8 @@ class NamedPrefix:
         ]
         self._reversed: list[Key] | None = None
 
-    def keys(self, request: Request, tokens: int) -> Sequence[Key]:
-        if not request.reverse:
+    def keys(self, read: ReadTokens, tokens: int, *, reverse: bool = False) -> Sequence[Key]:
+        if not reverse:
             return self._keys
         if self._reversed is None:
             self._reversed = [_reversed(key) for key in self._keys]

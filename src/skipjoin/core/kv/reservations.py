@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from skipjoin.core.kv.block_pool import LedgerError
 from skipjoin.core.request import Request
 
 
@@ -16,42 +17,41 @@ class Account(NamedTuple):
 
 
 # Owner of a parent reservation; None for the root, the shared pool.
-Lender = Request | Account | None
+Owner = Request | Account | None
 
 
 @dataclass(eq=False, slots=True)
-class Claim:
+class Reservation:
     """Reservation of a number of blocks; concrete blocks are assigned on allocation.
 
-    Reservations form a tree: unused blocks of one can be lent to nested ones (guests), whatever blocks these then get
+    Reservations form a tree: unused blocks of one can be lent to nested ones, whatever blocks these then get
     (EconoServe section 3.2 lends regions).
 
     Attributes:
-        owner: None for the root, whose guests hold everything that is reserved.
-        lender: Parent reservation; None only for the root.
+        owner: None for the root, whose nested reservations hold everything that is reserved.
+        held: Blocks that the owner holds. The ledger changes them and then calls `resize`.
+        parent: None only for the root.
         promised: Number of blocks that the owner may have in total, including those that it holds and lends.
-        device: Blocks that the owner holds.
         adopted: Number of held blocks that are counted in the reservation of another holder.
         shared: Number of blocks counted here that others hold too.
-        guests: Nested reservations.
-        lent: Total size of the guests.
+        lent: Total size of the nested reservations.
         size: Blocks taken from the parent: the maximum of `promised` and of blocks held and lent, minus `adopted`.
     """
 
-    owner: Lender = None
-    lender: Claim | None = None
+    owner: Owner = None
+    held: Sized = ()
+    parent: Reservation | None = None
     promised: int = 0
-    device: list[int] = field(default_factory=list)
     adopted: int = 0
     shared: int = 0
-    guests: dict[Claim, None] = field(default_factory=dict)
+    nested: dict[Reservation, None] = field(default_factory=dict)
     lent: int = 0
     size: int = 0
 
     @property
     def unused(self) -> int:
         """Number of blocks taken from the parent that are neither held nor lent."""
-        return self.size + self.adopted - len(self.device) - self.lent
+        return self.size + self.adopted - len(self.held) - self.lent
 
     @property
     def alone(self) -> int:
@@ -61,61 +61,200 @@ class Claim:
         """
         return self.size - self.lent - self.shared
 
-    def lenders(self) -> Iterator[Claim]:
-        """Iterate over the ancestors, from the parent to the root."""
-        lender = self.lender
-        while lender is not None:
-            yield lender
-            lender = lender.lender
+    def ancestors(self) -> Iterator[Reservation]:
+        """Iterate from the parent to the root."""
+        parent = self.parent
+        while parent is not None:
+            yield parent
+            parent = parent.parent
 
     def resize(self) -> None:
         """Update `size` and the ancestors after a change of what is promised, held or lent."""
-        claim = self
-        while (lender := claim.lender) is not None:
-            promised, used = claim.promised, len(claim.device) + claim.lent
-            size = (promised if promised > used else used) - claim.adopted
-            change = size - claim.size
+        this = self
+        while (parent := this.parent) is not None:
+            promised, used = this.promised, len(this.held) + this.lent
+            size = (promised if promised > used else used) - this.adopted
+            change = size - this.size
             if not change:
                 return
-            claim.size = size
-            lender.lent += change
-            claim = lender
+            this.size = size
+            parent.lent += change
+            this = parent
 
-    def join(self, lender: Claim) -> None:
-        """Move this reservation, with its guests, to another parent."""
+    def join(self, parent: Reservation) -> None:
+        """Move this reservation, with its nested ones, to another parent."""
         self._part()
-        self.lender = lender
-        lender.guests[self] = None
-        lender.lent += self.size
-        lender.resize()
+        self.parent = parent
+        parent.nested[self] = None
+        parent.lent += self.size
+        parent.resize()
 
     def hand_over(self) -> None:
-        """Move the guests to the parent."""
-        assert self.lender is not None
-        for guest in list(self.guests):
-            guest.join(self.lender)
+        """Move the nested reservations to the parent."""
+        assert self.parent is not None
+        for nested in list(self.nested):
+            nested.join(self.parent)
 
     def leave(self) -> None:
-        """Remove this reservation from the tree; its guests move to the parent."""
+        """Remove this reservation from the tree; its nested ones move to the parent."""
         self.hand_over()
         self._part()
 
     def _part(self) -> None:
-        if (lender := self.lender) is not None:
-            del lender.guests[self]
-            lender.lent -= self.size
-            lender.resize()
-            self.lender = None
+        if (parent := self.parent) is not None:
+            del parent.nested[self]
+            parent.lent -= self.size
+            parent.resize()
+            self.parent = None
 
-    def problem(self) -> str:
-        """Return what is inconsistent about this reservation, or an empty string."""
-        lent = 0
-        for guest in self.guests:
-            lent += guest.size
-            if guest.lender is not self:
-                return "has a guest of another lender"
-        if self.lent != lent:
-            return "counts other blocks as lent than its guests claim"
-        if self.lender is not None and self.size != max(self.promised, len(self.device) + self.lent) - self.adopted:
-            return "has another size than what is promised, held and lent"
-        return ""
+    def check(self) -> None:
+        problem = ""
+        if any(nested.parent is not self for nested in self.nested):
+            problem = "contains a reservation with another parent"
+        elif self.lent != sum(nested.size for nested in self.nested):
+            problem = "counts other blocks as lent than its nested reservations take"
+        elif self.parent is not None and self.size != max(self.promised, len(self.held) + self.lent) - self.adopted:
+            problem = "has another size than what is promised, held and lent"
+        if problem:
+            raise LedgerError(f"the reservation of {_name(self.owner)} {problem}")
+
+
+class Reservations:
+    """Reservations of requests and accounts, taken from the shared pool or from a parent reservation."""
+
+    def __init__(self, blocks: int) -> None:
+        self.root = Reservation()
+        self._blocks = blocks
+        self._of: dict[Request | Account, Reservation] = {}
+
+    @property
+    def available(self) -> int:
+        """Number of unreserved blocks. Negative if the reservations exceed the pool."""
+        return self._blocks - self.root.lent
+
+    def open(self, owner: Request | Account, held: Sized = ()) -> Reservation:
+        """Add an empty reservation, taken from the shared pool."""
+        reservation = self._of[owner] = Reservation(owner, held)
+        reservation.join(self.root)
+        return reservation
+
+    def close(self, request: Request) -> None:
+        """Remove the request's reservation; its nested ones move to the parent."""
+        self._of.pop(request).leave()
+
+    def find(self, parent: Owner) -> Reservation:
+        if parent is None:
+            return self.root
+        reservation = self._of.get(parent)
+        if reservation is None:
+            raise LedgerError(f"{_name(parent)} lends blocks, and has no reservation")
+        return reservation
+
+    def footprint(self, request: Request) -> int:
+        reservation = self._of.get(request)
+        return reservation.alone if reservation is not None else 0
+
+    def shortfall(self, request: Request, blocks: int, parent: Owner) -> int:
+        this = self._of.get(request)
+        if this is None:
+            return blocks - self.headroom(parent)
+        blocks = max(blocks, len(this.held) + this.lent)
+        return blocks - this.adopted - self._freed(this, self.find(parent)) - self.headroom(parent)
+
+    def headroom(self, parent: Owner) -> int:
+        """Return the number of unused blocks of the parent and its ancestors, and of the available ones."""
+        return self.available + self.unused_in_all(self.find(parent))
+
+    def unused(self, owner: Request | Account) -> int:
+        reservation = self._of.get(owner)
+        return reservation.unused if reservation is not None else 0
+
+    def unused_without(self, account: Account, request: Request) -> int:
+        reservation, nested = self._of[account], self._of.get(request)
+        lent = reservation.lent - (nested.size if nested is not None and nested.parent is reservation else 0)
+        return max(0, reservation.promised - lent)
+
+    def parent_of(self, request: Request) -> Owner:
+        this = self._of.get(request)
+        return this.parent.owner if this is not None and this.parent is not None else None
+
+    def beneficiaries(self, request: Request, parent: Owner) -> frozenset[Owner]:
+        this = self.find(parent)
+        return frozenset((request, parent, *(one.owner for one in this.ancestors())))
+
+    def returns_to(self, request: Request, owners: frozenset[Owner]) -> bool:
+        # An ancestor in between keeps the blocks if it is promised as much as it has.
+        this = self._of[request]
+        parent, blocks = this.parent, this.alone
+        while parent is not None and parent.owner not in owners:
+            if parent.size + parent.adopted - parent.promised < blocks:
+                return False
+            parent = parent.parent
+        return True
+
+    def unused_in_all(self, reservation: Reservation) -> int:
+        """Return the number of unused blocks of the reservation and its ancestors below the root."""
+        unused = 0
+        while reservation.parent is not None:
+            unused += reservation.unused
+            reservation = reservation.parent
+        return unused
+
+    def _freed(self, this: Reservation, parent: Reservation) -> int:
+        """Return how many blocks `parent` and its ancestors gain when the reservation ends.
+
+        An ancestor in between that is promised all it has keeps them; one that lends more than it is promised passes
+        them on.
+        """
+        theirs = (parent, *parent.ancestors())
+        one, freed = this.parent, this.size
+        while one is not None and one not in theirs:
+            freed = one.size + one.adopted - max(one.promised, len(one.held) + one.lent - freed)
+            one = one.parent
+        return freed
+
+    def promise(self, request: Request, blocks: int, parent: Owner) -> None:
+        """Replace the request's open reservation by one of `blocks` blocks from `parent`."""
+        lends, this = self.find(parent), self._of[request]
+        if this is lends or this in lends.ancestors():
+            raise LedgerError(f"request {request.id} reserves blocks that it lends itself")
+        if this.parent is not lends:
+            this.join(lends)
+        this.promised = blocks
+        this.resize()
+
+    def fund(self, account: Account, blocks: int) -> None:
+        this = self._of.get(account) or self.open(account)
+        this.promised = min(blocks, max(0, this.size + self.available))
+        this.resize()
+
+    def draw(self, account: Account, blocks: int) -> None:
+        this = self._of[account]
+        if not 0 <= blocks <= this.unused:
+            raise LedgerError(f"account {account.name} gives up {blocks} blocks, and {this.unused} are unused")
+        this.promised = this.size - blocks
+        this.resize()
+
+    def disband(self) -> None:
+        for owner, this in self._of.items():
+            if isinstance(owner, Account):
+                this.hand_over()
+                this.promised = 0
+                this.resize()
+
+    def check(self) -> None:
+        """Raise `LedgerError` unless the reservations form a tree in which all sizes add up."""
+        left, found = [self.root], set[Owner]()
+        while left:
+            reservation = left.pop()
+            reservation.check()
+            found.add(reservation.owner)
+            left.extend(reservation.nested)
+        if found != {None, *self._of}:
+            raise LedgerError(f"{len(self._of)} reservations are known, and {len(found) - 1} are in the tree")
+
+
+def _name(owner: Owner) -> str:
+    if owner is None:
+        return "the pool"
+    return f"request {owner.id}" if isinstance(owner, Request) else f"account {owner.name}"

@@ -11,7 +11,7 @@ from skipjoin.core.scheduling.context import StepContext, eligible_tokens
 from skipjoin.core.scheduling.evictor import Evictor
 
 # Maximum time that a request waits for a prefix that another one computes, in seconds.
-MOST_BEHIND_S = 5.0
+MAX_BEHIND_S = 5.0
 
 
 def find_candidates(
@@ -51,7 +51,7 @@ def find_candidates(
 def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
     """Return whether the request should wait for a running request that computes a prefix it can reuse.
 
-    It waits only for a leader of at least equal importance, for at most `MOST_BEHIND_S`, as the leader may be slowed
+    It waits only for a leader of at least equal importance, for at most `MAX_BEHIND_S`, as the leader may be slowed
     down.
     """
     leader = hit.leader
@@ -60,7 +60,7 @@ def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
     if leader.last_plan < context.latest:
         return False
     request.led_since = min(request.led_since, context.now)
-    return context.now < request.led_since + MOST_BEHIND_S
+    return context.now < request.led_since + MAX_BEHIND_S
 
 
 class _Space:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skipjoin.core.events import Event, Preempted, Preemption
-from skipjoin.core.kv.interface import Ledger
-from skipjoin.core.kv.reservations import Lender
+from skipjoin.core.kv.interface import BlockLedger
+from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.scheduling.context import StepContext
@@ -24,13 +24,14 @@ class Evictor:
         takes_all: Whether victims are always evicted whole, whatever the policy decides.
     """
 
-    def __init__(self, policies: Policies, kv: Ledger, events: list[Event], context: StepContext) -> None:
+    def __init__(self, policies: Policies, kv: BlockLedger, events: list[Event], context: StepContext) -> None:
         self.blocking: list[Move] = []
         self.evicted: list[Request] = []
         self.takes_all = False
         self._policies = policies
         self._rank = policies.ordering.rank
         self._kv = kv
+        self._tiers, self._sharing, self._reservations = kv.tiers, kv.sharing, kv.reservations
         self._events = events
         self._context = context
         self._leaving: dict[Request, Move | None] = {}  # requests with partial swap-outs in `blocking`
@@ -51,34 +52,32 @@ class Evictor:
 
         Requests that already wait for swapped-out KV come first, then the least important.
         """
-        lenders = self._kv.lenders(request, None)
-        below = self._evictable(request, lenders, newcomer=True)
+        below = self._evictable(request, None, newcomer=True)
         able = [victim for victim in below if victim.is_best_effort and not victim.in_flight]
-        return sorted(able, key=lambda victim: not self._kv.footprint_on_host(victim))
+        return sorted(able, key=lambda victim: not self.blocks_away(victim))
 
     def make_room(
-        self, request: Request, missing: Callable[[], int], *, tokens: int, lender: Lender, newcomer: bool
+        self, request: Request, missing: Callable[[], int], *, tokens: int, parent: Owner, newcomer: bool
     ) -> WaitReason | None:
         """Evict until nothing is missing, or evict nothing and return the wait reason.
 
         Args:
             missing: Returns how many blocks are missing now; positive at the time of the call.
             tokens: Number of tokens that the request is to hold.
-            lender: Parent of the request's reservation.
+            parent: Parent of the request's reservation.
             newcomer: Whether some of the request's KV is not on the device; otherwise the request is running and grows.
         """
         if self.takes_all:
             return self._force_room(request, missing, tokens)
         short = missing()
         footprint, eviction = self._kv.footprint, self._policies.eviction
-        lenders = self._kv.lenders(request, lender)
-        candidates = self._evictable(request, lenders, newcomer=newcomer)
+        candidates = self._evictable(request, parent, newcomer=newcomer)
         settled = [victim for victim in candidates if not victim.in_flight]
         comes = request if newcomer else None
         now = self._context.now
         if sum(map(footprint, settled)) >= short:
             evictions = eviction.victims(short, settled, self._kv, now, comes)
-            borrower = request if lender is None else None
+            borrower = request if parent is None else None
             dropped = sum(self._evict(one) for one in evictions if not self._lend(one, borrower))
             if newcomer and dropped:
                 eviction.dropped(dropped, now)
@@ -93,10 +92,10 @@ class Evictor:
             self._context.pausing.update(candidates)
         return WaitReason.NO_KV
 
-    def refusal(self, request: Request, short: int, *, lender: Lender) -> WaitReason | None:
+    def refusal(self, request: Request, short: int, *, parent: Owner) -> WaitReason | None:
         """Return why evictions cannot free `short` blocks for a request without KV, or None if they may."""
-        candidates = self._evictable(request, self._kv.lenders(request, lender), newcomer=True)
-        if sum(map(self._kv.footprint, candidates)) + self._kv.shared_within(candidates) < short:
+        candidates = self._evictable(request, parent, newcomer=True)
+        if sum(map(self._kv.footprint, candidates)) + self._shared_within(candidates) < short:
             return WaitReason.NO_KV
         settled = [victim for victim in candidates if not victim.in_flight]
         if sum(map(self._kv.footprint, settled)) < short:
@@ -106,8 +105,16 @@ class Evictor:
 
     def _freed_by_all(self, victims: Sequence[Request], request: Request, tokens: int) -> int:
         """Return how many blocks the request gains for `tokens` tokens if all victims are evicted."""
-        kv = self._kv
-        return sum(map(kv.footprint, victims)) + kv.shared_within(victims) + kv.relief(request, tokens, victims)
+        freed = sum(map(self._kv.footprint, victims)) + self._shared_within(victims)
+        return freed + (self._sharing.relief(request, tokens, victims) if self._sharing is not None else 0)
+
+    def blocks_away(self, request: Request) -> int:
+        """Return the number of blocks with KV of the request that must be swapped in before it runs."""
+        held = self._kv.blocks_of(request)
+        return held.away if held is not None else 0
+
+    def _shared_within(self, victims: Sequence[Request]) -> int:
+        return self._kv.cache.shared_within(victims) if self._kv.cache is not None else 0
 
     def _clear(self, victims: list[Request], missing: Callable[[], int], comes: Request | None) -> WaitReason | None:
         """Evict whole victims until nothing is missing. Shared blocks are freed with their last holder."""
@@ -151,9 +158,11 @@ class Evictor:
 
         A co-owner keeps them while it runs, or while another engine reads its KV. A running co-owner pauses.
         """
+        if self._sharing is None:
+            return None
         owners = [
             owner
-            for owner in self._kv.in_the_way(request, tokens)
+            for owner in self._sharing.in_the_way(request, tokens)
             if owner.in_flight or owner.last_plan == self._context.plan_id or owner.finish_reason is not None
         ]
         self._context.pausing.update(owners)
@@ -161,16 +170,18 @@ class Evictor:
 
     def take_slots(self, request: Request, tokens: int) -> None:
         """Save the KV in shared slots that the request is about to overwrite. Check `hindered` first."""
-        kv = self._kv
-        whole = {owner for owner in kv.in_the_way(request, tokens) if not kv.footprint_on_host(owner)}
-        self.blocking += kv.take_slots(request, tokens)
+        if (sharing := self._sharing) is None:
+            return
+        whole = {owner for owner in sharing.in_the_way(request, tokens) if not self.blocks_away(owner)}
+        self.blocking += sharing.take_slots(request, tokens)
         for owner in sorted(whole, key=self._rank):
-            self._note(owner, Preemption.SPILL, kv.tokens_there(owner))
+            self._note(owner, Preemption.SPILL, sharing.tokens_there(owner))
             owner.is_fresh = True
 
     def swap_ahead(self, request: Request) -> Move:
         """Start an overlapped swap-out of the request."""
-        move = self._kv.move_out(request, blocking=False)
+        assert self._tiers is not None
+        move = self._tiers.move_out(request, blocking=False)
         assert move is not None
         self.evicted.append(request)
         request.last_plan = NEVER
@@ -197,15 +208,16 @@ class Evictor:
             self._holders = sorted(able, key=self._rank)
         return self._holders
 
-    def _evictable(self, request: Request, lenders: frozenset[Lender], *, newcomer: bool) -> list[Request]:
+    def _evictable(self, request: Request, parent: Owner, *, newcomer: bool) -> list[Request]:
         """Return requests that may be evicted for this one once no plan in flight contains them, least important first.
 
-        The blocks that a victim frees must return to one of `lenders`. A running request is evicted for a newcomer only
-        after it has generated a token since it got its KV. Each such eviction is therefore paid for by progress, and
-        two requests cannot evict each other endlessly.
+        The blocks that a victim frees must help a reservation from `parent`. A running request is evicted for a
+        newcomer only after it has generated a token since it got its KV. Each such eviction is therefore paid for by
+        progress, and two requests cannot evict each other endlessly.
         """
         outranks, latest = self._policies.ordering.outranks, self._context.latest
-        own = self._rank(request)
+        own, reservations = self._rank(request), self._reservations
+        owners = reservations.beneficiaries(request, parent) if reservations is not None else frozenset[Owner]()
         found: list[Request] = []
         for victim in reversed(self._holders_ranked()):
             if self._rank(victim) <= own:
@@ -213,7 +225,7 @@ class Evictor:
             held = self._kv.blocks_of(victim)
             if held is None or not held.device or (held.moving is not None and victim not in self._leaving):
                 continue
-            if not self._kv.gives_back_to(victim, lenders):
+            if reservations is not None and not reservations.returns_to(victim, owners):
                 continue
             if newcomer:
                 if not outranks(request, victim):
@@ -225,14 +237,14 @@ class Evictor:
 
     def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
         """Share the victim's blocks bidirectionally if the eviction asks for it. The victim loses no KV yet."""
-        victim, kv = eviction.request, self._kv
-        if not eviction.lent or self.takes_all or borrower is None:
+        victim, kv, sharing = eviction.request, self._kv, self._sharing
+        if not eviction.lent or self.takes_all or borrower is None or sharing is None:
             return False
-        if not kv.can_lend(victim, borrower):
+        if not sharing.can_lend(victim, borrower):
             return False
         keep = 0 if eviction.blocks is None else kv.filled_after(victim, eviction.blocks)
         kv.trim(victim)
-        return kv.lend(victim, keep, borrower)
+        return sharing.lend(victim, keep, borrower)
 
     def _note(self, victim: Request, how: Preemption, kept: int) -> None:
         rank = self._rank(victim)
@@ -258,18 +270,18 @@ class Evictor:
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
         """Remove all but the first `keep` blocks with KV from the victim, and return what happened to their KV."""
-        kv = self._kv
+        kv, tiers = self._kv, self._tiers
         if keep and keep == kv.filled(victim):  # freeing blocks without KV is enough
             kv.trim(victim)
             self._context.pausing.add(victim)
             return Preemption.SPILL
-        if (begun := self._leaving.pop(victim, None)) is not None:
+        if (begun := self._leaving.pop(victim, None)) is not None and tiers is not None:
             self.blocking.remove(begun)
-            kv.recall(begun)
-        if how is Preemption.DROP or not kv.can_move_out(victim, keep=keep):
+            tiers.recall(begun)
+        if how is Preemption.DROP or tiers is None or not tiers.can_move_out(victim, keep=keep):
             kv.drop(victim, keep=keep)
             return Preemption.DROP
-        move = kv.move_out(victim, blocking=True, keep=keep, before=begun)
+        move = tiers.move_out(victim, blocking=True, keep=keep, before=begun)
         if move is not None:
             self.blocking.append(move)
         if not keep:

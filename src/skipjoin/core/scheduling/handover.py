@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skipjoin.core.events import Admitted, Claimed, Event
-from skipjoin.core.kv.interface import Ledger
+from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import Grant, Policies, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.planner import begin_decision
@@ -15,7 +15,7 @@ class Incoming:
     Until it has arrived, only the admission policy knows them.
     """
 
-    def __init__(self, policies: Policies, kv: Ledger) -> None:
+    def __init__(self, policies: Policies, kv: BlockLedger) -> None:
         self._policies = policies
         self._kv = kv
         self._grants: dict[Request, Grant] = {}
@@ -24,28 +24,33 @@ class Incoming:
         """Admit a request and fence device blocks for its computed tokens. Nothing is evicted.
 
         Returns:
-            False if the admission policy refuses, or if there is no room beyond what swapped-out requests need.
+            False if the ledger cannot receive KV, the admission policy refuses, or there is no room beyond what
+                swapped-out requests need.
         """
-        kv = self._kv
+        kv, tiers = self._kv, self._kv.tiers
+        if tiers is None:
+            return False
         begin_decision(self._policies, kv, now)
         grant = self._policies.admission.claim(request, request.known, kv)
         if isinstance(grant, Wait):
             return False
         blocks = kv.blocks_for(request.known)
         need = max(grant.now, grant.blocks, blocks) + grant.spare
-        if need > kv.headroom(grant.lender) - (kv.host_total - kv.host_free) or blocks > kv.device_free:
+        swapped_out = tiers.cpu_total - tiers.cpu_free
+        short = kv.shortfall_of_reservation(request, need, grant.lender) + swapped_out
+        if short > 0 or blocks > kv.device_free:
             return False
-        kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
-        kv.expect(request)
+        kv.reserve(request, grant.blocks, tokens=grant.tokens, parent=grant.lender)
+        tiers.expect(request)
         self._grants[request] = grant
         return True
 
     def receive(self, request: Request, now: float) -> list[Event]:
         """Return the events of a request that enters the engine with its expected KV; none if it was not expected."""
         grant = self._grants.pop(request, None)
-        if grant is None:
+        if grant is None or (tiers := self._kv.tiers) is None:
             return []
-        self._kv.receive(request)
+        tiers.receive(request)
         request.is_fresh = True
         claimed = Claimed(request, now, grant.lender, grant.blocks, group=grant.group)
         return [Admitted(request, now), claimed]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from skipjoin.core.events import Event, Started, Waited
-from skipjoin.core.kv.interface import HeldBlocks, Ledger
+from skipjoin.core.kv.interface import BlockLedger, HeldBlocks, Tiered
 from skipjoin.core.policy import BatchBuilder, Policies, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.candidates import comes_soon, find_candidates
@@ -17,11 +17,13 @@ from skipjoin.core.scheduling.waits import WaitReason, WaitState
 from skipjoin.core.step import Move, Slice, StepPlan
 
 
-def begin_decision(policies: Policies, kv: Ledger, now: float) -> None:
-    """Reserve the blocks that policies request for accounts."""
+def begin_decision(policies: Policies, kv: BlockLedger, now: float) -> None:
+    """Reserve the blocks that policies request for accounts, which get none without nested reservations."""
+    reservations = kv.reservations
     for begin in policies.on_begin:
         for account, blocks in begin(now, kv):
-            kv.reserve(account, blocks)
+            if reservations is not None:
+                reservations.fund(account, blocks)
 
 
 class StepPlanner:
@@ -33,7 +35,7 @@ class StepPlanner:
         started: Number of requests in the batch that were not running before.
     """
 
-    def __init__(self, policies: Policies, kv: Ledger, events: list[Event], context: StepContext) -> None:
+    def __init__(self, policies: Policies, kv: BlockLedger, events: list[Event], context: StepContext) -> None:
         self.waiting: list[Request] = []
         self.tail = WaitReason.NOT_EXAMINED
         self.started = 0
@@ -50,14 +52,15 @@ class StepPlanner:
         """Return the plan, which may be empty."""
         context, evictor = self._context, self._evictor
         begin_decision(self._policies, self._kv, context.now)
-        overlapped = self._move_ahead() if self._kv.host_total else []
+        tiers = self._kv.tiers
+        overlapped = self._move_ahead(tiers) if tiers is not None and tiers.cpu_total else []
         self._fill_from_first(self._policies.batcher.open(self._with_candidates(context)))
         if not (self._slices or evictor.blocking or context.in_flight or self._kv.is_moving):
             self._begin_anew()
         residency = self._residency
         overlapped += residency.overlapped
         # Last, because blocks that this step allocates lose their cached KV.
-        if self._slices and context.may_leave and (copy := self._kv.keep_cached(context.depth)) is not None:
+        if self._slices and context.may_leave and tiers is not None and (copy := tiers.keep_cached(context.depth)):
             overlapped.append(copy)
         for request in evictor.evicted:
             for evicted in self._policies.on_evicted:
@@ -75,14 +78,15 @@ class StepPlanner:
 
     def _with_candidates(self, context: StepContext) -> StepContext:
         found = find_candidates(self._policies, self._kv, self._evictor, context)
-        return replace(context, candidates=found, blocks_away=self._kv.footprint_on_host)
+        return replace(context, candidates=found, blocks_away=self._evictor.blocks_away)
 
-    def _move_ahead(self) -> list[Move]:
+    def _move_ahead(self, tiers: Tiered) -> list[Move]:
         """Start overlapped swaps. Their requests cannot join this step."""
         kv, context, ordering = self._kv, self._context, self._policies.ordering
-        settled = [request for request in kv.holders() if request.finish_reason is None and kv.is_settled(request)]
+        held = ((one, kv.blocks_of(one)) for one in kv.holders() if one.finish_reason is None)
+        settled = [one for one, blocks in held if blocks is not None and blocks.is_settled]
         out, back = self._policies.eviction.ahead(settled, ordering, kv, context.now)
-        if out or context.depth > 1 or kv.host_free < kv.host_total:
+        if out or context.depth > 1 or tiers.cpu_free < tiers.cpu_total:
             ranked = ordering.ranked(context.now)
             self._residency.first = next((request for request in ranked if not request.is_satisfied), None)
         moves: list[Move] = []
@@ -91,11 +95,11 @@ class StepPlanner:
                 continue  # the next to run could be swapped back and forth forever
             if request.in_flight:
                 context.pausing.add(request)
-            elif kv.can_move_out(request, blocking=False):
+            elif tiers.can_move_out(request, blocking=False):
                 moves.append(self._evictor.swap_ahead(request))
         for request in back:
-            if kv.can_move_in(request):
-                moves.append(kv.move_in(request))
+            if tiers.can_move_in(request):
+                moves.append(tiers.move_in(request))
                 request.is_fresh = True
         return moves
 
@@ -120,7 +124,7 @@ class StepPlanner:
             elif isinstance(verdict := offer(request, tokens), int):
                 start = request.planned
                 target = start + verdict
-                if held is None or held.moving is not None or target > held.room:
+                if held is None or target > held.room:
                     held = self._secure(request, held, target)
                 if held is not None:
                     take(request, verdict)
@@ -186,8 +190,8 @@ class StepPlanner:
         (`Request.keeps_kv`, `Incoming`) can prevent that.
         """
         self._is_forced = True
-        for account in self._kv.accounts:
-            self._kv.disband(account)
+        if (reservations := self._kv.reservations) is not None:
+            reservations.disband()
         for request in self._policies.ordering.ranked(self._context.now):
             self._residency.force()
             self._fill((request,), builder)

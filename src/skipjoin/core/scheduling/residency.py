@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from skipjoin.core.events import Admitted, Claimed, Event
-from skipjoin.core.kv.interface import MISS, HeldBlocks, Hit, Ledger
-from skipjoin.core.kv.reservations import Lender
+from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
+from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Grant, Policies, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
@@ -15,7 +16,7 @@ from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move, Slice
 
 # Number of admission refusals that close a step to newcomers. It bounds how much of a long queue is read.
-_MOST_PASSES = 64
+_MAX_PASSES = 64
 
 
 class Residency:
@@ -33,7 +34,7 @@ class Residency:
     def __init__(
         self,
         policies: Policies,
-        kv: Ledger,
+        kv: BlockLedger,
         events: list[Event],
         context: StepContext,
         *,
@@ -51,6 +52,7 @@ class Residency:
         self._passes = 0  # refusals of the admission policy
         self._policies = policies
         self._kv = kv
+        self._reservations = kv.reservations
         self._events = events
         self._context = context
         self._evictor = evictor
@@ -94,46 +96,48 @@ class Residency:
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
-        kv = self._kv
-        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare - hit.held
-        self.short = need - max(0, need - kv.shortfall_of_claim(request, need, grant.lender) - self._owed)
+        self.short = self._missing(request, grant, target, found=hit.held)
         if grant.draws is not None:
-            self.short -= max(0, min(self.short, kv.unused_without(grant.draws, request)))
+            self.short -= self._drawable(grant.draws, request, self.short)
         if self.short <= 0:
             return None
-        reason = self._evictor.refusal(request, self.short, lender=grant.lender)
+        reason = self._evictor.refusal(request, self.short, parent=grant.lender)
         if reason is not None:
             self.closed = WaitReason.BEHIND_MEMORY
         return reason
 
     def _get_in(self, request: Request, target: int, hit: Hit) -> HeldBlocks | WaitReason:
+        # The answer may differ from an earlier one, because an adopted hit is no longer available to others.
         grant = self._ask(request, target)
         if isinstance(grant, WaitReason):
             return grant
         kv = self._kv
-        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare
-
-        def missing() -> int:
-            room = need - kv.shortfall_of_claim(request, need, grant.lender)
-            # More important swapped-out requests have precedence for free blocks.
-            return need - max(0, room - self._owed)
-
+        missing = partial(self._missing, request, grant, target)
         if (reason := self._make_room_for(request, grant, missing, target, newcomer=True)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
             return reason
         self._events.append(Admitted(request, self._context.now, hit.tokens, hit.away * kv.block_size))
         self._claim(request, grant)
         request.is_fresh = True
-        kv.announce(request)
-        if hit.away:
-            if not self._is_forced and self._policies.eviction.returns_overlapped(request) and kv.holder_count > 1:
-                self.overlapped.append(kv.move_in(request))
+        if kv.cache is not None:
+            kv.cache.announce(request)
+        if hit.away and (tiers := kv.tiers) is not None:
+            if not self._is_forced and self._policies.eviction.returns_overlapped(request) and len(kv.holders()) > 1:
+                self.overlapped.append(tiers.move_in(request))
                 self._miss(request, kv.blocks_for(request.computed))
                 return WaitReason.KV_IN_TRANSIT
-            self._evictor.blocking += kv.restore(request, target)
+            self._evictor.blocking += tiers.restore(request, target)
         held = kv.grow(request, target)
         self._evictor.take_slots(request, target)
         return held
+
+    def _missing(self, request: Request, grant: Grant, target: int, *, found: int = 0) -> int:
+        """Return how many blocks a newcomer lacks, if it gets `found` blocks from the prefix cache."""
+        kv = self._kv
+        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare - found
+        room = need - kv.shortfall_of_reservation(request, need, grant.lender)
+        # More important swapped-out requests have precedence for free blocks.
+        return need - max(0, room - self._owed)
 
     # -- reservations -------------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ class Residency:
         if isinstance(answer, Grant):
             return answer
         self._passes += 1
-        if answer is Wait.WAIT or self._passes >= _MOST_PASSES:
+        if answer is Wait.WAIT or self._passes >= _MAX_PASSES:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         self.short = kv.shortfall(request, target)
         return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
@@ -172,7 +176,7 @@ class Residency:
 
         def missing() -> int:
             # Free blocks must suffice as well: a reservation of a request that still waits would help no request.
-            of_claim = kv.shortfall_of_claim(request, need, grant.lender) + grant.spare
+            of_claim = kv.shortfall_of_reservation(request, need, grant.lender) + grant.spare
             return max(of_claim, kv.shortfall_of_blocks(request, target))
 
         if (reason := self._make_room_for(request, grant, missing, target, newcomer=newcomer)) is not None:
@@ -187,22 +191,33 @@ class Residency:
         """Make room for what is granted, after drawing on the account that the grant names."""
         self._drawn = 0
         if grant.draws is not None:
-            self._drawn = max(0, min(missing(), self._kv.unused_without(grant.draws, request)))
-        return self._make_room(request, lambda: missing() - self._drawn, target, lender=grant.lender, newcomer=newcomer)
+            self._drawn = self._drawable(grant.draws, request, missing())
+        return self._make_room(request, lambda: missing() - self._drawn, target, parent=grant.lender, newcomer=newcomer)
 
     def _make_room(
-        self, request: Request, missing: Callable[[], int], target: int, *, lender: Lender, newcomer: bool
+        self, request: Request, missing: Callable[[], int], target: int, *, parent: Owner, newcomer: bool
     ) -> WaitReason | None:
         self.short = missing()
         if self.short <= 0:
             return None
         newcomer = newcomer and not self._is_forced
-        return self._evictor.make_room(request, missing, tokens=target, lender=lender, newcomer=newcomer)
+        return self._evictor.make_room(request, missing, tokens=target, parent=parent, newcomer=newcomer)
+
+    def _make_room_within(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
+        """Make room for `target` tokens within the request's reservation."""
+        kv, reservations = self._kv, self._reservations
+        parent = reservations.parent_of(request) if reservations is not None else None
+        return self._make_room(request, lambda: kv.shortfall(request, target), target, parent=parent, newcomer=newcomer)
+
+    def _drawable(self, account: Account, request: Request, blocks: int) -> int:
+        """Return how many of `blocks` blocks the account can cede to the request."""
+        unused = self._reservations.unused_without(account, request) if self._reservations is not None else 0
+        return max(0, min(blocks, unused))
 
     def _claim(self, request: Request, grant: Grant) -> None:
-        self._kv.claim(request, grant.blocks, tokens=grant.tokens, lender=grant.lender)
-        if grant.draws is not None:
-            self._kv.draw(grant.draws, self._drawn)
+        self._kv.reserve(request, grant.blocks, tokens=grant.tokens, parent=grant.lender)
+        if grant.draws is not None and self._reservations is not None:
+            self._reservations.draw(grant.draws, self._drawn)
         self.claimed.append(request)
         now = self._context.now
         self._events.append(Claimed(request, now, grant.lender, grant.blocks, self._drawn, grant.group))
@@ -211,13 +226,13 @@ class Residency:
 
     def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | WaitReason:
         """Allocate for a request that holds KV, on either tier or in transit."""
-        if held.moving is not None or held.parts:
+        if not held.is_settled:
             self._miss(request, self._kv.blocks_for(request.computed))
             return WaitReason.KV_IN_TRANSIT
         # The first request does not wait for overlapped moves, because they may never find enough spare blocks.
         is_hasty = self._is_forced or request is self.first
-        if held.host and not is_hasty and self._policies.eviction.returns_overlapped(request):
-            self._owed += len(held.host)
+        if held.cpu and not is_hasty and self._policies.eviction.returns_overlapped(request):
+            self._owed += len(held.cpu)
             self._miss(request, len(held.device))
             return WaitReason.KV_ON_HOST
         if self._evictor.is_below_floor(request):
@@ -244,24 +259,22 @@ class Residency:
         kv, evictor = self._kv, self._evictor
         reason = evictor.hindered(request, target)
         if reason is None and kv.shortfall(request, target) > 0:
-            reason = self._make_room(
-                request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
-            )
+            reason = self._make_room_within(request, target, newcomer=newcomer)
         if reason is not None:
             return reason
-        evictor.blocking += kv.take_back(request, target)
+        if kv.sharing is not None:
+            evictor.blocking += kv.sharing.take_back(request, target)
         held = kv.grow(request, target)
         evictor.take_slots(request, target)
         return held
 
     def _return(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
-        kv = self._kv
-        reason = self._make_room(
-            request, lambda: kv.shortfall(request, target), target, lender=kv.lender_of(request), newcomer=newcomer
-        )
+        kv, tiers = self._kv, self._kv.tiers
+        reason = self._make_room_within(request, target, newcomer=newcomer)
         if reason is not None:
             return reason
-        self._evictor.blocking += kv.restore(request, target)
+        if tiers is not None:
+            self._evictor.blocking += tiers.restore(request, target)
         request.is_fresh = True
         return kv.grow(request, target)
 

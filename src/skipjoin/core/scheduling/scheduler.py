@@ -16,7 +16,7 @@ from skipjoin.core.events import (
     Restarted,
     Waited,
 )
-from skipjoin.core.kv.interface import Ledger
+from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.scheduling.context import StepContext
@@ -41,7 +41,7 @@ class Scheduler:
     def __init__(
         self,
         policies: Policies,
-        kv: Ledger,
+        kv: BlockLedger,
         *,
         depth: int = 1,
         overlap: bool = False,
@@ -84,11 +84,12 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        request.reverse = self.policies.eviction.lends and self.kv.has_two_ends and request.is_best_effort
+        request.reverse = self.policies.eviction.lends and self.kv.sharing is not None and request.is_best_effort
         received = self._incoming.receive(request, now)
         self.events.extend(received)
         if not received:
-            self.kv.await_prefix(request)
+            if (cache := self.kv.cache) is not None:
+                cache.await_prefix(request)
             request.cached = self.kv.hit(request).tokens
         for arrived in self.policies.on_arrived:
             arrived(request, now)
@@ -111,7 +112,8 @@ class Scheduler:
         """
         for finished in self.policies.on_finished:
             finished(request, now)
-        self.kv.forget_prefix(request)
+        if (cache := self.kv.cache) is not None:
+            cache.forget_prefix(request)
         self._release_if_settled(request)
 
     def release(self, request: Request, now: float) -> None:
@@ -154,7 +156,7 @@ class Scheduler:
         self._note_pauses(plan, planner.started, now)
         kv = self.kv
         held, claimed = kv.device_total - kv.device_free, kv.device_total - kv.available
-        cap, lent = self.policies.batcher.cap, kv.lent_blocks
+        cap, lent = self.policies.batcher.cap, kv.sharing.lent_blocks if kv.sharing is not None else 0
         self.events.append(Planned(plan, now, held, claimed, planner.tail, cap, lent))
         return plan
 
@@ -217,14 +219,14 @@ class Scheduler:
         self.events.append(Computed(result, now))
         lost = self._settle_moves(result, now)
         void = {*lost, *(plan.slices[index].request for index in result.given_up)}
-        gone, offer = bool(void), self.kv.offer
+        gone, cache = bool(void), self.kv.cache
         for piece in plan.slices:
             request = piece.request
             request.computed = piece.start + piece.tokens
             if request.finish_reason is not None:
                 gone = True
-            elif request.prefix is not None and request not in void:
-                offer(request)
+            elif request.prefix is not None and cache is not None and request not in void:
+                cache.offer(request)
             if piece.samples:
                 request.pending_samples -= 1
                 request.is_fresh = False
@@ -263,9 +265,11 @@ class Scheduler:
             Requests that lost KV, with the number of device blocks that still hold some.
         """
         lost: dict[Request, int] = {}
+        if not (result.landed or result.failed) or (tiers := self.kv.tiers) is None:
+            return lost
         settled: list[tuple[int | None, Moved | MoveFailed]] = []
-        settled += [(self.kv.land(move), Moved(move, now)) for move in result.landed]
-        settled += [(self.kv.fail(move), MoveFailed(move, now)) for move in result.failed]
+        settled += [(tiers.land(move), Moved(move, now)) for move in result.landed]
+        settled += [(tiers.fail(move), MoveFailed(move, now)) for move in result.failed]
         self._has_failed_move = self._has_failed_move or bool(result.failed)
         for keep, event in settled:
             self.events.append(event)
@@ -295,5 +299,6 @@ class Scheduler:
             self._release_if_settled(request)
 
     def _release_if_settled(self, request: Request) -> None:
-        if self.kv.is_settled(request) and not request.in_flight and not request.keeps_kv:
+        held = self.kv.blocks_of(request)
+        if held is not None and held.is_settled and not request.in_flight and not request.keeps_kv:
             self.kv.release(request)

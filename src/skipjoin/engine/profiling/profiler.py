@@ -234,6 +234,8 @@ def _measure_steps(
                 has_run = True
                 on_progress("measuring step costs", min(1.0, clock.share))
     on_progress("measuring step costs", 1.0)
+    for piece in (piece for _, plan in plans for piece in plan.slices):
+        executor.on_finished(piece.request)
     # The first run is a warm-up and counts only if there is no other. Interference only adds time, so the lower
     # quartile is closer to the step's own time than the median.
     counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]

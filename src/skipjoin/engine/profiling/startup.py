@@ -79,7 +79,7 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
     It covers scheduling, submission and settling that do not overlap with another step. Writes into free KV blocks.
     """
     cost = guess_cost(executor.rank_specs, config.block_size)
-    policies = build(config.recipe, recipe_settings(config, cost), config.params)
+    policies = build(config.recipe, recipe_settings(config, cost), config.recipe_params)
     kv = KVLedger(executor.pools[0], 0, config.block_size)
     # Stages do not hide CPU time from each other, and their seconds are sums over all stages.
     depth = depth_of(config, executor) if config.pipeline_parallel_size == 1 else 1
@@ -99,6 +99,8 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
         times.append(begin - before - result.seconds)
     for handle in driver.in_flight:
         handle.result()
+    for request_id in tuple(core.requests):
+        core.abort(request_id, time.perf_counter())
     return max(0.0, statistics.median(times))
 
 

@@ -129,6 +129,8 @@ def end_with(connection: Connection) -> None:
 
 
 class TcpLink:
+    """Link to a rank over an authenticated TCP connection."""
+
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
         self._rank = rank

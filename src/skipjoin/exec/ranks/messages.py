@@ -74,7 +74,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Encoded plan.
 
     Attributes:
-        ended: Requests that appear in no plan from this one on.
+        ended: Requests that finished since the previous plan, and appear in no plan from this one on.
     """
 
     id: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,9 +22,6 @@ from skipjoin.exec.ranks.messages import (
 )
 from skipjoin.exec.sampling import Sampling
 
-# With every plan, this many more requests than it has slices are checked for their end, in rotation. That is more than
-# can finish with a plan, so the ranks' memory of finished requests stays bounded.
-_LOOKS = 8
 _DIRECTIONS = tuple(Direction)
 
 
@@ -57,7 +53,7 @@ class PlanWriter:
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
         self._sent: dict[Request, _SentState] = {}
-        self._to_look_at: deque[Request] = deque()
+        self._ended: list[int] = []
         self._requests = 0
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -65,6 +61,7 @@ class PlanWriter:
         """Return the plan's message, which is the same for every rank."""
         new: list[NewRequest] = []
         known: list[KnownTokens] = []
+        ended, self._ended = self._ended, []
         message = PlanMessage(
             id=plan.id,
             slices=[self._slice(piece, new, known) for piece in plan.slices],
@@ -72,11 +69,16 @@ class PlanWriter:
             overlapped=[self._move(move, new) for move in plan.overlapped],
             new=new,
             known=known,
-            ended=self._ended(len(plan.slices) + _LOOKS),
+            ended=ended,
         )
         body = self._encoder.encode(message)
         self.checksum = checksum_after(self.checksum, body)
         return self.checksum + body
+
+    def on_finished(self, request: Request) -> None:
+        """End a request on the ranks with the next plan, if an earlier plan started it."""
+        if (sent := self._sent.pop(request, None)) is not None:
+            self._ended.append(sent.number)
 
     def _slice(self, piece: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
         sent = self._state_of(piece.request, new)
@@ -114,7 +116,6 @@ class PlanWriter:
         if sent is None:
             sent = self._sent[request] = _SentState(self._requests)
             self._requests += 1
-            self._to_look_at.append(request)
             sampling: Sampling = request.sampling  # type: ignore[assignment]
             new.append(
                 NewRequest(
@@ -128,17 +129,6 @@ class PlanWriter:
                 )
             )
         return sent
-
-    def _ended(self, looks: int) -> list[int]:
-        """Return the numbers of requests that the ranks can drop, since a finished request is in no later plan."""
-        ended = []
-        for _ in range(min(looks, len(self._to_look_at))):
-            request = self._to_look_at.popleft()
-            if request.finish_reason is None:
-                self._to_look_at.append(request)
-            else:
-                ended.append(self._sent.pop(request).number)
-        return ended
 
 
 @dataclass(slots=True)
@@ -155,10 +145,12 @@ class PlanReader:
 
     Attributes:
         checksum: Checksum of the plans read so far.
+        finished: Requests that the last plan ended.
     """
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
+        self.finished: list[Request] = []
         self._requests: dict[int, _Mirrored] = {}
         self._moves: dict[Move, int] = {}
         self._next_move = 0
@@ -188,8 +180,7 @@ class PlanReader:
         slices = tuple(self._slice(part) for part in plan.slices)
         blocking, overlapped = self._read_moves(plan.blocking), self._read_moves(plan.overlapped)
         # Moves in flight keep references to their requests.
-        for number in plan.ended:
-            del self._requests[number]
+        self.finished = [self._requests.pop(number).request for number in plan.ended]
         return StepPlan(plan.id, slices, blocking, overlapped)
 
     def numbers_of(self, ended: Sequence[Move]) -> list[int]:

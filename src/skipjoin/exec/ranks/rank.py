@@ -37,6 +37,8 @@ class Rank:
         else:
             try:
                 plan = self._plans.read(message)
+                for request in self._plans.finished:
+                    self._worker.on_finished(request)
                 answer = self._answer(plan, self._worker.run(plan))
             except Exception as error:
                 answer = self._fail(error)

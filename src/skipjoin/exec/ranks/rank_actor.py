@@ -242,11 +242,12 @@ class RankActor:
         host, port = meeting
         opened = self._store_socket
         timeout = timedelta(seconds=GROUP_S)
+        make_store = dist.TCPStore  # type: ignore[attr-defined]  # torch exports it only at run time
         if opened is None:
-            store = dist.TCPStore(host, port, shard.ranks, is_master=False, timeout=timeout)
+            store = make_store(host, port, shard.ranks, is_master=False, timeout=timeout)
         else:
             number = opened.detach()  # the store owns it from here on
-            store = dist.TCPStore(
+            store = make_store(
                 host,
                 port,
                 shard.ranks,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from skipjoin.config.profile import Transfer
+from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, StepPlan
 from skipjoin.exec.base import RankError
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
@@ -261,6 +262,10 @@ class RankedExecutor:
 
     def submit(self, plan: StepPlan, now: float) -> ShardedHandle:
         return self._live.executor.submit(plan, now)
+
+    def on_finished(self, request: Request) -> None:
+        if self._group is not None:
+            self._group.executor.on_finished(request)
 
     def check(self) -> None:
         self._live.executor.check()

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from skipjoin.core.request import Request
 from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
 from skipjoin.exec.base import RankError, RankMemoryError
 from skipjoin.exec.ranks.messages import FROM_RANK_DECODER, Done, FromRank, RankFailed
@@ -111,6 +112,9 @@ class ShardedExecutor:
         for link in self._links:
             link.send(message)
         return handle
+
+    def on_finished(self, request: Request) -> None:
+        self._writer.on_finished(request)
 
     def check(self) -> None:
         for link in () if self._pending else self._links:

@@ -51,8 +51,8 @@ def agrees(
         for window in (0, 6):
             results = []
             for b, cache in zip((backend, TorchAttention()), caches, strict=True):
-                parts = qkv[: batch.num_tokens].clone().split([4, 2, 2], dim=1)
-                out = b.attend(*parts, cache, batch, layer=0, scale=0.2, window=window, cos_sin=cos_sin)
+                query, key, value = qkv[: batch.num_tokens].clone().split([4, 2, 2], dim=1)
+                out = b.attend(query, key, value, cache, batch, layer=0, scale=0.2, window=window, cos_sin=cos_sin)
                 results.append((out.float(), cache.tensor.float()))
             for ours, expected in zip(*results, strict=True):
                 if not (ours - expected).norm() <= tolerance * expected.norm():
@@ -69,8 +69,8 @@ def cuts_change_nothing(backend: AttentionBackend, dtype: torch.dtype) -> bool:
         kv, parts, start = PagedKV(6, 4, config, dtype, "cpu"), [], 0
         for length in lengths:
             batch = PackedBatch.build([Segment([0] * length, start, [3, 0, 5, 1, 4, 2])], 4)
-            split = qkv[start : start + length].split([4, 2, 2], dim=1)
-            parts.append(backend.attend(*split, kv, batch, layer=0, scale=0.2))
+            query, key, value = qkv[start : start + length].split([4, 2, 2], dim=1)
+            parts.append(backend.attend(query, key, value, kv, batch, layer=0, scale=0.2))
             start += length
         return torch.cat(parts)
 

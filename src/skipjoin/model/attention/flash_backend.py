@@ -85,8 +85,9 @@ class FlashAttention(TritonAttention):
     ) -> torch.Tensor:
         dim = query.shape[2]
         if not batch.plain or query.dtype not in _DTYPES or dim % 8 or dim > MAX_HEAD_DIM:
-            options = {"layer": layer, "scale": scale, "window": window, "cos_sin": cos_sin}
-            return super().attend(query, key, value, kv, batch, **options)
+            return super().attend(
+                query, key, value, kv, batch, layer=layer, scale=scale, window=window, cos_sin=cos_sin
+            )
         keys, values = kv.layer(layer)
         kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
         index = self._index_of(batch, layer)

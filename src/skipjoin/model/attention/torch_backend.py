@@ -41,21 +41,20 @@ class TorchAttention:
     ) -> torch.Tensor:
         if cos_sin is not None:
             rotate(query, key, batch.positions, cos_sin)
-        options = {"scale": scale, "window": window}
         keys, values = kv.layer(layer)
         block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
         keys[block, offset] = key
         values[block, offset] = value
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if batch.decode_only:
-            output[:] = _decode(query, *_cached(keys, values, batch), batch.context_lens, **options)
+            output[:] = _decode(query, *_cached(keys, values, batch), batch.context_lens, scale=scale, window=window)
             return output.flatten(1)
         decodes = [i for i, length in enumerate(batch.lengths) if length == 1]
         if decodes:
             segments = torch.tensor(decodes, device=query.device)
             tokens = batch.query_start[segments]
             k, v = _cached(keys, values, batch, segments)
-            output[tokens] = _decode(query[tokens], k, v, batch.context_lens[segments], **options)
+            output[tokens] = _decode(query[tokens], k, v, batch.context_lens[segments], scale=scale, window=window)
         end = 0
         for i, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
             begin, end = end, end + length
@@ -64,7 +63,7 @@ class TorchAttention:
             k, v = key[begin:end], value[begin:end]
             if start:
                 k, v = (x[0] for x in _cached(keys, values, batch, slice(i, i + 1), start + length))
-            output[begin:end] = _chunk(query[begin:end], k, v, start, **options)
+            output[begin:end] = _chunk(query[begin:end], k, v, start, scale=scale, window=window)
         return output.flatten(1)
 
 

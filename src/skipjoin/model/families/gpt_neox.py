@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from skipjoin.model.config import activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention
 from skipjoin.model.ops.base import Linear, Norm
 from skipjoin.model.parallel import scaled
 
 
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    max_positions = int(raw["max_position_embeddings"])
+    bias = bool(raw.get("attention_bias", True))
+    return {
+        "num_layers": int(raw["num_hidden_layers"]),
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": int(raw["intermediate_size"]),
+        "max_positions": max_positions,
+        "norm_eps": float(raw.get("layer_norm_eps", 1e-5)),
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "activation": activation(raw.get("hidden_act", "gelu")),
+        "rope": rope(raw, hidden // heads, max_positions, 0.25),
+        "attention_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": True,
+        "parallel_residual": bool(raw.get("use_parallel_residual", True)),
+    }
+
+
+@family(
+    "gpt_neox",
+    architectures={
+        "GPTNeoXForCausalLM": "gpt_neox",
+    },
+    fields=_fields,
+    prefix="gpt_neox.",
+)
 class GPTNeoXDecoder(RotaryDecoder):
     """Embedding, attention and MLP layers, final norm."""
 
@@ -42,9 +76,7 @@ class _NeoXLayer:
         self.norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
 
-    def __call__(
-        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
-    ) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
         if self._parallel:
             overlapped = self._mlp_norm(x)
             self._attention.add_to(normed, x, step)

@@ -2,13 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from skipjoin.model.config import ModelError, activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention
 from skipjoin.model.ops.base import Norm
 
 
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    heads = int(raw["num_attention_heads"])
+    layers = int(raw["num_hidden_layers"])
+    # Missing fields take the architecture's default.
+    kv_default = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}.get(architecture)
+    head_dim = raw.get("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None)
+    head_dim = int(head_dim or raw["hidden_size"] // heads)
+    max_positions = int(raw["max_position_embeddings"])
+    bias = bool(raw.get("attention_bias", False))
+    if activation(raw.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"activation {raw['hidden_act']!r} is not supported in gated layers, only silu is")
+    return {
+        "num_layers": layers,
+        "num_kv_heads": int(raw.get("num_key_value_heads", kv_default) or heads),
+        "head_dim": head_dim,
+        "intermediate_size": int(raw["intermediate_size"]),
+        "max_positions": max_positions,
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "activation": "silu",
+        "rope": rope(raw, head_dim, max_positions, 1.0),
+        "windows": _windows(raw, architecture, layers),
+        "attention_bias": bias or architecture == "Qwen2ForCausalLM",
+        "output_bias": bias and architecture != "Qwen2ForCausalLM",
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "qk_norm": architecture == "Qwen3ForCausalLM",
+    }
+
+
+def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
+    """Return each layer's attention window: all layers of Mistral, and the layers that config.json names for Qwen."""
+    if architecture == "MistralForCausalLM":
+        return (int(raw.get("sliding_window", 4096) or 0),) * layers
+    window = int(raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window") else 0
+    if not architecture.startswith("Qwen") or not window:
+        return (0,) * layers
+    first = int(raw.get("max_window_layers", 28))
+    kinds = raw.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+@family(
+    "llama",
+    architectures={
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+    },
+    fields=_fields,
+    prefix="model.",
+)
 class LlamaDecoder(RotaryDecoder):
     """Embedding, attention and gated MLP layers with RMS norms, final norm."""
 
@@ -29,7 +86,8 @@ class _LlamaLayer:
         projections = [f"{name}.self_attn.{p}_proj" for p in "qkv"]
         norms = None
         if config.qk_norm:
-            norms = tuple(builder.rms_norm(f"{name}.self_attn.{p}_norm", dim) for p in "qk")
+            of_query, of_key = (builder.rms_norm(f"{name}.self_attn.{p}_norm", dim) for p in "qk")
+            norms = of_query, of_key
         self._attention = SelfAttention(
             builder,
             index,
@@ -45,8 +103,6 @@ class _LlamaLayer:
         self.norm = builder.rms_norm(f"{name}.input_layernorm", hidden)
         self._mlp_norm = builder.rms_norm(f"{name}.post_attention_layernorm", hidden)
 
-    def __call__(
-        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
-    ) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._gate_up(normed), x, then)

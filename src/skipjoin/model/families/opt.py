@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, LayerInputs, SelfAttention, advance
-from skipjoin.model.ops.base import Norm
+from skipjoin.model.config import activation
+from skipjoin.model.family import family
+from skipjoin.model.layers import Builder, Embedding, LayerInputs, SelfAttention, advance
+from skipjoin.model.ops.base import Linear, Norm
 
 # The first two rows of OPT's position table are padding.
 POSITION_OFFSET = 2
 
 
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    before = bool(raw.get("do_layer_norm_before", True))
+    bias = bool(raw.get("enable_bias", True))
+    return {
+        "num_layers": int(raw["num_hidden_layers"]),
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": int(raw["ffn_dim"]),
+        "max_positions": int(raw["max_position_embeddings"]),
+        "norm_eps": 1e-5,
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        "activation": activation(raw.get("activation_function", "relu")),
+        "rope": None,
+        "embed_dim": int(raw.get("word_embed_proj_dim") or hidden),
+        "attention_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+        "norm_before": before,
+        "final_norm": before and not raw.get("_remove_final_layer_norm", False),
+        "norm_affine": bool(raw.get("layer_norm_elementwise_affine", True)),
+    }
+
+
+@family(
+    "opt",
+    architectures={
+        "OPTForCausalLM": "opt",
+    },
+    fields=_fields,
+    prefix="model.",
+)
 class OPTDecoder:
     """Token and position embeddings, attention and MLP layers, final norm."""
 
@@ -21,7 +58,11 @@ class OPTDecoder:
     def __init__(self, builder: Builder, device: torch.device | str) -> None:
         config, shard, name = builder.config, builder.shard, "model.decoder"
         hidden, embed = config.hidden_size, config.embed_dim
-        self.embedding = self._positions = self._project_in = self._project_out = self._norm = None
+        self.embedding: Embedding | None = None
+        self._positions: torch.Tensor | None = None
+        self._project_in: Linear | None = None
+        self._project_out: Linear | None = None
+        self._norm: Norm | None = None
         if shard.is_first:
             self.embedding = builder.embedding(self.EMBEDDING)
             positions = config.max_positions + POSITION_OFFSET
@@ -36,6 +77,8 @@ class OPTDecoder:
             self._norm = builder.layer_norm(f"{name}.final_layer_norm") if config.final_norm else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
+        assert self.embedding is not None  # on the first stage
+        assert self._positions is not None
         x = self.embedding(batch.token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
@@ -73,9 +116,7 @@ class _OptLayer:
         self.norm = builder.layer_norm(f"{name}.self_attn_layer_norm")
         self._mlp_norm = builder.layer_norm(f"{name}.final_layer_norm")
 
-    def __call__(
-        self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None
-    ) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
         normed = self._attention.add_to(normed, x, step, self._mlp_norm)
         return self._down.add_to(self._up(normed), x, then)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 
@@ -15,8 +14,8 @@ from skipjoin.model.ops.base import Norm
 class RotaryDecoder:
     """Embedding, layers with rotary positions, final norm, or a pipeline stage's part of these."""
 
-    EMBEDDING: ClassVar[str]
-    OUTPUT: ClassVar[str]
+    EMBEDDING: str
+    OUTPUT: str
 
     def __init__(
         self,
@@ -32,10 +31,12 @@ class RotaryDecoder:
         self._norm = final_norm() if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
+        assert self.embedding is not None  # on the first stage
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         return advance(self._layers, x, step)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self._norm is not None  # on the last stage
         return self._norm(hidden)

@@ -11,7 +11,9 @@ _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
-def silu_and_mul_kernel(x, out, width, x_stride, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(
+    x: tl.tensor, out: tl.tensor, width: tl.tensor, x_stride: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     """One row and BLOCK columns per program: silu of the first `width` values times the next `width`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -32,8 +34,14 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def bias_and_activation_kernel(
-    x, bias, width, x_stride, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
+    x: tl.tensor,
+    bias: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """One row and BLOCK columns per program, in place. ACTIVATION: a `ModelConfig.activation`."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -18,8 +18,18 @@ _SPAN_CHUNK = 512
 
 # One version for all numbers of blocks and all alignments of their ids, so that no step waits for a compilation.
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["target_ids", "source_ids"])
-def _copy(target, source, target_ids, source_ids, blocks, words, target_stride, source_stride, CHUNK: tl.constexpr):
-    """The chunks of all blocks are split among the programs, each of which copies its chunks in turn."""
+def _copy(
+    target: tl.tensor,
+    source: tl.tensor,
+    target_ids: tl.tensor,
+    source_ids: tl.tensor,
+    blocks: tl.tensor,
+    words: tl.tensor,
+    target_stride: tl.tensor,
+    source_stride: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Copy blocks, whose chunks are split among the programs."""
     chunks = tl.cdiv(words, CHUNK)
     for work in range(tl.program_id(0), blocks * chunks, tl.num_programs(0)):
         block = work // chunks
@@ -55,8 +65,18 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Te
 
 
 @triton.jit(do_not_specialize=["count"])
-def _copy_slots(target, source, spans, count, heads, block_words, slot_words, head_words, CHUNK: tl.constexpr):
-    """The heads of all spans are split among the programs. spans: [4, count]."""
+def _copy_slots(
+    target: tl.tensor,
+    source: tl.tensor,
+    spans: tl.tensor,
+    count: tl.tensor,
+    heads: tl.tensor,
+    block_words: tl.tensor,
+    slot_words: tl.tensor,
+    head_words: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Copy spans [4, count], whose heads are split among the programs."""
     for work in range(tl.program_id(0), count * heads, tl.num_programs(0)):
         span, head = work // heads, work % heads
         first = head * head_words + tl.load(spans + 2 * count + span) * slot_words

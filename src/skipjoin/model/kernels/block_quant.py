@@ -17,7 +17,7 @@ _PROGRAMS = 64
 # Numbers of a head that a program converts at a time.
 _TILE, _WARPS = 4096, 4
 _INFINITE = tl.constexpr(2.0**126)
-_LEAST_SCALE = tl.constexpr(2.0**-126)
+_MIN_SCALE = tl.constexpr(2.0**-126)
 # Adding and subtracting it rounds numbers from 0 to 255 to the nearest integer, ties to even.
 _ROUNDING = tl.constexpr(2.0**23)
 # One version for all moves, so that no step waits for a compilation.
@@ -25,8 +25,8 @@ _IDS = ["target_ids", "source_ids"]
 
 
 @triton.jit
-def _cut(x, UP: tl.constexpr):
-    """The nearest bfloat16 not above x, or not below it, in a float32."""
+def _cut(x: tl.tensor, UP: tl.constexpr) -> tl.tensor:
+    """Return the nearest bfloat16 not above x, or not below it if UP, as float32."""
     bits = x.to(tl.int32, bitcast=True)
     cut = bits & -65536
     # Cutting rounds towards zero, which is right for one sign.
@@ -35,17 +35,27 @@ def _cut(x, UP: tl.constexpr):
 
 
 @triton.jit
-def _head_of(work, heads, ids):
-    """The block and the head of a piece of work."""
+def _head_of(work: tl.tensor, heads: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the block and the head of a work item."""
     return tl.load(ids + work // heads).to(tl.int64), (work % heads).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["blocks", "last"], do_not_specialize_on_alignment=_IDS)
 def _quantize(
-    codes, scales, device, target_ids, source_ids, blocks, last, heads,
-    TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Heads of all blocks are split among the programs; each goes over a head's tokens twice, ROWS at a time."""
+    codes: tl.tensor,
+    scales: tl.tensor,
+    device: tl.tensor,
+    target_ids: tl.tensor,
+    source_ids: tl.tensor,
+    blocks: tl.tensor,
+    last: tl.tensor,
+    heads: tl.tensor,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Quantize heads, which are split among the programs. Each reads a head's tokens twice, ROWS at a time."""
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
     row_bytes = heads * DIM * (TOKENS + 4)
@@ -67,7 +77,7 @@ def _quantize(
         has_any = low <= high
         low, high = _cut(tl.where(has_any, low, 0.0), False), tl.where(has_any, high, 0.0)
         scale = _cut(tl.div_rn(high - low, 255.0), True)
-        scale = tl.maximum(scale, _LEAST_SCALE)
+        scale = tl.maximum(scale, _MIN_SCALE)
         inverse = tl.div_rn(1.0, scale)
         place = scales + target * (row_bytes // 2) + head * 2 * DIM + channel
         tl.store(place, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=channel < DIM)
@@ -87,10 +97,24 @@ def _quantize(
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=_IDS)
 def _dequantize(
-    device, codes, scales, target_ids, source_ids, blocks, heads, most,
-    TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """As `_quantize`. most: the largest number of the device's type."""
+    device: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    target_ids: tl.tensor,
+    source_ids: tl.tensor,
+    blocks: tl.tensor,
+    heads: tl.tensor,
+    most: tl.tensor,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Dequantize heads as `_quantize` does.
+
+    Args:
+        most: Largest number of the device's type.
+    """
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
     row_bytes = heads * DIM * (TOKENS + 4)

@@ -22,7 +22,7 @@ _DECODES, _PROMPTS, _CONTEXT = (1, 4, 16, 64, 256), (8, 4096), 1024
 # Minimum and maximum number of calls that are timed together. Each reads other keys than the previous ones, and
 # together they read more than the device's caches hold. No call finds its keys there, as in a step, in which other
 # layers run in between.
-_CALLS, _MOST_CALLS, _CACHES_FILLED = 20, 512, 2
+_CALLS, _MAX_CALLS, _CACHES_FILLED = 20, 512, 2
 # Memory of the measured KV, in bytes.
 _POOL_BYTES = 2 << 30
 
@@ -136,7 +136,7 @@ class _Bench:
             )
             for i in range(0, len(tables), count)
         ]
-        query, cache = self._query(count), self._cache(len(blocks))
+        query, (keys, values) = self._query(count), self._cache(len(blocks))
         out = torch.empty_like(query)
         # The layers of a pass share the list, so it is not measured. It is the same for all slices.
         work = decode.share_out(batches[0], window=0)
@@ -144,7 +144,7 @@ class _Bench:
 
         def run(config: Config, turn: int) -> None:
             tables = batches[turn % slices].block_tables
-            decode.decode_attention(out, query, *cache, tables, work, config=config, **options)
+            decode.decode_attention(out, query, keys, values, tables, work, config=config, **options)
 
         self._table.measure(*choice, run, turns)
 
@@ -160,7 +160,7 @@ class _Bench:
             )
             for i in range(slices)
         ]
-        query, cache = self._query(length), self._cache(slices * width)
+        query, (keys, values) = self._query(length), self._cache(slices * width)
         out = torch.empty_like(query)
         tiles = {
             side: torch.from_numpy(prefill.query_tiles(batches[0], [0], side // shape.group)).to(self._device)
@@ -170,7 +170,7 @@ class _Bench:
 
         def run(config: Config, turn: int) -> None:
             batch, tile = batches[turn % slices], tiles[config["BLOCK_M"]]
-            prefill.prefill_attention(out, query, *cache, batch, tile, config=config, **options)
+            prefill.prefill_attention(out, query, keys, values, batch, tile, config=config, **options)
 
         self._table.measure(*choice, run, turns)
 
@@ -186,15 +186,15 @@ class _Bench:
             tokens: Number of tokens that a call reads.
         """
         size = tokens * self._token_bytes
-        turns = min(_MOST_CALLS, max(_CALLS, -(-_CACHES_FILLED * self._cache_bytes // size)))
+        turns = min(_MAX_CALLS, max(_CALLS, -(-_CACHES_FILLED * self._cache_bytes // size)))
         return turns, max(1, min(turns, _POOL_BYTES // size))
 
     def _query(self, tokens: int) -> torch.Tensor:
         shape = self._shape
         return torch.randn(tokens, shape.group * self._kv_heads, shape.dim, dtype=shape.dtype, device=self._device)
 
-    def _cache(self, blocks: int) -> list[torch.Tensor]:
+    def _cache(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._shape
         size = (blocks, 2, self._kv_heads, shape.block_size, shape.dim)
         pools = torch.randn(size, dtype=shape.dtype, device=self._device)
-        return [pools[:, i].transpose(1, 2) for i in range(2)]
+        return pools[:, 0].transpose(1, 2), pools[:, 1].transpose(1, 2)

@@ -20,11 +20,11 @@ from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, to
 # Below every score, and finite: the difference of two of them is zero, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
-# Chunk size granularity: chunks are the smallest multiple of CHUNK_KEYS with which a sequence has at most MOST_CHUNKS.
+# Chunk size granularity: chunks are the smallest multiple of CHUNK_KEYS with which a sequence has at most MAX_CHUNKS.
 # With fewer keys, partial results would exceed a few percent of the bytes that are read.
 CHUNK_KEYS = 256
-MOST_CHUNKS = 64
-_CHUNK_KEYS, _MOST_CHUNKS = tl.constexpr(CHUNK_KEYS), tl.constexpr(MOST_CHUNKS)
+MAX_CHUNKS = 64
+_CHUNK_KEYS, _MAX_CHUNKS = tl.constexpr(CHUNK_KEYS), tl.constexpr(MAX_CHUNKS)
 # Programs per multiprocessor, more than it holds at a time: those that start last balance the others.
 _PROGRAMS = 8
 # int32 values per record: a record is one sector of memory.
@@ -48,35 +48,35 @@ class WorkList(NamedTuple):
     total: torch.Tensor
 
 
-def most_chunks(slots: int) -> int:
+def max_chunks(slots: int) -> int:
     """Return the maximum number of chunks of a sequence of up to `slots` tokens."""
-    return min(MOST_CHUNKS, -(-slots // CHUNK_KEYS))
+    return min(MAX_CHUNKS, -(-slots // CHUNK_KEYS))
 
 
 @triton.jit
-def _chunks(context, window):
-    """(first key, keys, keys of a chunk, chunks) of sequences of these lengths, at least one chunk."""
+def _chunks(context: tl.tensor, window: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return (first key, keys, keys per chunk, chunks) of sequences of these lengths, with at least one chunk."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     keys = context - low
-    size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MOST_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
+    size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MAX_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
     return low, keys, size, tl.maximum(tl.cdiv(keys, size), 1)
 
 
 @jit
 def _share_out(
-    items,
-    sequences,
-    total,
-    context_lens,
-    offsets,
-    backward,
-    segments,
-    query_start,
-    count,
-    window,
+    items: tl.tensor,
+    sequences: tl.tensor,
+    total: tl.tensor,
+    context_lens: tl.tensor,
+    offsets: tl.tensor,
+    backward: tl.tensor,
+    segments: tl.tensor,
+    query_start: tl.tensor,
+    count: tl.tensor,
+    window: tl.tensor,
     INDEXED: tl.constexpr,
-):
-    """Program (sequence): finds the place of its items among those of all `count` sequences, and writes them."""
+) -> None:
+    """Write the items of a sequence to their position among those of all `count` sequences. A program is a sequence."""
     own = tl.program_id(0)
     segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
     token = tl.load(query_start + segment).to(tl.int32) if INDEXED else own
@@ -94,15 +94,15 @@ def _share_out(
         their_chunks = tl.where(there, their_chunks, 0)
         more = tl.minimum(their_keys, their_size) - tl.minimum(keys, size)
         earlier = (more > 0) | ((more == 0) & (other < own))
-        first += tl.sum(tl.where(earlier, their_chunks, 0), 0)
-        everything += tl.sum(their_chunks, 0)
+        first += tl.sum(tl.where(earlier, their_chunks, 0), 0)  # type: ignore[assignment]  # no longer a constant
+        everything += tl.sum(their_chunks, 0)  # type: ignore[assignment]  # no longer a constant
     if own == 0:
         tl.store(total, everything)
     tl.store(sequences + own * _SEQUENCE, first)
     tl.store(sequences + own * _SEQUENCE + 1, chunks)
     tl.store(sequences + own * _SEQUENCE + 2, token)
     offset = tl.load(offsets + segment).to(tl.int32)
-    chunk = tl.arange(0, _MOST_CHUNKS)
+    chunk = tl.arange(0, _MAX_CHUNKS)
     begin = low + chunk * size
     there = chunk < chunks
     record = items + (first + chunk) * _ITEM
@@ -117,20 +117,20 @@ def _share_out(
 
 @jit
 def _decode(
-    out,
-    sums,
-    stats,
-    query,
-    keys,
-    values,
-    tables,
-    items,
-    total_items,
-    scale,
-    query_token,
-    query_head,
-    block_stride,
-    table_width,
+    out: tl.tensor,
+    sums: tl.tensor,
+    stats: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    items: tl.tensor,
+    total_items: tl.tensor,
+    scale: tl.tensor,
+    query_token: tl.tensor,
+    query_head: tl.tensor,
+    block_stride: tl.tensor,
+    table_width: tl.tensor,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -142,17 +142,19 @@ def _decode(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-):
-    """Program (key-value head, number): all query heads of the group over the chunks of every so many-th item. Heads
-    are the first grid axis: the keys of a block's heads are adjacent, so programs that start together read one run of
-    memory. The only chunk of a sequence is its result; others are kept for `_reduce`.
+) -> None:
+    """Attend for all query heads of a group, over a strided subset of the items.
 
-    DOT: computes the group's scores with tensor cores; otherwise, for a group of one, by multiplying and adding: every
-    row of the tile then has a softmax of its own, so that threads exchange data only at the end.
+    A program is (key-value head, number). Heads are the first grid axis because the keys of a block's heads are
+    adjacent, so programs that start together read contiguous memory. The only chunk of a sequence is its result.
+    Several chunks are kept for `_reduce`.
 
-    STAGES: number of tiles of keys and values in flight, less one. With DOT it is an option of the launch: set on the
-    loop it would hold for the block table too, whose loads of the next tile would then wait for those of this one.
-    Without DOT only a loop that sets it is pipelined, and the table with it.
+    Args:
+        DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add. Every row of
+            the tile then has its own softmax, so that threads exchange data only at the end.
+        STAGES: Number of tiles of keys and values in flight, minus one. With DOT it is a launch option. Set on the
+            loop, it would also apply to the block table, and loads of the next tile's table would wait for this tile.
+            Without DOT, only a loop that sets it is pipelined, including the table.
     """
     kv_head = tl.program_id(0)
     tokens = tl.arange(0, BLOCK_N)
@@ -160,7 +162,7 @@ def _decode(
     # Vectors without DOT, not tiles of one row: the layout of such a tile would become that of the keys.
     heads = tl.arange(0, BLOCK_H) if DOT else 0
     there = heads < GROUP if DOT else True
-    asked = there[:, None] & (columns < DIM)[None, :] if DOT else columns < DIM
+    asked = there[:, None] & (columns < DIM)[None, :] if DOT else columns < DIM  # type: ignore[index]  # a tile if DOT
     num_heads = tl.num_programs(0) * GROUP
     head = kv_head * GROUP + heads
     query += kv_head * GROUP * query_head
@@ -179,7 +181,8 @@ def _decode(
         step = tl.where(down > 0, -SLOT_STRIDE, SLOT_STRIDE)
         asking = query + token * query_token
         if DOT:
-            q = tl.load(asking + heads[:, None] * query_head + columns[None, :], mask=asked, other=0.0)
+            place = heads[:, None] * query_head + columns[None, :]  # type: ignore[index]  # a tile if DOT
+            q = tl.load(asking + place, mask=asked, other=0.0)
             q = q.to(tl.float32) if UPCAST else q
             top = tl.full((BLOCK_H,), _LOWEST, tl.float32)
             total = tl.zeros((BLOCK_H,), tl.float32)
@@ -241,9 +244,13 @@ def _decode(
 
 
 @jit
-def _reduce(out, sums, stats, sequences, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Program (sequence, head): combines the results of the sequence's chunks, where there are several. The order of
-    the sums follows from their number alone."""
+def _reduce(
+    out: tl.tensor, sums: tl.tensor, stats: tl.tensor, sequences: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+) -> None:
+    """Combine the results of a sequence with several chunks. A program is (sequence, head).
+
+    The order of the sums depends on the number of chunks only.
+    """
     record = sequences + tl.program_id(0) * _SEQUENCE
     first = tl.load(record)
     chunks = tl.load(record + 1)
@@ -303,7 +310,7 @@ def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, windo
         segments: int64 indexes; None for all segments of a batch of decodes.
     """
     count = len(batch.lengths) if segments is None else segments.shape[0]
-    most = count * most_chunks(batch.block_tables.shape[1] * batch.block_size)
+    most = count * max_chunks(batch.block_tables.shape[1] * batch.block_size)
     items, sequences, total = (
         torch.empty(size, dtype=torch.int32, device=batch.context_lens.device) for size in ((most, 8), (count, 4), 1)
     )

@@ -13,7 +13,9 @@ _HEADS = 8
 
 
 @triton.jit
-def _rotated(source, seen, cos, sin, PAIRS: tl.constexpr):
+def _rotated(
+    source: tl.tensor, seen: tl.tensor, cos: tl.tensor, sin: tl.tensor, PAIRS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Both halves of rotated heads in float32. source: pointers of the first half [heads, pairs]."""
     first = tl.load(source, mask=seen, other=0.0).to(tl.float32)
     second = tl.load(source + PAIRS, mask=seen, other=0.0).to(tl.float32)
@@ -22,21 +24,21 @@ def _rotated(source, seen, cos, sin, PAIRS: tl.constexpr):
 
 @jit
 def _kv_write(
-    query,
-    key,
-    value,
-    keys,
-    values,
-    slots,
-    positions,
-    cos_sin,
-    query_token,
-    query_head,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    block_stride,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    query_token: tl.tensor,
+    query_head: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
+    block_stride: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -48,7 +50,7 @@ def _kv_write(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-):
+) -> None:
     """Program (token, tile): the first tiles are of key-value heads, the others of query heads, TILE heads each."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)

@@ -18,15 +18,15 @@ _PER_PROGRAM = 2048
 # The number of rows varies between steps, so one version serves all.
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    x,
-    product,
-    weight,
-    bias,
-    out,
-    rows,
-    x_stride,
-    head_stride,
-    eps,
+    x: tl.tensor,
+    product: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    head_stride: tl.tensor,
+    eps: tl.tensor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     CENTRE: tl.constexpr,
@@ -35,10 +35,16 @@ def norm_kernel(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """ROWS rows of WIDTH values in a program. Row r of `x` lies at (r // HEADS) * x_stride + (r % HEADS) * head_stride;
-    `product` and `out` are contiguous. ADD: x += product first, in place. CENTRE: by mean and variance, else by the
-    root mean square. BLOCK: the power of two from WIDTH on."""
+) -> None:
+    """Normalize ROWS rows of WIDTH values in a program.
+
+    Args:
+        x: Row r begins at (r // HEADS) * x_stride + (r % HEADS) * head_stride.
+        product: Contiguous, as `out`.
+        ADD: Add `product` to `x` first, in place.
+        CENTRE: Normalize by mean and variance instead of the root mean square.
+        BLOCK: Next power of two from WIDTH.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -54,7 +60,7 @@ def norm_kernel(
         values += tl.load(product + packed, mask=inside, other=0.0).to(tl.float32)
         total = values.to(x.dtype.element_ty)
         tl.store(held, total, mask=inside)
-        # Normalise the values as they are stored, which the next sublayer reads.
+        # Normalize the values as they are stored, which the next sublayer reads.
         values = total.to(tl.float32)
     if CENTRE:
         mean = tl.sum(values, axis=1, keep_dims=True) / WIDTH
@@ -68,7 +74,7 @@ def norm_kernel(
     tl.store(out + packed, values.to(out.dtype.element_ty), mask=inside)
 
 
-def normalise(
+def normalize(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,

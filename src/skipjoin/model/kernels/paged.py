@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import TypeVar
 
 import triton
 import triton.language as tl
 
 # Whether kernels run in Triton's interpreter, whose tl.dot of bfloat16 is wrong, so operands are cast to float32 there.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+R = TypeVar("R")
 
 
 def padded(size: int, least: int = 16) -> int:
@@ -32,7 +36,7 @@ INDEX_TENSORS = (
 VARYING = ("window", "table_width", "count")
 
 
-def jit(kernel):
+def jit(kernel: Callable[..., R]) -> triton.JITFunction[R]:
     """Apply triton.jit, compiled once for all alignments of index tensors and sizes of a batch."""
     names = inspect.signature(kernel).parameters
     return triton.jit(
@@ -43,26 +47,37 @@ def jit(kernel):
 
 
 @triton.jit
-def token_blocks(table, index, last, BLOCK_SIZE: tl.constexpr):
-    """Blocks of the tokens at logical indexes `index` of one sequence, int32; those after `last` get its block."""
+def token_blocks(table: tl.tensor, index: tl.tensor, last: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
+    """Return the blocks of a sequence's tokens at logical indexes `index`, int32; `last`'s block for those after it."""
     return tl.load(table + tl.minimum(index, last) // BLOCK_SIZE).to(tl.int32)
 
 
 @triton.jit
-def token_rows(blocks, index, last, block_stride, slot_step, BLOCK_SIZE: tl.constexpr):
-    """Element offsets of tokens in a layer's cache. Those after `last` get its row, which holds finite values, so that
-    loads need no mask for them.
+def token_rows(
+    blocks: tl.tensor,
+    index: tl.tensor,
+    last: tl.tensor,
+    block_stride: tl.tensor,
+    slot_step: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Return element offsets of tokens in a layer's cache.
 
-    slot_step: elements from a slot to the next in the sequence's direction; the caller's base pointer is at the slot
-    where a block begins in that direction.
+    Tokens after `last` get its row, which holds finite values, so that their loads need no mask.
+
+    Args:
+        slot_step: Elements between consecutive slots in the sequence's direction. The caller's base pointer is at a
+            block's first slot in that direction.
     """
     slot = tl.minimum(index, last) % BLOCK_SIZE
     return blocks.to(tl.int64) * block_stride + slot * slot_step
 
 
 @triton.jit
-def load_rows(base, rows, columns, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[len(rows), BLOCK_D] values; zeros beyond DIM."""
+def load_rows(
+    base: tl.tensor, rows: tl.tensor, columns: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+) -> tl.tensor:
+    """Load values [len(rows), BLOCK_D], with zeros beyond DIM."""
     pointers = base + rows[:, None] + columns[None, :]
     if BLOCK_D > DIM:
         return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)

@@ -20,31 +20,35 @@ SHORT_ROWS = 64
 
 @triton.jit
 def _tiles(
-    acc,
-    total,
-    top,
-    q,
-    own,
-    low,
-    high,
-    context,
-    keys,
-    values,
-    table,
-    offset,
-    block_stride,
-    step,
-    scale,
-    window,
+    acc: tl.tensor,
+    total: tl.tensor,
+    top: tl.tensor,
+    q: tl.tensor,
+    own: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    context: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    offset: tl.tensor,
+    block_stride: tl.tensor,
+    step: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,
     MASKED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
-    """Continue the softmax over keys [low, high). MASKED: some rows do not attend to all of them. own: [rows]
-    positions."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Continue the softmax over keys [low, high).
+
+    Args:
+        own: Positions of the rows, [rows].
+        MASKED: Some rows do not attend to all of these keys.
+    """
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
     last = offset + tl.maximum(context - 1, 0)
@@ -77,22 +81,22 @@ def _tiles(
 
 @jit
 def _prefill(
-    out,
-    query,
-    keys,
-    values,
-    tables,
-    context_lens,
-    offsets,
-    backward,
-    query_start,
-    tiles,
-    scale,
-    window,
-    query_token,
-    query_head,
-    block_stride,
-    table_width,
+    out: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    context_lens: tl.tensor,
+    offsets: tl.tensor,
+    backward: tl.tensor,
+    query_start: tl.tensor,
+    tiles: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,
+    query_token: tl.tensor,
+    query_head: tl.tensor,
+    block_stride: tl.tensor,
+    table_width: tl.tensor,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -103,10 +107,10 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
-    """Program (key-value head, tile): BLOCK_M // GROUP tokens of one segment, with every query head of the group.
+) -> None:
+    """Attend for BLOCK_M // GROUP tokens of a segment and all query heads of a group.
 
-    Row r of the tile is token r // GROUP, head r % GROUP.
+    A program is (key-value head, tile). Row r of the tile is token r // GROUP, head r % GROUP.
     """
     kv_head = tl.program_id(0)
     segment = tl.load(tiles + tl.program_id(1) * 2)

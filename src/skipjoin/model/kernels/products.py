@@ -18,12 +18,12 @@ _WIDE = 8192
 
 @triton.jit(do_not_specialize=["rows"])
 def product_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    rows,
-    x_stride,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
     OUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -31,7 +31,7 @@ def product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+) -> None:
     """Program (tile of rows, tile of outputs): programs that start together read the same weights."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -16,16 +16,18 @@ OPTIONS = {"num_warps": 16, "maxnreg": 128}
 
 
 @triton.jit
-def _magnitudes(row, start, vocab, BLOCK: tl.constexpr):
-    """The next values of a row and the bits of their magnitudes; infinite beyond the row's end."""
+def _magnitudes(row: tl.tensor, start: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the next values of a row and the bits of their magnitudes, infinite beyond the row's end."""
     at = start + tl.arange(0, BLOCK)
     values = tl.load(row + at, mask=at < vocab, other=float("-inf"))
     return values, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _counts(row, vocab, first, second, third, BLOCK: tl.constexpr):
-    """How many values of a row have a magnitude of at most `first`, `second` and `third`, all of them finite."""
+def _counts(
+    row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the numbers of values with a magnitude of at most `first`, `second` and `third`, which are finite."""
     one = tl.zeros((BLOCK,), tl.int32)
     two = tl.zeros((BLOCK,), tl.int32)
     three = tl.zeros((BLOCK,), tl.int32)
@@ -38,8 +40,10 @@ def _counts(row, vocab, first, second, third, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sums(row, vocab, first, second, third, BLOCK: tl.constexpr):
-    """As `_counts`, the sums of the values' exponentials."""
+def _sums(
+    row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return sums of the values' exponentials instead of `_counts`."""
     one = tl.zeros((BLOCK,), tl.float32)
     two = tl.zeros((BLOCK,), tl.float32)
     three = tl.zeros((BLOCK,), tl.float32)
@@ -53,9 +57,13 @@ def _sums(row, vocab, first, second, third, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _least(row, vocab, limit, enough, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest magnitude below `limit` that keeps `enough` values, or enough of their sum; else `limit`. Each pass
-    over the row leaves a quarter of the magnitudes."""
+def _least(
+    row: tl.tensor, vocab: tl.tensor, limit: tl.tensor, enough: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Return the smallest magnitude that keeps `enough` values (COUNT) or enough of their sum, at most `limit`.
+
+    Each pass over the row leaves a quarter of the magnitudes.
+    """
     low = tl.zeros((), tl.int32)
     while low < limit:
         quarter = (limit - low) // 4
@@ -72,8 +80,16 @@ def _least(row, vocab, limit, enough, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def thresholds_kernel(scaled, row_stride, top_k, top_p, out, vocab, BLOCK: tl.constexpr):
-    """One row: the smallest magnitude that keeps enough values."""
+def thresholds_kernel(
+    scaled: tl.tensor,
+    row_stride: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    out: tl.tensor,
+    vocab: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Find the threshold of one row, the smallest magnitude that keeps enough values."""
     index = tl.program_id(0).to(tl.int64)  # rows times vocabulary may pass 2**31
     row = scaled + index * row_stride
     k, p = tl.load(top_k + index), tl.load(top_p + index)

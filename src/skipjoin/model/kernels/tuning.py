@@ -12,6 +12,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,7 +51,8 @@ def cuda_ms(call: Call, turns: int) -> float:
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / turns
+    times: list[float] = [begin.elapsed_time(end) for begin, end in events]
+    return statistics.median(times) / turns
 
 
 def source_hash(*files: str) -> str:
@@ -106,7 +108,7 @@ class TunedTable:
         times: dict[int, float] = {}
         for i, config in enumerate(configs):
             try:
-                times[i] = self._timer(lambda turn, config=config: run(config, turn), turns)
+                times[i] = self._timer(partial(run, config), turns)
             except Exception as error:  # errors of the compiler and the driver have no common class
                 _log.info("%s cannot run with %s: %s", name, dict(config), error)
         if not times:

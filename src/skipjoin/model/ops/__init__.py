@@ -1,0 +1,1 @@
+"""Layer operations other than attention, for CPUs and GPUs."""

@@ -31,7 +31,7 @@ SKIPJOIN_INLINE Floats score(const Unit<T> *query, const T *keys, const int64_t 
 constexpr int kAdded = kLanes == 16 ? 4 : 2;
 
 // Adds the weighted values of `keys` tokens to the sums of COUNT queries, for the numbers from `d` on of a head: those of
-// kAdded vectors, or of half as many where they are in pairs, of neighbouring keys and in the order of `interleave`.
+// kAdded vectors, or of half as many where they are in pairs, of neighboring keys and in the order of `interleave`.
 // weights: [COUNT][kKeys] floats, or as many bfloat16 in the same memory; sums: [COUNT][width].
 template <typename T, int COUNT>
 void add_values(const T *values, const int64_t *rows, int64_t keys, int64_t d, int64_t dim, const float *weights,

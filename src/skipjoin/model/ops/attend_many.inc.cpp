@@ -102,7 +102,7 @@ void add_products(int64_t rows, const In *inputs, int64_t row_step, int64_t unit
 }
 
 // The keys and values of a block for `attend_many`: keys [kKeys][key_row] units, values [kKeys][value_row] floats, or
-// [value_row][kPairRow] pairs of neighbouring keys where inputs come in pairs.
+// [value_row][kPairRow] pairs of neighboring keys where inputs come in pairs.
 template <typename T> struct Copies {
   int64_t dim, units, key_row, value_row;
   Unit<T> *keys = nullptr, *values = nullptr;

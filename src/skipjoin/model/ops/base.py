@@ -28,11 +28,11 @@ class Linear(Protocol):
         """Multiply [n, in] to [n, out], in the type of `x`."""
         ...
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         """Add the product to `total`, [n, out] and contiguous, in place. Not for gated or activated products.
 
         Args:
-            then: Norm that follows; its result on the sum is returned.
+            then: Norm that follows; its result on the sum is returned. Without it, `total` is returned.
         """
         ...
 

@@ -34,6 +34,7 @@ def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int,
 
 @functools.cache
 def block_copy() -> BlockCopy:
+    """Return the compiled block copy, or torch's if there is none."""
     library = load_library()
     return plain_copy if library is None else compiled_copy(library)
 
@@ -60,6 +61,7 @@ def plain_copy(target: int, source: int, block_bytes: int, to: Sequence[int], bl
 
 @functools.cache
 def span_copy() -> SpanCopy:
+    """Return the compiled copy of slots, or torch's if there is none."""
     library = load_library()
     return plain_span_copy if library is None else compiled_span_copy(library)
 

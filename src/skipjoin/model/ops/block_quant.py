@@ -38,7 +38,7 @@ from skipjoin.model.transfer import send
 # Numbers from here on count as infinite, so that differences of two are finite.
 INFINITE = 2.0**126
 # Minimum scale with a finite reciprocal.
-LEAST_SCALE = 2.0**-126
+MIN_SCALE = 2.0**-126
 # Type numbers of block_quant.cpp.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Blocks that the torch operations convert at a time: they make several float32 copies.
@@ -139,7 +139,7 @@ def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
     low, high = x.masked_fill(is_out, torch.inf).amin(2), x.masked_fill(is_out, -torch.inf).amax(2)
     has_any = low <= high
     low, high = _cut(low.where(has_any, 0.0), up=False), high.where(has_any, 0.0)
-    scale = _cut((high - low) / CODE_LEVELS, up=True).clamp(min=LEAST_SCALE)
+    scale = _cut((high - low) / CODE_LEVELS, up=True).clamp(min=MIN_SCALE)
     low, high, inverse = (part[:, :, None] for part in (low, high, scale.reciprocal()))
     inside = torch.minimum(x, high).where(x > low, low)  # NaN becomes the minimum
     codes = ((inside - low) * inverse).round().masked_fill(is_stale[..., None], 0).to(torch.uint8)

@@ -36,6 +36,7 @@ _TIMEOUT_S = 300
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
+    """Return the fastest compiled operations available here, or None."""
     return next(libraries(), None)
 
 
@@ -126,6 +127,7 @@ def _own_folder() -> OwnFolder:
 
 
 def cpu_features() -> frozenset[str]:
+    """Return the processor's features, named as in /proc/cpuinfo."""
     return frozenset(_cpu().partition(":")[2].split())
 
 

@@ -187,9 +187,9 @@ class CppLinear:
         self._run(x, out, 0)
         return out
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         self._run(x, total, 1)
-        return None if then is None else then(total)
+        return total if then is None else then(total)
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
         ops, m, threads = self._ops, x.shape[0], threads_here()

@@ -7,8 +7,8 @@
 // same operations in the same order in both: a token's result does not depend on the tokens beside it, and not on how a
 // prompt is cut.
 //
-// - A score is a sum per lane of a vector of the head's units, over the vectors in order; then neighbours are added, then
-//   neighbours of those sums, and so on. With tiles it is what the instruction makes of 32 inputs at a time.
+// - A score is a sum per lane of a vector of the head's units, over the vectors in order; then neighbors are added, then
+//   neighbors of those sums, and so on. With tiles it is what the instruction makes of 32 inputs at a time.
 // - The sum of weights goes over every sixteenth key in order, and then over these.
 // - Weighted values are added in the order of the keys: two at a time, with weights rounded to bfloat16, where inputs come
 //   in pairs; 32 at a time with tiles. Keys that a query does not see have the weight 0, which changes no sum.

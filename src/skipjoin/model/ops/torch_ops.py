@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.ops.base import Norm
+from skipjoin.model.ops.base import Linear, Norm
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
@@ -22,14 +22,14 @@ class TorchLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         if then is not None:
             return then.after(F.linear(x, self.weight, self.bias), total)
         if self.bias is None and total.is_cuda:
             total.addmm_(x, self.weight.t())  # the product's accumulator starts with the total
         else:
             total.add_(F.linear(x, self.weight, self.bias))
-        return None
+        return total
 
 
 class TorchActivatedLinear(TorchLinear):
@@ -98,7 +98,7 @@ class TorchOps:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TorchLinear(weight, bias) if activation is None else TorchActivatedLinear(weight, bias, activation)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchGatedLinear:
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return TorchGatedLinear(weight, bias)
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:

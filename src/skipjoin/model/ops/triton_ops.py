@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
-from skipjoin.model.kernels.norms import MAX_WIDTH, normalise
+from skipjoin.model.kernels.norms import MAX_WIDTH, normalize
 from skipjoin.model.kernels.products import product
-from skipjoin.model.ops.base import Norm
+from skipjoin.model.ops.base import Linear, Norm
 from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, TorchOps
 
 
@@ -20,7 +20,7 @@ class TritonOps(TorchOps):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TorchLinear(weight, bias) if activation is None else TritonActivatedLinear(weight, bias, activation)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TritonGatedLinear:
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return TritonGatedLinear(weight, bias)
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
@@ -55,10 +55,10 @@ class TritonNorm:
         self._weight, self._bias, self._eps, self._centre = weight, bias, eps, centre
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return normalise(x, self._weight, self._bias, self._eps, centre=self._centre)
+        return normalize(x, self._weight, self._bias, self._eps, centre=self._centre)
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        return normalise(total, self._weight, self._bias, self._eps, centre=self._centre, product=product)
+        return normalize(total, self._weight, self._bias, self._eps, centre=self._centre, product=product)
 
 
 class InvariantOps(TritonOps):
@@ -67,7 +67,7 @@ class InvariantOps(TritonOps):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return InvariantLinear(weight, bias) if activation is None else InvariantActivated(weight, bias, activation)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> InvariantGated:
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return InvariantGated(weight, bias)
 
 
@@ -77,12 +77,11 @@ class InvariantLinear(TorchLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias)
 
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor | None:
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         found = product(x, self.weight, self.bias)
         if then is not None:
             return then.after(found, total)
-        total.add_(found)
-        return None
+        return total.add_(found)
 
 
 class InvariantActivated(InvariantLinear):

@@ -37,7 +37,7 @@ def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: 
     for line in lines:
         look = style.look(line.index)
         handle = _draw_curve(axes, line, metric)
-        handle.set(color=look.colour, marker=look.marker, linestyle=look.dash, label=line.label)
+        handle.set(color=look.color, marker=look.marker, linestyle=look.dash, label=line.label)
         handles.append(handle)
     values = [value for line in lines for value in _values(line, metric)]
     if bound is not None and bound.field == metric:
@@ -70,7 +70,7 @@ def draw_ttft_tpot(lines: Sequence[Line], bound: Bound | None, warn: Warn) -> Fi
     for axes, (metric, (mean, tail)) in zip(figure.subplots(1, 2), fields.items(), strict=True):
         for line in lines:
             look = style.look(line.index)
-            common = {"color": look.colour, "marker": look.marker}
+            common = {"color": look.color, "marker": look.marker}
             _draw_curve(axes, line, mean).set(**common, label=f"{line.label}, mean")
             _draw_curve(axes, line, tail).set(
                 **common, linestyle="--", linewidth=1.0, markerfacecolor="white", label=f"{line.label}, p95"
@@ -89,7 +89,7 @@ def _handles_of_statistics(lines: Sequence[Line]) -> list[Line2D]:
     handles = []
     for line in lines:
         look = style.look(line.index)
-        handles.append(Line2D([], [], color=look.colour, marker=look.marker, label=line.label))
+        handles.append(Line2D([], [], color=look.color, marker=look.marker, label=line.label))
     handles.append(Line2D([], [], color=style.GREY, marker="o", label="mean"))
     dashed = Line2D([], [], color=style.GREY, marker="o", ls="--", lw=1.0, markerfacecolor="white", label="p95")
     return [*handles, dashed]
@@ -109,7 +109,7 @@ def _draw_curve(axes: Axes, line: Line, field: str) -> Line2D:
     rates = _between(list(points))
     (curve,) = axes.plot(rates, _between([fmean(values) for values in points.values()]), markevery=_STROKES)
     least, most = (_between([end(values) for values in points.values()]) for end in (min, max))
-    axes.fill_between(rates, least, most, color=style.look(line.index).colour, alpha=_BAND_ALPHA, linewidth=0)
+    axes.fill_between(rates, least, most, color=style.look(line.index).color, alpha=_BAND_ALPHA, linewidth=0)
     return curve
 
 
@@ -131,10 +131,10 @@ def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bou
     rates = sorted(rates, key=lambda pair: pair[1].rate_rps)
     places = _spread([rate.rate_rps for _, rate in rates], (high - low) * 0.085, high)
     for (index, rate), place in zip(rates, places, strict=True):
-        colour = style.look(index).colour
+        color = style.look(index).color
         level, coordinates = (bound.limit, "data") if bound.field == metric else (0.0, "axes fraction")
         if bound.field == metric:
-            axes.plot([rate.rate_rps], [level], marker="|", markersize=11, markeredgewidth=1.8, color=colour)
+            axes.plot([rate.rate_rps], [level], marker="|", markersize=11, markeredgewidth=1.8, color=color)
         axes.annotate(
             str(rate),
             xy=(rate.rate_rps, level),
@@ -144,7 +144,7 @@ def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bou
             fontsize=8,
             ha="center",
             va="bottom",
-            arrowprops={"arrowstyle": "-", "color": colour, "linestyle": ":", "linewidth": 0.9, "shrinkB": 0},
+            arrowprops={"arrowstyle": "-", "color": color, "linestyle": ":", "linewidth": 0.9, "shrinkB": 0},
         )
 
 

@@ -28,7 +28,7 @@ _PARTS = {
     "scheduling": ("#BBBBBB", "..."),
 }
 _SERIES = ("time_s", "kv_used", "kv_allocated", "running", "waiting")
-_MOST_COLUMNS = 4
+_MAX_COLUMNS = 4
 # Number of 8 pt characters above one of four columns.
 _TITLE_WIDTH = 26
 
@@ -68,7 +68,7 @@ def _draw_cdf(axes: Axes, line: Line, metric: str) -> Line2D:
     (curve,) = axes.plot(
         values,
         [percent / 100 for percent in range(len(values))],
-        color=look.colour,
+        color=look.color,
         linestyle=look.dash,
         marker=look.marker,
         # Staggered, so that markers of coinciding lines remain visible.
@@ -86,10 +86,10 @@ def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) ->
     axes = figure.add_subplot()
     labels = [line.label for line in lines]
     ends = [0.0] * len(lines)
-    for part, (colour, hatch) in _PARTS.items():
+    for part, (color, hatch) in _PARTS.items():
         widths = [fmean(_breakdown(record)[part] for record in line.records) for line in lines]
         axes.barh(
-            labels, widths, left=ends, height=0.62, color=colour, hatch=hatch, edgecolor="black", lw=0.6, label=part
+            labels, widths, left=ends, height=0.62, color=color, hatch=hatch, edgecolor="black", lw=0.6, label=part
         )
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for place, end in enumerate(ends):
@@ -108,9 +108,9 @@ def draw_kv(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure
     """Draw KV usage and requests over time for the first seed, one column per system."""
     lines = usable("kv", lines, _series, warn)
     rate_rps, lines = at_one_rate("kv", lines, rate_rps, warn)
-    columns = min(len(lines), _MOST_COLUMNS)
+    columns = min(len(lines), _MAX_COLUMNS)
     rows = -(-len(lines) // columns)
-    figure = style.new_figure(max(style.NARROW_IN, columns * style.WIDE_IN / _MOST_COLUMNS), 3.6 * rows + 0.4)
+    figure = style.new_figure(max(style.NARROW_IN, columns * style.WIDE_IN / _MAX_COLUMNS), 3.6 * rows + 0.4)
     grid = figure.subplots(2 * rows, columns, sharex=True, sharey="row", squeeze=False)
     for place, line in enumerate(lines):
         row, column = divmod(place, columns)

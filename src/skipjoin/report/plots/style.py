@@ -22,7 +22,7 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
 )  # fmt: skip
 GREY = "#666666"
-COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 # The numbers of colors, markers and dashes (7, 8, 5) are coprime, so that 280 lines have different looks.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -71,14 +71,14 @@ _UNITS = {"_s": "s", "_rps": "req/s", "_tps": "tokens/s", "_bytes": "bytes"}
 class Look:
     """Color, marker and dashes of a line. Marker and dashes distinguish it without color."""
 
-    colour: str
+    color: str
     marker: str
     dash: str | tuple[int, tuple[int, ...]]
 
 
 def look(index: int) -> Look:
     """Return the look of a line by its index, the same in all kinds of plots."""
-    return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
+    return Look(COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.model.tokenizer import Tokenizer
-from skipjoin.sampling import Scored
+from skipjoin.sampling import TokenLogprob
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.options import served_tier
@@ -24,9 +24,9 @@ from skipjoin.server.api.responses import (
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
+    ChatTokenLogprob,
     ChunkChoice,
     Delta,
-    TokenLogprob,
     TopLogprob,
     Usage,
     encode,
@@ -139,10 +139,10 @@ class ChatFormat:
         return ChatLogprobs([chat_logprob(self._tokenizer, scored, self._top) for scored in choice.take_scored()])
 
 
-def chat_logprob(tokenizer: Tokenizer, scored: Scored, top: int) -> TokenLogprob:
+def chat_logprob(tokenizer: Tokenizer, scored: TokenLogprob, top: int) -> ChatTokenLogprob:
     """Convert a token's log-probability to the chat format with `top` alternatives."""
     likeliest = [TopLogprob(*_spelled(tokenizer, token, logprob)) for token, logprob in scored.top[:top]]
-    return TokenLogprob(*_spelled(tokenizer, scored.token, scored.logprob or 0.0), likeliest)
+    return ChatTokenLogprob(*_spelled(tokenizer, scored.token, scored.logprob or 0.0), likeliest)
 
 
 def _spelled(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.model.tokenizer import Tokenizer
-from skipjoin.sampling import Scored
+from skipjoin.sampling import TokenLogprob
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.limits import estimate_tokens
@@ -147,7 +147,7 @@ def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogpr
     return found
 
 
-def _alternatives(tokenizer: Tokenizer, scored: Scored, text: str) -> dict[str, float]:
+def _alternatives(tokenizer: Tokenizer, scored: TokenLogprob, text: str) -> dict[str, float]:
     """Return the most likely tokens and the chosen one. Of tokens with the same text, keep the most likely."""
     found: dict[str, float] = {}
     for token, logprob in scored.top:

@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 
 # Connections beyond `max_connections`, for /health, /ready and /live.
 SPARE = 32
+# A client that reads fewer bytes of a response in `write_s` is too slow.
+MIN_READ_BYTES = 1 << 16
 # If accounts have more waiting connections than this, the one with the maximum loses a connection first.
 _CROWD = 16
 # Prefix length of the IPv6 network of one customer.
@@ -30,7 +32,7 @@ class ConnectionLimits:
         max_per_key: Maximum number of connections of an API key.
         head_s: Time limit for a head, from the start of the connection or the head's first byte.
         body_s: Time limit for a body, extended by a second for each `body_bytes_per_s` that arrive.
-        write_s: Time limit for a client to read `_TAKEN_BYTES` of a response, or the rest of it.
+        write_s: Time limit for a client to read `MIN_READ_BYTES` of a response, or the rest of it.
         linger_s: Time for which the rest of a request is dropped after an early response.
         linger_pause_s: Maximum pause of the client in that time.
         linger_bytes: Maximum number of dropped bytes.

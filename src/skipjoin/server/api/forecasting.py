@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 PATIENCE_S = 0.001
 # Maximum pending forecasts, which take about 50 ms. A request beyond that would start long before its forecast is
 # ready, and keeps the prior's.
-MOST_WAITING = 64
+MAX_WAITING = 64
 # Maximum finished requests that wait to be learned from, after which the oldest are dropped. Forecasts take precedence.
-MOST_LESSONS = 4096
+MAX_LESSONS = 4096
 # Maximum time at shutdown for the remaining learning and the last save.
 _CLOSE_S = 10.0
 
@@ -129,7 +129,7 @@ class Forecasting:
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._asked: deque[Callable[[], None]] = deque()
-        self._lessons: deque[Callable[[], None]] = deque(maxlen=MOST_LESSONS)
+        self._lessons: deque[Callable[[], None]] = deque(maxlen=MAX_LESSONS)
         self._is_closing = False
         self._is_failing = False
         metrics.indexed(len(keeper))
@@ -167,7 +167,7 @@ class Forecasting:
     ) -> tuple[Expectation, asyncio.Future[None] | None]:
         """Start a forecast. Return the expectation and a future of its arrival, or None if too many are pending."""
         ask = None if self._ask_for is None else partial(self._ask_for, prompt, max_tokens)
-        if len(self._asked) >= MOST_WAITING:
+        if len(self._asked) >= MAX_WAITING:
             return Expectation(ask=ask), None
         expectation, answer = Expectation(learn=partial(self._learn, owner), ask=ask), self._loop.create_future()
         self._put(self._asked, partial(self._forecast, expectation, answer, prompt, max_tokens, owner))
@@ -192,7 +192,7 @@ class Forecasting:
     def _count_lesson(
         self, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool, entries: int
     ) -> None:
-        self._metrics.learnt(predicted, revised, tokens, exact=exact)
+        self._metrics.learned(predicted, revised, tokens, exact=exact)
         self._metrics.indexed(entries)
 
     # -- in the thread ------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Forecasting:
             except Exception:
                 # The prior serves instead. Log only once, because the next requests fail as well.
                 if not self._is_failing:
-                    _log.exception("output lengths cannot be forecast, or not be learnt")
+                    _log.exception("output lengths cannot be forecast, or not be learned")
                 self._is_failing = True
         self._keeper.close()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,19 +16,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.protocols.utils import get_remote_addr
 
 from skipjoin.server.api.auth import ANONYMOUS, OPEN_PATHS
-from skipjoin.server.api.connections import SPARE, ConnectionLimits, Connections, client_of
+from skipjoin.server.api.connections import MIN_READ_BYTES, ConnectionLimits, Connections, client_of
 from skipjoin.server.api.errors import ApiError, bad_request, too_many_connections, unavailable
+from skipjoin.server.api.lingering import LingeringClose
 
-# Length of the accept queue, so that the kernel refuses no connection of a burst.
-BACKLOG = 2048
 # Longer than clients' pools keep idle connections, so that the client closes them first.
 KEEP_ALIVE_S = 75
 # Time to finish writing responses when the server stops.
 LAST_ANSWERS_S = 2
-# File descriptors other than client connections: files, databases and libraries, and the sockets of each engine.
-RESERVED, PER_ENGINE = 80, 16
-# A client that reads fewer bytes of a response in `write_s` is too slow.
-_TAKEN_BYTES = 1 << 16
 # Bytes parsed at a time. It bounds the number of pipelined requests and the error of the other bounds.
 _SLICE_BYTES = 1 << 12
 # Bytes of framing that a chunked body may have per byte of data, beyond `max_header_bytes`. Clients that encode JSON
@@ -60,9 +53,8 @@ class BoundedProtocol(HttpToolsProtocol):
     It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies: sizes,
     extensions and trailers. One timer runs while the client has to send, another while it has to read.
 
-    A connection whose request is answered early is not reused. The rest of the request is dropped for a while, so that
-    the client reads the response, and the connection is closed. For this purpose the protocol poses as the transport
-    of uvicorn's request cycles (`write` to `resume_reading`).
+    A connection whose request is answered early is not reused, but closed by a `LingeringClose`. For this purpose the
+    protocol poses as the transport of uvicorn's request cycles (`write` to `resume_reading`).
     """
 
     limits: ConnectionLimits
@@ -82,7 +74,6 @@ class BoundedProtocol(HttpToolsProtocol):
     _is_unread = True
     _made_at = 0.0  # on the loop's clock, like all times
     _may_stay = False  # keep alive after the current request
-    _is_last = False  # further input is dropped
     _awaits_body = False
     _body_begin = 0.0
     _body_bytes = 0
@@ -91,10 +82,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _unparsed: bytes | memoryview = b""  # held while earlier requests wait for their responses
     _parsing: asyncio.Handle | None = None
     _running: RequestResponseCycle | None = None
-    _is_lingering = False
-    _linger_end = 0.0
-    _dropped_at = 0.0
-    _droppable_bytes = 0
+    _lingering: LingeringClose | None = None  # set when further input is dropped
     _send_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
 
@@ -122,6 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.pool.leave(self)
         self._expect_nothing()
         self._stop_reading_timer()
+        if self._lingering is not None:
+            self._lingering.cancel()
         self._unparsed = b""
         running = self._running
         if running is not None and not running.response_complete:  # uvicorn only notifies the last parsed request
@@ -163,8 +153,8 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- what the client sends ----------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._is_last:
-            self._drop(len(data))
+        if self._lingering is not None:
+            self._drop(self._lingering, len(data))
             return
         self._is_unread = False
         self._unset_keepalive_if_required()
@@ -194,7 +184,7 @@ class BoundedProtocol(HttpToolsProtocol):
     @property
     def _is_done(self) -> bool:
         """True if no further request is accepted."""
-        return self._is_last or self.transport.is_closing()
+        return self._lingering is not None or self.transport.is_closing()
 
     def _parse(self, data: bytes | memoryview) -> None:
         was_in_head = self._in_head
@@ -311,7 +301,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def close(self) -> None:
         """Close the connection after its response, or linger if the client may still send."""
-        if self._in_head and not (self._head_bytes or self._unparsed or self.pipeline or self._is_last):
+        if self._in_head and not (self._head_bytes or self._unparsed or self.pipeline or self._lingering is not None):
             self.transport.close()  # the client has nothing left to send
         else:
             self._linger()
@@ -322,7 +312,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def resume_reading(self) -> None:
         """Resume reading, unless received requests still wait."""
-        if self.pipeline or self._droppable_bytes < 0:
+        if self.pipeline or (self._lingering is not None and self._lingering.is_exhausted):
             self.flow.read_paused = True
         elif not self._unparsed:
             self.transport.resume_reading()
@@ -349,7 +339,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(self.limits.write_s, self._check_reader, unread)
 
     def _check_reader(self, unread: int) -> None:
-        if unread - self.transport.get_write_buffer_size() < _TAKEN_BYTES:
+        if unread - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
             self.pool.refused("slow_reader")
             self.abort()
         else:
@@ -361,7 +351,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._read_timer = None
 
     def on_response_complete(self) -> None:
-        if self._is_lingering:
+        if self._lingering is not None and self._lingering.has_begun:
             self.server_state.total_requests += 1
             return
         super().on_response_complete()
@@ -429,50 +419,40 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def _linger(self, max_bytes: int | None = None) -> None:
-        """Drop input for a while, so that the client reads the response, then close.
-
-        A connection that is closed while bytes arrive is reset, and the client may lose unread data.
+        """Close after a while in which the client can read the response.
 
         Args:
             max_bytes: Maximum number of bytes to drop. None means `linger_bytes`.
         """
-        self._drop_from_now(self.limits.linger_bytes if max_bytes is None else max_bytes)
-        self._is_lingering = True
+        lingering = self._drop_from_now(self.limits.linger_bytes if max_bytes is None else max_bytes)
         self._unset_keepalive_if_required()
-        self._dropped_at = self.loop.time()
-        self._linger_end = self._dropped_at + self.limits.linger_s
-        self._expect_by(self.limits.linger_pause_s, self._on_silence)
+        self._expect_nothing()
         self.pool.set_waiting(self, first=True)
-        if self.transport.is_closing():
-            return
-        self.transport.write_eof()
-        self.transport.resume_reading()
-        if self.transport.get_write_buffer_size():
+        lingering.begin()
+        if not self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._watch_reader()
 
-    def _drop_from_now(self, max_bytes: int) -> None:
-        self._is_last, self._unparsed, self._droppable_bytes = True, b"", max_bytes
+    def _drop_from_now(self, max_bytes: int) -> LingeringClose:
+        if self._lingering is not None:
+            self._lingering.cancel()
+        self._unparsed = b""
         self.pipeline.clear()
+        self._lingering = LingeringClose(self.transport, self.loop, self.limits, max_bytes, self._close)
+        return self._lingering
 
-    def _drop(self, size: int) -> None:
-        self._dropped_at = self.loop.time()
-        self._droppable_bytes -= size
-        if self._droppable_bytes < 0:
-            if self._is_lingering:
+    def _drop(self, lingering: LingeringClose, n_bytes: int) -> None:
+        lingering.drop(n_bytes)
+        if lingering.is_exhausted:
+            if lingering.has_begun:
                 self._close()
             else:
                 self.flow.pause_reading()
 
-    def _on_silence(self) -> None:
-        due = min(self._dropped_at + self.limits.linger_pause_s, self._linger_end)
-        if (left := due - self.loop.time()) > 0:
-            self._expect_by(left, self._on_silence)
-        else:
-            self._close()
-
     def _close(self) -> None:
         """Close after the written data has been sent."""
         self._expect_nothing()
+        if self._lingering is not None:
+            self._lingering.cancel()
         self.transport.close()
         if self.transport.get_write_buffer_size():
             self._watch_reader()
@@ -504,7 +484,7 @@ def bounded_protocol(
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn server without signal handlers, because `launch` decides when the server stops.
+    """uvicorn server without signal handlers, because `lifecycle` decides when the server stops.
 
     Args:
         refused: See `Connections`.
@@ -536,39 +516,3 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Do not capture signals."""
         yield
-
-
-def room_for(connections: int, engines: int) -> int:
-    """Raise the limit of open files for the wanted connections, and return how many it allows (at least 1)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    others = SPARE + RESERVED + engines * PER_ENGINE
-    needed = connections + others
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return max(1, soft - others)
-    return connections
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Port 0 selects a free port.
-
-    Raises:
-        OSError: The address cannot be used, for example because the port is taken.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    server = socket.socket(family, kind, protocol)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Stream events are small and must not be delayed by Nagle's algorithm.
-        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            # Otherwise the kernel's megabytes of send buffer hide a slow reader for minutes.
-            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _TAKEN_BYTES)
-        server.bind(address)
-        server.listen(BACKLOG)
-    except OSError:
-        server.close()
-        raise
-    server.setblocking(False)
-    return server

@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 # Environment variable with the API key of the other server.
 KEY_VARIABLE = "SKIPJOIN_FORECAST_API_KEY"
 # Maximum pending questions. Requests beyond that keep the prior's forecast.
-MOST_QUESTIONS = 64
+MAX_QUESTIONS = 64
 # Maximum characters of a prompt that are sent, half from its start and half from its end, and the tokens that are
 # decoded for them, because decoding a very long prompt would block the event loop.
-MOST_CHARACTERS, MOST_TOKENS = 4096, 1024
+MAX_CHARACTERS, MAX_TOKENS = 4096, 1024
 _LONGEST = LENGTH_EDGES[-1]
 _INSTRUCTION = (
     "How many tokens does a language model need to answer the text below? Do not answer it. "
@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"\s*(\d{1,3}(?:,\d{3})+|\d{1,9})(?:\.\d*)?(?:\s.*)?", re.A
 # Less than the 5 s after which servers close idle connections, because a question sent at that moment would be lost.
 _KEEP_ALIVE_S = 2.0
 # Maximum size of a response.
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 # Maximum characters of the other server's text that errors quote.
 _LONGEST_QUOTE = 100
 
@@ -79,7 +79,7 @@ class LengthServer:
         self._model = {} if config.forecast_model is None else {"model": config.forecast_model}
         self._timeout_s = config.forecast_timeout_s
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MOST_QUESTIONS, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=MAX_QUESTIONS, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -147,7 +147,7 @@ class Questions:
         Returns:
             None if too many requests are pending.
         """
-        if len(self._open) >= MOST_QUESTIONS:
+        if len(self._open) >= MAX_QUESTIONS:
             self._metrics.asked("skipped")
             return None
         question = asyncio.create_task(self._ask(text_of, prompt, max_tokens, tell))
@@ -190,20 +190,20 @@ class Questions:
 
 
 def excerpt(prompt: Sequence[int], text_of: TextOf) -> str:
-    """Return the text of a prompt, or the start and end of a long one (see `MOST_CHARACTERS`)."""
-    half, tokens = MOST_CHARACTERS // 2, MOST_TOKENS // 2
-    if len(prompt) > MOST_TOKENS:
+    """Return the text of a prompt, or the start and end of a long one (see `MAX_CHARACTERS`)."""
+    half, tokens = MAX_CHARACTERS // 2, MAX_TOKENS // 2
+    if len(prompt) > MAX_TOKENS:
         return f"{text_of(prompt[:tokens])[:half]} ... {text_of(prompt[-tokens:])[-half:]}"
     text = text_of(prompt)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
     answer = b""
     async for piece in response.content.iter_any():
         answer += piece
-        if len(answer) > _MOST_BYTES:
-            raise NoLengthError("nonsense", f"its answer has more than {_MOST_BYTES} bytes")
+        if len(answer) > _MAX_BYTES:
+            raise NoLengthError("nonsense", f"its answer has more than {_MAX_BYTES} bytes")
     return answer
 
 

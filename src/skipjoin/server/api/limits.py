@@ -7,6 +7,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from heapq import nsmallest
 from itertools import islice
 
 from skipjoin.server.api.errors import bad_request, overloaded
@@ -15,13 +16,21 @@ from skipjoin.server.metrics import Metrics
 
 # Estimated bytes of text per token. English has 4 to 5, code and other scripts have fewer.
 _BYTES_PER_TOKEN = 4
-# Bounds of Retry-After. Clients ignore longer times, and estimates that far ahead are inaccurate.
-_SOONEST_S, _LATEST_S = 1.0, 60.0
-# Window of the throughput estimate, and the minimum number of events that it keeps.
-_WINDOW_S, _LEAST_EVENTS = 10.0, 32
-# Parameters of the Retry-After estimate: maximum probability that no slot is free by then, time for which a result is
-# cached, resolution in seconds, maximum number of sampled sequences, and safety factor, because the pace varies.
-_DOUBT, _TOLD_S, _FINE_S, _SAMPLED, _MARGIN = 0.05, 0.1, 0.05, 64, 1.3
+# Clients that retry sooner would only be refused again.
+_MIN_RETRY_AFTER_S = 1.0
+# Clients ignore longer times, and estimates that far ahead are inaccurate.
+_MAX_RETRY_AFTER_S = 60.0
+# Factor on predicted finish times: steps take longer as the load rises.
+RETRY_AFTER_MARGIN = 1.3
+# Quantile of recent lengths at which a running sequence is expected to finish. The first of many finishes early.
+_FINISH_QUANTILE = 0.25
+# Maximum number of running sequences that a prediction looks at, so that a refusal stays cheap.
+_MAX_SAMPLES = 64
+# Number of recent events to estimate from, at least.
+_MIN_EVENTS = 32
+# Window of the throughput estimate.
+_WINDOW_S = 10.0
+# Minimum window of the step duration. A mean over whole sequences would follow a changed load too late.
 _PACE_S = 0.5
 # Fraction of either limit that best-effort requests leave free for real-time requests.
 _KEPT_SHARE = 0.25
@@ -39,7 +48,7 @@ def estimate_tokens(prompt: str | Sequence[int]) -> int:
 
 
 def _retry_after(seconds: float) -> float:
-    return min(max(_SOONEST_S, seconds), _LATEST_S)
+    return min(max(_MIN_RETRY_AFTER_S, seconds), _MAX_RETRY_AFTER_S)
 
 
 class Throughput:
@@ -52,7 +61,7 @@ class Throughput:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()  # start of the window
-        self._left: deque[tuple[float, float]] = deque()  # (time, amount)
+        self._events: deque[tuple[float, float]] = deque()  # (time, amount)
         self._sum = 0.0
         self._latest = self._since
         self._gap_s = 0.0  # longest gap between two events, decaying with time
@@ -62,10 +71,10 @@ class Throughput:
         now = self._clock()
         gap_s, self._latest = now - self._latest, now
         self._gap_s = max(gap_s, self._gap_s * math.exp(-gap_s / _WINDOW_S))
-        self._left.append((now, amount))
+        self._events.append((now, amount))
         self._sum += amount
-        while len(self._left) > _LEAST_EVENTS and self._left[0][0] < now - _WINDOW_S:
-            self._since, dropped = self._left.popleft()
+        while len(self._events) > _MIN_EVENTS and self._events[0][0] < now - _WINDOW_S:
+            self._since, dropped = self._events.popleft()
             self._sum -= dropped
 
     def seconds_until(self, amount: float) -> float:
@@ -112,17 +121,14 @@ class Pace:
 class Runs:
     """Predicts when running sequences finish from the lengths of recent ones.
 
-    Lengths are counted in engine steps, because their duration varies with the load. All recent lengths are taken as
-    equally likely.
+    Lengths are counted in engine steps, because their duration varies with the load.
     """
 
     def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
-        self._clock, self._steps = clock, steps
+        self._steps = steps
         self._pace = Pace(clock, steps)
         self._live: dict[AdmissionSlot, float] = {}  # first step of each running sequence, in this order
-        self._over: deque[float] = deque(maxlen=_LEAST_EVENTS)
-        self._told: dict[int, float] = {}  # cached predictions: finish time by number of sequences
-        self._told_at = -math.inf
+        self._lengths: deque[float] = deque(maxlen=_MIN_EVENTS)
 
     def __len__(self) -> int:
         """Return the number of running sequences."""
@@ -136,8 +142,8 @@ class Runs:
 
     def end(self, slot: AdmissionSlot) -> None:
         """Record the end of a sequence, which may not have run."""
-        if (since := self._live.pop(slot, None)) is not None:
-            self._over.append(self._steps() - since)
+        if (start := self._live.pop(slot, None)) is not None:
+            self._lengths.append(self._steps() - start)
             self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
@@ -145,41 +151,24 @@ class Runs:
 
         None if no sequence has finished yet, or none is running.
         """
-        if not (self._over and self._live):
+        every = -(-len(self._live) // _MAX_SAMPLES)  # sample every n-th sequence
+        starts = list(islice(self._live.values(), 0, None, every or 1))
+        if not (self._lengths and starts):
             return None
-        now = self._clock()
-        if not now < self._told_at + _TOLD_S:
-            self._told, self._told_at = {}, now
-        if count not in self._told:
-            self._told[count] = now + self._foretell(count)
-        return max(0.0, self._told[count] - now)
-
-    def _foretell(self, count: int) -> float:
-        now, pace, over = self._steps(), max(self._pace.seconds(), 1e-9), sorted(self._over)
-        every = -(-len(self._live) // _SAMPLED)  # sample every n-th sequence
-        ages = [now - since for since in islice(self._live.values(), 0, None, every)]
-
-        def have_ended(seconds: float) -> bool:
-            shares = [_share_ended(over, age, seconds / pace) for age in ages]
-            none_ended = math.prod(1 - share for share in shares) ** every
-            return every * sum(shares) >= min(count, len(self._live)) and none_ended <= _DOUBT
-
-        low, high = 0.0, _LATEST_S
-        while high - low > _FINE_S:
-            middle = (low + high) / 2
-            low, high = (low, middle) if have_ended(middle) else (middle, high)
-        return _MARGIN * high
+        step, lengths = self._steps(), sorted(self._lengths)
+        remaining = (_remaining(lengths, step - start) for start in starts)
+        return RETRY_AFTER_MARGIN * self._pace.seconds() * nsmallest(-(-count // every), remaining)[-1]
 
 
-def _share_ended(over: Sequence[float], age: float, more: float) -> float:
-    """Return the probability that a sequence of length `age` ends within `more`, given sorted lengths of others.
+def _remaining(lengths: Sequence[float], age: float) -> float:
+    """Predict the remaining steps of a sequence of `age` from the sorted lengths of others.
 
     A sequence that exceeds all of them is expected to run on for as long as it exceeds the longest.
     """
-    shorter = bisect_right(over, age)
-    if shorter == len(over):
-        return float(more >= age - over[-1])
-    return (bisect_right(over, age + more) - shorter) / (len(over) - shorter)
+    shorter = bisect_right(lengths, age)
+    if shorter == len(lengths):
+        return age - lengths[-1]
+    return lengths[shorter + int(_FINISH_QUANTILE * (len(lengths) - shorter))] - age
 
 
 class AdmissionSlot:
@@ -279,24 +268,24 @@ class Admission:
         """
         client = client if self._is_shared else ""
         count, tokens = len(prompt_tokens), sum(prompt_tokens)
-        most, most_tokens, whose = self._limits(is_best_effort)
-        largest = most - self._requests.reserve_of(most)
+        max_requests, max_tokens, whose = self._limits(is_best_effort)
+        largest = max_requests - self._requests.reserve_of(max_requests)
         if count > largest:
             raise bad_request(
                 f"prompts times n must be at most {largest}, the requests this server queues{self._of_one(whose)}, "
                 f"got {count}",
                 "n",
             )
-        self._check_size(tokens, most_tokens, whose, param)
+        self._check_size(tokens, max_tokens, whose, param)
         now = self._clock()
-        if (excess := self._requests.excess(client, count, most, now)) > 0:
+        if (excess := self._requests.excess(client, count, max_requests, now)) > 0:
             self._metrics.rejected("requests")
             retry_s = _retry_after(self._seconds_until(excess))
-            is_entitled = self._requests.refuse(client, count, most, now, expected_in_s=retry_s + _RETURN_S)
+            is_entitled = self._requests.refuse(client, count, max_requests, now, expected_in_s=retry_s + _RETURN_S)
             raise overloaded(
-                self._full(self._requests, most, "requests", whose, None if is_entitled else client), retry_s
+                self._full(self._requests, max_requests, "requests", whose, None if is_entitled else client), retry_s
             )
-        self._check_room(client, tokens, most_tokens, whose, now)
+        self._check_room(client, tokens, max_tokens, whose, now)
         if self._began is None and count:
             self._began = now
         self._requests.take(client, count)
@@ -305,8 +294,8 @@ class Admission:
 
     def _seconds_until(self, count: int) -> float:
         """Estimate the time until `count` more sequences have finished."""
-        foretold = self._runs.seconds_until(count)
-        return self._ends.seconds_until(count) if foretold is None else max(foretold, self._ends.by_rate(count))
+        predicted_s = self._runs.seconds_until(count)
+        return self._ends.seconds_until(count) if predicted_s is None else max(predicted_s, self._ends.by_rate(count))
 
     def resize(
         self, slots: Sequence[AdmissionSlot], prompt_tokens: Sequence[int], *, is_best_effort: bool = False
@@ -316,11 +305,11 @@ class Admission:
         Raises:
             ApiError: See `reserve`. The slots keep their estimates.
         """
-        _, most_tokens, whose = self._limits(is_best_effort)
+        _, max_tokens, whose = self._limits(is_best_effort)
         tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
         if tokens > before:
-            self._check_size(tokens, most_tokens, whose)
-            self._check_room(slots[0].client, tokens, most_tokens, whose, self._clock(), instead_of=before)
+            self._check_size(tokens, max_tokens, whose)
+            self._check_room(slots[0].client, tokens, max_tokens, whose, self._clock(), instead_of=before)
         for slot, size in zip(slots, prompt_tokens, strict=True):
             slot.resize(size)
 
@@ -340,9 +329,9 @@ class Admission:
         """Describe the limit of a single request."""
         return f"{whose} of one API key" if self._is_shared else whose
 
-    def _check_size(self, tokens: int, most: int, whose: str, param: str = "prompt") -> None:
+    def _check_size(self, tokens: int, capacity: int, whose: str, param: str = "prompt") -> None:
         """Raise 400 for a job that never fits."""
-        largest = most - self._tokens.reserve_of(most)
+        largest = capacity - self._tokens.reserve_of(capacity)
         if tokens > largest:
             raise bad_request(
                 f"the prompts, times n, must have at most {largest} tokens, which is what this server queues"
@@ -350,25 +339,27 @@ class Admission:
                 param,
             )
 
-    def _check_room(self, client: str, tokens: int, most: int, whose: str, now: float, *, instead_of: int = 0) -> None:
+    def _check_room(
+        self, client: str, tokens: int, capacity: int, whose: str, now: float, *, instead_of: int = 0
+    ) -> None:
         """Raise 429 if `tokens` do not fit now. `instead_of` of them are counted already."""
-        if (excess := self._tokens.excess(client, tokens, most, now, instead_of=instead_of)) > 0:
+        if (excess := self._tokens.excess(client, tokens, capacity, now, instead_of=instead_of)) > 0:
             self._metrics.rejected("tokens")
             retry_s = _retry_after(self._starts.seconds_until(excess))
             is_entitled = self._tokens.refuse(
-                client, tokens, most, now, instead_of=instead_of, expected_in_s=retry_s + _RETURN_S
+                client, tokens, capacity, now, instead_of=instead_of, expected_in_s=retry_s + _RETURN_S
             )
             named = None if is_entitled else client
-            raise overloaded(self._full(self._tokens, most, "prompt tokens wait", whose, named), retry_s)
+            raise overloaded(self._full(self._tokens, capacity, "prompt tokens wait", whose, named), retry_s)
 
-    def _full(self, limit: Shares, most: int, what: str, whose: str, client: str | None) -> str:
+    def _full(self, shares: Shares, capacity: int, what: str, whose: str, client: str | None) -> str:
         """Return the error text of a full queue. `client` is the client that exceeds its share, if it does."""
-        text = f"{limit.used} of {most} {what}"
+        text = f"{shares.used} of {capacity} {what}"
         if client is None or not self._is_shared:
             return f"the queue is full{whose}: {text}"
         return (
-            f"the queue is full{whose} of this API key: {text}, {limit.held(client)} of them with this key, and the "
-            f"keys that use this server share them ({limit.count_with(client)} now)"
+            f"the queue is full{whose} of this API key: {text}, {shares.held(client)} of them with this key, and the "
+            f"keys that use this server share them ({shares.count_with(client)} now)"
         )
 
     def note_size(self, slot: AdmissionSlot, growth: int) -> None:

@@ -19,6 +19,7 @@ that have no effect (`Only`) and refused with any other:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -140,26 +141,24 @@ def _prompt_kind(value: Any) -> str | None:
     return "~texts" if isinstance(first, str) else "~ids"
 
 
-def _one_of(kinds: Any, choose: Any, expected: str) -> Any:
-    """Return a union whose member `choose` selects, so that errors are about that member only."""
-    return Annotated[kinds, Discriminator(choose, custom_error_type="type", custom_error_message=expected)]
+def _one_of(choose: Callable[[Any], str | None], expected: str) -> Discriminator:
+    """Let `choose` select the member of a union, so that errors are about that member only."""
+    return Discriminator(choose, custom_error_type="type", custom_error_message=expected)
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-Stop = _one_of(
+Stop = Annotated[
     Annotated[StopText, Tag("~text")]
     | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS), Field(fail_fast=True), Tag("~texts")],
-    _stop_kind,
-    "must be a string or a list of strings",
-)
-Prompt = _one_of(
+    _one_of(_stop_kind, "must be a string or a list of strings"),
+]
+Prompt = Annotated[
     Annotated[Text, Tag("~text")]
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~texts")]
     | Annotated[TokenIds, Tag("~ids")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~id_lists")],
-    _prompt_kind,
-    "must be a string, a list of strings, a list of token ids, or a list of such lists",
-)
+    _one_of(_prompt_kind, "must be a string, a list of strings, a list of token ids, or a list of such lists"),
+]
 
 
 class GenerationBody(Body):
@@ -293,11 +292,10 @@ def _content_kind(value: Any) -> str | None:
     return "~text" if isinstance(value, str) else "~parts" if isinstance(value, list) else None
 
 
-Content = _one_of(
+Content = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Field(fail_fast=True), Tag("~parts")],
-    _content_kind,
-    "must be a string or a list of text parts",
-)
+    _one_of(_content_kind, "must be a string or a list of text parts"),
+]
 
 
 def _check_role(role: Any) -> Any:

@@ -75,7 +75,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
     """Generated token and its most likely alternatives."""
 
     token: str
@@ -87,7 +87,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 class ChatLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of a message, or of a part of it."""
 
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 

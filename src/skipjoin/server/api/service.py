@@ -186,7 +186,7 @@ class Service:
     # -- tokens -------------------------------------------------------------------------------------------
 
     @property
-    def most_prompt_tokens(self) -> int:
+    def max_prompt_tokens(self) -> int:
         """Maximum number of prompt tokens: the context length minus one token to generate."""
         return self.info.max_model_len - 1
 
@@ -197,9 +197,9 @@ class Service:
 
         Args:
             param: Field of the request that has the text.
-            most: Maximum number of tokens, above which this raises 400. None means `most_prompt_tokens`.
+            most: Maximum number of tokens, above which this raises 400. None means `max_prompt_tokens`.
         """
-        encode, most = self.tokenizer.encode, self.most_prompt_tokens if most is None else most
+        encode, most = self.tokenizer.encode, self.max_prompt_tokens if most is None else most
         try:
             if len(text) > _LARGE:
                 return await self.in_thread(encode, text, add_special_tokens, most)
@@ -214,7 +214,7 @@ class Service:
         return self.tokenizer.decode(ids, skip_special_tokens)
 
     def _too_long(self, param: str, most: int, found: object) -> ApiError:
-        what = ", the context less one to generate" if most == self.most_prompt_tokens else ""
+        what = ", the context less one to generate" if most == self.max_prompt_tokens else ""
         return bad_request(
             f"{param} must have at most {most} tokens{what}, got {found}", param, "context_length_exceeded"
         )
@@ -264,10 +264,7 @@ class Service:
         """Return the expected output lengths of an owner's prompts. See `Forecasting.expect`."""
         if self._forecasting is None:
             return [Expectation() for _ in prompts]
-        room = self.info.max_model_len
-        return await self._forecasting.expect(
-            [(ids, params.max_tokens or max(1, room - len(ids))) for ids, params in prompts], owner
-        )
+        return await self._forecasting.expect([(ids, params.output_limit) for ids, params in prompts], owner)
 
     # -- sampling -----------------------------------------------------------------------------------------
 

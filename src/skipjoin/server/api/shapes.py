@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from types import GenericAlias
 from typing import Any
 
 import msgspec
@@ -114,8 +115,9 @@ def _ids(value: Raw, name: str, kind: Any = list[int]) -> Raw:
 
 
 def _messages(value: Raw, name: str) -> Raw:
-    message = _struct(Message, role=str, content=str | list[_struct(TextPart, type=str, text=str)], name=str | None)
-    messages = _read(value, list[message] | None, name) or []
+    parts_type = GenericAlias(list, (_struct(TextPart, type=str, text=str),))
+    message = _struct(Message, role=str, content=str | parts_type, name=str | None)
+    messages = _read(value, GenericAlias(list, (message,)) | None, name) or []
     parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
     _check_count(len(messages), MAX_MESSAGES, "messages", name)
     _check_count(parts, MAX_MESSAGES, "content parts", name)

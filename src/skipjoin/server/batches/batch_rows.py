@@ -1,4 +1,4 @@
-"""The batches of the store, from their creation to their end."""
+"""Batches in the store, from creation to their final state."""
 
 from __future__ import annotations
 
@@ -26,35 +26,41 @@ from skipjoin.server.batches.records import (
 )
 from skipjoin.server.batches.tables import batches, files, lines, results
 
-# Rows of one page of results, and of one deletion: what is held in memory, or written at once.
+# Rows per page of results, which are held in memory, and per deletion, which other transactions wait for.
 _PAGE, _DELETION = 100, 2000
-# The column with the time at which a batch ended so.
+# Column with the time of a final state.
 _ENDED_AT = {
     BatchStatus.COMPLETED: "completed_at",
     BatchStatus.EXPIRED: "expired_at",
     BatchStatus.CANCELLED: "cancelled_at",
 }
 _OPEN = (LineState.READY, LineState.RUNNING)
-# States in which a batch is validated. One that is cancelled before its validation is over has no total yet.
+# States in which a batch is validated. A batch that is cancelled before its validation ends has no total yet.
 _VALIDATED = (BatchStatus.VALIDATING, BatchStatus.CANCELLING)
 _CANCELLED_EARLY = sa.and_(batches.c.status == BatchStatus.CANCELLING, batches.c.total == 0)
 _IN_ERROR_FILE = (LineState.FAILED, LineState.EXPIRED, LineState.CANCELLED)
 
 
 class BatchRows(Base):
-    """The part of `Store` that is about batches."""
+    """Batch operations of `Store`."""
 
     async def add_batch(
         self,
         row: BatchRow,
         idempotency_key: str | None = None,
         *,
-        most_active: int | None = None,
-        most_bytes: int | None = None,
+        max_active: int | None = None,
+        max_bytes: int | None = None,
     ) -> BatchRow:
-        """Add a batch; it waits for its validation. With a key that the owner has used before it is the earlier batch
-        that is returned. most_active: batches of the owner that are not final, most_bytes: of its files; beyond them
-        `QuotaExceeded`."""
+        """Add a batch to be validated. Return the earlier batch if its owner has used the idempotency key before.
+
+        Args:
+            max_active: Maximum number of unfinished batches of the owner.
+            max_bytes: Maximum size of the owner's files.
+
+        Raises:
+            QuotaExceeded: The owner has reached one of the limits.
+        """
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             if idempotency_key is not None:
@@ -62,24 +68,27 @@ class BatchRows(Base):
                 if earlier := await _one(connection, sa.select(batches).where(same)):
                     return earlier
             active = await _active_of(connection, row.owner)
-            if most_active is not None and active >= most_active:
-                raise QuotaExceeded(f"this key has {active} batches that have not ended, and may have {most_active}")
-            # A byte of its output has to fit.
-            check_usage((await usage_of(connection, row.owner)).bytes + 1, most_bytes, "bytes")
+            if max_active is not None and active >= max_active:
+                raise QuotaExceeded(f"this key has {active} batches that have not ended, and may have {max_active}")
+            # At least a byte of output must fit.
+            check_usage((await usage_of(connection, row.owner)).bytes + 1, max_bytes, "bytes")
             values = asdict(row) | {"idempotency_key": idempotency_key}
             await connection.execute(sa.insert(batches), values)
         return row
 
     async def batch(self, owner: str, batch_id: str) -> BatchRow | None:
-        """A batch."""
+        """Return a batch, or None if the owner has none with this id."""
         if not is_id(batch_id):
             return None
         async with self._db.reading() as connection:
             return await _one(connection, _of(owner, batch_id))
 
     async def batches(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[BatchRow], bool]:
-        """A page of batches, the newest first, and whether there are more. after: the last id of the page before; one
-        that is not there gives the first page."""
+        """Return a page of batches, newest first, and whether there are more.
+
+        Args:
+            after: Last id of the previous page. An unknown id gives the first page.
+        """
         async with self._db.reading() as connection:
             last = await seq_of(connection, batches, owner, after)
             query = page(batches, batches.c.owner == owner, last, limit + 1)
@@ -87,13 +96,12 @@ class BatchRows(Base):
         return [_batch(row) for row in found[:limit]], len(found) > limit
 
     async def active_of(self, owner: str) -> int:
-        """How many batches of the owner are not final."""
+        """Return the number of unfinished batches of the owner."""
         async with self._db.reading() as connection:
             return await _active_of(connection, owner)
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRow | None:
-        """VALIDATING or IN_PROGRESS -> CANCELLING; in another state it stays. Returns the batch as it is then; None if
-        there is none."""
+        """Cancel a batch that is VALIDATING or IN_PROGRESS. Return the batch, or None if there is none."""
         if not is_id(batch_id):
             return None
         stoppable = batches.c.status.in_([BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS])
@@ -105,24 +113,28 @@ class BatchRows(Base):
             return await _one(connection, _of(owner, batch_id))
 
     async def batch_states(self) -> dict[str, int]:
-        """How many batches there are, by state."""
+        """Return the number of batches by state."""
         counts = sa.select(batches.c.status, sa.func.count()).group_by(batches.c.status)
         async with self._db.reading() as connection:
             return {BatchStatus(row[0]): row[1] for row in await connection.execute(counts)}
 
     async def generated_tokens(self) -> int:
-        """Completion tokens of all lines that have ended, over all batches."""
+        """Return the number of completion tokens of all finished lines."""
         async with self._db.reading() as connection:
             return int(await connection.scalar(sa.select(sa.func.sum(batches.c.completion_tokens))) or 0)
 
     # -- validation ----------------------------------------------------------------------------------------
 
     async def take_unvalidated(self, model: str | None = None, *, runs: bool = True) -> BatchRow | None:
-        """A batch to validate, the oldest; this server holds it. Lines of an earlier validation are gone.
+        """Hold and return the oldest batch to validate, after deleting lines of an earlier validation.
 
-        model: of the batch; None: any. runs: whether lines can run here; False: only batches that were cancelled, whose
-        lines are read as well, since each of them is in the error file. A server validates one at a time: a batch that
-        it holds already is taken again, as its validation was broken off when the database could not be told.
+        A server validates one batch at a time, so a batch that it already holds is one whose validation was interrupted
+        while the database was unavailable. Such a batch is returned again.
+
+        Args:
+            model: Model of the batch; None for any.
+            runs: Whether this server can run lines. If not, only cancelled batches are returned. Their lines are
+                validated too, because the error file lists each of them.
         """
         is_new = sa.and_(batches.c.status == BatchStatus.VALIDATING, is_for(model), sa.true() if runs else sa.false())
         waiting = sa.select(batches).where(sa.or_(is_new, _CANCELLED_EARLY), self._is_free())
@@ -136,14 +148,13 @@ class BatchRows(Base):
             return found
 
     async def release(self, batch_id: str) -> None:
-        """Give up a batch that this server holds: its validation or finalization could not be carried out now."""
+        """Release a batch whose validation or finalization failed for now."""
         held = sa.update(batches).where(batches.c.id == batch_id, batches.c.server == self.server)
         async with self._db.writing() as connection:
             await connection.execute(held.values(server=None))
 
     async def add_lines(self, batch_id: str, places: Sequence[LinePlace]) -> bool:
-        """Add some lines of a batch that is being validated. False: it was cancelled, or this server no longer holds
-        it, and validation is to stop."""
+        """Add lines to a batch that is being validated. Return False if this server no longer holds it."""
         async with self._db.writing() as connection:
             if await self._held(connection, batch_id, *_VALIDATED) is None:
                 return False
@@ -153,13 +164,15 @@ class BatchRows(Base):
         return True
 
     async def begin(self, batch_id: str, total: int) -> bool:
-        """VALIDATING -> IN_PROGRESS; a batch that is CANCELLING stays so, and is due. total: its lines. False: as with
-        `add_lines`."""
+        """Move a batch with `total` lines from VALIDATING to IN_PROGRESS. A CANCELLING batch becomes due instead.
+
+        Returns as `add_lines` does.
+        """
         begun = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": self.now(), "total": total}
         return await self._end_validation(batch_id, begun, {"total": total})
 
     async def reject(self, batch_id: str, errors: Sequence[LineError]) -> bool:
-        """VALIDATING -> FAILED, CANCELLING -> CANCELLED. False: as with `add_lines`."""
+        """Move a batch from VALIDATING to FAILED, or from CANCELLING to CANCELLED. Returns as `add_lines` does."""
         told = [asdict(error) for error in errors]
         failed = {"status": BatchStatus.FAILED, "failed_at": self.now(), "errors": told}
         cancelled = {"status": BatchStatus.CANCELLED, "cancelled_at": self.now(), "errors": told}
@@ -181,9 +194,11 @@ class BatchRows(Base):
     # -- the end -------------------------------------------------------------------------------------------
 
     async def due(self) -> list[BatchRow]:
-        """Batches that are to be finalized and that no other server finalizes: all lines have ended, the window is
-        over, or they are CANCELLING and validated. What to do, for one after the other: `close_lines`,
-        `start_finalizing`, write the files, `finalize`."""
+        """Return the batches that this server may finalize.
+
+        They have only finished lines, are past their completion window, or are CANCELLING and validated. For each, call
+        `close_lines` and `start_finalizing`, write the files, and call `finalize`.
+        """
         status = batches.c.status
         ended = batches.c.completed + batches.c.failed >= batches.c.total
         over = sa.and_(status == BatchStatus.IN_PROGRESS, sa.or_(ended, batches.c.expires_at <= self.now()))
@@ -194,8 +209,11 @@ class BatchRows(Base):
 
     @repeated
     async def start_finalizing(self, batch_id: str) -> BatchStatus | None:
-        """Hold the batch, and say in which state it ends: CANCELLED, EXPIRED if a line has expired, else COMPLETED.
-        It is FINALIZING then unless it is CANCELLING. None: lines have not ended, or another server does it."""
+        """Hold a batch and return its final state: CANCELLED, EXPIRED if a line has expired, or COMPLETED.
+
+        The batch becomes FINALIZING unless it is CANCELLING. Returns None if it has unfinished lines or another server
+        holds it.
+        """
         ending = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
         free = sa.and_(batches.c.id == batch_id, batches.c.status.in_(ending), self._is_free())
         async with self._db.writing() as connection:
@@ -212,7 +230,7 @@ class BatchRows(Base):
             return BatchStatus.EXPIRED if expired else BatchStatus.COMPLETED
 
     async def results(self, batch_id: str, *, failed: bool) -> AsyncGenerator[bytes, None]:
-        """Lines of the error file (failed), or of the output file, in the order of the input, without line ends."""
+        """Yield the lines of the error file if `failed`, else of the output file, in input order without line ends."""
         states = _IN_ERROR_FILE if failed else (LineState.DONE,)
         columns = (lines.c.custom_id, lines.c.state, results.c.body)
         same = sa.and_(results.c.batch_id == lines.c.batch_id, results.c.number == lines.c.number)
@@ -222,7 +240,7 @@ class BatchRows(Base):
             .where(lines.c.batch_id == batch_id, lines.c.state.in_(states))
             .order_by(lines.c.number)
         )
-        # By numbers, not by count: whatever PostgreSQL believes of a table that has just grown, it finds them by key.
+        # Ranges of numbers use the primary key, even if PostgreSQL's statistics of the growing table are outdated.
         for start in range(1, await self._last_number(batch_id) + 1, _PAGE):
             numbers = lines.c.number.between(start, start + _PAGE - 1)
             async with self._db.reading() as connection:
@@ -234,8 +252,10 @@ class BatchRows(Base):
     async def finalize(
         self, batch_id: str, status: BatchStatus, output: FileRow | None, error: FileRow | None
     ) -> BatchRow | None:
-        """Add the files and end the batch in one transaction; its lines and results are deleted. None: this server no
-        longer holds it, and its files are to be deleted."""
+        """Add the files and end the batch in one transaction, then delete its lines and results.
+
+        Returns None if this server no longer holds the batch, so that its files must be deleted.
+        """
         async with self._db.writing() as connection:
             if await self._held(connection, batch_id, BatchStatus.FINALIZING, BatchStatus.CANCELLING) is None:
                 return None
@@ -246,7 +266,7 @@ class BatchRows(Base):
                 _ENDED_AT[status]: self.now(),
                 "output_file_id": output and output.id,
                 "error_file_id": error and error.id,
-                "result_bytes": 0,  # they are those of the files now
+                "result_bytes": 0,  # counted with the files from now on
                 "server": None,
             }
             ended = sa.update(batches).where(batches.c.id == batch_id).values(changes).returning(batches)
@@ -255,11 +275,11 @@ class BatchRows(Base):
         return batch
 
     def _is_free(self) -> sa.ColumnElement[bool]:
-        """Whether no other server holds a batch."""
+        """Match batches that no other server holds."""
         return sa.or_(batches.c.server.is_(None), batches.c.server == self.server)
 
     async def _drop(self, batch_id: str) -> None:
-        """Delete the lines and results of a batch, some at a time, so that other transactions need not wait."""
+        """Delete the lines and results of a batch in several transactions, so that others need not wait long."""
         for start in range(1, await self._last_number(batch_id) + 1, _DELETION):
             async with self._db.writing() as connection:
                 for table in (results, lines):
@@ -267,13 +287,13 @@ class BatchRows(Base):
                     await connection.execute(sa.delete(table).where(table.c.batch_id == batch_id, numbers))
 
     async def _last_number(self, batch_id: str) -> int:
-        """Of the lines of a batch; 0 without any."""
+        """Return the highest line number of a batch, or 0."""
         async with self._db.reading() as connection:
             last = sa.select(sa.func.max(lines.c.number)).where(lines.c.batch_id == batch_id)
             return int(await connection.scalar(last) or 0)
 
     async def _drop_leftovers(self) -> None:
-        """Delete lines of batches whose end another process did not survive."""
+        """Delete lines of finished batches that a crash has left."""
         final = sa.select(batches.c.id).where(batches.c.status.not_in(ACTIVE))
         async with self._db.reading() as connection:
             left = await connection.scalars(sa.select(lines.c.batch_id).where(lines.c.batch_id.in_(final)).distinct())
@@ -283,7 +303,7 @@ class BatchRows(Base):
 
 
 def is_for(model: str | None) -> sa.ColumnElement[bool]:
-    """Whether a batch may run on a model; None: on any."""
+    """Match batches that may run on `model`, or all for None."""
     return sa.true() if model is None else sa.or_(batches.c.model.is_(None), batches.c.model == model)
 
 

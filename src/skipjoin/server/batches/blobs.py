@@ -1,4 +1,4 @@
-"""`Blobs`: the bytes of files, in a folder, under the ids of the files. Names from clients are never paths."""
+"""Contents of files, in a folder and named by id. Names from clients are never used as paths."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from skipjoin.server.batches.disk import as_store_error
 from skipjoin.server.batches.records import BlobMissing, is_id
 
 FILES = "files"
-# Bytes that are read, or gathered and written, at once.
+# Bytes of one read or write.
 CHUNK = 1 << 20
-# A file is worked on by one thread at a time; a slow disk holds up no other threads of the server.
+# A pool of its own, so that a slow disk blocks no other threads of the server.
 _THREADS = 4
 _PART = ".part"
 
@@ -27,8 +27,12 @@ T = TypeVar("T")
 
 
 class Blobs:
-    """Files by id, below `folder`. All methods raise `StoreUnavailable` where the folder cannot be used, and `NoSpace`
-    where its disk is full."""
+    """Contents of files by id, below `folder`.
+
+    Raises:
+        StoreUnavailable: The folder cannot be used.
+        NoSpace: The disk is full.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FILES
@@ -37,18 +41,22 @@ class Blobs:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def close(self) -> None:
-        """Release the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def path(self, file_id: str) -> Path:
-        """Where a file is, or will be. Raises ValueError for what is no id."""
+        """Return the path of a file, which need not exist.
+
+        Raises:
+            ValueError: `file_id` has not the form of an id.
+        """
         if not is_id(file_id):
             raise ValueError(f"not the id of a file: {file_id!r}")
         return self._folder / file_id
 
     @asynccontextmanager
     async def writing(self, file_id: str) -> AsyncIterator[Writer]:
-        """Write a new file. It is there, and on the disk, when the block ends; a block that raises leaves nothing."""
+        """Write a new file. It is complete and durable after the block; a block that raises leaves nothing."""
         path = self.path(file_id)
         part = path.with_name(f"{file_id}.{uuid.uuid4().hex}{_PART}")
         file = _OpenFile(self._threads, part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -65,15 +73,19 @@ class Blobs:
             file.close()
 
     async def read_at(self, file_id: str, offset: int, length: int) -> bytes:
-        """Some bytes of a file; fewer at its end. Raises `BlobMissing`."""
+        """Read up to `length` bytes of a file.
+
+        Raises:
+            BlobMissing: There is no such file.
+        """
         return await self._run(_read_at, self.path(file_id), offset, length)
 
     async def size(self, file_id: str) -> int:
-        """Bytes of a file. Raises `BlobMissing`."""
+        """Return the size of a file in bytes. Raises as `read_at` does."""
         return (await self._run(os.stat, self.path(file_id))).st_size
 
     async def iterate(self, file_id: str) -> AsyncGenerator[bytes, None]:
-        """All bytes of a file, in chunks. Raises `BlobMissing`, before the first of them."""
+        """Yield a file in chunks. Raises as `read_at` does, before the first chunk."""
         file = _OpenFile(self._threads, self.path(file_id), os.O_RDONLY)
         try:
             await file.opened()
@@ -83,28 +95,27 @@ class Blobs:
             file.close()
 
     async def delete(self, file_id: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
         await self._run(self.path(file_id).unlink, True)
 
     async def sweep(self, known: set[str], min_age_s: float = 0) -> int:
-        """Delete what a crash has left: files that are not known, and parts of files. Returns how many.
+        """Delete files that are unknown or incomplete, as after a crash, and return their number.
 
-        min_age_s: younger ones stay; another server may be writing them.
+        Args:
+            min_age_s: Minimum age of deleted files, because another server may be writing a younger one.
         """
         return await self._run(_sweep, self._folder, known, time.time() - min_age_s)
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run something in a thread."""
         with _errors(self._folder.parent):
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
 
 
 class _OpenFile:
-    """A file that is opened, used and closed in threads, one at a time.
+    """File that threads open, use and close, one call at a time.
 
-    A task may be cancelled while a thread uses the descriptor, and again while it waits for that thread. The descriptor
-    is closed after the thread: before, another file or a client's connection could get its number, and be read or
-    written in its place.
+    A task may be cancelled while a thread uses the descriptor. The descriptor is closed only after that thread is done.
+    Otherwise another file or a connection could get the same number, and be read or written instead.
     """
 
     def __init__(self, threads: ThreadPoolExecutor, path: Path, flags: int) -> None:
@@ -114,11 +125,11 @@ class _OpenFile:
         self._last: Future[Any] = self._opening
 
     async def opened(self) -> None:
-        """Raises what the opening has raised."""
+        """Wait until the file is open. Raises the error of opening it."""
         await self._result(self._opening)
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Call `work` with the descriptor, once the file is open."""
+        """Call `work` with the descriptor of the open file."""
         self._last = call = self._threads.submit(work, self._opening.result(), *args)
         return await self._result(call)
 
@@ -131,7 +142,7 @@ class _OpenFile:
         self._last.add_done_callback(lambda _: work())
 
     async def _result(self, work: Future[T]) -> T:
-        """What a thread has done. It goes on where the task that waits is cancelled."""
+        """Return the result of a thread, which continues if the waiting task is cancelled."""
         with _errors(self._folder):
             return await asyncio.shield(asyncio.wrap_future(work))
 
@@ -141,7 +152,11 @@ class _OpenFile:
 
 
 class Writer:
-    """A file that is written. size: its bytes so far."""
+    """Buffered writer of a file.
+
+    Attributes:
+        size: Number of bytes written so far.
+    """
 
     def __init__(self, file: _OpenFile) -> None:
         self._file = file
@@ -150,7 +165,7 @@ class Writer:
         self.size = 0
 
     async def write(self, data: bytes) -> None:
-        """Add bytes at the end. They are gathered, and written some at a time."""
+        """Append bytes to the buffer, and flush it when it is full."""
         self._chunks.append(data)
         self._waiting += len(data)
         self.size += len(data)
@@ -158,7 +173,7 @@ class Writer:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what is gathered."""
+        """Write the buffer to the file."""
         data, self._chunks, self._waiting = b"".join(self._chunks), [], 0
         if data:
             await self._file.run(_write, data)
@@ -171,7 +186,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _commit(descriptor: int, part: Path, path: Path) -> None:
-    """Give a part that is complete its name, so that it has it after a power failure, too."""
+    """Rename a complete part durably."""
     os.fsync(descriptor)
     os.rename(part, path)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -182,7 +197,6 @@ def _commit(descriptor: int, part: Path, path: Path) -> None:
 
 
 def _discard(*paths: Path) -> None:
-    """Delete what a file that is not wanted has left."""
     for path in paths:
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -197,7 +211,7 @@ def _read_at(path: Path, offset: int, length: int) -> bytes:
 def _sweep(folder: Path, known: set[str], before: float) -> int:
     swept = 0
     for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):  # another server sweeps, too
+        with suppress(FileNotFoundError):  # another server also sweeps
             if entry.name not in known and entry.stat().st_mtime <= before:
                 os.unlink(entry)
                 swept += 1
@@ -206,7 +220,6 @@ def _sweep(folder: Path, known: set[str], before: float) -> int:
 
 @contextmanager
 def _errors(folder: Path) -> Iterator[None]:
-    """Raises what the system says of a file in the store's terms."""
     try:
         yield
     except FileNotFoundError as error:

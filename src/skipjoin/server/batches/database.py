@@ -1,4 +1,4 @@
-"""Transactions on SQLite or PostgreSQL, their errors in the store's terms, and the migration of the tables."""
+"""Transactions on SQLite or PostgreSQL, conversion of their errors, and migration of the tables."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ if TYPE_CHECKING:
 
 DATABASE_FILE = "batches.sqlite3"
 MIGRATIONS = Path(__file__).parent / "migrations"
-# Seconds until a server that does not answer is given up: to connect, and for a statement. The largest statement
-# touches the 50,000 lines of a batch.
+# Timeouts of connecting to PostgreSQL and of a statement. The largest statement touches the 50,000 lines of a batch.
 _CONNECT_S, _STATEMENT_S = 5, 60
-# PostgreSQL ends a transaction that its server does not go on with, so that a frozen server holds no locks.
+# PostgreSQL aborts a transaction that is idle for this long, so that a frozen server holds no locks.
 _IDLE_MS = 10_000
-# Waits for another process that reads the file, a backup for one.
+# Timeout for another process that uses the file, such as a backup.
 _BUSY_MS = 5_000
-# Any number, the same in all servers: one of them migrates.
+# Arbitrary key of the lock with which one server at a time migrates.
 _MIGRATION_LOCK = 5_217_044
 _CONFLICTS = {"40P01", "40001"}  # SQLSTATE of a deadlock and of a serialization failure
 _FULL = {"53100"}
-# SQLite's words for calls of the system that fail, on a full disk too, and for a file that is none of its own.
+# SQLite's codes for failed system calls, also on a full disk, and for a damaged or foreign file.
 _FAILED_CALLS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _ATTEMPTS = 5
@@ -51,11 +50,11 @@ T = TypeVar("T")
 
 
 class Conflict(StoreUnavailable):
-    """Two transactions of servers waited for each other, and this one was ended; it can be repeated."""
+    """Deadlock or serialization failure. The transaction can be repeated."""
 
 
 def repeated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Run a transaction again that another one was preferred to."""
+    """Repeat a transaction that ends with `Conflict`."""
 
     @wraps(method)
     async def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -70,19 +69,27 @@ def repeated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
 
 
 class Database:
-    """One engine. path: of SQLite's file; None: PostgreSQL."""
+    """Database connections of one server.
+
+    Args:
+        path: SQLite's file; None for PostgreSQL.
+    """
 
     def __init__(self, engine: AsyncEngine, path: Path | None) -> None:
         self._engine = engine
         self._path = path
         self._identity: tuple[int, int] | None = None
-        self._failing: set[str] = set()  # of reading and writing: on a full disk the one goes on
-        # SQLite has one writer at a time: those of this process wait here, not in threads.
+        self._failing: set[str] = set()  # kinds of operations; on a full disk reading still works
+        # SQLite allows one writer at a time. Writers of this process wait here, not in threads.
         self._writer = asyncio.Lock()
 
     @classmethod
     async def open(cls, url: str | None, folder: Path) -> Database:
-        """Connect and migrate. Raises `StoreError`."""
+        """Connect to SQLite in `folder`, or to PostgreSQL at `url`, and migrate the tables.
+
+        Raises:
+            StoreError: The database cannot be used.
+        """
         try:
             database = cls.on_sqlite(folder / DATABASE_FILE) if url is None else cls.on_postgres(url)
         except OSError as error:
@@ -96,9 +103,13 @@ class Database:
 
     @classmethod
     def on_sqlite(cls, path: Path) -> Database:
-        """The file is created where there is none, for this user alone, whatever the folder allows. Raises OSError."""
+        """Open a SQLite file, which is created with access for this user only.
+
+        Raises:
+            OSError: The file cannot be created or opened.
+        """
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        # Transactions are begun by `_begin`, not by the driver.
+        # `_begin` begins transactions, not the driver.
         url = URL.create("sqlite+aiosqlite", database=str(path))
         engine = create_async_engine(url, connect_args={"isolation_level": None})
         sa.event.listen(engine.sync_engine, "connect", _prepare_sqlite)
@@ -107,7 +118,11 @@ class Database:
 
     @classmethod
     def on_postgres(cls, text: str) -> Database:
-        """text: a URL. Raises `StoreError` for one that is none, or without the driver."""
+        """Prepare connections to the PostgreSQL URL `text`.
+
+        Raises:
+            StoreError: It is not such a URL, or the driver is not installed.
+        """
         try:
             url = _postgres_url(text)
             engine = create_async_engine(
@@ -125,17 +140,17 @@ class Database:
 
     @property
     def is_sqlite(self) -> bool:
-        """Whether it is a file of this process alone."""
+        """True for SQLite, whose file no other server uses."""
         return self._path is not None
 
     @property
     def clock(self) -> sa.ColumnElement[Any]:
-        """Unix seconds by the database's clock."""
+        """Unix time of PostgreSQL's clock in seconds; 0 with SQLite."""
         return sa.literal(0.0) if self.is_sqlite else sa.extract("epoch", sa.func.clock_timestamp())
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that changes nothing."""
+        """Run a read-only transaction."""
         with self._watched("reading"):
             self._check_file()
             async with self._engine.connect() as connection:
@@ -143,7 +158,7 @@ class Database:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction, committed at the end of the block unless it raises."""
+        """Run a transaction that is committed after the block unless it raises."""
         with self._watched("writing"):
             self._check_file()
             if not self.is_sqlite:
@@ -156,7 +171,11 @@ class Database:
                     yield connection
 
     async def migrate(self) -> None:
-        """Bring the tables to this version's state. Raises `StoreError` where a newer version wrote them."""
+        """Migrate the tables to this version.
+
+        Raises:
+            StoreError: A newer version has migrated them.
+        """
         from alembic.util import CommandError  # noqa: PLC0415 (servers without batches do without)
 
         try:
@@ -170,13 +189,12 @@ class Database:
             self._identity = _identity(self._path)
 
     async def empty_log(self) -> None:
-        """Give the space of SQLite's log back to the disk; what it has is moved to the database. Raises as `writing`
-        where that needs space, too."""
+        """Checkpoint SQLite's log and free its disk space. Raises as `writing` does, because this may need space."""
         with self._watched("emptying the log"):
             async with self._writer, self._engine.connect() as connection:
                 driver = (await connection.get_raw_connection()).driver_connection
                 assert driver is not None
-                # Outside of a transaction, which SQLAlchemy would begin.
+                # SQLAlchemy would begin a transaction, in which there are no checkpoints.
                 await (await driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")).close()
 
     async def close(self) -> None:
@@ -185,7 +203,7 @@ class Database:
 
     @contextmanager
     def _watched(self, kind: str) -> Iterator[None]:
-        """The first of several failures goes to the log with its cause, which clients are not told."""
+        """Log the first of consecutive failures with its cause, which is not shown to clients."""
         try:
             with _errors(self._path):
                 yield
@@ -199,7 +217,7 @@ class Database:
         self._failing.discard(kind)
 
     def _check_file(self) -> None:
-        """A file that was moved or deleted can still be written, and all of that would be lost."""
+        """Raise `StoreUnavailable` if the file was moved or deleted, because further writes would be lost."""
         if self._identity is not None and self._path is not None and _identity(self._path) != self._identity:
             raise StoreUnavailable(f"the batches' database {self._path.name} is not in its folder any more")
 
@@ -213,7 +231,7 @@ def _upgrade(connection: sa.Connection) -> None:
 
 
 def alembic_config() -> Config:
-    """Alembic's settings: where the scripts are. The connection is to be added to its attributes."""
+    """Return Alembic's configuration, to whose attributes the caller adds the connection."""
     from alembic.config import Config  # noqa: PLC0415 (as above)
 
     config = Config()
@@ -231,7 +249,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _prepare_sqlite(connection: Any, _: ConnectionPoolEntry) -> None:
     cursor = connection.cursor()
-    # A commit is on the disk when it returns, after a power failure, too; readers do not wait for the writer.
+    # Commits are durable when they return, and readers do not wait for the writer.
     for setting in ("journal_mode=WAL", "synchronous=FULL", f"busy_timeout={_BUSY_MS}"):
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()
@@ -249,7 +267,7 @@ def _postgres_url(text: str) -> URL:
         raise StoreError("batch_db must be like postgresql://user:password@host:5432/database") from None
     if url.drivername not in ("postgresql", "postgres", "postgresql+asyncpg"):
         raise StoreError(f"batch_db must be a URL that begins with postgresql://, got {url.drivername}://")
-    if "sslmode" in url.query:  # as libpq calls it
+    if "sslmode" in url.query:  # libpq's name
         mode = url.query["sslmode"]
         url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
     return url.set(drivername="postgresql+asyncpg")
@@ -257,7 +275,7 @@ def _postgres_url(text: str) -> URL:
 
 @contextmanager
 def _errors(path: Path | None) -> Iterator[None]:
-    """Raises what a database raises in the store's terms. A statement that is wrong raises as it does."""
+    """Convert database errors to errors of the store, except those of invalid statements."""
     try:
         yield
     except (IntegrityError, ProgrammingError):
@@ -278,7 +296,7 @@ def _said_by_postgres(error: DBAPIError) -> StoreError:
 
 
 def _said_by_sqlite(error: DBAPIError, path: Path) -> StoreError:
-    kind = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the rest says more of it
+    kind = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without the extended code
     if kind == sqlite3.SQLITE_FULL or (kind in _FAILED_CALLS and is_full(path.parent)):
         return no_space(path.parent)
     if kind in _DAMAGED:

@@ -13,7 +13,7 @@ from skipjoin.server.batches.records import NoSpace, StoreError, StoreUnavailabl
 RESERVE_BYTES = 256 << 10
 _RESERVE_FILE = "reserve"
 # Free space below which a disk counts as full. SQLite's shared memory alone takes 32 KiB.
-_LEAST_BYTES = 64 << 10
+_MIN_BYTES = 64 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -36,7 +36,7 @@ def is_full(folder: Path) -> bool:
     except OSError:
         return False
     has_files = found.f_favail > 0 or found.f_files == 0  # some file systems do not count them
-    return found.f_bavail * found.f_frsize < _LEAST_BYTES or not has_files
+    return found.f_bavail * found.f_frsize < _MIN_BYTES or not has_files
 
 
 class Reserve:

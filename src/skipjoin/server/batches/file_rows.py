@@ -1,4 +1,4 @@
-"""The files of the store."""
+"""Files in the store."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from skipjoin.server.batches.tables import batches, files
 
 
 class FileRows(Base):
-    """The part of `Store` that is about files."""
+    """File operations of `Store`."""
 
-    async def add_file(self, row: FileRow, *, most_bytes: int | None = None, most_files: int | None = None) -> None:
-        """Add a file, whose blob is there. most_bytes, most_files: of all files of the owner; beyond them
-        `QuotaExceeded`."""
+    async def add_file(self, row: FileRow, *, max_bytes: int | None = None, max_files: int | None = None) -> None:
+        """Add a file whose content is already written.
+
+        Args:
+            max_bytes: Maximum size of the owner's files.
+            max_files: Maximum number of the owner's files.
+
+        Raises:
+            QuotaExceeded: The file would exceed one of the limits.
+        """
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             used = await usage_of(connection, row.owner)
-            check_usage(used.bytes + row.bytes, most_bytes, "bytes")
-            check_usage(used.files + 1, most_files, "files")
+            check_usage(used.bytes + row.bytes, max_bytes, "bytes")
+            check_usage(used.files + 1, max_files, "files")
             await connection.execute(sa.insert(files), asdict(row))
 
     async def file(self, owner: str, file_id: str) -> FileRow | None:
-        """A file that is there: neither deleted nor expired."""
+        """Return a file that is neither deleted nor expired, or None."""
         if not is_id(file_id):
             return None
         async with self._db.reading() as connection:
@@ -46,10 +53,12 @@ class FileRows(Base):
         limit: int = 10_000,
         order: str = "desc",
     ) -> tuple[list[FileRow], bool]:
-        """A page of files in the order of their creation, and whether there are more.
+        """Return a page of files in order of creation, and whether there are more.
 
-        after: the last id of the page before; one that is not there any more gives the first page, so that files may be
-        deleted page by page. order: desc or asc.
+        Args:
+            after: Last id of the previous page. An unknown id gives the first page, so that a client may delete files
+                page by page.
+            order: "desc" or "asc".
         """
         shown = self._is_visible(owner)
         if purpose is not None:
@@ -57,7 +66,7 @@ class FileRows(Base):
         found: list[FileRow] = []
         async with self._db.reading() as connection:
             last = await seq_of(connection, files, owner, after)
-            # A few at a time: 10,000 rows would hold the event loop.
+            # In steps, because 10,000 rows would block the event loop.
             while (count := min(limit + 1 - len(found), _STEP)) > 0:
                 rows = (await connection.execute(page(files, shown, last, count, order))).mappings().all()
                 found += [_file(row) for row in rows]
@@ -67,7 +76,7 @@ class FileRows(Base):
         return found[:limit], len(found) > limit
 
     async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
-        """See `Store.delete_file`."""
+        """Mark a file as deleted and return it, or None if there is none."""
         if not is_id(file_id):
             return None
         query = sa.update(files).where(files.c.id == file_id, self._is_visible(owner))
@@ -77,13 +86,14 @@ class FileRows(Base):
         return None if found is None else _file(found)
 
     async def usage_of(self, owner: str) -> OwnerUsage:
-        """What the owner has."""
         async with self._db.reading() as connection:
             return await usage_of(connection, owner)
 
     async def removable(self) -> list[str]:
-        """Ids of files that are deleted or have expired, and that no batch reads any more. When their blobs are gone,
-        `forget_files` is to be called."""
+        """Return ids of deleted and expired files that no batch reads.
+
+        Delete their contents, then call `forget_files`.
+        """
         reading = sa.select(batches.c.input_file_id).where(batches.c.status.in_(ACTIVE))
         gone = sa.or_(files.c.deleted_at.is_not(None), files.c.expires_at <= self.now())
         async with self._db.reading() as connection:
@@ -91,13 +101,13 @@ class FileRows(Base):
             return list(found)
 
     async def forget_files(self, ids: Sequence[str]) -> None:
-        """Delete the rows of such files."""
+        """Delete the rows of files."""
         async with self._db.writing() as connection:
             for start in range(0, len(ids), 1000):
                 await connection.execute(sa.delete(files).where(files.c.id.in_(ids[start : start + 1000])))
 
     async def known_files(self) -> set[str]:
-        """Ids of the files of all owners: other blobs are leftovers."""
+        """Return the ids of all files. Contents with other ids are leftovers of a crash."""
         async with self._db.reading() as connection:
             return set(await connection.scalars(sa.select(files.c.id)))
 
@@ -107,12 +117,12 @@ class FileRows(Base):
 
 
 _STEP = 500
-# Of batches that are not final.
+# States of unfinished batches.
 ACTIVE = [status for status in BatchStatus if not status.is_final]
 
 
 async def seq_of(connection: AsyncConnection, table: sa.Table, owner: str, row_id: str | None) -> int | None:
-    """Where a page begins; None for an id that the owner does not have: at the beginning."""
+    """Return the sequence number of a row, or None if the owner has no such row."""
     if row_id is None or not is_id(row_id):
         return None
     query = sa.select(table.c.seq).where(table.c.id == row_id, table.c.owner == owner)
@@ -123,7 +133,7 @@ async def seq_of(connection: AsyncConnection, table: sa.Table, owner: str, row_i
 def page(
     table: sa.Table, shown: sa.ColumnElement[bool], last: int | None, count: int, order: str = "desc"
 ) -> sa.Select[Any]:
-    """The next rows after one with the seq `last`. shown: which rows there are."""
+    """Select `count` of the rows `shown` that follow sequence number `last`."""
     seq, query = table.c.seq, sa.select(table).where(shown)
     if last is not None:
         query = query.where(seq > last if order == "asc" else seq < last)
@@ -131,7 +141,11 @@ def page(
 
 
 def check_usage(used: int, most: int | None, unit: str) -> None:
-    """Raise `QuotaExceeded` for more than an owner may have. unit: bytes or files."""
+    """Raise `QuotaExceeded` if an owner would use more than `most`.
+
+    Args:
+        unit: "bytes" or "files".
+    """
     if most is not None and used > most:
         raise QuotaExceeded(
             f"this key would have {used} {unit} with the outputs of its batches, and may have {most}: delete files"
@@ -139,7 +153,7 @@ def check_usage(used: int, most: int | None, unit: str) -> None:
 
 
 async def usage_of(connection: AsyncConnection, owner: str) -> OwnerUsage:
-    """See `OwnerUsage`."""
+    """Return the files and bytes of an owner."""
     own = sa.select(sa.func.sum(files.c.bytes), sa.func.count()).where(files.c.owner == owner)
     size, count = (await connection.execute(own)).one()
     results = sa.select(sa.func.sum(batches.c.result_bytes)).where(batches.c.owner == owner)

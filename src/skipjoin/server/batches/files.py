@@ -1,4 +1,4 @@
-"""/v1/files: upload, list, show, read and delete. Files belong to the key that they came with."""
+"""Routes of /v1/files. A file belongs to the API key that uploaded it."""
 
 from __future__ import annotations
 
@@ -14,97 +14,102 @@ from starlette.responses import StreamingResponse
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.desk import Desk, owner_of
+from skipjoin.server.batches.context import BatchContext, owner_of
 from skipjoin.server.batches.file_rows import check_usage
 from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, StoreError, new_file_id
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.uploads import FILE, Form, too_large
 
-# What a form has besides the file, of which its boundaries are the most.
+# Bytes of a form besides the file, mostly boundaries.
 FORM_BYTES = 64 << 10
-# As OpenAI has it: an hour to 30 days, and 30 days for input files unless the client says otherwise.
+# OpenAI's bounds of an expiry, an hour to 30 days. The upper one is the default of input files.
 EXPIRY_S = (3600, 2_592_000)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = {"purpose", _ANCHOR, _SECONDS}
-_MOST_LISTED = 10_000
+_MAX_LISTED = 10_000
 
 
-def body_limits(most_bytes: int) -> dict[tuple[str, str], int]:
-    """The largest body of the upload, for `AccessGuard`. most_bytes: of a file."""
-    return {("POST", "/v1/files"): most_bytes + FORM_BYTES}
+def body_limits(max_bytes: int) -> dict[tuple[str, str], int]:
+    """Return the maximum body size of uploads, for `AccessGuard`."""
+    return {("POST", "/v1/files"): max_bytes + FORM_BYTES}
 
 
-def add_routes(app: FastAPI, desk: Desk) -> None:
-    """Add all of them."""
-    uploads = Uploads(desk)
+def add_routes(app: FastAPI, context: BatchContext) -> None:
+    """Add the routes of files."""
+    uploads = Uploads(context)
 
     @app.post("/v1/files")
     async def upload_file(request: Request) -> Response:
-        """Upload a file for a batch: a form with file, purpose, and when it expires."""
+        """Upload the input file of a batch, as a form with file, purpose and expires_after."""
         try:
             return json_response(shown(await uploads.read(request)))
         except ClientDisconnect:
-            return Response(status_code=499)  # goes nowhere
+            return Response(status_code=499)  # not sent, because the client is gone
 
     @app.get("/v1/files")
     async def list_files(request: Request) -> Response:
-        """The key's files. Query: purpose, after, limit and order."""
+        """List the files of this API key. Query: purpose, after, limit and order."""
         query = request.query_params
-        found, has_more = await desk.store.files(
+        found, has_more = await context.store.files(
             owner_of(request),
             purpose=one_of(query, "purpose", PURPOSES, None),
             after=query.get("after"),
-            limit=limit_of(query, most=_MOST_LISTED, default=_MOST_LISTED),
+            limit=limit_of(query, most=_MAX_LISTED, default=_MAX_LISTED),
             order=one_of(query, "order", ("asc", "desc"), "desc") or "desc",
         )
         return json_response(listed([shown(row) for row in found], has_more))
 
     @app.get("/v1/files/{file_id}")
     async def show_file(request: Request, file_id: str) -> Response:
-        """A file's size, name and purpose."""
-        return json_response(shown(await find(desk.store, request, file_id)))
+        """Show the size, name and purpose of a file."""
+        return json_response(shown(await find(context.store, request, file_id)))
 
     @app.get("/v1/files/{file_id}/content")
     async def read_file(request: Request, file_id: str) -> Response:
-        """A file's bytes."""
-        row = await find(desk.store, request, file_id)
-        size = await desk.blobs.size(row.id)
+        """Read the content of a file."""
+        row = await find(context.store, request, file_id)
+        size = await context.blobs.size(row.id)
         headers = {"Content-Length": str(size)}
-        return StreamingResponse(desk.blobs.iterate(row.id), 200, headers, "application/octet-stream")
+        return StreamingResponse(context.blobs.iterate(row.id), 200, headers, "application/octet-stream")
 
     @app.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> Response:
-        """Delete a file. A batch that reads it goes on."""
-        row = await desk.store.delete_file(owner_of(request), file_id)
+        """Delete a file. Batches that read it continue."""
+        row = await context.store.delete_file(owner_of(request), file_id)
         if row is None:
             raise not_found(file_id)
-        with suppress(StoreError):  # the file is deleted; what remains of it is removed within a minute
-            await sweep(desk.store, desk.blobs)
+        with suppress(StoreError):  # the file is deleted, and the periodic task will remove its content
+            await sweep(context.store, context.blobs)
         return json_response({"id": row.id, "object": "file", "deleted": True})
 
 
 class Uploads:
-    """Reads uploads to the disk. What arrives counts for its owner's quota from its first byte."""
+    """Writes uploads to the disk. Arriving bytes count towards the owner's quota."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: BatchContext) -> None:
+        self._context = context
         self._arriving: Counter[str] = Counter()  # bytes by owner
 
     async def read(self, request: Request) -> FileRow:
-        """The file of a request, which is kept. Raises `ApiError` and `StoreError`; nothing is left then."""
-        desk, owner, file_id = self._desk, owner_of(request), new_file_id()
-        store, blobs = desk.store, desk.blobs
-        most_bytes, most_files = desk.config.batch_max_bytes_per_key, desk.config.batch_max_files_per_key
+        """Store the file of a request and return its row. Nothing is left after an error.
+
+        Raises:
+            ApiError: The form is invalid or the file too large.
+            StoreError: The store failed, or the owner's quota is exceeded.
+        """
+        context, owner, file_id = self._context, owner_of(request), new_file_id()
+        store, blobs = context.store, context.blobs
+        max_bytes, max_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
         form = Form(request.headers.get("content-type"))
         used = await store.usage_of(owner)
-        check_usage(used.files + 1, most_files, "files")
+        check_usage(used.files + 1, max_files, "files")
         with self._counting(owner) as count:
             async with blobs.writing(file_id) as writer:
                 async for data in form.file(request.stream()):
                     count(len(data))
-                    check_usage(used.bytes + self._arriving[owner], most_bytes, "bytes")
-                    if writer.size + len(data) > desk.config.batch_max_file_bytes:
-                        raise too_large(desk.config.batch_max_file_bytes)
+                    check_usage(used.bytes + self._arriving[owner], max_bytes, "bytes")
+                    if writer.size + len(data) > context.config.batch_max_file_bytes:
+                        raise too_large(context.config.batch_max_file_bytes)
                     await writer.write(data)
                 expiry = read_fields(form.fields)
                 if not writer.size:
@@ -119,13 +124,13 @@ class Uploads:
                 created_at=now,
                 expires_at=now + expiry,
             )
-            await _add(store, blobs, row, most_bytes, most_files)
-        desk.wake()
+            await _add(store, blobs, row, max_bytes, max_files)
+        context.wake()
         return row
 
     @contextmanager
     def _counting(self, owner: str) -> Iterator[Any]:
-        """Gives what counts the bytes of one upload; they are given back at its end."""
+        """Yield a function that counts bytes of one upload, which are subtracted after the block."""
         arrived = 0
 
         def count(size: int) -> None:
@@ -139,17 +144,21 @@ class Uploads:
             self._arriving[owner] -= arrived
 
 
-async def _add(store: Store, blobs: Blobs, row: FileRow, most_bytes: int, most_files: int) -> None:
+async def _add(store: Store, blobs: Blobs, row: FileRow, max_bytes: int, max_files: int) -> None:
     try:
-        await store.add_file(row, most_bytes=most_bytes, most_files=most_files)
+        await store.add_file(row, max_bytes=max_bytes, max_files=max_files)
     except (QuotaExceeded, NoSpace):
         await blobs.delete(row.id)
         raise
-    # Where the connection breaks, the row may be there all the same. Content without a row goes at the next start.
+    # If the connection broke, the row may exist, so the content stays. Without a row, it is deleted at the next start.
 
 
 def read_fields(fields: Mapping[str, str]) -> int:
-    """Check the fields of an upload; seconds until the file expires. Raises 400 that names the field."""
+    """Check the fields of an upload and return the seconds until the file expires.
+
+    Raises:
+        ApiError: A field is invalid.
+    """
     if unknown := next((name for name in fields if name not in _FIELDS), None):
         raise bad_request(f"unknown or unsupported field {unknown!r}", unknown, "unknown_parameter")
     if "purpose" not in fields:
@@ -163,7 +172,7 @@ def read_fields(fields: Mapping[str, str]) -> int:
 
 
 def expiry_of(anchor: object, seconds: object, field: str) -> int:
-    """Seconds of OpenAI's expires_after. Raises 400 that names the field."""
+    """Return the seconds of OpenAI's expires_after. Raises as `read_fields` does."""
     low, high = EXPIRY_S
     if anchor != "created_at":
         raise bad_request(f"{field}.anchor must be created_at", field)
@@ -174,7 +183,7 @@ def expiry_of(anchor: object, seconds: object, field: str) -> int:
 
 
 def shown(row: FileRow) -> dict[str, Any]:
-    """OpenAI's file object."""
+    """Return OpenAI's file object."""
     return {
         "id": row.id,
         "object": "file",
@@ -195,7 +204,7 @@ def listed(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
 
 
 def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default: str | None) -> str | None:
-    """A word of a query. Raises 400 for one that is not known."""
+    """Return a query parameter, or raise 400 if it is not one of `known`."""
     if name not in query:
         return default
     if query[name] not in known:
@@ -204,7 +213,7 @@ def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default:
 
 
 def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
-    """The size of a page. Raises 400 for one out of [1, most]."""
+    """Return the page size of a query, or raise 400 if it is not in [1, most]."""
     text = query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
         raise bad_request(f"limit must be an integer in [1, {most}], got {text!r}", "limit")
@@ -212,7 +221,7 @@ def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
 
 
 async def find(store: Store, request: Request, file_id: str) -> FileRow:
-    """A file of the request's key. Raises 404."""
+    """Return a file of the request's API key, or raise 404."""
     row = await store.file(owner_of(request), file_id)
     if row is None:
         raise not_found(file_id)
@@ -220,12 +229,12 @@ async def find(store: Store, request: Request, file_id: str) -> FileRow:
 
 
 def not_found(file_id: str) -> ApiError:
-    """404, for a file of another key, too."""
+    """Return the error for a file that does not exist, or belongs to another API key."""
     return ApiError(404, f"there is no file {file_id!r}", param="file_id")
 
 
 async def sweep(store: Store, blobs: Blobs) -> None:
-    """Delete the content of files that are deleted or have expired, unless a batch still reads it."""
+    """Delete the content of deleted and expired files that no batch reads."""
     ids = await store.removable()
     for file_id in ids:
         await blobs.delete(file_id)

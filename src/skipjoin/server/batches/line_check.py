@@ -1,8 +1,8 @@
-"""The program that checks the lines of an input file. `validate` starts it, as a process, and reads its reports.
+"""Validation process for the lines of an input file, started by `validate`.
 
     python -m skipjoin.server.batches.line_check FILE RULES
 
-RULES is JSON of `Rules`. Each line of its output is JSON of a `Report`; the last has an end.
+RULES is `Rules` as JSON. Each line of the output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ import msgspec
 
 from skipjoin.server.batches.records import LineError, LinePlace
 
-# Lines of one report: few enough that reading it takes a millisecond.
+# Lines of one report, which the server reads in a millisecond.
 CHUNK = 500
-# Errors after which nothing more is read.
-MOST_ERRORS = 100
+# Number of errors after which validation stops.
+MAX_ERRORS = 100
 LONGEST_ID = 512
-# Less of the processor's time than all that serves requests.
+# Lower priority than serving requests.
 NICENESS = 10
 _SHOWN = 80
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What lines must be like. models: names that they may call the model by, the served one first; empty: any."""
+    """Requirements on lines.
+
+    Attributes:
+        models: Allowed names of the model, the served one first. Empty allows any.
+    """
 
     endpoint: str
     max_lines: int
@@ -36,7 +40,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Some lines that are in order; or all errors, at the end; or, at the end, that there were none."""
+    """Some valid lines, or all errors.
+
+    Attributes:
+        is_over: True in the last report.
+    """
 
     lines: list[LinePlace] = []
     errors: list[LineError] = []
@@ -44,7 +52,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineFaultError(Exception):
-    """Why a line is refused."""
+    """Error of a line."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -52,7 +60,7 @@ class LineFaultError(Exception):
 
 
 def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
-    """Check a file. With an error the lines after it are no longer reported."""
+    """Yield the reports of a file. After an error, valid lines are no longer reported."""
     check, errors, places = _Check(rules), list[LineError](), list[LinePlace]()
     for number, offset, text in raw_lines(file, rules.max_line_bytes):
         is_blank = not text
@@ -67,7 +75,7 @@ def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
         except LineFaultError as fault:
             message = f"line {number}: {fault.message}"
             errors.append(LineError(code=fault.code, message=message, line=number, param=fault.param))
-            if len(errors) == MOST_ERRORS:
+            if len(errors) == MAX_ERRORS:
                 break
             continue
         places.append(LinePlace(number, custom_id, offset, len(text)))
@@ -80,8 +88,10 @@ def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
 
 
 def raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of each line, without its end; no bytes for one that is blank. Of one that is too long
-    there is a byte more than the bound, or two."""
+    """Yield number, offset and bytes of each line, without its end.
+
+    The bytes are empty for blank lines, and cut one or two bytes after the limit for long lines.
+    """
     number = offset = 0
     while line := file.readline(max_line_bytes + 2):
         number += 1
@@ -91,22 +101,30 @@ def raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, b
             if rest.endswith(b"\n"):
                 break
         offset += size
-        if number == 1 and line.startswith(b"\xef\xbb\xbf"):  # the mark with which some editors begin a file
+        if number == 1 and line.startswith(b"\xef\xbb\xbf"):  # byte order mark of some editors
             line, start = line[3:], start + 3
         text = line.rstrip(b"\r\n")
         yield number, start, b"" if text.isspace() else text
 
 
 class _Check:
-    """count: lines so far, wrong ones included."""
+    """Check of one file.
+
+    Attributes:
+        count: Number of lines so far, including invalid ones.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._seen: dict[str, int] = {}  # by custom_id, its line
+        self._seen: dict[str, int] = {}  # line number by custom_id
         self.count = 0
 
     def line(self, number: int, text: bytes) -> str:
-        """The custom_id. Raises `LineFaultError`."""
+        """Return the custom_id of a valid line.
+
+        Raises:
+            LineFaultError: The line is invalid.
+        """
         self.count += 1
         if len(text) > self._rules.max_line_bytes:
             raise LineFaultError("line_too_long", f"a line must have at most {self._rules.max_line_bytes} bytes")
@@ -154,7 +172,6 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _short(found: Any) -> str:
-    """A value for a message."""
     if found is None:
         return "nothing"
     text = repr(found) if isinstance(found, str | int | float) else type(found).__name__
@@ -162,7 +179,7 @@ def _short(found: Any) -> str:
 
 
 def main(path: str, rules: str) -> None:
-    """Check the file, and write the reports."""
+    """Write the reports of a file to standard output."""
     os.nice(NICENESS)
     with open(path, "rb") as file:
         for report in reports(file, msgspec.json.decode(rules, type=Rules)):

@@ -1,4 +1,4 @@
-"""The lines of batches: which run next, and how they end."""
+"""Lines of batches in the store: selection, requeueing and results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from skipjoin.server.batches.database import repeated
 from skipjoin.server.batches.records import BatchStatus, Line, LineResult, LineState
 from skipjoin.server.batches.tables import batches, lines, results
 
-# Rows that one statement names: SQLite has a bound on its values.
+# Rows per statement, because SQLite limits the number of parameters.
 _CHUNK = 500
 
 
 class Waiting(NamedTuple):
-    """A batch with lines to run. expires_at, seq: the order within its owner's. ready: lines."""
+    """Batch with `ready` lines to run, sorted by expiry and age."""
 
     expires_at: int
     seq: int
@@ -32,15 +32,16 @@ class Waiting(NamedTuple):
 
 
 class LineRows(Base):
-    """The part of `Store` that is about lines."""
+    """Line operations of `Store`."""
 
     @repeated
     async def take_lines(self, limit: int, model: str | None = None) -> list[Line]:
-        """READY -> RUNNING at this server, for at most `limit` lines of batches in progress. model: of the batches;
-        None: any.
+        """Move up to `limit` lines from READY to RUNNING on this server and return them.
 
-        Each goes to the owner that has the fewest lines running, so that owners take turns; among equals, and among
-        the batches of an owner, the earliest expiry is first, then the number.
+        Each line is taken from the owner with the fewest running lines, and from its batch that expires first.
+
+        Args:
+            model: Model of the batches; None for any.
         """
         async with self._db.writing() as connection:
             found = await self._in_progress(connection, is_for(model))
@@ -61,7 +62,7 @@ class LineRows(Base):
         return in_turns(taken, turns)
 
     async def line_states(self) -> dict[str, int]:
-        """How many lines are READY and RUNNING, over all batches in progress."""
+        """Return the numbers of READY and RUNNING lines of all batches in progress."""
         async with self._db.reading() as connection:
             found = await self._in_progress(connection, sa.true())
             running = (await _running(connection, list(found))).total()
@@ -74,7 +75,7 @@ class LineRows(Base):
         return {row["id"]: row for row in rows}
 
     async def _take(self, connection: AsyncConnection, batch: RowMapping, share: int) -> list[Line]:
-        """The first lines of a batch that are READY. Those that another server is taking are left out."""
+        """Take the first READY lines of a batch, except those that another server is taking."""
         ready = sa.select(lines).where(lines.c.batch_id == batch["id"], lines.c.state == LineState.READY)
         query = ready.order_by(lines.c.number).limit(share).with_for_update(skip_locked=True)
         rows = (await connection.execute(query)).mappings().all()
@@ -90,7 +91,7 @@ class LineRows(Base):
 
     @repeated
     async def put_back(self, taken: Sequence[Line]) -> None:
-        """RUNNING -> READY, for those that this server holds, with the counts of lost attempts that they have."""
+        """Requeue running lines of this server, with their numbers of lost attempts."""
         async with self._db.writing() as connection:
             held = await self._running_of(connection, taken)
             for lost in sorted({line.lost for line in taken}):
@@ -99,8 +100,10 @@ class LineRows(Base):
 
     @repeated
     async def finish(self, ended: Sequence[LineResult]) -> int:
-        """End lines: their results, states and the counts of their batches, in one transaction. A line that is not
-        RUNNING with that attempt any more is left out. Returns how many were not."""
+        """Write results and states of lines, and the counts of their batches, in one transaction.
+
+        Lines whose attempt is no longer RUNNING here are ignored. Returns the number of the others.
+        """
         unique = {result.line.key: result for result in ended}
         async with self._db.writing() as connection:
             held = await self._running_of(connection, [result.line for result in unique.values()])
@@ -119,16 +122,17 @@ class LineRows(Base):
 
     @repeated
     async def close_lines(self, batch_id: str, state: LineState) -> int:
-        """READY or RUNNING -> EXPIRED or CANCELLED, for all lines of a batch: they go to the error file with OpenAI's
-        codes batch_expired and batch_cancelled. Returns how many."""
+        """Move all READY and RUNNING lines of a batch to EXPIRED or CANCELLED, and return their number.
+
+        They go to the error file with OpenAI's codes batch_expired and batch_cancelled.
+        """
         is_open = lines.c.state.in_([LineState.READY, LineState.RUNNING])
         async with self._db.writing() as connection:
             closed = sa.update(lines).where(lines.c.batch_id == batch_id, is_open).values(state=state, server=None)
             return (await connection.execute(closed)).rowcount
 
     async def _running_of(self, connection: AsyncConnection, named: Sequence[Line]) -> set[tuple[str, int, int]]:
-        """Keys of those lines that run at this server, locked until the end of the transaction, in one order for all
-        servers."""
+        """Lock those lines that run on this server, in the same order on all servers, and return their keys."""
         held: set[tuple[str, int, int]] = set()
         columns = (lines.c.batch_id, lines.c.number, lines.c.attempt)
         mine = sa.and_(lines.c.state == LineState.RUNNING, lines.c.server == self.server)
@@ -142,9 +146,11 @@ class LineRows(Base):
 
 
 def deal(waiting: dict[str, list[Waiting]], running: Counter[str], limit: int) -> list[str]:
-    """The batches that lines are taken of, one after the other, each line to the owner that has the fewest running.
+    """Return the batch of each line to take, always for the owner with the fewest running lines.
 
-    waiting, running: batches and numbers of lines by owner.
+    Args:
+        waiting: Batches by owner.
+        running: Number of running lines by owner.
     """
     queues = {owner: deque(sorted(own)) for owner, own in waiting.items()}
     turns = [(running[owner], queue[0], owner) for owner, queue in queues.items()]
@@ -163,7 +169,7 @@ def deal(waiting: dict[str, list[Waiting]], running: Counter[str], limit: int) -
 
 
 def in_turns(taken: Sequence[Line], turns: Iterable[str]) -> list[Line]:
-    """The lines in the order of the turns, by batch; a turn without a line is left out."""
+    """Return the lines in the order of `turns`, skipping turns of batches without another line."""
     queues: dict[str, deque[Line]] = defaultdict(deque)
     for line in taken:
         queues[line.batch_id].append(line)
@@ -171,13 +177,12 @@ def in_turns(taken: Sequence[Line], turns: Iterable[str]) -> list[Line]:
 
 
 def _by_batch(named: Iterable[Line]) -> list[tuple[str, list[int]]]:
-    """Numbers of lines by batch, both in order."""
+    """Return the sorted line numbers of each batch, sorted by batch."""
     keys = sorted({(line.batch_id, line.number) for line in named})
     return [(batch_id, [number for _, number in group]) for batch_id, group in groupby(keys, lambda key: key[0])]
 
 
 async def _running(connection: AsyncConnection, batch_ids: Sequence[str]) -> Counter[str]:
-    """How many lines of these batches run."""
     run = sa.and_(lines.c.batch_id.in_(batch_ids), lines.c.state == LineState.RUNNING)
     counts = sa.select(lines.c.batch_id, sa.func.count()).where(run).group_by(lines.c.batch_id)
     return Counter({row[0]: row[1] for row in await connection.execute(counts)})
@@ -191,7 +196,7 @@ async def _set_states(connection: AsyncConnection, named: Sequence[Line], state:
 
 
 async def _count(connection: AsyncConnection, ended: Sequence[LineResult]) -> None:
-    """Add lines to the counts of their batches, in one order for all servers."""
+    """Add lines to the counts of their batches, in the same order on all servers."""
     by_batch: dict[str, list[LineResult]] = defaultdict(list)
     for result in ended:
         by_batch[result.line.batch_id].append(result)

@@ -127,7 +127,7 @@ def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> Lin
     )
 
 
-def over_quota(line: Line, most_bytes: int) -> LineResult:
-    """Return the error result of a line whose response exceeds the owner's quota of `most_bytes`."""
-    why = f"the answer does not fit into the files of this key, which may have {most_bytes} bytes: delete files"
+def over_quota(line: Line, max_bytes: int) -> LineResult:
+    """Return the error result of a line whose response exceeds the owner's quota of `max_bytes`."""
+    why = f"the answer does not fit into the files of this key, which may have {max_bytes} bytes: delete files"
     return ended(line, 429, ApiError(429, why, code="quota_exceeded").body())

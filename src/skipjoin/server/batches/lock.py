@@ -7,11 +7,7 @@ from pathlib import Path
 
 from skipjoin.server.batches.disk import as_store_error
 from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+from skipjoin.system.locks import HAS_LOCKS, lock_file
 
 LOCK_FILE = "lock"
 
@@ -29,7 +25,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, *, shared: bool) -> None:
-        if fcntl is None:
+        if not HAS_LOCKS:
             raise StoreError("batches need a system with file locks, such as Linux")
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -39,10 +35,13 @@ class FolderLock:
                 raise full from error
             raise StoreError(f"the batches' folder {folder} cannot be used: {error.strerror}") from error
         try:
-            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            is_locked = lock_file(self._file, is_shared=shared, waits=False)
         except OSError as error:
             os.close(self._file)
-            raise FolderLocked(f"another server has the batches' folder {folder}") from error
+            raise StoreError(f"the batches' folder {folder} cannot be locked: {error.strerror}") from error
+        if not is_locked:
+            os.close(self._file)
+            raise FolderLocked(f"another server has the batches' folder {folder}")
 
     def close(self) -> None:
         """Release the lock."""

@@ -1,4 +1,4 @@
-"""Batches in JSON, as OpenAI's clients read them, and the body that makes one."""
+"""Batch objects of OpenAI's API, and the request body that creates a batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.protocol import Body
 from skipjoin.server.batches.records import BatchRow, BatchStatus, LineError
 
-# OpenAI's bounds of metadata, and of the time that an output is kept.
-_MOST_KEYS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+# OpenAI's bounds of metadata and of the expiry of output files.
+_MAX_KEYS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 _SHORTEST_S, _LONGEST_S = 3600, 30 * 86400
-_MOST_WINDOW_S = 7 * 86400
+_MAX_WINDOW_S = 7 * 86400
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _WINDOW = re.compile(r"([0-9]{1,6})([smh])")
 
@@ -24,27 +24,27 @@ MetadataValue = Annotated[str, Field(max_length=_LONGEST_VALUE)]
 
 
 class ExpiresAfter(Body):
-    """How long output and error file are kept, from the time that they are written."""
+    """Expiry of output and error files, from the time that they are written."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=_SHORTEST_S, le=_LONGEST_S)]
 
 
 class BatchRequest(Body):
-    """POST /v1/batches."""
+    """Body of POST /v1/batches."""
 
     input_file_id: Annotated[str, Field(max_length=_LONGEST_VALUE)]
     endpoint: Annotated[str, Field(max_length=_LONGEST_VALUE)]
     completion_window: Annotated[str, Field(max_length=_LONGEST_KEY)]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=_MOST_KEYS)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=_MAX_KEYS)] | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
 def window_s(text: str) -> int:
-    """Seconds of a completion window, such as 24h, 90m or 20s. Raises 400."""
+    """Return the seconds of a completion window such as 24h, 90m or 20s, or raise 400."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
-    if not 1 <= seconds <= _MOST_WINDOW_S:
+    if not 1 <= seconds <= _MAX_WINDOW_S:
         raise bad_request(
             f"completion_window must be such as 24h, 90m or 20s, from 1s to 168h, got {text!r}",
             "completion_window",
@@ -53,15 +53,14 @@ def window_s(text: str) -> int:
 
 
 class ErrorList(msgspec.Struct, frozen=True):
-    """Why a batch was refused."""
+    """Validation errors of a batch."""
 
     data: tuple[LineError, ...]
     object: str = "list"
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """Lines of a batch. failed: those whose request was answered with an error; lines that expired or were cancelled
-    are in neither count."""
+    """Numbers of lines. Expired and cancelled lines count neither as completed nor as failed."""
 
     total: int
     completed: int
@@ -69,19 +68,23 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """cached_tokens: tokens of the prompts whose KV was there when they first ran."""
+    """Details of prompt tokens.
+
+    Attributes:
+        cached_tokens: Number of prompt tokens with a prefix cache hit.
+    """
 
     cached_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
-    """reasoning_tokens: they are not told apart."""
+    """Details of output tokens. Reasoning tokens are not counted separately."""
 
     reasoning_tokens: int = 0
 
 
 class BatchUsage(msgspec.Struct, frozen=True):
-    """Tokens of the lines that have ended."""
+    """Token usage of finished lines."""
 
     input_tokens: int
     output_tokens: int
@@ -91,7 +94,7 @@ class BatchUsage(msgspec.Struct, frozen=True):
 
 
 class BatchObject(msgspec.Struct, frozen=True):
-    """A batch. Times are Unix seconds."""
+    """Batch object. Times are Unix seconds."""
 
     id: str
     endpoint: str
@@ -118,7 +121,7 @@ class BatchObject(msgspec.Struct, frozen=True):
 
 
 class BatchList(msgspec.Struct, frozen=True):
-    """A page of batches. first_id, last_id: of the page; null where it is empty."""
+    """Page of batches, with the ids of its first and last batch."""
 
     data: list[BatchObject]
     has_more: bool
@@ -127,13 +130,13 @@ class BatchList(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-# The fields that row and object have in common.
+# Fields that row and object have in common.
 _SAME = tuple(name for name in BatchObject.__struct_fields__ if name in BatchRow.__dataclass_fields__)
 _CHANGED = ("metadata", "errors")
 
 
 def batch_object(row: BatchRow) -> BatchObject:
-    """A batch as clients see it."""
+    """Return the batch object of a row."""
     same = {name: getattr(row, name) for name in _SAME if name not in _CHANGED}
     tokens = row.prompt_tokens, row.completion_tokens
     return BatchObject(
@@ -146,6 +149,6 @@ def batch_object(row: BatchRow) -> BatchObject:
 
 
 def batch_list(rows: list[BatchRow], has_more: bool) -> BatchList:
-    """A page."""
+    """Return a page of batch objects."""
     first, last = (rows[0].id, rows[-1].id) if rows else (None, None)
     return BatchList([batch_object(row) for row in rows], has_more, first, last)

@@ -1,4 +1,4 @@
-"""/v1/batches: make, list, read and cancel batches."""
+"""Routes of /v1/batches."""
 
 from __future__ import annotations
 
@@ -12,66 +12,70 @@ from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.service import Service
-from skipjoin.server.batches.desk import Desk, owner_of
+from skipjoin.server.batches.context import BatchContext, owner_of
 from skipjoin.server.batches.files import limit_of
 from skipjoin.server.batches.objects import BatchRequest, batch_list, batch_object, window_s
 from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_id
 
 _PATHS = tuple(kind.path for kind in ENDPOINTS)
-_PAGE, _MOST_PAGE = 20, 100
+_PAGE, _MAX_PAGE = 20, 100
 _LONGEST_KEY = 255
-# What a client says of a batch: the body's field, and that of the row.
+# Fields of the body that a repeated request must not change, and the row's fields.
 _ASKED = {name: name for name in ("input_file_id", "endpoint", "completion_window", "metadata")} | {
     "output_expires_after": "output_expires_after_s"
 }
 
 
-def add_routes(app: FastAPI, service: Service, desk: Desk) -> Mapping[str, type[BaseModel]]:
-    """Add all of them; the bodies that they read, by path."""
+def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping[str, type[BaseModel]]:
+    """Add the routes and return their request bodies by path."""
 
     @app.post("/v1/batches")
     async def create_batch(request: Request) -> Response:
-        """Run the requests of an uploaded file."""
-        store = desk.store
+        """Create a batch that runs the requests of an uploaded file."""
+        store = context.store
         body = await service.parse(await json_body(request), BatchRequest)
-        row = _new_batch(body, await _input(desk, request, body.input_file_id), service, store.now())
-        config = desk.config
+        row = _new_batch(body, await _input(context, request, body.input_file_id), service, store.now())
+        config = context.config
         made = await store.add_batch(
             row,
             _idempotency_key(request),
-            most_active=config.batch_max_active_per_key,
-            most_bytes=config.batch_max_bytes_per_key,
+            max_active=config.batch_max_active_per_key,
+            max_bytes=config.batch_max_bytes_per_key,
         )
         _check_same(row, made)
-        desk.wake()
+        context.wake()
         return json_response(batch_object(made))
 
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> Response:
-        """Batches of this key, the newest first."""
-        store, owner, query = desk.store, owner_of(request), request.query_params
-        after, limit = query.get("after"), limit_of(query, most=_MOST_PAGE, default=_PAGE)
+        """List the batches of this API key, newest first."""
+        store, owner, query = context.store, owner_of(request), request.query_params
+        after, limit = query.get("after"), limit_of(query, most=_MAX_PAGE, default=_PAGE)
         if after is not None:
             _found(await store.batch(owner, after), after, "after")
         return json_response(batch_list(*await store.batches(owner, after=after, limit=limit)))
 
     @app.get("/v1/batches/{batch_id}")
     async def show_batch(request: Request, batch_id: str) -> Response:
-        """A batch."""
-        return json_response(batch_object(_found(await desk.store.batch(owner_of(request), batch_id), batch_id)))
+        """Show a batch."""
+        return json_response(batch_object(_found(await context.store.batch(owner_of(request), batch_id), batch_id)))
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> Response:
-        """Stop a batch; what it has is its output. One that has ended stays as it is."""
-        row = _found(await desk.store.cancel(owner_of(request), batch_id), batch_id)
-        desk.wake()
+        """Cancel a batch. Finished lines become its output. A finished batch does not change."""
+        row = _found(await context.store.cancel(owner_of(request), batch_id), batch_id)
+        context.wake()
         return json_response(batch_object(row))
 
     return {"/v1/batches": BatchRequest}
 
 
 def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) -> BatchRow:
-    """Raises 400, and 503 while the model is not known yet."""
+    """Return the row of a new batch.
+
+    Raises:
+        ApiError: 400 for invalid fields, 503 while the model is being loaded.
+    """
     if body.endpoint not in _PATHS:
         raise bad_request(f"endpoint must be {' or '.join(_PATHS)}, got {body.endpoint!r}", "endpoint")
     seconds = window_s(body.completion_window)
@@ -94,8 +98,7 @@ def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) ->
 
 
 def _check_same(asked: BatchRow, made: BatchRow) -> None:
-    """400 where the key stands for an earlier batch that was asked for in other words. Official clients would try again
-    after a 409."""
+    """Raise 400 if the idempotency key belongs to a different batch. Official clients would retry after a 409."""
     for name, field in _ASKED.items():
         if getattr(asked, field) != getattr(made, field):
             raise bad_request(
@@ -105,8 +108,8 @@ def _check_same(asked: BatchRow, made: BatchRow) -> None:
             )
 
 
-async def _input(desk: Desk, request: Request, file_id: str) -> FileRow:
-    file = await desk.store.file(owner_of(request), file_id)
+async def _input(context: BatchContext, request: Request, file_id: str) -> FileRow:
+    file = await context.store.file(owner_of(request), file_id)
     if file is None:
         raise ApiError(404, f"there is no file {file_id!r}", param="input_file_id")
     return file

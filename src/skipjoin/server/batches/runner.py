@@ -15,9 +15,9 @@ from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import MAX_N, MAX_PROMPTS
 from skipjoin.server.api.service import Phase, Service
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.commits import Commits
 from skipjoin.server.batches.lines import LineJob, ended, over_quota, prepare
 from skipjoin.server.batches.records import BlobMissing, Line, StoreError
+from skipjoin.server.batches.result_writer import ResultWriter
 from skipjoin.server.batches.store import Store
 from skipjoin.server.engines.errors import EngineDeadError, EngineError, NoReplicaError
 
@@ -30,7 +30,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
 # HTTP request would wait for a line in each of the several loop iterations until its prompt is at the engine.
 _REST_S = 0.002
 # Engine crashes after which a line fails, and after which it runs alone, so that other lines are not blamed with it.
-MOST_LOST, SUSPECT_LOST = 10, 3
+MAX_LOST, SUSPECT_LOST = 10, 3
 # Statuses after which a line is retried.
 _RETRIED = (429, 503)
 _log = logging.getLogger(__name__)
@@ -51,14 +51,14 @@ class Runner:
 
     Lines have their own admission queue, so that they do not affect the limits of HTTP requests. A line returns to the
     store if its queue is full, the server accepts no requests, or its engine crashes. After `SUSPECT_LOST` crashes it
-    runs alone, and after `MOST_LOST` it fails.
+    runs alone, and after `MAX_LOST` it fails.
     """
 
-    def __init__(self, service: Service, store: Store, blobs: Blobs, commits: Commits, *, most: int) -> None:
+    def __init__(self, service: Service, store: Store, blobs: Blobs, results: ResultWriter, *, most: int) -> None:
         config = service.config
-        self._service, self._store, self._blobs, self._commits = service, store, blobs, commits
+        self._service, self._store, self._blobs, self._results = service, store, blobs, results
         self._most = most
-        self._most_tokens = config.max_queued_tokens
+        self._max_tokens = config.max_queued_tokens
         # A line starts while the counts are below the limits, and with this margin it always fits.
         self._queue = Admission(
             most + most_of_a_line(config.max_queued_requests), 2 * config.max_queued_tokens, service.metrics
@@ -117,7 +117,7 @@ class Runner:
         lines = list(self._live.values())
         await self.drop([line.key for line in lines])
         for line in lines:
-            self._commits.put_back(line)
+            self._results.put_back(line)
 
     # -- taking lines -------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Runner:
         return (
             service.phase is Phase.OPEN
             and client.alive > 0
-            and not (client.dead or self._commits.is_failing or self._is_closing)
+            and not (client.dead or self._results.is_failing or self._is_closing)
             and asyncio.get_running_loop().time() >= self._resume_at
         )
 
@@ -148,19 +148,19 @@ class Runner:
             self._back_off("no lines can be taken")
         if len(lines) < wanted:
             self._look_at = asyncio.get_running_loop().time() + _IDLE_S
-        most_bytes = self._service.config.batch_max_bytes_per_key
-        full = await self._owners_at(most_bytes, {line.owner for line in lines})
+        max_bytes = self._service.config.batch_max_bytes_per_key
+        full = await self._owners_at(max_bytes, {line.owner for line in lines})
         for line in lines:
             if line.owner in full:
-                self._commits.finish(over_quota(line, most_bytes))
+                self._results.finish(over_quota(line, max_bytes))
             else:
                 self._live[line.key] = line
                 self._held.append(line)
 
-    async def _owners_at(self, most_bytes: int, owners: Collection[str]) -> set[str]:
-        """Return the owners at their quota, or none while the store fails, because `Commits` checks again."""
+    async def _owners_at(self, max_bytes: int, owners: Collection[str]) -> set[str]:
+        """Return the owners at their quota, or none while the store fails, because `ResultWriter` checks again."""
         with suppress(StoreError):
-            return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= most_bytes}
+            return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= max_bytes}
         return set()
 
     async def _begin_some(self) -> bool:
@@ -170,7 +170,7 @@ class Runner:
         while (
             self._held
             and queue.requests < self._most
-            and queue.tokens < self._most_tokens
+            and queue.tokens < self._max_tokens
             and self._may_join(self._held[0])
             and self._is_open()
         ):
@@ -243,7 +243,7 @@ class Runner:
             finally:
                 usage = run.usage()
                 self._service.metrics.batch_tokens(usage.completion_tokens)
-        self._commits.finish(ended(line, 200, body, usage))
+        self._results.finish(ended(line, 200, body, usage))
 
     # -- lines that fail ----------------------------------------------------------------------------------------
 
@@ -253,20 +253,20 @@ class Runner:
         if answer is None or answer.status in _RETRIED:
             self._put_back(line, str(error))
         elif answer.code != "deadline_exceeded" or has_own_deadline:
-            self._commits.finish(ended(line, answer.status, answer.body()))
+            self._results.finish(ended(line, answer.status, answer.body()))
         elif self._store.now() < line.expires_at:  # the clock was set back since the start
             self._put_back(line, str(error))
 
     def _lost(self, line: Line, error: EngineError) -> None:
         """Handle an engine crash while the line was running."""
-        if line.lost < MOST_LOST:
+        if line.lost < MAX_LOST:
             self._failed(line, error)
             return
         why = f"the engine ended {line.lost} times while it ran this request, which is not tried again"
-        self._commits.finish(ended(line, 500, ApiError(500, why, code="engine_lost").body()))
+        self._results.finish(ended(line, 500, ApiError(500, why, code="engine_lost").body()))
 
     def _put_back(self, line: Line, why: str) -> None:
-        self._commits.put_back(line)
+        self._results.put_back(line)
         self._service.metrics.batch_requeued()
         self._back_off(f"a line is tried again: {why}")
 

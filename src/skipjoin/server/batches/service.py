@@ -17,13 +17,13 @@ from skipjoin.config import ConfigError
 from skipjoin.server.api.service import Service
 from skipjoin.server.batches import files, routes
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.chores import Chore
-from skipjoin.server.batches.commits import Commits
-from skipjoin.server.batches.desk import NO_SPACE_CODE, Desk, install
-from skipjoin.server.batches.finishing import Finisher
+from skipjoin.server.batches.context import NO_SPACE_CODE, BatchContext, install
 from skipjoin.server.batches.folder import batch_folder
-from skipjoin.server.batches.intake import Intake
+from skipjoin.server.batches.input_validator import InputValidator
+from skipjoin.server.batches.output_finalizer import OutputFinalizer
+from skipjoin.server.batches.periodic import PeriodicTask
 from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, StoreUnavailable
+from skipjoin.server.batches.result_writer import ResultWriter
 from skipjoin.server.batches.runner import Runner, most_of_a_line
 from skipjoin.server.batches.store import Store
 
@@ -48,7 +48,7 @@ class Batches:
     """
 
     def __init__(self, service: Service, *, most: int) -> None:
-        self.desk = Desk(service.config, batch_folder(service.config))
+        self.context = BatchContext(service.config, batch_folder(service.config))
         self._service = service
         self._most = most
         self._work: _Work | None = None
@@ -57,20 +57,20 @@ class Batches:
     @property
     def live_requests(self) -> int:
         """Maximum number of sequences that batches add to an engine's load."""
-        if self.desk.folder is None:
+        if self.context.folder is None:
             return 0
         return self._most + most_of_a_line(self._service.config.max_queued_requests)
 
     @property
     def body_limits(self) -> dict[tuple[str, str], int]:
         """Maximum body sizes of routes with larger bodies, by method and path."""
-        return {} if self.desk.folder is None else files.body_limits(self._service.config.batch_max_file_bytes)
+        return {} if self.context.folder is None else files.body_limits(self._service.config.batch_max_file_bytes)
 
     def add_routes(self, app: FastAPI) -> Mapping[str, type[BaseModel]]:
         """Add the routes, and return the types of their bodies by path."""
         install(app)
-        files.add_routes(app, self.desk)
-        return routes.add_routes(app, self._service, self.desk)
+        files.add_routes(app, self.context)
+        return routes.add_routes(app, self._service, self.context)
 
     async def open(self) -> None:
         """Open the store and start. Lines run once the service is open.
@@ -81,7 +81,7 @@ class Batches:
         Raises:
             ConfigError: The configured folder or database cannot be used.
         """
-        folder = self.desk.folder
+        folder = self.context.folder
         if folder is None:
             return
         try:
@@ -91,7 +91,7 @@ class Batches:
             is_named = config.batch_dir is not None or config.batch_db is not None
             if is_named and not isinstance(error, StoreUnavailable | NoSpace):
                 raise ConfigError(f"files and batches cannot be kept: {error}") from error
-            self.desk.close(*_trouble(error))
+            self.context.close(*_trouble(error))
             _log.warning("this server has no files and batches for now: %s", error)
             self._opening = asyncio.create_task(self._reopen(folder))
 
@@ -102,7 +102,7 @@ class Batches:
             await asyncio.wait([self._opening])
         work, self._work = self._work, None
         if work is not None:
-            self.desk.close("the server is shutting down")
+            self.context.close("the server is shutting down")
             await work.close()
 
     async def _reopen(self, folder: Path) -> None:
@@ -111,7 +111,7 @@ class Batches:
             try:
                 await self._open(folder)
             except (StoreError, OSError) as error:
-                self.desk.close(*_trouble(error))
+                self.context.close(*_trouble(error))
         _log.info("this server has files and batches now")
 
     async def _open(self, folder: Path) -> None:
@@ -126,8 +126,8 @@ class Batches:
             raise
         self._work = _work(self._service, store, blobs, self._most)
         self._work.begin()
-        self.desk.on_change = self._work.wake
-        self.desk.open(store, blobs)
+        self.context.on_change = self._work.wake
+        self.context.open(store, blobs)
 
 
 def _trouble(error: Exception) -> tuple[str, ...]:
@@ -148,18 +148,18 @@ class _Work:
     store: Store
     blobs: Blobs
     runner: Runner
-    commits: Commits
-    chores: list[Chore]
+    results: ResultWriter
+    periodic_tasks: list[PeriodicTask]
     tasks: list[asyncio.Task[None]]
 
     def begin(self) -> None:
-        loops: list[Coroutine[Any, Any, None]] = [self.commits.run(), self.runner.run()]
-        self.tasks = [asyncio.create_task(loop) for loop in (*loops, *(chore.run() for chore in self.chores))]
+        loops: list[Coroutine[Any, Any, None]] = [self.results.run(), self.runner.run()]
+        self.tasks = [asyncio.create_task(loop) for loop in (*loops, *(task.run() for task in self.periodic_tasks))]
 
     def wake(self) -> None:
         """Run all periodic tasks soon."""
-        for chore in self.chores:
-            chore.wake()
+        for task in self.periodic_tasks:
+            task.wake()
 
     async def close(self) -> None:
         """Stop all tasks. If the store does not answer in time, the next start frees the lines."""
@@ -176,27 +176,28 @@ class _Work:
         self.blobs.close()
 
     async def _end(self) -> None:
-        for task in self.tasks[2:]:  # the chores
+        for task in self.tasks[2:]:  # the periodic tasks
             task.cancel()
         await self.runner.close()
-        self.commits.close()
+        self.results.close()
         await asyncio.wait(self.tasks)
-        await self.commits.flush()
+        await self.results.flush()
 
 
 def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
     """Create the tasks of an open store. The last results of a batch wake the finalizer."""
-    commits = Commits(store, service.metrics, most_bytes=service.config.batch_max_bytes_per_key)
-    runner = Runner(service, store, blobs, commits, most=most)
-    finish = Chore("ending batches", Finisher(store, blobs, runner, commits, service.metrics).finish_due, _LOOK_S)
-    commits.on_written = lambda: None if runner.live else finish.wake()
-    chores = [
+    results = ResultWriter(store, service.metrics, max_bytes=service.config.batch_max_bytes_per_key)
+    runner = Runner(service, store, blobs, results, most=most)
+    finalizer = OutputFinalizer(store, blobs, runner, results, service.metrics)
+    finish = PeriodicTask("ending batches", finalizer.finish_due, _LOOK_S)
+    results.on_written = lambda: None if runner.live else finish.wake()
+    periodic_tasks = [
         finish,
-        Chore("validation", Intake(service, store, blobs, runner).take_new, _LOOK_S),
-        Chore("renewing leases", Leases(service, store, runner).renew, _RENEW_S),
-        Chore("removing files", partial(files.sweep, store, blobs), _SWEEP_S),
+        PeriodicTask("validation", InputValidator(service, store, blobs, runner).take_new, _LOOK_S),
+        PeriodicTask("renewing leases", Leases(service, store, runner).renew, _RENEW_S),
+        PeriodicTask("removing files", partial(files.sweep, store, blobs), _SWEEP_S),
     ]
-    return _Work(store, blobs, runner, commits, chores, [])
+    return _Work(store, blobs, runner, results, periodic_tasks, [])
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The tables, for queries. `migrations` creates them: a change here needs a script there."""
+"""Tables for queries. `migrations` creates them, so every change here needs a script there."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from sqlalchemy import (
 )
 
 metadata = MetaData()
-# SQLite counts up only what it calls an INTEGER.
+# SQLite increments only columns of type INTEGER automatically.
 _COUNTER = BigInteger().with_variant(Integer(), "sqlite")
 _HELD = text("server IS NOT NULL")
 
-# Servers that are alive. lease_until: Unix seconds by the database's clock; on SQLite there is one, without an end.
+# Live servers. `lease_until` is Unix time in seconds of PostgreSQL's clock; SQLite has one server without a lease.
 servers = Table("servers", metadata, Column("id", Text, primary_key=True), Column("lease_until", Double))
 
-# One row at most: the folder of the files, by the id that a file in it has.
+# At most one row: the id of the folder of files, which a file in the folder also has.
 folder = Table("folder", metadata, Column("id", Text, primary_key=True))
 
-# seq: the order in which they were added. The other columns: `FileRow`.
+# `seq` is the order of creation. `FileRow` describes the other columns.
 files = Table(
     "files",
     metadata,
@@ -45,8 +45,8 @@ files = Table(
     sqlite_autoincrement=True,
 )
 
-# server: which one validates or finalizes it. result_bytes: of its output and error files until they are written. The
-# other columns: `BatchRow`.
+# `server` is the one that validates or finalizes the batch, and `result_bytes` the size of its output and error files
+# until they are written. `BatchRow` describes the other columns.
 batches = Table(
     "batches",
     metadata,
@@ -87,7 +87,7 @@ batches = Table(
     sqlite_autoincrement=True,
 )
 
-# server: which one runs it; set for RUNNING lines alone. The other columns: `Line`.
+# `server` is the one that runs the line, set for RUNNING lines only. `Line` describes the other columns.
 lines = Table(
     "lines",
     metadata,
@@ -105,7 +105,7 @@ lines = Table(
     Index("lines_held", "server", sqlite_where=_HELD, postgresql_where=_HELD),
 )
 
-# Lines of the output and error files, until those are written.
+# Lines of output and error files that are not written yet.
 results = Table(
     "results",
     metadata,

@@ -1,4 +1,4 @@
-"""A form with a file, read as it arrives: fields are kept, and the file's bytes are passed on."""
+"""Streaming parser of a form with a file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from skipjoin.server.api.errors import ApiError, bad_request
 
 FILE = "file"
-# A form has a file, its purpose and when it expires. Bytes of what is no file.
-_MOST_PARTS, _LONGEST_FIELD = 16, 1024
+# A form has a file, its purpose and its expiry.
+_MAX_PARTS, _LONGEST_FIELD = 16, 1024
 _LONGEST_NAME = 255
-# A body that is no form is the client's mistake, and its answer says so; the parser would write a line to the log.
+# The response reports an invalid form, so the parser must not log it.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 class Form:
-    """One multipart/form-data body.
+    """Body of type multipart/form-data.
 
-    fields: by name, those that have ended. filename: of the file, as a label; None: it has not begun. Raises
-    `ApiError` for what is no form, or too large a one apart from its file.
+    Attributes:
+        fields: Complete fields by name, without the file.
+        filename: Label of the file. None until the file begins.
+
+    Raises:
+        ApiError: The form is invalid, or too large apart from its file.
     """
 
     def __init__(self, content_type: str | None) -> None:
@@ -58,7 +62,7 @@ class Form:
             _refuse()
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The bytes of the file, as the body arrives, up to the end of the body."""
+        """Read the whole body and yield the bytes of the file."""
         async for chunk in body:
             if data := self._parse(chunk):
                 yield data
@@ -68,7 +72,7 @@ class Form:
             raise bad_request("file is missing: the form must have a part of that name", FILE)
 
     def _parse(self, chunk: bytes) -> bytes:
-        """What the chunk has of the file."""
+        """Parse a chunk and return its bytes of the file."""
         if self._is_complete and chunk.strip(b"\r\n"):
             raise bad_request("the body goes on after its last part")
         try:
@@ -80,11 +84,11 @@ class Form:
 
     def _begin(self) -> None:
         self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise bad_request(f"a form must have at most {_MOST_PARTS} parts")
+        if self._parts > _MAX_PARTS:
+            raise bad_request(f"a form must have at most {_MAX_PARTS} parts")
         self._disposition, self._value = "", bytearray()
 
-    # What is read may come in several pieces.
+    # Headers and values may arrive in several calls.
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -122,14 +126,14 @@ class Form:
 
 
 def label(name: bytes) -> str:
-    """A file's name as it is shown: without control characters, and not too long. It is never used as a path."""
+    """Return a short printable file name, which is never used as a path."""
     shown = "".join(c for c in name.decode("utf-8", "replace") if c.isprintable())
     return shown[:_LONGEST_NAME] or "upload"
 
 
-def too_large(most_bytes: int) -> ApiError:
-    """413. The connection stays: the rest of the body is dropped, and the client reads the answer after it."""
-    return ApiError(413, f"file must have at most {most_bytes} bytes", param=FILE)
+def too_large(max_bytes: int) -> ApiError:
+    """Return the error for a file above the limit."""
+    return ApiError(413, f"file must have at most {max_bytes} bytes", param=FILE)
 
 
 def _refuse() -> NoReturn:

@@ -1,4 +1,4 @@
-"""`validate`: the lines of an input file, checked by a niced process, so that the event loop is not held by it."""
+"""Validation of input files in a process of low priority, so that it does not block the event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from skipjoin.server.batches.line_check import Report, Rules
 from skipjoin.server.batches.records import BlobMissing, LineError, LinePlace
 
 _COMMAND = (sys.executable, "-m", "skipjoin.server.batches.line_check")
-# Bytes of a report at most: 500 custom_ids of 512 characters, each of six bytes in JSON, are 1.5 MB.
+# Maximum bytes of a report. 500 custom_ids of 512 characters, each of six bytes in JSON, have 1.5 MB.
 _LONGEST_REPORT = 4 << 20
 _decode = msgspec.json.Decoder(Report).decode
 
 
 class Refused(Exception):  # noqa: N818 -- a verdict, not an error of this program
-    """The file is not in order. errors: why, by line, the first of them."""
+    """The file is invalid.
+
+    Attributes:
+        errors: First errors, by line.
+    """
 
     def __init__(self, errors: Sequence[LineError]) -> None:
         super().__init__(errors[0].message)
@@ -27,14 +31,16 @@ class Refused(Exception):  # noqa: N818 -- a verdict, not an error of this progr
 
 
 class ValidatorDied(Exception):  # noqa: N818 -- what has happened
-    """The process ended before its work did, and may be started again."""
+    """The validation process died. Validation may be repeated."""
 
 
 async def validate(path: Path, rules: Rules) -> AsyncGenerator[list[LinePlace], None]:
-    """The lines of a file, some at a time.
+    """Yield chunks of the lines of a file. Use it in `contextlib.aclosing`, which stops the process.
 
-    Raises `Refused` if any is not in order, which is known at the end only; `ValidatorDied`; and `BlobMissing` where
-    there is no file. Use it in `contextlib.aclosing`, so that the process ends with the caller's loop.
+    Raises:
+        Refused: A line is invalid. It is raised after valid lines were yielded.
+        ValidatorDied: The validation process died.
+        BlobMissing: The file does not exist.
     """
     process = await asyncio.create_subprocess_exec(
         *_COMMAND,

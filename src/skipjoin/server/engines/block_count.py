@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from skipjoin.core.kv.interface import Ledger
-from skipjoin.core.kv.reservation_tree import LedgerError
+from skipjoin.core.kv.block_pool import LedgerError
+from skipjoin.core.kv.interface import BlockLedger
 
 logger = logging.getLogger(__name__)
 
 
-def recover_blocks(kv: Ledger, *, is_idle: bool) -> int:
+def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
     """Free leaked blocks and return their number, which is 0 unless there is a bug.
 
     Args:
@@ -20,14 +20,16 @@ def recover_blocks(kv: Ledger, *, is_idle: bool) -> int:
         LedgerError: Blocks are counted twice, so two requests may write to one block and outputs may be wrong.
     """
     forgotten = list(kv.holders()) if is_idle else []
-    if not forgotten and kv.astray == (0, 0):
+    if not forgotten and kv.leaked == (0, 0):
         return 0
-    device, host = kv.astray
-    if device < 0 or host < 0:
-        raise LedgerError(f"KV blocks are in two places at once: {-min(device, host)} too many are free or held")
-    held = kv.device_total + kv.host_total - kv.device_free - kv.host_free - device - host
+    device, cpu = kv.leaked
+    if device < 0 or cpu < 0:
+        raise LedgerError(f"KV blocks are in two places at once: {-min(device, cpu)} too many are free or held")
+    held = kv.device_total - kv.device_free - device - cpu
+    if kv.tiers is not None:
+        held += kv.tiers.cpu_total - kv.tiers.cpu_free
     for request in forgotten:
         kv.release(request)
-    lost = kv.recover() + (held if forgotten else 0)
+    lost = kv.reclaim() + (held if forgotten else 0)
     logger.error("%d KV blocks were neither free nor held by a request that lives; they are free again", lost)
     return lost

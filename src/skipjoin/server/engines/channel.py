@@ -51,9 +51,9 @@ class Channel:
         self._loop.call_soon(self.read)
         return True
 
-    def read(self, most_s: float = _TURN_S) -> None:
-        """Handle the messages that have arrived. After `most_s` seconds, yield to the event loop and continue later."""
-        end = self._loop.time() + most_s
+    def read(self, max_s: float = _TURN_S) -> None:
+        """Handle the messages that have arrived. After `max_s` seconds, yield to the event loop and continue later."""
+        end = self._loop.time() + max_s
         while not self._socket.closed:
             if self._loop.time() > end:
                 self._loop.call_soon(self.read)

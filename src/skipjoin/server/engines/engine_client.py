@@ -22,6 +22,7 @@ from skipjoin.engine.text import Output
 from skipjoin.observe.metric_table import Snapshot, merged
 from skipjoin.policies.dispatch import prefix_aware
 from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.server.engines.crash_isolation import CrashIsolation
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
 from skipjoin.server.engines.messages import (
     Abort,
@@ -38,7 +39,6 @@ from skipjoin.server.engines.messages import (
     ToEngine,
 )
 from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
-from skipjoin.server.engines.trials import Trials
 from skipjoin.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class EngineClient:
     """Submits sequences to engines, delivers their tokens and moves them to another engine after a crash.
 
     `PrefixAware` chooses the engine. A moved sequence continues after the tokens that it has, so its output does not
-    change. Sequences that may have crashed an engine are resubmitted one at a time (see `Trials`).
+    change. Sequences that may have crashed an engine are resubmitted one at a time (see `CrashIsolation`).
 
     Args:
         wanted: Number of engines that the server should have.
@@ -151,7 +151,7 @@ class EngineClient:
         self._replicas: dict[int, ConnectedEngine] = {}
         self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None while it waits
         self._waiting: dict[int, EngineSequence] = {}
-        self._trials = Trials(self._place)
+        self._isolation = CrashIsolation(self._place)
         self._dispatch = prefix_aware()
         self._gone = Snapshot.zero()  # metrics of engines that have exited, so that counters never decrease
         self._joined = 0
@@ -224,7 +224,7 @@ class EngineClient:
         for sequence in orphans.values():
             if sequence.id in self._places:
                 self._place(sequence)
-        self._trials.next()
+        self._isolation.next()
         return len(orphans)
 
     def died(self) -> None:
@@ -274,6 +274,7 @@ class EngineClient:
         """Submit a sequence.
 
         Args:
+            params: Parameters with a number as `max_tokens`; see `SamplingParams.resolved`.
             mailbox: Receives the outputs.
             index: Index of the choice, which each output carries.
             forecast: Predicted output length. See `reforecast`.
@@ -299,7 +300,7 @@ class EngineClient:
             next(self._ids),
             now,
             prompt,
-            params.max_tokens or max(1, info.max_model_len - len(prompt)),
+            params.output_limit,
             options=options,
             forecast=forecast,
             prefix=self._prefix(info, params, options, like),
@@ -330,7 +331,7 @@ class EngineClient:
     def fail_all(self, error: Exception) -> None:
         """Abort all sequences and pass the error to their jobs."""
         held = [replica.sequences for replica in self._replicas.values()]
-        sequences = [sequence for some in (*held, self._waiting, self._trials.held) for sequence in some.values()]
+        sequences = [sequence for some in (*held, self._waiting, self._isolation.held) for sequence in some.values()]
         for sequence in sequences:
             sequence.mailbox.fail(error)
         self.abort(sequences)
@@ -345,7 +346,7 @@ class EngineClient:
             await asyncio.wait(asked.values(), timeout=timeout_s)
         found = [
             LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence), sequence.owner)
-            for sequence in (*self._waiting.values(), *self._trials.held.values())
+            for sequence in (*self._waiting.values(), *self._isolation.held.values())
         ]
         silent = []
         for replica, answer in asked.items():
@@ -383,7 +384,7 @@ class EngineClient:
             self._waiting[sequence.id] = sequence
             self._places[sequence.id] = None
             return
-        if not self._trials.enter(sequence):
+        if not self._isolation.enter(sequence):
             self._places[sequence.id] = None
             return
         replica = self._replicas[self._dispatch.choose(request)]
@@ -393,7 +394,7 @@ class EngineClient:
 
     def _blame(self, orphans: Collection[EngineSequence]) -> None:
         """Fail sequences that have crashed too many engines."""
-        for sequence in self._trials.blame(orphans):
+        for sequence in self._isolation.blame(orphans):
             self._metrics.lost("engine_lost")
             text = "%s is not tried again: engines ended %d times while they ran it, %d of them without a token since"
             logger.warning(text, sequence.label or f"request {sequence.id}", sequence.deaths, sequence.stuck)
@@ -430,7 +431,7 @@ class EngineClient:
             request.output.append(token)
             generated(request)
             if sequence.stuck:
-                self._trials.passed(sequence)
+                self._isolation.passed(sequence)
             reason = ended.pop(request_id, None) if ended else None
             detail = details.get(position) if details else None
             if detail is not None and sequence.scores:
@@ -467,7 +468,7 @@ class EngineClient:
             self._dispatch.ended(sequence.request, reason)
         if sequence.on_end is not None:
             sequence.on_end(reason, len(sequence.request.output))
-        self._trials.leave(sequence)
+        self._isolation.leave(sequence)
         return replica
 
     def _tell_replicas(self) -> None:

@@ -14,8 +14,15 @@ from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.server.engines.channel import Channel
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND, THREAD_WAITING, describe_end
+from skipjoin.server.engines.heartbeat import (
+    DUMP_S,
+    HEARTBEAT_INTERVAL_S,
+    HUNG_S,
+    HeartbeatReader,
+    ask_for_stacks,
+    describe_hang,
+)
 from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup, Shutdown, ToEngine
-from skipjoin.server.engines.pulse import DUMP_S, HUNG_S, PULSE_S, PulseReader, ask_for_stacks, describe_hang
 from skipjoin.system.container import oom_kills
 from skipjoin.system.own_folder import OwnFolder
 
@@ -57,7 +64,7 @@ class EngineHandle:
         self._replica: ConnectedEngine | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._pulse_watcher: asyncio.Task[None] | None = None
+        self._heartbeat_watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
         self._failure: str | None = None
         self._is_killed = False
@@ -81,7 +88,7 @@ class EngineHandle:
         zmq_socket.set_hwm(0)  # messages in transit are bounded by the queue's limits
         zmq_socket.bind(endpoint)
         self._channel = Channel(zmq_socket, self._receive)
-        pulse = PulseReader()
+        heartbeat = HeartbeatReader()
         self._ready = loop.create_future()
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -90,17 +97,17 @@ class EngineHandle:
             stdout=2,  # what libraries print is for the operator
             # Outside the terminal's process group, so that Ctrl-C does not kill it before its requests finish.
             start_new_session=True,
-            pass_fds=(pulse.engine_fd,),
+            pass_fds=(heartbeat.engine_fd,),
         )
         assert self._process.stdin is not None
-        setup = Setup(config, endpoint, os.getpid(), pulse.engine_fd, limits)
-        pulse.started()
+        setup = Setup(config, endpoint, os.getpid(), heartbeat.engine_fd, limits)
+        heartbeat.started()
         self._process.stdin.write(msgspec.json.encode(setup))
         self._process.stdin.write_eof()
         if self._is_killed:  # while the process was being created, when there was nothing to kill
             self.kill()
         self._watcher = asyncio.create_task(self._watch(self._process))
-        self._pulse_watcher = asyncio.create_task(self._watch_pulse(pulse, self._process, limits))
+        self._heartbeat_watcher = asyncio.create_task(self._watch_heartbeat(heartbeat, self._process, limits))
         return await self._ready
 
     async def stop(self) -> None:
@@ -115,8 +122,8 @@ class EngineHandle:
                 await process.wait()
         if self._watcher is not None:
             await self._watcher
-        if self._pulse_watcher is not None:
-            await self._pulse_watcher
+        if self._heartbeat_watcher is not None:
+            await self._heartbeat_watcher
         if self._channel is not None:
             self._channel.close()
         self._context.term()
@@ -150,11 +157,13 @@ class EngineHandle:
         elif self._replica is not None:
             self.client.receive(self._replica, message)
 
-    async def _watch_pulse(self, pulse: PulseReader, process: asyncio.subprocess.Process, limits: HangLimits) -> None:
+    async def _watch_heartbeat(
+        self, heartbeat: HeartbeatReader, process: asyncio.subprocess.Process, limits: HangLimits
+    ) -> None:
         """Mark the engine as hung while it sends no heartbeat, and kill it after `limits.hang_s`."""
         while process.returncode is None:
-            await asyncio.sleep(PULSE_S)
-            silent_s = 0.0 if self._replica is None else pulse.silent_s()  # it has no pulse before it is ready
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            silent_s = 0.0 if self._replica is None else heartbeat.silent_s()  # it has no heartbeat before it is ready
             if self._replica is not None:
                 self._replica.is_hung = silent_s >= min(HUNG_S, limits.hang_s)
             if silent_s >= limits.hang_s and process.returncode is None:
@@ -162,7 +171,7 @@ class EngineHandle:
                 ask_for_stacks(process.pid)
                 await asyncio.sleep(DUMP_S)
                 self.kill()
-        pulse.close()
+        heartbeat.close()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Wait for the process to exit, then fail the start and all sequences."""

@@ -11,6 +11,8 @@ from skipjoin.server.engines.engine_server import Loop, OnProgress, serve_engine
 from skipjoin.server.engines.messages import Ready, Setup
 
 logger = logging.getLogger("skipjoin.engine")
+# Fields of `Ready` that are not fields of the engine's `info`.
+_OTHER_FACTS = {"cost", "caches_prefixes"}
 
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
@@ -18,9 +20,9 @@ def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
     engine = assemble(setup.config, on_progress)
     if engine.info.notice:
         logger.info("%s", engine.info.notice)
-    own = {"cost": engine.info.cost.current, "caches_prefixes": engine.caches_prefixes}
-    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in own}
-    return EngineLoop(engine), Ready(**facts, **own)
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in _OTHER_FACTS}
+    ready = Ready(**facts, cost=engine.info.cost.current, caches_prefixes=engine.caches_prefixes)
+    return EngineLoop(engine), ready
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server import logs
 from skipjoin.server.engines.block_count import recover_blocks
 from skipjoin.server.engines.engine_program import ORPHANED, describe_error
+from skipjoin.server.engines.heartbeat import Heartbeat, print_stacks
 from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
     Abort,
@@ -55,7 +56,6 @@ from skipjoin.server.engines.messages import (
     StepOutputs,
     ToEngine,
 )
-from skipjoin.server.engines.pulse import Pulse, print_stacks
 from skipjoin.server.engines.stall import StallWatch
 from skipjoin.system.machine import resident_bytes
 
@@ -172,7 +172,7 @@ def _describe(core: EngineCore, request: Request, place: int, now: float) -> Req
         output_tokens=len(request.output),
         computed_tokens=request.computed,
         device_blocks=len(held.device) if held is not None else 0,
-        host_blocks=len(held.host) if held is not None else 0,
+        host_blocks=len(held.cpu) if held is not None else 0,
         wait_reason=wait.reason.value if wait is not None else None,
         wait_s=now - wait.since if wait is not None else None,
         short_blocks=wait.short if wait is not None else 0,
@@ -185,7 +185,7 @@ def _state_name(core: EngineCore, request: Request) -> str:
     if request.last_plan >= core.scheduler.latest_plan:
         return "running"
     held = core.kv.blocks_of(request)
-    if held is not None and (held.host or held.moving is not None):
+    if held is not None and (held.cpu or held.moving is not None):
         return "swapped"
     has_run = request.computed or request.evictions or len(request.output) > request.resumed_tokens
     return "preempted" if has_run else "waiting"
@@ -239,7 +239,7 @@ class EngineServer:
     Args:
         parent: Id of the parent process.
         is_linked: Returns whether the API process is connected.
-        pulse: Heartbeat to the parent. None sends none.
+        heartbeat: Heartbeat to the parent. None sends none.
         stall_s: Time without a plan after which an engine with requests exits.
     """
 
@@ -248,10 +248,10 @@ class EngineServer:
         socket: zmq.Socket[bytes],
         parent: int,
         is_linked: Callable[[], bool] = lambda: True,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
         stall_s: float = math.inf,
     ) -> None:
-        self.pulse = pulse or Pulse(None, math.inf)
+        self.heartbeat = heartbeat or Heartbeat(None, math.inf)
         self._stalls = StallWatch(stall_s)
         self._socket = socket
         self._parent = parent
@@ -273,7 +273,7 @@ class EngineServer:
 
     def progress(self, what: str, share: float) -> None:
         """Report progress of the startup, or of a restart of ranks between two steps."""
-        self.pulse.turned()
+        self.heartbeat.turned()
         self.send(LoadProgress(what, share))
 
     @property
@@ -288,7 +288,7 @@ class EngineServer:
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
             # After an abort of the last request the engine is idle, but has events to send first.
             self._read_inbox(loop, wait=loop.idle and not loop.core.scheduler.events)
-            self.pulse.turned()
+            self.heartbeat.turned()
             begin = time.monotonic()
             events = loop.step()
             done = not loop.core.requests
@@ -368,13 +368,13 @@ class EngineServer:
         now = time.monotonic()
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
-        kv = loop.core.kv
-        metrics.recovered(recover_blocks(kv, is_idle=loop.idle))
+        kv, cache = loop.core.kv, loop.core.kv.cache
+        metrics.recovered(recover_blocks(loop.core.scheduler.kv, is_idle=loop.idle))
         metrics.shares(
-            cached=kv.cached_blocks,
-            cached_on_host=kv.cached_host_blocks,
-            shared=kv.shared_blocks,
-            lent=kv.lent_blocks,
+            cached=cache.cached_blocks if cache is not None else 0,
+            cached_on_host=cache.cached_cpu_blocks if cache is not None else 0,
+            shared=cache.shared_blocks if cache is not None else 0,
+            lent=kv.sharing.lent_blocks if kv.sharing is not None else 0,
         )
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:
@@ -418,7 +418,7 @@ def serve_engine(load: LoadEngine) -> int:
         logger.error("the engine ends: %s", error)
         return ORPHANED
     server = EngineServer(
-        socket, setup.parent, is_linked, Pulse(setup.pulse_fd, setup.limits.step_s), setup.limits.hang_s
+        socket, setup.parent, is_linked, Heartbeat(setup.heartbeat_fd, setup.limits.step_s), setup.limits.hang_s
     )
     recorder: TimelineWriter | None = None
     try:
@@ -448,7 +448,7 @@ def serve_engine(load: LoadEngine) -> int:
 def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder: TimelineWriter | None) -> None:
     loop, ready = load(setup, server.progress)
     server.send(ready)
-    server.pulse.start()
+    server.heartbeat.start()
     metrics = EngineMetrics(
         device_blocks=ready.device_blocks,
         block_size=ready.block_size,

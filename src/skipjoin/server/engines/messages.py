@@ -12,7 +12,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.observe.metric_table import Snapshot
 from skipjoin.policies.cost import LinearCost
-from skipjoin.sampling import SamplingParams, Scored, TokenDetail
+from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
 
 class ListenerKey(msgspec.Struct, frozen=True):
@@ -41,14 +41,14 @@ class Setup(msgspec.Struct, frozen=True):
     Attributes:
         at: Address of the API process's local socket, or the key to its listener.
         parent: Process id of the parent. The engine exits when the parent does.
-        pulse_fd: File descriptor of the heartbeat pipe (see `pulse`). None disables the heartbeat.
+        heartbeat_fd: File descriptor of the heartbeat pipe (see `heartbeat`). None disables the heartbeat.
         limits: Time limits after which the engine counts as hung.
     """
 
     config: EngineConfig
     at: str | ListenerKey
     parent: int
-    pulse_fd: int | None = None
+    heartbeat_fd: int | None = None
     limits: HangLimits = HANG_LIMITS
 
 
@@ -191,7 +191,7 @@ class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):
     """
 
     id: int
-    scores: list[Scored]
+    scores: list[TokenLogprob]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):

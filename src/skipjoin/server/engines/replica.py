@@ -9,8 +9,8 @@ import msgspec
 
 from skipjoin.exec.ranks.cluster import import_ray
 from skipjoin.server.engines.engine_program import THREAD_WAITING, describe_end
+from skipjoin.server.engines.heartbeat import HeartbeatReader, describe_hang, end_hung
 from skipjoin.server.engines.messages import Setup
-from skipjoin.server.engines.pulse import PulseReader, describe_hang, end_hung
 from skipjoin.system.container import oom_kills
 
 
@@ -31,15 +31,15 @@ class EngineReplica:
 
         Args:
             command: Command line of the engine process.
-            setup: `Setup` as JSON. `parent` and `pulse_fd` are filled in here.
+            setup: `Setup` as JSON. `parent` and `heartbeat_fd` are filled in here.
 
         Raises:
             RuntimeError: The engine did not start.
         """
         self._oom_kills = oom_kills()
-        self._pulse = PulseReader()
-        notify = self._pulse.engine_fd
-        mine = msgspec.structs.replace(msgspec.json.decode(setup, type=Setup), parent=os.getpid(), pulse_fd=notify)
+        self._heartbeat = HeartbeatReader()
+        notify = self._heartbeat.engine_fd
+        mine = msgspec.structs.replace(msgspec.json.decode(setup, type=Setup), parent=os.getpid(), heartbeat_fd=notify)
         self._limits = mine.limits
         self._process = subprocess.Popen(
             command,
@@ -48,20 +48,20 @@ class EngineReplica:
             env={**THREAD_WAITING, **os.environ},
             pass_fds=(notify,),
         )
-        self._pulse.started()
+        self._heartbeat.started()
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
             pipe.write(msgspec.json.encode(mine))
-        if not self._pulse.wait():
+        if not self._heartbeat.wait():
             raise RuntimeError(self._describe_end(self._process.wait()))
 
     def check_health(self) -> None:
-        """Check the engine, and kill it if it hangs. Call every `PULSE_S`.
+        """Check the engine, and kill it if it hangs. Call every `HEARTBEAT_INTERVAL_S`.
 
         Raises:
             RuntimeError: The engine has exited or was killed.
         """
-        if self._pulse.silent_s() >= self._limits.hang_s and self._process.poll() is None:
+        if self._heartbeat.silent_s() >= self._limits.hang_s and self._process.poll() is None:
             end_hung(self._process)
             raise RuntimeError(describe_hang(self._limits))
         if (code := self._process.poll()) is not None:
@@ -71,7 +71,7 @@ class EngineReplica:
         """Kill the engine. Not needed if this process exits, too."""
         self._process.kill()
         self._process.wait()
-        self._pulse.close()
+        self._heartbeat.close()
 
     def _describe_end(self, code: int) -> str:
         return describe_end(code, is_out_of_memory=oom_kills() > self._oom_kills)

@@ -27,9 +27,6 @@ from skipjoin.system.container import usable_cpus
 
 logger = logging.getLogger(__name__)
 
-# Consecutive failed starts after which the server exits if it has no engine.
-MOST_FAILURES = 3
-
 ResultT = TypeVar("ResultT")
 
 
@@ -65,7 +62,6 @@ class ReplicaSet:
         self._started: asyncio.Future[Ready] | None = None
         self._supervisor: ReplicaSupervisor | None = None
         self._life: asyncio.Task[None] | None = None
-        self._failures = 0  # consecutive failed starts
         self._is_ending = False
 
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
@@ -179,7 +175,6 @@ class ReplicaSet:
     def came_up(self, number: int, info: Ready, link: EngineLink) -> ConnectedEngine:
         """Add an engine that accepts requests."""
         replica = self._client.join(info, link.send)
-        self._failures = 0
         if self._started is not None and not self._started.done():
             if self._client.alive == self._client.wanted:
                 self._started.set_result(info)
@@ -211,10 +206,6 @@ class ReplicaSet:
             self._fail_start(failure)
         reason = failure or "its process or its machine has ended"
         logger.warning("replica %d died (%s); %d of its requests continue on others", number, reason, moved)
-        if replica is None:
-            self._failures += 1
-            if self._failures >= MOST_FAILURES:
-                self._give_up(f"{self._failures} starts in a row failed, the last one: {reason}")
 
 
 class _Engine:

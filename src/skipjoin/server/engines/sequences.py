@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.engine.text import Output
-from skipjoin.sampling import SamplingParams, Scored
+from skipjoin.sampling import SamplingParams, TokenLogprob
 from skipjoin.server.engines.messages import Add
 
 # Called at the end of a sequence with the reason and its number of output tokens.
@@ -17,7 +17,7 @@ OnEnd = Callable[[FinishReason, int], None]
 
 # Maximum of unread outputs of a job, log-probabilities included: a base (about 3 MB) and an allowance for each sequence
 # (0.4 MB, or 200 steps with all log-probabilities).
-MOST_WAITING, MOST_OF_SEQUENCE = 1 << 15, 1 << 12
+MAX_WAITING, MAX_OF_SEQUENCE = 1 << 15, 1 << 12
 # Maximum outputs that `get` returns, so that other streams are not delayed.
 _TAKEN = 256
 
@@ -34,7 +34,7 @@ class Mailbox:
 
     def __init__(self, on_full: Callable[[], None] = lambda: None, sequences: int = 1) -> None:
         self._on_full = on_full
-        self._most = MOST_WAITING + sequences * MOST_OF_SEQUENCE
+        self._most = MAX_WAITING + sequences * MAX_OF_SEQUENCE
         self._items: list[Output] = []
         self._size = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -130,7 +130,7 @@ class EngineSequence:
         self.owner = ""
         self.cached_tokens = 0
         self.patience: asyncio.TimerHandle | None = None
-        self.scores: list[Scored] = []
+        self.scores: list[TokenLogprob] = []
         self.alarm: asyncio.TimerHandle | None = None
         self.has_begun = False
         self.deaths = self.stuck = 0

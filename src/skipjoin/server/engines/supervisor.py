@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 from skipjoin.exec.ranks.cluster import ClusterError, import_ray
 from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
-from skipjoin.server.engines.pulse import PULSE_S
+from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S
 from skipjoin.server.engines.replica import EngineReplica
 
 logger = logging.getLogger(__name__)
 
 # Interval of health checks.
-CHECK_S = PULSE_S
+CHECK_S = HEARTBEAT_INTERVAL_S
 # Time without an answer after which to check repeatedly that the replica's node is reachable.
 _LATE_S = 5.0
 # Time without an answer after which to replace a replica on a reachable node, which may only be busy.
 _ANSWER_S = 60.0
 # Interval of warnings that no node has room for a replica.
 _PLACE_S = 30.0
-# Consecutive failed starts after which `check` reports them.
+# Consecutive failed starts after which `check` reports them, and the server exits if it has no engine.
 _MAX_FAILURES = 3
 # Exponential backoff after failed starts: the first and the maximum delay.
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from skipjoin.config import ConfigError, SwapType, check_swap_type
 from skipjoin.config.profile import read_profile
-from skipjoin.options import Knob, check
-from skipjoin.recipes import check_names, find
+from skipjoin.options import Option, check
+from skipjoin.recipes import check_names, find, names_in
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.hardware import parse_hardware
 from skipjoin.sim.models import model_shape
@@ -33,49 +33,57 @@ class Machine:
 
     hardware: Annotated[
         str,
-        Knob("a100-40gb, a100-40gb:tp8pp2, ... or the JSON file of `skipjoin profile`.", metavar="NAME", group=_GROUP),
+        Option(
+            "GPUs of the catalog, such as a100-40gb or a100-40gb:tp8pp2, or the JSON file of `skipjoin profile`.",
+            metavar="NAME",
+            group=_GROUP,
+            is_common=True,
+        ),
     ] = "a100-40gb"
     prefill_hardware: Annotated[
         str | None,
-        Knob(
-            "As --hardware, of the copies that --prefill-replicas sets apart (default: the same).",
-            metavar="NAME",
-            group=_GROUP,
-        ),
+        Option("Hardware of the replicas of --prefill-replicas (default: --hardware).", metavar="NAME", group=_GROUP),
     ] = None
     model: Annotated[
         str | None,
-        Knob("Model of the catalogue, such as opt-13b (default: the profile's).", metavar="NAME", group=_GROUP),
+        Option(
+            "Model of the catalog, such as opt-13b (default: the profile's).",
+            metavar="NAME",
+            group=_GROUP,
+            is_common=True,
+        ),
     ] = None
     kv_gib: Annotated[
         float | None,
-        Knob(
-            "Size of the KV pool, all GPUs together (default: what the memory leaves; a profile needs it).",
+        Option(
+            "Size of the KV cache over all GPUs (default: the memory that the weights leave; required for a profile).",
             above=0,
             high=1e6,
             flags=("--kv-gib", "--kv-cache-gib"),
             metavar="GIB",
             group=_GROUP,
+            is_common=True,
         ),
     ] = None
     swap_gib: Annotated[
         float | None,
-        Knob(
-            "Size of the host pool; 0: none (default: half of the GPUs' share of RAM, or with a profile as the KV "
-            "pool).",
+        Option(
+            "Size of the KV cache's CPU tier; 0 disables swapping (default: half of the GPUs' share of RAM, or for a "
+            "profile as the KV cache).",
             low=0,
             high=1e6,
             flags=("--swap-space", "--kv-offloading-size"),
             metavar="GIB",
             group=_GROUP,
+            is_common=True,
         ),
     ] = None
     swap_dtype: SwapType = "auto"
     block_size: Annotated[
-        int | None, Knob("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
+        int | None, Option("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
     ] = None
     max_model_len: Annotated[
-        int | None, Knob("Most tokens of prompt and output together (default: the model's).", group=_GROUP)
+        int | None, Option("Maximum tokens of prompt and output together (default: the model's).", group=_GROUP)
     ] = None
 
     def __post_init__(self) -> None:
@@ -83,7 +91,7 @@ class Machine:
         check_swap_type(self.swap_dtype, "swap_gib", self.swap_gib)
 
     def systems(self, recipes: str, **settings: Any) -> list[System]:
-        """Return one system per recipe of a comma-separated list.
+        """Return one system per recipe of a list such as "fcfs,fastserve[eviction=recompute],./mine.py:edf".
 
         Recipes that need lossless swapping get it regardless of `swap_dtype`.
 
@@ -91,12 +99,14 @@ class Machine:
             settings: Further fields of `System`.
 
         Raises:
-            ConfigError: If a name is unknown, the model does not fit, or a setting is out of bounds.
+            ConfigError: If a recipe is unknown or named twice, the model does not fit, or a setting is out of bounds.
         """
-        names = [name.strip() for name in recipes.split(",")]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"recipes must differ, but {twice} is named twice")
-        check_names([find(name) for name in names], settings.get("recipe_params", {}))
+        names = names_in(recipes)
+        found = [find(name) for name in names]
+        shown = [recipe.name for recipe in found]
+        if twice := next((name for name in shown if shown.count(name) > 1), None):
+            raise ConfigError(f"recipes must differ in results, but two are called {twice}: drop or rename one of them")
+        check_names(found, settings.get("recipe_params", {}))
         return [System(recipe=name, **self._for_recipe(name)._values(name, settings)) for name in names]
 
     def _values(self, recipe: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -111,9 +121,9 @@ class Machine:
         return replace(self, swap_dtype="auto") if find(name).needs_lossless_swap else self
 
     def _parts(self) -> dict[str, Any]:
-        return self._from_profile() if self.hardware.endswith(".json") else self._from_catalogue()
+        return self._from_profile() if self.hardware.endswith(".json") else self._from_catalog()
 
-    def _from_catalogue(self) -> dict[str, Any]:
+    def _from_catalog(self) -> dict[str, Any]:
         group = parse_hardware(self.hardware)
         if self.model is None:
             raise ConfigError(f"a model must be given for hardware {group.name}")

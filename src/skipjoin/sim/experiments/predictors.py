@@ -29,7 +29,7 @@ Jobs = Sequence[WorkloadRequest]
 PRIOR = "prior"
 
 
-class Foreseen(NamedTuple):
+class Prediction(NamedTuple):
     """Prediction for one request.
 
     Attributes:
@@ -43,7 +43,7 @@ class Foreseen(NamedTuple):
 class Predictor(Protocol):
     """Predictor of one run."""
 
-    def forecast(self, request: Request) -> Foreseen:
+    def forecast(self, request: Request) -> Prediction:
         """Return the prediction for an arriving request."""
         ...
 
@@ -84,18 +84,18 @@ class Fixed:
 
     Args:
         lengths: Predicted tokens by request id.
-        foresee: Predicts further jobs of closed streams, given the jobs and their name; None without such streams.
+        predict: Predicts further jobs of closed streams, given the jobs and their name; None without such streams.
     """
 
     def __init__(
-        self, lengths: Sequence[float], source: str, foresee: Callable[[Jobs, str], Sequence[float]] | None = None
+        self, lengths: Sequence[float], source: str, predict: Callable[[Jobs, str], Sequence[float]] | None = None
     ) -> None:
         self._lengths = list(lengths)
         self._source = source
-        self._foresee = foresee
+        self._foresee = predict
 
-    def forecast(self, request: Request) -> Foreseen:
-        return Foreseen(Forecast(max(1.0, self._lengths[request.id]), self._source))
+    def forecast(self, request: Request) -> Prediction:
+        return Prediction(Forecast(max(1.0, self._lengths[request.id]), self._source))
 
     def ended(self, event: Finished) -> None:
         pass
@@ -113,10 +113,10 @@ class FromTruth:
     foresight: Foresight
 
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Fixed:
-        def foresee(jobs: Jobs, name: str) -> Sequence[float]:
+        def predict(jobs: Jobs, name: str) -> Sequence[float]:
             return self.foresight(jobs, random.Random(f"{seed} predictor{name}")) if jobs else []
 
-        return Fixed(foresee(jobs, ""), self.name, foresee)
+        return Fixed(predict(jobs, ""), self.name, predict)
 
 
 def _oracle(jobs: Jobs, chance: random.Random) -> list[float]:
@@ -202,11 +202,11 @@ class Online:
         self._forecaster = make_forecaster(ForecastConfig(forecaster=name), clock=lambda: self._now)
         self._predicted: dict[int, Predicted] = {}
 
-    def forecast(self, request: Request) -> Foreseen:
+    def forecast(self, request: Request) -> Prediction:
         self._now = request.arrival
         predicted = self._forecaster.forecast(words(self._prompts[request.id]), request.max_tokens)
         self._predicted[request.id] = predicted
-        return Foreseen(predicted.forecast, predicted.interval)
+        return Prediction(predicted.forecast, predicted.interval)
 
     def ended(self, event: Finished) -> None:
         self._now = event.now
@@ -261,10 +261,10 @@ def columns_of(text: str | None) -> list[str]:
 def default_predictor(workload: Workload) -> str:
     """Return the predictor that uses everything a server could know."""
     has_texts = isinstance(workload, Replay) and workload.trace.has_texts
-    return "learnt" if has_texts and not workload.closed else PRIOR
+    return "learned" if has_texts and not workload.closed else PRIOR
 
 
-class Foreseeing:
+class Predictions:
     """Dispatch rule that first gives each arriving request its prediction, and records the accuracy.
 
     Args:
@@ -281,10 +281,10 @@ class Foreseeing:
         self._dispatch = dispatch
         self._predictor = predictor
         self._jct = jct
-        self._foreseen: dict[int, Foreseen] = {}
+        self._predictions: dict[int, Prediction] = {}
 
     def choose(self, request: Request) -> int:
-        self.foresee(request)
+        self.predict(request)
         return self._dispatch.choose(request)
 
     def observe(self, replica: int, events: Sequence[Event]) -> None:
@@ -293,17 +293,17 @@ class Foreseeing:
                 self.learn(event)
         self._dispatch.observe(replica, events)
 
-    def foresee(self, request: Request) -> None:
+    def predict(self, request: Request) -> None:
         """Assign an arriving request its prediction and its JCT objective."""
-        foreseen = self._foreseen[request.id] = self._predictor.forecast(request)
-        request.forecast = foreseen.forecast
+        prediction = self._predictions[request.id] = self._predictor.forecast(request)
+        request.forecast = prediction.forecast
         if self._jct is not None and not request.is_best_effort:
-            target = request.options.target._replace(jct_s=self._jct(foreseen.forecast.tokens))
+            target = request.options.target._replace(jct_s=self._jct(prediction.forecast.tokens))
             request.options = replace(request.options, target=target)
 
     def learn(self, event: Finished) -> None:
         """Process a finished request."""
-        (forecast, interval), tokens = self._foreseen.pop(event.request.id), len(event.request.output)
+        (forecast, interval), tokens = self._predictions.pop(event.request.id), len(event.request.output)
         if event.reason is FinishReason.STOP:
             self.log.add(forecast.tokens, tokens, forecast.source, interval)
         self._predictor.ended(event)

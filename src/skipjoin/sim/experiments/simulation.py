@@ -33,7 +33,7 @@ from skipjoin.policies.forward import saturating_tokens
 from skipjoin.recipes import build, find
 from skipjoin.sim.closed import ClosedStream
 from skipjoin.sim.driver import Arrivals, Dispatched, Replica, Traffic, simulate_traffic
-from skipjoin.sim.experiments.predictors import Foreseeing, Predictor, parse_predictor
+from skipjoin.sim.experiments.predictors import Predictions, Predictor, parse_predictor
 from skipjoin.sim.experiments.split import Handovers, SplitFigures
 from skipjoin.sim.experiments.submissions import END, Submissions
 from skipjoin.sim.experiments.system import System
@@ -209,8 +209,8 @@ class Run:
         machines = [*[system.prefill_system] * prefills, *[system] * others]
         watch = _Watch(machines, len(taken), len(self.jobs), on_share, on_events)
         dispatch = _dispatch(system, system, others, lambda request: lengths[request.id])
-        foreseeing = None if predictor is None else Foreseeing(dispatch, predictor, jct=jct)
-        handovers = watch.handovers = Handovers(watch.logs, prefills, foreseeing) if prefills else None
+        predictions = None if predictor is None else Predictions(dispatch, predictor, jct=jct)
+        handovers = watch.handovers = Handovers(watch.logs, prefills, predictions) if prefills else None
         # Load-aware dispatch rules and timelines need each token at its time.
         together = dispatch.ignores_tokens and on_events is _ignore
         replicas = [
@@ -220,7 +220,7 @@ class Run:
         with _without_garbage_collection():
             arrivals = submissions.arrivals(taken, self._closed(shard, submissions))
             if handovers is None:
-                traffic: Traffic = Dispatched(arrivals, foreseeing or dispatch)
+                traffic: Traffic = Dispatched(arrivals, predictions or dispatch)
             else:
                 traffic = self._split_traffic(replicas, arrivals, dispatch, handovers)
             end = simulate_traffic(replicas, traffic, on_events=watch.observe, until=cell.extent.until_s)
@@ -232,7 +232,7 @@ class Run:
         for replica, usage in enumerate(watch.usages):
             usage.close(keeps_series=shard == replica == 0)  # a record has only the series of the first replica
         decisions = [replica.decisions for replica in replicas]
-        forecasts = None if foreseeing is None else foreseeing.log
+        forecasts = None if predictions is None else predictions.log
         split = None if handovers is None else handovers.figures
         return ShardResult(end, facts, submissions.rejected, watch.usages, decisions, forecasts, split)
 

@@ -13,7 +13,7 @@ from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.observe.waits import WaitLog
 from skipjoin.policies.forward import saturating_tokens
-from skipjoin.sim.experiments.predictors import Foreseeing
+from skipjoin.sim.experiments.predictors import Predictions
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.split import Handover, SplitWatcher
 
@@ -69,19 +69,21 @@ class Handovers(SplitWatcher):
 
     Args:
         logs: One per replica. Those of prefill replicas must call `takes` for finished requests.
-        foreseeing: Assigns predictions on arrival.
+        predictions: Assigns predictions on arrival.
     """
 
-    def __init__(self, logs: Sequence[RequestLog], prefill_replicas: int, foreseeing: Foreseeing | None = None) -> None:
+    def __init__(
+        self, logs: Sequence[RequestLog], prefill_replicas: int, predictions: Predictions | None = None
+    ) -> None:
         self.figures = SplitFigures()
         self._logs = logs
         self.prefill_replicas = prefill_replicas
-        self._foreseeing = foreseeing
+        self._predictions = predictions
         self._away: dict[int, tuple[Handover, RequestFacts | None]] = {}  # in transit, by id
 
     def arrived(self, request: Request) -> None:
-        if self._foreseeing is not None:
-            self._foreseeing.foresee(request)
+        if self._predictions is not None:
+            self._predictions.predict(request)
 
     def handed_over(self, handover: Handover) -> None:
         self._away[handover.request.id] = handover, None
@@ -99,8 +101,8 @@ class Handovers(SplitWatcher):
         figures.wait_s += handover.begun - handover.ready
 
     def ended(self, event: Finished) -> None:
-        if self._foreseeing is not None:
-            self._foreseeing.learn(event)
+        if self._predictions is not None:
+            self._predictions.learn(event)
 
     def takes(self, facts: RequestFacts) -> bool:
         """Return whether a request that finished on a replica continues on another one."""

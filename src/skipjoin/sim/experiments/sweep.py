@@ -30,7 +30,7 @@ _REPLICA_TOLERANCE = 0.01
 _FIRST_STRIDE, _LONGEST_STRIDE = 1.25, 4.0
 # Range of rates that are searched.
 _LOWEST_RPS, _HIGHEST_RPS = 1e-4, 1e5
-_MOST_REPLICAS = 10_000
+_MAX_REPLICAS = 10_000
 _TICK_S = 0.2
 
 
@@ -153,7 +153,7 @@ class ReplicaSearch(BoundSearch):
 
     @cached_property
     def _most(self) -> int:
-        return min(_MOST_REPLICAS, max(len(cell.jobs()) + cell.closed_size for cell in self._cells))
+        return min(_MAX_REPLICAS, max(len(cell.jobs()) + cell.closed_size for cell in self._cells))
 
     def _number(self, cell: Cell) -> float:
         return cell.system.replicas

@@ -21,7 +21,7 @@ from skipjoin.config import (
 from skipjoin.core.kv.prefixes import NamedPrefix
 from skipjoin.core.policy import CostModel
 from skipjoin.observe.record import Record
-from skipjoin.options import Knob, Value, check
+from skipjoin.options import Option, Value, check
 from skipjoin.policies.dispatch import DISPATCH_RULES
 from skipjoin.policies.execution import decode_alone, prefill_alone, scaled_jct
 from skipjoin.policies.starvation import starvation_after
@@ -48,7 +48,7 @@ class System:
     """Simulated system: a recipe on a machine.
 
     Attributes:
-        recipe_params: Parameters of any recipes; others than this recipe's are ignored.
+        recipe_params: Parameters of any recipes; those that this recipe lacks, or has in its name, are ignored.
         model, hardware: Names for the record.
         cost: Cost model of steps and transfers.
         stages: Number of pipeline stages.
@@ -65,12 +65,12 @@ class System:
     model: str
     hardware: str
     cost: CostModel
-    kv_blocks: Annotated[int, Knob("KV blocks on the device.", low=1)]
+    kv_blocks: Annotated[int, Option("KV blocks of the device tier.", low=1)]
     block_bytes: int
     max_model_len: int
     recipe_params: Mapping[str, Value] = field(default_factory=dict)
-    block_size: Annotated[int, Knob("Tokens per KV block.", low=1)] = 16
-    host_blocks: Annotated[int, Knob("KV blocks on the host.", low=0)] = 0
+    block_size: Annotated[int, Option("Tokens per KV block.", low=1)] = 16
+    host_blocks: Annotated[int, Option("KV blocks of the CPU tier.", low=0)] = 0
     host_block_bytes: int | None = None
     swap_dtype: SwapType = "auto"
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
@@ -81,9 +81,9 @@ class System:
     fair_output_weight: OutputWeight = OUTPUT_WEIGHT
     max_tokens: Annotated[
         int | Literal["room", "exact"],
-        Knob(
-            "What requests ask for: the room that the context leaves, exactly what they will generate (this tells "
-            "policies the true lengths), or N tokens, and more where they will generate more.",
+        Option(
+            "max_tokens of requests: the rest of the context, the exact output length (which reveals it to policies), "
+            "or N, raised to the output length if that is longer.",
             low=1,
             metavar="room|exact|N",
             group="Workload",
@@ -91,47 +91,48 @@ class System:
     ] = "room"
     predictor: Annotated[
         str | None,
-        Knob(
-            "What foresees output lengths for recipes that read forecasts: a forecaster that learns (learnt, alise, "
-            "prior, ...), or the truth with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, "
-            "constant:TOKENS, column:NAME of the trace (default: learnt if the trace has texts, otherwise prior).",
+        Option(
+            "Source of forecasts for recipes that read them: a forecaster that learns (learned, alise, prior, ...), or "
+            "the true length with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, constant:TOKENS, "
+            "column:NAME of the trace (default: learned if the trace has texts, otherwise prior).",
             metavar="NAME",
             group="Workload",
         ),
     ] = None
     enable_prefix_caching: Annotated[
         bool,
-        Knob(
-            "Requests use the KV that others computed for the same first tokens of a prompt, as far as the workload "
-            "says which are the same: hash_ids of a trace, or a prefix.",
+        Option(
+            "Reuse the KV of common prefixes, which the workload defines by hash_ids of a trace or by a prefix.",
             flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
             group="Scheduling",
         ),
     ] = True
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
-    decision_s: Annotated[float, Knob("Host time of each decision.", low=0, high=1e6)] = 0.0
-    replicas: Annotated[int, Knob("Copies of the system behind one dispatcher.", low=1, group="System")] = 1
+    decision_s: Annotated[float, Option("CPU time of each scheduling decision.", low=0, high=1e6)] = 0.0
+    replicas: Annotated[
+        int, Option("Number of replicas behind one dispatcher.", low=1, group="System", is_common=True)
+    ] = 1
     dispatch: Annotated[
         str,
-        Knob(
-            "Which copy gets a request (prefix-aware, as in the server, and least-work learn the lengths of outputs)",
+        Option(
+            "Dispatch of requests to replicas; prefix-aware, as in the server, and least-work learn output lengths",
             choices=tuple(DISPATCH_RULES),
             group="System",
         ),
     ] = "round-robin"
     prefill_replicas: Annotated[
         int,
-        Knob(
-            "How many of the copies only compute prompts, as in DistServe: a request's KV then crosses the network to "
-            "one of the others, which generates all tokens but the first; 0: every copy does both.",
+        Option(
+            "Number of the replicas that only prefill, as in DistServe. KV then crosses the network to another "
+            "replica, which generates all tokens after the first. 0 lets every replica do both.",
             low=0,
             group="System",
         ),
     ] = 0
     network_gbps: Annotated[
         float | None,
-        Knob(
+        Option(
             "Gb/s of each copy's link to the others, either way, with --prefill-replicas "
             f"(default: {SPLIT_NETWORK_GBPS:g}).",
             above=0,
@@ -204,7 +205,7 @@ class System:
                 return None
             case Forecasts.TRUE:
                 return "oracle"
-            case Forecasts.LEARNT:
+            case Forecasts.LEARNED:
                 return self.predictor or default_predictor(workload)
 
     @property
@@ -238,11 +239,12 @@ class System:
 
     @property
     def own_params(self) -> dict[str, Value]:
-        """Those of `recipe_params` that this recipe has."""
+        """Those of `recipe_params` that this recipe has and does not have in its name."""
         return own(self.recipe, self.recipe_params)
 
     def describe(self) -> Record:
         """Return the record's settings: everything besides the workload that affects the figures."""
+        given = {**self.recipe_params, **find(self.recipe).fixed}
         return {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -254,7 +256,7 @@ class System:
             "swap_dtype": self.swap_dtype,
             "max_model_len": self.max_model_len,
             # Always present, for compatibility with earlier records.
-            "starvation_s": self.recipe_params.get("starvation_s", starvation_after(self.slo_s)),
+            "starvation_s": given.get("starvation_s", starvation_after(self.slo_s)),
             "max_tokens": self.max_tokens,
             "stages": self.stages,
             "stage_shares": [round(share, 4) for share in self.stage_shares] or None,
@@ -288,7 +290,7 @@ class System:
         """Return the JCT objective in seconds as a function of output tokens, for the mean prompt."""
         return scaled_jct(self.cost, scale, _mean_prompt(jobs))
 
-    def most_output(self, job: WorkloadRequest) -> int:
+    def max_output(self, job: WorkloadRequest) -> int:
         """Return the maximum number of output tokens for a job; a server would reject a larger request."""
         room = min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
         # A prefill replica needs room for the prompt and the first token.
@@ -311,17 +313,17 @@ class System:
 
     def takes(self, job: WorkloadRequest) -> bool:
         """Return whether the job's output fits."""
-        return self.most_output(job) >= job.output_tokens
+        return self.max_output(job) >= job.output_tokens
 
     def max_tokens_of(self, job: WorkloadRequest) -> int:
         """Return the `max_tokens` that the job requests."""
         match self.max_tokens:
             case "room":
-                return self.most_output(job)
+                return self.max_output(job)
             case "exact":
                 return job.output_tokens
             case number:
-                return min(max(job.output_tokens, number), self.most_output(job))
+                return min(max(job.output_tokens, number), self.max_output(job))
 
 
 def _mean_prompt(jobs: Sequence[WorkloadRequest]) -> int:

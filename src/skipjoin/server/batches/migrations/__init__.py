@@ -1,1 +1,1 @@
-"""Alembic's scripts, which the store runs when it opens a database."""
+"""Alembic scripts, run when the store opens a database."""

@@ -1,4 +1,4 @@
-"""Alembic's environment: it runs on the connection that the store has opened."""
+"""Alembic environment on the connection of the store."""
 
 from __future__ import annotations
 

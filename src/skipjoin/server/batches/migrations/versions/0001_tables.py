@@ -1,4 +1,4 @@
-"""Files, batches, their lines and results, and the servers that hold them."""
+"""Create the tables of files, batches, lines, results and servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expir
 
 
 def upgrade() -> None:
-    """Create them."""
+    """Create the tables."""
     op.create_table("servers", sa.Column("id", sa.Text, primary_key=True), sa.Column("lease_until", sa.Double))
     op.create_table("folder", sa.Column("id", sa.Text, primary_key=True))
     op.create_table(

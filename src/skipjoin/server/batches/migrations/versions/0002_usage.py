@@ -1,4 +1,4 @@
-"""Models and tokens of batches, and the keys under which they may be asked for twice."""
+"""Add models, token counts and idempotency keys of batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Earlier batches have used no tokens that are known of, have no key, and run on any model."""
+    """Earlier batches get no tokens and no key, and may run on any model."""
     for name in ("prompt_tokens", "completion_tokens"):
         op.add_column("batches", sa.Column(name, sa.BigInteger, nullable=False, server_default="0"))
     for name in ("model", "idempotency_key"):

@@ -1,4 +1,4 @@
-"""How often the engine ended while it ran a line."""
+"""Add the number of engine crashes during a line."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Of earlier attempts it is not known."""
+    """Add the column, with 0 for existing lines."""
     op.add_column("lines", sa.Column("lost", sa.Integer, nullable=False, server_default="0"))

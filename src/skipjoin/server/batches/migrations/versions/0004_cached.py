@@ -1,4 +1,4 @@
-"""Tokens of prompts whose KV was there."""
+"""Add the number of prompt tokens with a prefix cache hit."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
-    """Of lines that have ended it is not known."""
+    """Add the column, with 0 for existing batches."""
     op.add_column("batches", sa.Column("cached_tokens", sa.BigInteger, nullable=False, server_default="0"))

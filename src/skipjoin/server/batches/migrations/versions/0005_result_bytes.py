@@ -1,4 +1,4 @@
-"""Bytes of a batch's output and error files before they are written."""
+"""Add the size of output and error files that are not written yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Count the results that there are."""
+    """Add the column with the size of existing results."""
     op.add_column("batches", sa.Column("result_bytes", sa.BigInteger, nullable=False, server_default="0"))
     op.execute(
         "UPDATE batches SET result_bytes = COALESCE("

@@ -1,1 +1,1 @@
-"""One script for each version of the tables."""
+"""One script per version of the tables."""

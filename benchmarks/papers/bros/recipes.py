@@ -1,0 +1,24 @@
+"""Baseline of BROS's evaluation (section 2.2)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from skipjoin.core.policy import Policies
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.eviction import Recompute
+from skipjoin.policies.ordering import Fcfs
+from skipjoin.policies.turns import ByTurn, Turn, Turns
+from skipjoin.recipes import Settings, recipe
+from skipjoin.recipes.parts import banded, staged
+
+
+@recipe
+def round_robin(s: Settings) -> Policies:
+    """Alternating steps of real-time and best-effort requests, each first come, first served (BROS section 2.2)."""
+    turn = Turn()
+    batcher = Turns(Greedy(s.max_seqs, s.max_tokens, chunked=False), turn)
+    return Policies(
+        ByTurn(turn, partial(banded, s, Fcfs)), staged(s, batcher, s.max_tokens, cuts=False), OnDemand(), Recompute()
+    )

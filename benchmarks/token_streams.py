@@ -1,0 +1,45 @@
+"""Concurrent streams of the built-in model: their texts, and the times at which their tokens arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+
+STREAMS, TOKENS = 8, 400
+Streamed = tuple[str, list[float]]
+
+
+async def run_streams(url: str, during: Callable[[], Awaitable[object]] | None = None) -> list[Streamed]:
+    """Run greedy and seeded streams alternately, together with `during`, and return the text and times of each."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        running = asyncio.gather(*(_stream(session, url, number) for number in range(STREAMS)))
+        if during is not None:
+            await during()
+        return await running
+
+
+def longest_gap(times: list[float]) -> float:
+    """Return the longest time between two tokens."""
+    return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, number: int) -> Streamed:
+    body: dict[str, Any] = {"prompt": f"Count from {number + 3} to {number + 300}", "max_tokens": TOKENS}
+    body |= {"stream": True, "ignore_eos": True}
+    body |= {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
+    text, times = "", []
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return f"{text} {event['error']}", times
+                text += event["choices"][0]["text"]
+                times.append(time.monotonic())
+    return text, times

@@ -1,0 +1,222 @@
+"""What one request holds, with one part for each part of the ledger, and which requests hold one block."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from skipjoin.core.kv.block_pool import LedgerError
+from skipjoin.core.kv.reservations import Reservation
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move
+
+
+@dataclass(eq=False, slots=True)
+class SharedBlock:
+    """Bidirectional block: its owner fills it from the last slot down, the borrower from the first slot up.
+
+    Attributes:
+        index: Index in the owner's table.
+        copy: CPU-tier block with the saved slots at the same positions; None once it is part of the owner's swapped-out
+            blocks.
+        borrower: None after it left while some of the owner's slots are still saved.
+        at: Index in the borrower's table.
+        split: The borrower may fill the slots below, the owner the slots from here on.
+        saved: Number of the owner's lowest slots that the borrower overwrites.
+    """
+
+    block: int
+    owner: RequestBlocks
+    index: int
+    copy: int | None
+    borrower: RequestBlocks | None = None
+    at: int = 0
+    split: int = 0
+    saved: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Sharing:
+    """Bidirectional blocks of one request, by index in its table; changed by `SharedBlocks`.
+
+    Attributes:
+        lends: Blocks that it owns.
+        borrows: Blocks of others that it fills.
+        overwritten: Number of lent blocks in which the borrower overwrites some of its slots.
+    """
+
+    lends: dict[int, SharedBlock] = field(default_factory=dict)
+    borrows: dict[int, SharedBlock] = field(default_factory=dict)
+    overwritten: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Transit:
+    """Moves of one request in transit; changed by `Transfers`.
+
+    Attributes:
+        direction: Direction of its KV in transit.
+        move: Move between the tiers; None while KV arrives from another engine.
+        aside: Move to other device blocks.
+        saves: Moves that save slots which a borrower overwrites, with the index of their block.
+        lost_from: Index of the first device block that a failed move lost, while another move is in transit.
+    """
+
+    direction: Direction | None = None
+    move: Move | None = None
+    aside: Move | None = None
+    saves: dict[Move, int] = field(default_factory=dict)
+    lost_from: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class RequestBlocks:
+    """Blocks of one request and its part of each part of the ledger.
+
+    `table` to `is_settled` summarize the rest, because each step reads them for each request; see `HeldBlocks`.
+
+    Attributes:
+        keyed: Number of the first device blocks that were offered to the prefix cache.
+        is_private: Whether KV computed from here on is excluded from the prefix cache, because inexact KV was swapped
+            in.
+    """
+
+    request: Request
+    block_size: int
+    device: list[int]
+    reservation: Reservation
+    cpu: list[int] = field(default_factory=list)
+    regains: int = 0
+    keyed: int = 0
+    is_private: bool = False
+    sharing: Sharing = field(default_factory=Sharing)
+    transit: Transit = field(default_factory=Transit)
+    table: tuple[int, ...] = ()
+    room: int = 0
+    away: int = 0
+    moving: Direction | None = None
+    is_settled: bool = True
+
+    def refresh(self) -> None:
+        """Update the summaries and the reservation after a change of the device blocks."""
+        self.table = tuple(self.device)
+        self.reservation.resize()
+        self.refresh_room()
+
+    def refresh_room(self) -> None:
+        """Update all summaries but the table."""
+        self.room, self.away, self.moving, self.is_settled = self._summary()
+
+    def _summary(self) -> tuple[int, int, Direction | None, bool]:
+        moving, away = self.transit.direction, len(self.cpu) + self.sharing.overwritten
+        room = 0 if away or moving is not None else self._room()
+        return room, away, moving, moving is None and not self.transit.saves
+
+    def _room(self) -> int:
+        size, sharing = self.block_size, self.sharing
+        room = min(len(self.device) * size, self.request.claimed)
+        last = sharing.lends.get(len(self.device) - 1) if sharing.lends else None
+        if last is not None and last.borrower is not None:
+            room = min(room, (last.index + 1) * size - last.split)
+        for at, shared in sharing.borrows.items():
+            if shared.split < size:
+                return min(room, at * size + shared.split)
+        return room
+
+    def check(self) -> None:
+        """Raise `LedgerError` unless the blocks carry the computed tokens and the summaries are current."""
+        request, move, direction = self.request, self.transit.move, self.transit.direction
+        need, there = -(-request.computed // self.block_size), len(self.device) + len(self.cpu)
+        if move is not None and (direction is not Direction.OUT or self.holds_source(move)):
+            there -= len(move.source)  # on both tiers meanwhile
+        if need > there:
+            raise LedgerError(f"request {request.id} has computed more than its blocks carry")
+        if need < there and self.cpu and direction is not Direction.IN:
+            raise LedgerError(f"request {request.id} holds CPU-tier blocks behind those that it has filled")
+        if self.table != tuple(self.device):
+            raise LedgerError(f"request {request.id} has a stale block table")
+        if (self.room, self.away, self.moving, self.is_settled) != self._summary():
+            raise LedgerError(f"request {request.id} has a stale summary of its blocks")
+
+    def holds_source(self, move: Move) -> bool:
+        """Return whether the request still holds the source of a swap-out, as it does if the move is overlapped."""
+        return bool(self.device) and self.device[-1] == move.source[-1]
+
+
+class Holders:
+    """Holders of blocks with keys and of bidirectional blocks.
+
+    The first holder of a block counts it in its reservation; the others adopt it.
+
+    Attributes:
+        of: Holders of each block, at least one; blocks without keys that one request holds are left out.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[RequestBlocks]] = {}
+
+    def add(self, block: int, held: RequestBlocks) -> None:
+        """Add a holder, and resize no reservation."""
+        if (holders := self.of.get(block)) is None:
+            self.of[block] = [held]
+            return
+        if len(holders) == 1:
+            holders[0].reservation.shared += 1
+        holders.append(held)
+        held.reservation.adopted += 1
+
+    def remove(self, block: int, held: RequestBlocks) -> bool:
+        """Remove a holder, and return whether others remain. The caller resizes its reservation."""
+        holders = self.of.get(block)
+        if holders is None:
+            return False
+        first = holders[0]
+        holders.remove(held)
+        if not holders:
+            del self.of[block]
+            return False
+        if held is not first:
+            held.reservation.adopted -= 1
+        else:
+            held.reservation.shared -= 1
+            heir = holders[0].reservation
+            heir.adopted -= 1
+            heir.shared += 1
+            heir.resize()
+        if len(holders) == 1:
+            holders[0].reservation.shared -= 1
+        return True
+
+    def is_shared(self, block: int) -> bool:
+        return len(self.of.get(block, ())) > 1
+
+    def within(self, some: Collection[RequestBlocks]) -> int:
+        """Return the number of blocks with several holders, all of which are in the set `some`."""
+        if not any(held.reservation.shared for held in some):
+            return 0
+        return sum(len(holders) > 1 and set(some).issuperset(holders) for holders in self.of.values())
+
+    def counted(self, held: RequestBlocks) -> Iterable[int]:
+        """Return the request's device blocks that no earlier holder counts."""
+        if not held.reservation.adopted:
+            return held.device
+        return [block for block in held.device if self.of.get(block, (held,))[0] is held]
+
+    def check(self, requests: Collection[RequestBlocks]) -> None:
+        """Raise `LedgerError` unless these requests are the recorded holders, and all counts are right."""
+        found: dict[int, list[RequestBlocks]] = {block: [] for block in self.of}
+        for held in requests if found else ():
+            for block in held.device:
+                if block in found:
+                    found[block].append(held)
+        adopted, shared = dict.fromkeys(requests, 0), dict.fromkeys(requests, 0)
+        for block, holders in self.of.items():
+            if set(found[block]) != set(holders) or len(found[block]) != len(holders):
+                raise LedgerError(f"device block {block} is held by other requests than is known")
+            for held in holders[1:]:
+                adopted[held] += 1
+            if len(holders) > 1:
+                shared[holders[0]] += 1
+        for held in requests:
+            if (held.reservation.adopted, held.reservation.shared) != (adopted[held], shared[held]):
+                raise LedgerError(f"request {held.request.id} counts other blocks as shared than are")

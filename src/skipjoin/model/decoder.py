@@ -1,0 +1,37 @@
+"""Interface of the layers of a model family."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.layers import Builder, Embedding, LayerInputs
+
+
+class Decoder(Protocol):
+    """A model family's layers between token ids and the output projection.
+
+    Attributes:
+        EMBEDDING: Name of the embedding tensor.
+        OUTPUT: Name of the output projection tensor.
+    """
+
+    EMBEDDING: str
+    OUTPUT: str
+    embedding: Embedding | None
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None: ...
+
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
+        ...
+
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
+        """Run [T, hidden] through this rank's layers; may change `x`."""
+        ...
+
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [rows, hidden] to the input of the output projection, on the last stage."""
+        ...

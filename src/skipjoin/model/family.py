@@ -1,0 +1,139 @@
+"""Registry of model families. Each registers itself in its own file, in this package or in another installed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+# Entry points of this group name the decoder class of a family.
+ENTRY_POINTS = "skipjoin.families"
+_BUILT_IN = ("llama", "opt", "gpt_neox", "starcoder2")
+
+# Maps a parsed config.json and the name of its architecture to fields of `ModelConfig`.
+ReadFields = Callable[[Mapping[str, Any], str], dict[str, Any]]
+DecoderT = TypeVar("DecoderT", bound=type)
+
+
+class FamilyError(Exception):
+    """A model family cannot be registered or found; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Model family; see `family` for the fields."""
+
+    name: str
+    # A `Decoder`, whose module imports the configuration, which imports this one.
+    decoder: type[Any]
+    architectures: Mapping[str, str]
+    fields: ReadFields
+    prefix: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+_families: dict[str, Family] = {}
+_loaded: set[EntryPoint] = set()
+
+
+def family(
+    name: str,
+    *,
+    architectures: Mapping[str, str],
+    fields: ReadFields,
+    prefix: str,
+    sizes: Mapping[str, int] | None = None,
+) -> Callable[[DecoderT], DecoderT]:
+    """Register the decorated `Decoder` class as the model family `name`.
+
+    Args:
+        architectures: Names in `architectures` of config.json, and the `model_type` of each, for files without that
+            list.
+        fields: Returns the fields of `ModelConfig` that depend on the family. A `KeyError` names a missing value.
+        prefix: Prefix of tensor names that checkpoints lack if they were saved from the bare decoder.
+        sizes: Upper bounds of the family's own integers in config.json, which must be at least 1.
+
+    Raises:
+        FamilyError: If another class has the name or an architecture.
+    """
+
+    def register(decoder: DecoderT) -> DecoderT:
+        made = Family(name, decoder, dict(architectures), fields, prefix, dict(sizes or {}))
+        for other in _families.values():
+            is_reloaded = _path(other.decoder) == _path(decoder)
+            if other.name == name and not is_reloaded:
+                raise FamilyError(
+                    f"family {name!r} of {_path(decoder)} is registered by {_path(other.decoder)} already"
+                )
+            for architecture in architectures.keys() & other.architectures.keys() if not is_reloaded else ():
+                raise FamilyError(
+                    f"architecture {architecture} of family {name!r} belongs to family {other.name!r} already"
+                )
+        _families[name] = made
+        return decoder
+
+    return register
+
+
+def family_named(name: str) -> Family:
+    """Return the family that `find_architecture` has found before, or one of this package."""
+    _register_own()
+    return _families[name]
+
+
+def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Family]:
+    """Return the first supported architecture and its family.
+
+    Families of installed packages are loaded only if none of this package fits.
+
+    Args:
+        names: Architectures in config.json.
+        model_type: Used if `names` is empty.
+
+    Raises:
+        FamilyError: If there is none, or a package's families cannot be loaded.
+    """
+    _register_own()
+    if (found := _find(names, model_type)) is None:
+        for point in entry_points(group=ENTRY_POINTS):
+            _load(point)
+        found = _find(names, model_type)
+    if found is None:
+        supported = ", ".join(name for family in _families.values() for name in family.architectures)
+        asked = ", ".join(map(str, names or [model_type]))
+        raise FamilyError(f"architecture {asked} is not supported; supported are {supported}")
+    return found
+
+
+def _register_own() -> None:
+    for module in _BUILT_IN:
+        import_module(f"skipjoin.model.families.{module}")
+
+
+def _find(names: list[Any], model_type: str | None) -> tuple[str, Family] | None:
+    every = [(name, kind, family) for family in _families.values() for name, kind in family.architectures.items()]
+    if not names:
+        return next(((name, family) for name, kind, family in every if kind == model_type), None)
+    known = {name: family for name, _, family in every}
+    return next(((name, known[name]) for name in names if isinstance(name, str) and name in known), None)
+
+
+def _load(point: EntryPoint) -> None:
+    """Import the family of an entry point, which registers itself."""
+    if point in _loaded:
+        return
+    source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
+    what = f"entry point {point.name} = {point.value} in group {ENTRY_POINTS} of {source}"
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise FamilyError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not any(family.decoder is loaded for family in _families.values()):
+        raise FamilyError(f"{what} must name a decoder class with the decorator skipjoin.model.family.family")
+    _loaded.add(point)
+
+
+def _path(decoder: type) -> str:
+    return f"{decoder.__module__}.{decoder.__qualname__}"

@@ -1,0 +1,210 @@
+"""Logits processors: adjustments of a request's logits before temperature and filters.
+
+One processor serves all requests. What it knows of a request is that request's state, which exists while the request is
+unfinished, so that a step costs what the new tokens cost and not what the whole output costs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from skipjoin.model.transfer import to_device
+from skipjoin.sampling import SamplingParams
+
+
+class ProcessorState:
+    """State of one request in one processor.
+
+    Attributes:
+        reads_output: Whether the state depends on the output tokens. Those of the others are not passed to `accept`.
+    """
+
+    reads_output: ClassVar[bool] = False
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advance by the next output tokens. Each token is passed once, in order."""
+
+    def is_active(self, length: int) -> bool:
+        """Return whether the processor adjusts the logits of the token after `length` output tokens."""
+        return True
+
+
+class LogitsProcessor(Protocol):
+    """Adjusts logits in place, for all rows of a batch that it concerns at once."""
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> ProcessorState | None:
+        """Return the state of a new request without output, or None if its logits are never adjusted."""
+        ...
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, Any]]) -> None:
+        """Adjust rows of the logits.
+
+        Args:
+            logits: float32 [n, vocab], contiguous.
+            rows: Row numbers, ascending, with their active states of `start`.
+        """
+        ...
+
+
+def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
+    """Return the processors of `SamplingParams`, in the order in which they apply.
+
+    Token ids outside the vocabulary are ignored.
+    """
+    return LogitBias(vocab_size), RepetitionPenalty(), OutputPenalties(), MinTokens(vocab_size)
+
+
+class LogitBias:
+    """Adds `logit_bias`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def start(self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]) -> _BiasState | None:
+        known = {token: bias for token, bias in params.logit_bias.items() if token < self._vocab_size}
+        return _BiasState(known) if known else None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _BiasState]]) -> None:
+        bias = np.concatenate([state.biases for _, state in rows])
+        _flat(logits)[_index(logits, [(row, state.tokens) for row, state in rows])] += _send(bias, logits)
+
+
+class _BiasState(ProcessorState):
+    def __init__(self, bias: dict[int, float]) -> None:
+        self.tokens = np.fromiter(bias.keys(), np.int64)
+        self.biases = np.fromiter(bias.values(), np.float32)
+
+
+class RepetitionPenalty:
+    """Divides positive and multiplies negative logits of tokens in prompt or output by `repetition_penalty`."""
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> _RepetitionState | None:
+        return None if params.repetition_penalty == 1 else _RepetitionState(params.repetition_penalty, prompt)
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _RepetitionState]]) -> None:
+        seen = [(row, state.seen.tokens) for row, state in rows]
+        penalties = np.array([state.penalty for _, state in rows], np.float32)
+        factor = _send(np.repeat(penalties, [len(tokens) for _, tokens in seen]), logits)
+        flat, index = _flat(logits), _index(logits, seen)
+        values = flat[index]
+        flat[index] = torch.where(values > 0, values / factor, values * factor)
+
+
+class _RepetitionState(ProcessorState):
+    reads_output = True
+
+    def __init__(self, penalty: float, prompt: Sequence[int]) -> None:
+        self.penalty = penalty
+        self.seen = _TokenCounts()
+        self.accept(prompt)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.seen.add(tokens)
+
+
+class OutputPenalties:
+    """Subtracts `frequency_penalty` for each occurrence of a token in the output, and `presence_penalty` once."""
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> _OutputState | None:
+        frequency, presence = params.frequency_penalty, params.presence_penalty
+        return _OutputState(frequency, presence) if frequency or presence else None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _OutputState]]) -> None:
+        seen = [(row, state.seen.tokens) for row, state in rows]
+        lengths = [len(tokens) for _, tokens in seen]
+        frequency = np.repeat(np.array([state.frequency for _, state in rows], np.float32), lengths)
+        presence = np.repeat(np.array([state.presence for _, state in rows], np.float32), lengths)
+        frequency *= np.concatenate([state.seen.counts for _, state in rows])
+        flat, index = _flat(logits), _index(logits, seen)
+        flat[index] = flat[index] - _send(frequency, logits) - _send(presence, logits)
+
+
+class _OutputState(ProcessorState):
+    reads_output = True
+
+    def __init__(self, frequency: float, presence: float) -> None:
+        self.frequency, self.presence = frequency, presence
+        self.seen = _TokenCounts()
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.seen.add(tokens)
+
+    def is_active(self, length: int) -> bool:
+        return length > 0
+
+
+class MinTokens:
+    """Bans end-of-sequence and stop tokens before `min_tokens` output tokens."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> _MinTokensState | None:
+        ending = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        known = [token for token in ending if token < self._vocab_size]
+        return _MinTokensState(params.min_tokens, known) if params.min_tokens and known else None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _MinTokensState]]) -> None:
+        _flat(logits)[_index(logits, [(row, state.ending) for row, state in rows])] = -torch.inf
+
+
+class _MinTokensState(ProcessorState):
+    def __init__(self, min_tokens: int, ending: Sequence[int]) -> None:
+        self._min_tokens = min_tokens
+        self.ending = np.array(ending, np.int64)
+
+    def is_active(self, length: int) -> bool:
+        return length < self._min_tokens
+
+
+class _TokenCounts:
+    """Distinct tokens and how often each was added, as arrays that grow with their number."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._tokens = np.empty(16, np.int64)
+        self._counts = np.zeros(16, np.float32)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self._tokens[: len(self._places)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        return self._counts[: len(self._places)]
+
+    def add(self, tokens: Sequence[int]) -> None:
+        for token, count in Counter(tokens).items() if len(tokens) > 1 else ((token, 1) for token in tokens):
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._tokens[place] = token
+            self._counts[place] += count
+
+
+def _flat(logits: torch.Tensor) -> torch.Tensor:
+    return logits.view(-1)
+
+
+def _index(logits: torch.Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> torch.Tensor:
+    """Return the positions of the rows' tokens in `_flat`: int64, on the device of the logits."""
+    vocab_size = logits.shape[1]
+    return _send(np.concatenate([tokens + row * vocab_size for row, tokens in rows]), logits)
+
+
+def _send(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+    return to_device(torch.from_numpy(values), logits.device)

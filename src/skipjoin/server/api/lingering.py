@@ -1,0 +1,67 @@
+"""Lingering close: how a connection whose request is answered early ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from skipjoin.server.api.connections import ConnectionLimits
+
+
+class LingeringClose:
+    """Drops input of a connection that accepts no further request, so that its client reads the response.
+
+    A connection that is closed while bytes arrive is reset, and the client may lose unread data. Input is dropped from
+    the start; `begin` is called after the response is written.
+
+    Args:
+        max_bytes: Maximum number of bytes to drop.
+        close: Called when the client has been silent or sending for too long.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        limits: ConnectionLimits,
+        max_bytes: int,
+        close: Callable[[], None],
+    ) -> None:
+        self._transport, self._loop, self._limits, self._close = transport, loop, limits, close
+        self._remaining_bytes = max_bytes
+        self._dropped_at = self._end = 0.0  # on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+        self.has_begun = False
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if the client has sent more than may be dropped."""
+        return self._remaining_bytes < 0
+
+    def drop(self, n_bytes: int) -> None:
+        """Count dropped input."""
+        self._dropped_at = self._loop.time()
+        self._remaining_bytes -= n_bytes
+
+    def begin(self) -> None:
+        """Send the end of the stream, and close after a pause of the client or a time limit."""
+        self.has_begun = True
+        self._dropped_at = self._loop.time()
+        self._end = self._dropped_at + self._limits.linger_s
+        self._timer = self._loop.call_later(self._limits.linger_pause_s, self._on_silence)
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+            self._transport.resume_reading()
+
+    def cancel(self) -> None:
+        """Stop waiting for the client."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_silence(self) -> None:
+        due = min(self._dropped_at + self._limits.linger_pause_s, self._end)
+        if (left := due - self._loop.time()) > 0:
+            self._timer = self._loop.call_later(left, self._on_silence)
+        else:
+            self._close()

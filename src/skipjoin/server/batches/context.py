@@ -1,0 +1,97 @@
+"""Context of the routes of files and batches: the store, and whether it is available."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+
+from skipjoin.config import ServerConfig
+from skipjoin.server.api.errors import ApiError, unavailable
+from skipjoin.server.batches.blobs import Blobs
+from skipjoin.server.batches.records import FolderLocked, NoSpace, QuotaExceeded, StoreError, StoreUnavailable
+from skipjoin.server.batches.store import Store
+
+# Retry-After of errors of the store.
+_RETRY_S = 5
+_CODE, NO_SPACE_CODE = "batch_store_unavailable", "insufficient_storage"
+_log = logging.getLogger(__name__)
+
+
+class BatchContext:
+    """Batch context of a server: its store and files while they are open.
+
+    Attributes:
+        folder: Folder of the files. None if this server has no batches.
+        on_change: Called when a batch was created or cancelled.
+    """
+
+    def __init__(self, config: ServerConfig, folder: Path | None) -> None:
+        self.config = config
+        self.folder = folder
+        self.on_change: Callable[[], None] = lambda: None
+        self._trouble = unavailable("files and batches are being opened", _CODE, _RETRY_S)
+        self._store: Store | None = None
+        self._blobs: Blobs | None = None
+
+    def open(self, store: Store, blobs: Blobs) -> None:
+        """Make the store available."""
+        self._store, self._blobs = store, blobs
+
+    def close(self, trouble: str, code: str = _CODE) -> None:
+        """Make the store unavailable, with a reason and an error code for clients."""
+        self._store, self._blobs = None, None
+        self._trouble = unavailable(trouble, code, _RETRY_S)
+
+    @property
+    def store(self) -> Store:
+        """Store of batches. Raises 404 if this server has no batches, and 503 while the store is unavailable."""
+        if self._store is None:
+            raise self._closed()
+        return self._store
+
+    @property
+    def blobs(self) -> Blobs:
+        """Content of files. Raises as `store` does."""
+        if self._blobs is None:
+            raise self._closed()
+        return self._blobs
+
+    def wake(self) -> None:
+        """Call `on_change`."""
+        self.on_change()
+
+    def _closed(self) -> ApiError:
+        if self.folder is None:
+            return ApiError(404, "this server has no files and batches: it was started with batch_dir none")
+        return self._trouble
+
+
+def owner_of(request: Request) -> str:
+    """Return the owner whose files and batches a request may see, a hash of its API key."""
+    owner: str = request.state.owner
+    return owner
+
+
+def as_api_error(error: StoreError) -> ApiError:
+    """Return the response to an error of the store."""
+    if isinstance(error, NoSpace):
+        return unavailable(str(error), NO_SPACE_CODE, _RETRY_S)
+    if isinstance(error, QuotaExceeded):
+        return ApiError(429, str(error), code="quota_exceeded", headers={"Retry-After": str(_RETRY_S)})
+    if isinstance(error, StoreUnavailable | FolderLocked):
+        return unavailable(str(error), _CODE, _RETRY_S)
+    _log.error("the store of batches failed: %s", error)
+    return ApiError(500, "the store of batches failed; the server's log has the details", code="batch_store_error")
+
+
+def install(app: FastAPI) -> None:
+    """Install the exception handler for errors of the store."""
+
+    async def on_store_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StoreError)
+        return as_api_error(error).response()
+
+    app.add_exception_handler(StoreError, on_store_error)

@@ -1,0 +1,136 @@
+"""Heartbeat of an engine process: bytes on a pipe to its parent while the engine loop makes progress.
+
+A thread of the engine writes a byte every `HEARTBEAT_INTERVAL_S`, so that a long step does not look like a hang. It
+pauses while an iteration of the loop takes longer than `HangLimits.step_s`. A stopped process or a blocked interpreter
+sends no heartbeats either. After `HangLimits.hang_s` without one, the parent makes the process print its stacks and
+kills it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from skipjoin.config import HangLimits
+
+# Interval of heartbeats.
+HEARTBEAT_INTERVAL_S = 0.5
+# Time without a heartbeat after which an engine counts as hung. A busy machine may be the reason, so it is not killed.
+HUNG_S = 5.0
+# Time for a hung engine to print its stacks.
+DUMP_S = 0.5
+_DUMP_SIGNAL = signal.SIGUSR1
+_MAX_BEATS = 1 << 16
+
+
+class Heartbeat:
+    """Engine side of the heartbeat.
+
+    Args:
+        fd: File descriptor of the pipe. None disables the heartbeat.
+        limit_s: Duration of a loop iteration after which the heartbeat pauses.
+    """
+
+    def __init__(self, fd: int | None, limit_s: float) -> None:
+        self._fd = fd
+        self._limit_s = limit_s
+        self._turned_at = time.monotonic()
+
+    def start(self) -> None:
+        """Send the first heartbeat and start the thread that sends the others. Call once, when the loop begins."""
+        if self._fd is not None:
+            self.turned()
+            self._beat(self._fd)
+            threading.Thread(target=self._run, args=(self._fd,), name="skipjoin-heartbeat", daemon=True).start()
+
+    def turned(self) -> None:
+        """Record an iteration of the engine loop."""
+        self._turned_at = time.monotonic()
+
+    def _run(self, fd: int) -> None:
+        while True:
+            time.sleep(HEARTBEAT_INTERVAL_S)
+            if time.monotonic() - self._turned_at <= self._limit_s:
+                self._beat(fd)
+
+    def _beat(self, fd: int) -> None:
+        with suppress(OSError):  # the parent has exited, or the pipe is full because it has not read for hours
+            os.write(fd, b".")
+
+
+class HeartbeatReader:
+    """Parent side of the heartbeat. `engine_fd` is the `Setup.heartbeat_fd` of the engine process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        fd, self.engine_fd = os.pipe()
+        self._pipe = os.fdopen(fd, "rb", buffering=0)
+        os.set_blocking(self.engine_fd, False)
+        self._seen_at = clock()
+        self._silent_s = 0.0
+
+    def started(self) -> None:
+        """Close this process's copy of `engine_fd` after the engine process has inherited it."""
+        os.close(self.engine_fd)
+
+    def wait(self) -> bool:
+        """Block until the first heartbeat. Return False if the engine exits without one."""
+        found = bool(self._pipe.read(1))
+        self._seen_at = self._clock()
+        return found
+
+    def silent_s(self) -> float:
+        """Return the seconds since the last heartbeat. Call at least every `HEARTBEAT_INTERVAL_S`.
+
+        Time in which this process itself did not run does not count.
+        """
+        os.set_blocking(self._pipe.fileno(), False)
+        now = self._clock()
+        if self._pipe.read(_MAX_BEATS):  # None if the pipe is empty, b"" if the engine has closed it
+            self._silent_s, self._seen_at = 0.0, now
+            return 0.0
+        self._silent_s += min(now - self._seen_at, 2 * HEARTBEAT_INTERVAL_S)
+        self._seen_at = now
+        return self._silent_s
+
+    def close(self) -> None:
+        """Close the pipe. Idempotent."""
+        self._pipe.close()
+
+
+def print_stacks() -> None:
+    """Make this process print the stacks of its threads on a crash and on `ask_for_stacks`."""
+    faulthandler.enable()
+    faulthandler.register(_DUMP_SIGNAL)
+
+
+def ask_for_stacks(pid: int) -> None:
+    """Make an engine process print the stacks of its threads on standard error within `DUMP_S`.
+
+    A stopped process is continued, so that it can.
+    """
+    with suppress(ProcessLookupError):
+        os.kill(pid, _DUMP_SIGNAL)
+        os.kill(pid, signal.SIGCONT)
+
+
+def end_hung(process: subprocess.Popen[bytes]) -> None:
+    """Make a child process print its stacks, and kill it."""
+    ask_for_stacks(process.pid)
+    time.sleep(DUMP_S)
+    process.kill()
+    process.wait()
+
+
+def describe_hang(limits: HangLimits) -> str:
+    """Return the error text for an engine that was killed because it hung."""
+    return (
+        f"the engine process gave no sign of life for {limits.hang_s:g} s (--hang-timeout), or computed a step for "
+        f"more than {limits.step_s:g} s (--step-timeout), and was killed; the log above has the stacks of its threads"
+    )

@@ -1,0 +1,329 @@
+"""Start-up, life and shutdown of the server.
+
+| exit code | meaning |
+|---|---|
+| 0 | stopped by SIGTERM or SIGINT |
+| 1 | the engine could not start, or died |
+| 2 | the address cannot be used (the port is in use, the host is another one), or a named file, folder or encoder |
+
+The first signal drains the server: /ready and new requests get 503, running requests continue for at most
+`shutdown_timeout_s`, and batch lines return to the store. The second signal stops everything immediately. When the
+engine dies, all requests and /health fail with 503. The process stays for `DEATH_GRACE_S`, so that clients and probes
+see this, and then exits for its supervisor to restart it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import uvloop
+
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
+from skipjoin.config.access import is_loopback
+from skipjoin.engine.forecasting import open_keeper
+from skipjoin.model.config import ModelError
+from skipjoin.model.generation_config import sampling_defaults
+from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.server import logs
+from skipjoin.server.api.app import build_app, build_metrics_app
+from skipjoin.server.api.errors import unavailable
+from skipjoin.server.api.http import HttpServer
+from skipjoin.server.api.request_log import RequestLog
+from skipjoin.server.api.service import Service
+from skipjoin.server.batches.service import Batches
+from skipjoin.server.engines.engine_client import EngineClient
+from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
+from skipjoin.server.engines.engine_program import ENGINE_COMMAND
+from skipjoin.server.engines.messages import Ready
+from skipjoin.server.listeners import connection_limits, open_listeners, url_of
+from skipjoin.server.metrics import Metrics
+from skipjoin.server.progress import ProgressDisplay
+from skipjoin.server.settings import Settings, check_settings
+
+if TYPE_CHECKING:
+    from skipjoin.server.api.length_server import Questions
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
+DEATH_GRACE_S = 10.0
+DEFAULT_FORECASTS = ForecastConfig()
+_OPEN_WARNING = (
+    "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
+    "listen on 127.0.0.1 (docs/secure.md)"
+)
+# Interval in which the drain checks for open requests.
+_POLL_S = 0.05
+
+OnProgress = Callable[[str, float], None]
+
+
+class Engines(Protocol):
+    """Engine processes of a server.
+
+    Attributes:
+        died: Set when no engine is left and none will start.
+        cause: Why, and the remedy.
+    """
+
+    died: asyncio.Event
+    cause: str
+
+    async def start(self, config: EngineConfig, limits: HangLimits) -> Ready:
+        """Start the engines and wait until they accept requests.
+
+        Raises:
+            EngineStartError: An engine could not start.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Stop all processes and release their resources."""
+
+    def kill(self) -> None:
+        """Kill all processes immediately. Call `stop` next."""
+
+
+# Creates the engines of a client. The last argument is called during startup with the name of the stage and its
+# completed fraction.
+MakeEngines = Callable[[EngineClient, Sequence[str], OnProgress], Engines]
+
+
+def one_engine(client: EngineClient, command: Sequence[str], on_progress: OnProgress) -> Engines:
+    """Return a single engine in a child process."""
+    return EngineHandle(client, command=command, on_progress=on_progress)
+
+
+def run_server(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    forecast_config: ForecastConfig = DEFAULT_FORECASTS,
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    make_engines: MakeEngines = one_engine,
+    spell: Callable[[str], str] = str,
+) -> int:
+    """Run a server until it is stopped, and return its exit code.
+
+    Args:
+        engine_command: Command line of the engine process.
+        spell: Converts setting names in errors to the operator's names for them.
+    """
+    logs.configure(server_config.log_level, server_config.log_format, spell)
+    try:
+        settings = check_settings(engine_config, server_config, forecast_config)
+        # Before the model is loaded, so that a port in use is reported immediately.
+        listeners = open_listeners(settings.server)
+    except ConfigError as error:
+        logs.fail(f"{error}")
+        return EXIT_SETTING
+    if not (settings.server.api_keys or is_loopback(listeners[0].getsockname()[0])):
+        logger.warning(_OPEN_WARNING, settings.server.host)
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        return runner.run(Server(settings, engine_command, make_engines).run(*listeners))
+
+
+class Server:
+    """Components of a running server, with their start and shutdown."""
+
+    def __init__(self, settings: Settings, command: Sequence[str], make_engines: MakeEngines) -> None:
+        self._config = config = settings.server
+        self._forecasts = settings.forecasts
+        self._progress = ProgressDisplay()
+        metrics = Metrics(config.metrics_compat)
+        client = EngineClient(metrics, wanted=config.replicas, seed=settings.engine.seed)
+        self._engine = make_engines(client, command, self._progress.update)
+        self._service = Service(config, client, metrics)
+        most = config.batch_inflight or 2 * settings.engine.max_num_seqs * config.replicas
+        self._batches = Batches(self._service, most=most)
+        # After failures of the others, one engine may hold all admitted requests.
+        live_requests = config.max_queued_requests + self._batches.live_requests
+        self._engine_config = replace(settings.engine, max_live_requests=live_requests)
+        app = build_app(self._service, self._batches.add_routes, self._batches.body_limits)
+        apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
+        limits = connection_limits(config)
+        proxies = config.forwarded_allow_ips
+        self._http = [HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies) for app in apps]
+        self._questions: Questions | None = None
+        self._signals = 0
+        self._stop = asyncio.Event()
+
+    async def run(self, *listeners: socket.socket) -> int:
+        """Start, serve and shut down. Return the exit code.
+
+        Args:
+            listeners: Sockets of the API, and of /metrics if it has its own port.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        # Serve 503 while the model is loaded, so that probes can distinguish loading from dead.
+        serving = [
+            asyncio.create_task(http.serve(sockets=[one])) for http, one in zip(self._http, listeners, strict=True)
+        ]
+        try:
+            code = await self._serve([url_of(one) for one in listeners])
+        finally:
+            for http in self._http:
+                http.should_exit = True
+            await self._batches.close()
+            await asyncio.gather(*serving)
+            await self._engine.stop()
+            if self._questions is not None:
+                await self._questions.close()
+            self._service.close()
+        return code
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        self._service.drain()
+        if self._signals > 1:
+            self._engine.kill()
+            for http in self._http:
+                http.force_exit = True
+
+    async def _serve(self, urls: Sequence[str]) -> int:
+        """Start the engine and serve until shutdown. Return the exit code."""
+        try:
+            tokenizer = await self._start()
+        except (EngineStartError, ModelError) as error:
+            logs.fail(f"{error}")
+            return EXIT_ENGINE
+        except ConfigError as error:
+            logs.fail(f"{error}")
+            return EXIT_SETTING
+        finally:
+            self._progress.close()
+        if tokenizer is None:
+            return EXIT_OK
+        self._announce(*urls)
+        await _first(self._stop.wait(), self._engine.died.wait())
+        if self._engine.died.is_set():  # a signal may have arrived since
+            logger.error("the engine has died: %s", self._engine.cause)
+            if not self._stop.is_set():
+                logger.error("this server exits in %g s", DEATH_GRACE_S)
+                await _first(self._stop.wait(), asyncio.sleep(DEATH_GRACE_S))
+            return EXIT_ENGINE
+        await self._drain()
+        return EXIT_OK
+
+    async def _start(self) -> Tokenizer | None:
+        """Open the batches, start the engine and load the tokenizer. Return None if the server is stopped meanwhile."""
+        await self._batches.open()
+        if self._config.forecast_url is not None and not await self._try_questions():
+            return None
+        starting = asyncio.create_task(self._engine.start(self._engine_config, self._config.hang_limits))
+        if not await self._unless_stopped(starting):
+            self._engine.kill()
+            await asyncio.wait((starting,))
+            starting.exception()  # retrieved and dropped: the engine was killed on purpose
+            return None
+        info = starting.result()
+        template = self._config.chat_template
+        tokenizer = await self._service.in_thread(load_tokenizer, info.folder, chat_template=template)
+        if tokenizer.chat_template is not None:
+            await self._service.in_thread(tokenizer.chat_template.check)
+        defaults = sampling_defaults(info.folder, self._engine_config.generation_config)
+        if defaults:
+            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            logger.info("sampling defaults of the model's generation_config.json: %s", shown)
+        keeper = None
+        if self._forecasts is not None:
+            source = {"model": info.model, "folder": info.folder, "text_of": tokenizer.decode}
+            source["owners"] = len(set(self._config.api_keys))
+            keeper = await self._service.in_thread(open_keeper, self._forecasts, **source)
+        ask = None if self._questions is None else partial(self._questions.ask, tokenizer.decode)
+        self._service.open(info, tokenizer, keeper, ask, sampling_defaults=defaults)
+        # Existing objects are permanent, so the garbage collector need not visit them while tokens stream.
+        gc.collect()
+        gc.freeze()
+        return tokenizer
+
+    async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
+        """Wait until `work` is done or the server is stopped. Return whether it is done."""
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        return work.done()
+
+    async def _try_questions(self) -> bool:
+        """Check the server of `forecast_url` with one request. Return False if this server is stopped meanwhile.
+
+        Raises:
+            ConfigError: The other server cannot be used.
+        """
+        # Imported only when needed, because it imports aiohttp.
+        from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, Questions  # noqa: PLC0415
+
+        server = LengthServer(self._config, os.environ.get(KEY_VARIABLE))
+        self._questions = Questions(server, self._service.metrics)
+        check = asyncio.create_task(server.check())
+        if not await self._unless_stopped(check):
+            check.cancel()
+            await asyncio.wait((check,))
+            return False
+        check.result()
+        return True
+
+    def _announce(self, url: str, metrics_url: str | None = None) -> None:
+        info = self._service.info
+        print(
+            f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, "
+            f"context {info.max_model_len} tokens, "
+            f"{info.device_blocks} KV blocks of {info.block_size} and {info.host_blocks} on the host"
+            f"{'' if info.swap_dtype == 'auto' else f' as {info.swap_dtype}'}, "
+            f"{info.dtype} on {info.device})\n"
+            f"Try: {self._example(url)}" + (f"\nMetrics: {metrics_url}/metrics" if metrics_url else ""),
+            flush=True,
+        )
+
+    def _count(self) -> str:
+        replicas = self._config.replicas
+        return f"{replicas} replicas, each with " if replicas > 1 else ""
+
+    def _example(self, url: str) -> str:
+        """Return a curl command to try the server."""
+        if self._service.tokenizer.chat_template is None:
+            path, body = "completions", '{"prompt": "Hello", "max_tokens": 16}'
+        else:
+            path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Count from 3 to 12"}]}'
+        key = " -H 'Authorization: Bearer KEY'" if self._config.api_keys else ""
+        return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+
+    async def _drain(self) -> None:
+        """Wait for running requests until the time limit or a second signal, then fail the others."""
+        service = self._service
+        limit_s = self._config.shutdown_timeout_s
+        closing = asyncio.create_task(self._batches.close())  # returns their lines to the store
+        logger.info("draining: %d requests run, for at most %g s more", service.admission.requests, limit_s)
+        end = asyncio.get_running_loop().time() + limit_s
+        while (
+            (service.busy or service.admission.requests)
+            and self._signals < 2
+            and asyncio.get_running_loop().time() < end
+        ):
+            await asyncio.sleep(_POLL_S)
+        await closing
+        service.client.fail_all(unavailable("the server is shutting down", "shutting_down"))
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait for the first of `waits` to finish and cancel the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

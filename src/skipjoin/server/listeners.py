@@ -1,0 +1,106 @@
+"""Listening sockets of a server, and the number of connections that the operating system allows."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import resource
+import socket
+
+from skipjoin.config import ConfigError, ServerConfig
+from skipjoin.server.api.connections import MIN_READ_BYTES, SPARE, ConnectionLimits
+
+logger = logging.getLogger(__name__)
+
+# Length of the accept queue, so that the kernel refuses no connection of a burst.
+BACKLOG = 2048
+# File descriptors of the process itself: files, databases and libraries.
+RESERVED_DESCRIPTORS = 80
+# File descriptors of the sockets of each engine.
+DESCRIPTORS_PER_ENGINE = 16
+# Fraction of all connections that one client may have, so that others find room.
+_CLIENT_SHARE = 0.75
+# The same for connections of one address without a key, if keys are needed. It is smaller, because clients send their
+# key with the first request.
+_KEYLESS_SHARE = 0.125
+
+
+def open_listeners(config: ServerConfig) -> list[socket.socket]:
+    """Return the listening socket of the API, and of /metrics if it has its own port.
+
+    Raises:
+        ConfigError: An address cannot be used, for example because the port is taken.
+    """
+    ports = {"--port": config.port, "--metrics-port": config.metrics_port}
+    listeners: list[socket.socket] = []
+    for flag, port in ports.items():
+        try:
+            listeners += [] if port is None else [listen(config.host, port)]
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            raise ConfigError(_explain(error, config.host, port, flag)) from error
+    return listeners
+
+
+def _explain(error: OSError, host: str, port: int | None, flag: str) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use; choose another with {flag}"
+    return f"cannot listen on {host} port {port}: {error.strerror or error}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Port 0 selects a free port.
+
+    Raises:
+        OSError: The address cannot be used, for example because the port is taken.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    server = socket.socket(family, kind, protocol)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Stream events are small and must not be delayed by Nagle's algorithm.
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            # Otherwise the kernel's megabytes of send buffer hide a slow reader for minutes.
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MIN_READ_BYTES)
+        server.bind(address)
+        server.listen(BACKLOG)
+    except OSError:
+        server.close()
+        raise
+    server.setblocking(False)
+    return server
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def connection_limits(config: ServerConfig) -> ConnectionLimits:
+    """Return the limits that the settings and the operating system allow."""
+    max_connections = raise_descriptor_limit(config.max_connections, config.replicas)
+    if max_connections < config.max_connections:
+        logger.warning("the limit of open files allows %d connections, not %d", max_connections, config.max_connections)
+    per_address = _KEYLESS_SHARE if config.api_keys else _CLIENT_SHARE
+    return ConnectionLimits(
+        max_header_bytes=config.max_header_bytes,
+        max_connections=max_connections,
+        max_per_address=config.max_connections_per_address or max(1, int(per_address * max_connections)),
+        max_per_key=config.max_connections_per_key or max(1, int(_CLIENT_SHARE * max_connections)),
+        write_s=config.write_timeout_s,
+    )
+
+
+def raise_descriptor_limit(connections: int, engines: int) -> int:
+    """Raise the limit of open files for the wanted connections, and return how many it allows (at least 1)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = SPARE + RESERVED_DESCRIPTORS + engines * DESCRIPTORS_PER_ENGINE
+    needed = connections + others
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return max(1, soft - others)
+    return connections

@@ -1,0 +1,30 @@
+"""Locks of files among processes, which the kernel releases when the process ends."""
+
+from __future__ import annotations
+
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+HAS_LOCKS = fcntl is not None
+
+
+def lock_file(file: IO[str] | int, *, is_shared: bool = False, waits: bool = True) -> bool:
+    """Lock an open file until it is closed. Return False if another process holds it, or if there are no locks here.
+
+    Args:
+        file: File object or descriptor.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    if not HAS_LOCKS:
+        return False
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""Reservations alone: blocks are numbers, and nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from skipjoin.core.kv.block_pool import LedgerError
+from skipjoin.core.kv.reservations import Account, Reservation, Reservations
+from support.load import make
+
+BLOCKS = 12
+PROMPTS = Account("prompts")
+
+
+def nested() -> tuple[Reservations, list[Reservation]]:
+    """Three reservations, each nested in the one before."""
+    tree, requests = Reservations(BLOCKS), [make(number) for number in range(3)]
+    opened = [tree.open(request, []) for request in requests]
+    for request, parent, blocks in zip(requests, (None, *requests), (10, 6, 2), strict=False):
+        tree.promise(request, blocks, parent)
+    return tree, opened
+
+
+def test_nested_reservations_take_unused_blocks_of_their_parent() -> None:
+    tree, (first, second, third) = nested()
+    assert (tree.available, first.unused, second.unused, third.unused) == (2, 4, 4, 2)
+    assert tree.headroom(third.owner) == 2 + 4 + 4 + 2
+    third.held = range(9)  # more than is promised, so that the ancestors grow as well
+    third.resize()
+    assert (third.size, second.size, first.size, tree.available) == (9, 9, 10, 2)
+    tree.check()
+
+
+def test_what_nested_reservations_hold_passes_to_the_parent_of_one_that_ends() -> None:
+    tree, (first, second, third) = nested()
+    tree.close(second.owner)
+    assert third.parent is first
+    assert (tree.parent_of(third.owner), first.unused, tree.available) == (first.owner, 8, 2)
+    tree.check()
+
+
+def test_a_reservation_cannot_be_nested_in_itself() -> None:
+    tree, (first, second, third) = nested()
+    for parent in (first, second, third):
+        with pytest.raises(LedgerError, match="lends itself"):
+            tree.promise(first.owner, 1, parent.owner)
+    with pytest.raises(LedgerError, match="has no reservation"):
+        tree.promise(first.owner, 1, make(9))
+
+
+def test_evicted_blocks_help_only_those_that_they_reach() -> None:
+    tree, (first, second, third) = nested()
+    other = tree.open(make(3))
+    assert tree.beneficiaries(third.owner, second.owner) == {third.owner, second.owner, first.owner, None}
+    assert tree.returns_to(third.owner, frozenset((second.owner,)))
+    # The first reservation is promised what it has, so that nothing reaches the pool.
+    assert not tree.returns_to(third.owner, tree.beneficiaries(other.owner, None))
+
+
+def test_an_account_gets_what_is_available_and_can_cede_what_is_unused() -> None:
+    tree, (_, second, _) = nested()
+    tree.fund(PROMPTS, 5)
+    assert (tree.unused(PROMPTS), tree.available) == (2, 0)
+    tree.promise(second.owner, 6, PROMPTS)
+    assert (tree.unused(PROMPTS), tree.unused_without(PROMPTS, second.owner), tree.available) == (0, 2, -4)
+    with pytest.raises(LedgerError, match="0 are unused"):
+        tree.draw(PROMPTS, 1)
+    tree.disband()
+    assert (tree.parent_of(second.owner), tree.unused(PROMPTS), tree.available) == (None, 0, -4)
+    tree.check()
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda tree, some: setattr(some[0], "size", 9),
+        lambda tree, some: setattr(some[1], "lent", 1),
+        lambda tree, some: setattr(some[2], "parent", some[0]),
+        lambda tree, some: some[1].nested.clear() or setattr(some[1], "lent", 0),
+        lambda tree, some: tree._of.pop(some[2].owner),
+    ],
+    ids=["size", "lent", "parent", "not in the tree", "unknown"],
+)
+def test_the_check_finds(corrupt: Callable[[Reservations, list[Reservation]], object]) -> None:
+    tree, some = nested()
+    tree.check()
+    corrupt(tree, some)
+    with pytest.raises(LedgerError):
+        tree.check()

@@ -1,0 +1,211 @@
+"""Plans of small runs as text, recorded in `plans/`: a change of a decision shows as a diff.
+
+    python tests/recipes/recorded_plans.py
+
+records them again, after a change that is meant to change decisions. Each line has a time in seconds and an event:
+
+    0.045700  step 7 | 2[0:16]* +4-7 | 0@21~ | out 1: 8-9>0-1 | beside: in 3: 0>2
+
+is the decision of step 7. It computes the prompt tokens 0 to 15 of request 2 and samples its next token (`*`), in the
+device blocks 4 to 7 besides those of its earlier steps (`=` in place of `+` names all of its blocks). It computes token
+21 of request 0 and samples the next one, where the input token is still being sampled by a step in flight (`~`). Before
+the step, device blocks 8 and 9 of request 1 move to blocks 0 and 1 of the CPU tier; beside it, a block of request 3
+moves back. Slots of a block are in parentheses. Other lines tell which requests arrive, are preempted and finish.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from skipjoin.core.events import Admitted, Arrived, Claimed, Event, Finished, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.forecast import Forecast
+from skipjoin.core.request import DEFAULT_OPTIONS, Request
+from skipjoin.core.step import Move, Slice, StepPlan
+from skipjoin.exec.simulated import never
+from support.load import load
+from support.policies import EVICTIONS
+from support.watch import Run, World, run
+
+FOLDER = Path(__file__).with_name("plans")
+# Lines of a diff that are shown.
+MAX_LINES = 24
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A small run.
+
+    Attributes:
+        requests: Arguments of `load`, by name.
+        error: Forecasts are wrong by up to this factor; None for requests without forecasts.
+        clients: Number of clients that take turns in sending the requests.
+        failures: Share of moves that fail.
+        urgent: Id of an urgent request.
+        deadline: Id of a request with a deadline that it cannot meet.
+        given_up: Id of a request that the executor gives up after its prompt.
+    """
+
+    world: World
+    requests: dict[str, object]
+    error: float | None = None
+    clients: int = 1
+    failures: float = 0.0
+    urgent: int | None = None
+    deadline: int | None = None
+    given_up: int | None = None
+
+    def run(self) -> Run:
+        """Run it to its end."""
+        draw = random.Random(7)
+        sent = load(**{"seed": 3, "count": 14, "prompts": (1, 30), "outputs": (2, 14)} | self.requests)  # type: ignore[arg-type]
+        for request in sent:
+            if self.error is not None:
+                request.forecast = Forecast(request.max_tokens * self.error ** draw.uniform(-1, 1), "test")
+            if self.clients > 1:
+                request.options = replace(request.options, client="abc"[request.id % self.clients])
+        for number, change in ((self.urgent, {"is_urgent": True}), (self.deadline, {"deadline_s": 0.2})):
+            if number is not None:
+                sent[number].options = replace(sent[number].options, **change)
+                sent[number].__post_init__()
+        fails = (lambda move: draw.random() < self.failures) if self.failures else never
+        return run(self.world, sent, fails=fails, gives_up=self._gives_up)
+
+    def _gives_up(self, piece: Slice) -> bool:
+        return piece.request.id == self.given_up and piece.start > 0
+
+
+def small(recipe: str, eviction: str | None = None, **settings: object) -> World:
+    """Return a world in which half of the requests fit on the device; None keeps the recipe's own eviction."""
+    own = {"device_blocks": 20, "host_blocks": 30, "max_seqs": 5}
+    return World(recipe, eviction=EVICTIONS[eviction] if eviction else None, **own | settings)  # type: ignore[arg-type]
+
+
+OVERLAPPED = {"depth": 2, "overlap": True}
+# The only place that names the recipes of recorded plans.
+SCENARIOS = {
+    "fcfs": Scenario(small("fcfs"), {}),
+    "fcfs-priorities": Scenario(small("fcfs", **OVERLAPPED), {"priorities": (-1, 0, 7)}, urgent=8, deadline=4),
+    "fcfs-prefixes": Scenario(small("fcfs", "swap"), {"texts": 2, "prompts": (10, 40)}),
+    "fcfs-clients": Scenario(small("fcfs", fair_output_weight=2.0), {"rate": 300.0}, clients=3),
+    "fcfs-given-up": Scenario(small("fcfs", "spill", depth=2), {}, failures=0.3, given_up=3),
+    "sarathi": Scenario(small("sarathi", max_tokens=12), {}),
+    "sarathi-prefixes": Scenario(small("sarathi", max_tokens=16, **OVERLAPPED), {"texts": 2, "prompts": (10, 40)}),
+    "sarathi-3-stages": Scenario(small("sarathi", depth=3, stages=3), {}),
+    "fastserve": Scenario(small("fastserve"), {}),
+    "fastserve-overlapped": Scenario(small("fastserve", **OVERLAPPED), {}),
+    "fastserve-recompute": Scenario(small("fastserve", "recompute"), {}),
+    "fastserve-starvation": Scenario(small("fastserve", "swap", starvation_s=0.05), {"rate": 300.0}),
+    "fastserve-failing-moves": Scenario(small("fastserve"), {}, failures=0.5),
+    "fastserve-classes": Scenario(small("fastserve"), {"best_effort": 0.5}),
+    "alise": Scenario(small("alise"), {}, error=2.0),
+    "alise-2-stages": Scenario(small("alise", "swap", depth=2, stages=2), {}, error=2.0),
+    "econoserve": Scenario(
+        small("econoserve", device_blocks=40, max_seqs=12), {"count": 20, "outputs": (2, 60), "rate": 300.0}, error=1.5
+    ),
+    "bros": Scenario(small("bros"), {"best_effort": 0.5, "outputs": (6, 20)}),
+    "bros-overlapped": Scenario(small("bros", **OVERLAPPED), {"best_effort": 0.5, "texts": 2, "seed": 5}),
+    "srpt-defer": Scenario(small("srpt", "defer"), {}),
+}
+
+
+def text_of(done: Run) -> str:
+    """Return the run as text: a line for each event that the module's docstring describes."""
+    blocks: dict[Request, Sequence[int]] = {}
+    lines = [f"{event.now:.6f}  {line}" for event in done.events for line in _lines(event, blocks)]
+    return "\n".join([*lines, f"{done.end:.6f}  end", ""])
+
+
+def _lines(event: Event, blocks: dict[Request, Sequence[int]]) -> Iterator[str]:
+    match event:
+        case Arrived(request=request):
+            size = f"{len(request.prompt)} tokens, at most {request.max_tokens} more"
+            yield f"arrive {request.id}: {size}{_options(request)}"
+        case Admitted(request=request, cached=cached, on_host=on_host) if cached:
+            yield f"find {cached} tokens of {request.id} in the prefix cache, {on_host} of them on the CPU tier"
+        case Claimed(request=request, lender=lender, blocks=count) if lender is not None:
+            owner = lender.id if isinstance(lender, Request) else lender.name
+            yield f"reserve {count} blocks for {request.id} out of those of {owner}"
+        case Preempted(request=request, how=how, kept=kept):
+            yield f"{how.name.lower()} {request.id}" + f", keep {kept} tokens" * (how is not Preemption.PAUSE)
+        case Planned(plan=plan):
+            yield " | ".join(_parts(plan, blocks))
+        case MoveFailed(move=move):
+            yield f"{_move(move)} failed"
+        case Finished(request=request, reason=reason):
+            yield f"finish {request.id}: {reason}"
+        case _:
+            pass
+
+
+def _options(request: Request) -> str:
+    options = request.options
+    names = [name for name in options.__slots__ if getattr(options, name) != getattr(DEFAULT_OPTIONS, name)]
+    found = "".join(f", {name} {getattr(options, name)}" for name in names)
+    return found if request.forecast is None else f"{found}, forecast {request.forecast.tokens:.1f}"
+
+
+def _parts(plan: StepPlan, blocks: dict[Request, Sequence[int]]) -> Iterator[str]:
+    yield f"step {plan.id}"
+    for piece in plan.slices:
+        yield _slice(piece, blocks)
+    yield from map(_move, plan.blocking)
+    yield from (f"beside: {_move(move)}" for move in plan.overlapped)
+
+
+def _slice(piece: Slice, blocks: dict[Request, Sequence[int]]) -> str:
+    end = piece.start + piece.tokens
+    is_decode = piece.tokens == 1 and piece.samples
+    text = f"@{piece.start}" if is_decode else f"[{piece.start}:{end}]" + "*" * piece.samples
+    before = blocks.get(piece.request, ())
+    blocks[piece.request] = piece.blocks
+    if before == piece.blocks[: len(before)]:
+        new = piece.blocks[len(before) :]
+        table = f" +{_numbers(new)}" if new else ""
+    else:
+        table = f" ={_numbers(piece.blocks)}"
+    return f"{piece.request.id}{text}{'~' * piece.awaits}{table}"
+
+
+def _move(move: Move) -> str:
+    whose = "cache" if move.request is None else str(move.request.id)
+    slots = "".join(f"({first}+{count})" for first, count in move.spans)
+    return f"{move.direction.name.lower()} {whose}: {_numbers(move.source)}>{_numbers(move.target)}{slots}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Return the numbers in order, with runs of consecutive ones as first-last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, one)) for one in runs)
+
+
+def recorded(name: str) -> str:
+    """Return the recorded text of a scenario."""
+    return (FOLDER / f"{name}.txt").read_text()
+
+
+def difference(name: str, text: str) -> str:
+    """Return where the text first differs from the recorded one, as a diff; empty if they are equal."""
+    lines = [
+        *difflib.unified_diff(recorded(name).splitlines(), text.splitlines(), f"plans/{name}.txt", "now", lineterm="")
+    ]
+    hunk = next((at for at, line in enumerate(lines[3:], 3) if line.startswith("@@")), len(lines))
+    return "\n".join(lines[: min(hunk, MAX_LINES)])
+
+
+if __name__ == "__main__":
+    for path in FOLDER.glob("*.txt"):
+        path.unlink()
+    for name, scenario in SCENARIOS.items():
+        (FOLDER / f"{name}.txt").write_text(text_of(scenario.run()))

@@ -1,0 +1,71 @@
+"""Packages that pip builds and installs, for tests of what users plug in through entry points."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+_PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{name}"
+version = "1.0"
+
+[tool.setuptools]
+py-modules = [{modules}]
+"""
+
+
+def project(
+    name: str, modules: Mapping[str, str], entry_points: Mapping[str, Mapping[str, str]] | None = None
+) -> dict[str, str]:
+    """Return the files of a distribution of single-file modules, by path.
+
+    Args:
+        modules: Source by module name.
+        entry_points: By group, each entry point's object reference ("module:attribute") by its name.
+    """
+    pyproject = _PYPROJECT.format(name=name, modules=", ".join(f'"{module}"' for module in modules))
+    for group, entries in (entry_points or {}).items():
+        pyproject += f'\n[project.entry-points."{group}"]\n'
+        pyproject += "".join(f'{entry} = "{reference}"\n' for entry, reference in entries.items())
+    return {"pyproject.toml": pyproject} | {f"{module}.py": source for module, source in modules.items()}
+
+
+def install(files: Mapping[str, str], folder: Path) -> Path:
+    """Install a project below `folder` without a network, and return the directory for `sys.path` or PYTHONPATH.
+
+    Args:
+        files: The project's files by path, of which one is pyproject.toml (`project`). Its backend is setuptools.
+    """
+    source, site = folder / "source", folder / "site"
+    for path, text in files.items():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "install", "--quiet"]
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--target", str(site)]
+    done = subprocess.run([*command, *options, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
+@contextmanager
+def importable(site: Path) -> Iterator[None]:
+    """Put a directory of `install` on `sys.path`; afterwards its modules are forgotten."""
+    sys.path.insert(0, str(site))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(site))
+        for name, module in list(sys.modules.items()):
+            if (file := getattr(module, "__file__", None)) is not None and Path(file).is_relative_to(site):
+                del sys.modules[name]
+        importlib.invalidate_caches()

@@ -1,0 +1,44 @@
+"""Worlds that tests are parametrized with: every combination of recipe, pipeline and eviction, or a pairwise set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+from support.policies import EVICTIONS
+from support.watch import World
+
+# Plans in flight, whether they overlap, and pipeline stages.
+Pipeline = tuple[int, bool, int]
+PIPELINES: list[Pipeline] = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2), (3, False, 3)]
+
+
+def combinations(*axes: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], tuple[pytest.MarkDecorator, ...]]]:
+    """Yield every combination of the axes' values, and the marks of its test.
+
+    Unmarked combinations are a pairwise set: any two values of two axes occur together in at least one of them. The
+    others are marked `exhaustive`.
+    """
+    residues = min(map(len, axes)) if len(axes) > 2 else 1
+    for places in product(*(range(len(axis)) for axis in axes)):
+        marks = () if sum(places) % residues == 0 else (pytest.mark.exhaustive,)
+        yield tuple(axis[place] for axis, place in zip(axes, places, strict=True)), marks
+
+
+def world_of(recipe: str, pipeline: Pipeline, eviction: str | None, **settings: Any) -> World:
+    """Return a world. `eviction` is a name of `EVICTIONS`; None keeps the recipe's own."""
+    depth, overlap, stages = pipeline
+    return World(recipe, depth, overlap, EVICTIONS[eviction] if eviction else None, stages=stages, **settings)
+
+
+def worlds(recipes: Sequence[str], pipelines: Sequence[Pipeline], evictions: Sequence[str] = sorted(EVICTIONS)) -> Any:
+    """Return a test parameter `world` for each combination."""
+    return [
+        pytest.param(
+            world_of(recipe, pipeline, name), id=f"{recipe}-{'-'.join(map(str, pipeline))}-{name}", marks=marks
+        )
+        for (recipe, pipeline, name), marks in combinations(recipes, pipelines, evictions)
+    ]

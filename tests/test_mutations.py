@@ -1,0 +1,49 @@
+"""`make mutations` finds the text that it breaks, and tells a mutation that tests miss from one that they catch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location("mutations", ROOT / "tools" / "mutations.py")
+assert spec is not None
+assert spec.loader is not None
+mutations = importlib.util.module_from_spec(spec)
+sys.modules["mutations"] = mutations
+spec.loader.exec_module(mutations)
+
+
+@pytest.mark.parametrize("name", mutations.MUTATIONS)
+def test_each_mutation_changes_the_program_and_names_tests_that_exist(name: str) -> None:
+    mutation = mutations.MUTATIONS[name]
+    before = (ROOT / "src" / "skipjoin" / mutation.path).read_text(encoding="utf-8")
+    assert ast.dump(ast.parse(mutations.mutated(mutation, ROOT))) != ast.dump(ast.parse(before))
+    assert all((ROOT / "tests" / test).is_file() for test in mutation.tests)
+
+
+def test_text_that_is_gone_is_named_with_its_file(tmp_path: Path) -> None:
+    mutation = mutations.MUTATIONS["planner"]._replace(old="if moon_is_full:")
+    with pytest.raises(ValueError, match=r"planner.py must have the text 'if moon_is_full:' exactly once, .* 0 times"):
+        mutations.mutated(mutation, ROOT)
+
+
+@pytest.mark.parametrize(("checked", "expected"), [("add(1, 2) == 3", True), ("add(0, 0) == 0", False)])
+def test_a_mutation_is_caught_if_the_tests_fail(tmp_path: Path, checked: str, expected: bool) -> None:
+    source = tmp_path / "src" / "skipjoin" / "sums.py"
+    source.parent.mkdir(parents=True)
+    (source.parent / "__init__.py").touch()
+    source.write_text("def add(one, other):\n    return one + other\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_sums.py").write_text(
+        f"from skipjoin.sums import add\n\n\ndef test_sums():\n    assert {checked}\n"
+    )
+    mutation = mutations.Mutation("sums", "sums.py", "one + other", "one - other", ("test_sums.py",))
+    assert mutations.run_tests(tmp_path, mutation.tests)[0] == mutations.PASSED
+    was_caught, _ = mutations.is_caught(mutation, tmp_path)
+    assert was_caught is expected
+    assert source.read_text().endswith("one + other\n")

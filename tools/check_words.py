@@ -28,17 +28,19 @@ class WordList:
     def __init__(self, text: str) -> None:
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
         pairs = [line.split(" -> ", 1) for line in lines]
-        self._replacements = [replacement for _, replacement in pairs]
-        # Identifiers are matched in parts, so that the boundary is any character but a letter.
-        whole = "|".join(f"(?P<w{number}>{pattern})" for number, (pattern, _) in enumerate(pairs))
-        self._pattern = re.compile(rf"(?<![A-Za-z])(?:{whole})(?![A-Za-z])", re.IGNORECASE)
+        self._replacements = {_whole(pattern): replacement for pattern, replacement in pairs}
+        self._any = _whole("|".join(pattern for pattern, _ in pairs))
 
     def findings(self, text: str) -> Iterator[tuple[int, str, str]]:
         """Yield the line number, the word and its replacement for each rejected word of a text."""
-        for number, line in enumerate(text.splitlines(), 1):
-            for match in self._pattern.finditer(line):
-                group = next(name for name, word in match.groupdict().items() if word is not None)
-                yield number, match.group(), self._replacements[int(group[1:])]
+        for match in self._any.finditer(text):
+            whole = next(one for one in self._replacements if one.match(text, match.start()))
+            yield text.count("\n", 0, match.start()) + 1, match.group(), self._replacements[whole]
+
+
+def _whole(pattern: str) -> re.Pattern[str]:
+    # Identifiers are matched in parts, so that the boundary is any character but a letter.
+    return re.compile(rf"(?<![A-Za-z])(?:{pattern})(?![A-Za-z])", re.IGNORECASE | re.MULTILINE)
 
 
 def files(root: Path) -> Iterator[Path]:

@@ -1,34 +1,67 @@
-"""Fail on words that describe requests, ranks and processes as persons, in the package and the documents.
+"""Reject the words of tools/words.txt in code, tests, tools, benchmarks and documents.
 
     python tools/check_words.py
 
-The tool prints each line with such a word as file:line: text.
+Prints each finding as file:line: word -> replacement.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-WORDS = re.compile(r"\b(who|whom|whoever|somebody|nobody|anybody|everybody)\b", re.IGNORECASE)
-FILES = ("src/**/*.py", "docs/**/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-# Lines with one of these texts may contain the words, because they quote them or use them as data.
-ALLOWED = ("tools/check_words.py",)
+ROOT = Path(__file__).parents[1]
+FILES = ("*.md", "Makefile", "{src,tests,tools,benchmarks}/**/*.py", "{docs,benchmarks}/**/*.md")
+# These files define or test the list.
+EXEMPT = ("tools/words.txt", "tools/check_words.py", "tests/test_words.py")
 
 
-def findings(root: Path) -> list[str]:
-    """Return the lines with a word, each with its file relative to `root` and its number."""
-    return [
-        f"{file.relative_to(root)}:{number}: {line.strip()}"
-        for pattern in FILES
-        for file in sorted(root.glob(pattern))
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-        if WORDS.search(line) and not any(text in line for text in ALLOWED)
-    ]
+class WordList:
+    """Rejected words and their replacements.
+
+    Args:
+        text: One `PATTERN -> REPLACEMENT` a line; blank lines and lines that begin with # are ignored.
+    """
+
+    def __init__(self, text: str) -> None:
+        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        pairs = [line.split(" -> ", 1) for line in lines]
+        self._replacements = {_whole(pattern): replacement for pattern, replacement in pairs}
+        self._any = _whole("|".join(pattern for pattern, _ in pairs))
+
+    def findings(self, text: str) -> Iterator[tuple[int, str, str]]:
+        """Yield the line number, the word and its replacement for each rejected word of a text."""
+        for match in self._any.finditer(text):
+            whole = next(one for one in self._replacements if one.match(text, match.start()))
+            yield text.count("\n", 0, match.start()) + 1, match.group(), self._replacements[whole]
+
+
+def _whole(pattern: str) -> re.Pattern[str]:
+    # Identifiers are matched in parts, so that the boundary is any character but a letter.
+    return re.compile(rf"(?<![A-Za-z])(?:{pattern})(?![A-Za-z])", re.IGNORECASE | re.MULTILINE)
+
+
+def files(root: Path) -> Iterator[Path]:
+    """Yield the files to check, without those of folders that git ignores."""
+    for pattern in FILES:
+        head, _, tail = pattern.rpartition("}")
+        for folder in head.strip("{").split(","):
+            for file in sorted(root.glob(f"{folder}{tail}")):
+                if file.relative_to(root).as_posix() not in EXEMPT:
+                    yield file
+
+
+def main() -> int | str:
+    words = WordList((ROOT / "tools/words.txt").read_text(encoding="utf-8"))
+    found = 0
+    for file in files(ROOT):
+        for number, word, replacement in words.findings(file.read_text(encoding="utf-8")):
+            print(f"{file.relative_to(ROOT)}:{number}: {word} -> {replacement}")
+            found += 1
+    return f"{found} words to replace" if found else 0
 
 
 if __name__ == "__main__":
-    lines = findings(Path(__file__).parents[1])
-    print(*lines, sep="\n")
-    sys.exit(f"{len(lines)} lines speak of a person; name the thing: a request, a rank, a process" if lines else 0)
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Packages that pip builds and installs, for tests of what users plug in through entry points."""
+"""Packages that pip builds and installs, for tests of plugins with entry points."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def install(files: Mapping[str, str], folder: Path) -> Path:
 
 @contextmanager
 def importable(site: Path) -> Iterator[None]:
-    """Put a directory of `install` on `sys.path`; afterwards its modules are forgotten."""
+    """Put a directory of `install` on `sys.path`, and remove it and its modules afterwards."""
     sys.path.insert(0, str(site))
     importlib.invalidate_caches()
     try:

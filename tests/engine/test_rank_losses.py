@@ -1,4 +1,4 @@
-"""Ranks that are lost in every step with one request: it ends alone, and the engine goes on."""
+"""A request that crashes its ranks in every step fails alone, and the engine continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
 
 class LosingExecutor:
-    """Loses its ranks in every step in which `is_fatal` says so of a request's id and tokens."""
+    """Executor that loses its ranks in each step with a request for which `is_fatal` is true."""
 
     def __init__(self, error: RankError, is_fatal: Any) -> None:
         self.error, self.is_fatal, self.restarts = error, is_fatal, 0
@@ -49,7 +49,7 @@ class LosingExecutor:
 
 
 def run(executor: LosingExecutor, requests: int = 4) -> dict[int, tuple[str, int, str]]:
-    """By request: how it ended, its tokens, and the text of its error. The third asks for its prompt's scores."""
+    """Return finish reason, number of tokens and error of each request. The third one asks for prompt logprobs."""
     policies = build("fcfs", Settings(COST, 8, 256))
     core = EngineCore(Scheduler(policies, KVLedger(64, 0, 16)))
     info = SimpleNamespace(eos_token_ids=(), vocab_size=99, max_model_len=256, cost=LearningCost(COST))
@@ -69,7 +69,7 @@ def run(executor: LosingExecutor, requests: int = 4) -> dict[int, tuple[str, int
     return {end.request.id: (end.reason.value, len(end.request.output), end.detail) for end in ends}
 
 
-def test_one_that_ends_ranks_fails_alone_at_the_third_loss() -> None:
+def test_request_that_crashes_ranks_fails_alone_at_the_third_crash() -> None:
     executor = LosingExecutor(RankError("rank 1 was lost"), lambda request: request.id == 3)
     ended = run(executor)
     why = "ranks ended 3 times while they ran this request, which is not tried again"
@@ -78,16 +78,18 @@ def test_one_that_ends_ranks_fails_alone_at_the_third_loss() -> None:
     assert executor.restarts == 3
 
 
-def test_losses_with_tokens_in_between_blame_no_request() -> None:
-    left = [True, False, False, True, False, True]
-    executor = LosingExecutor(RankError("rank 1 was lost"), lambda request: request.id == 0 and left and left.pop())
+def test_crashes_with_progress_in_between_fail_no_request() -> None:
+    crashes = [True, False, False, True, False, True]
+    executor = LosingExecutor(
+        RankError("rank 1 was lost"), lambda request: request.id == 0 and crashes and crashes.pop()
+    )
     assert set(run(executor).values()) == {("length", 6, "")}
     assert executor.restarts == 3
 
 
 @pytest.mark.parametrize("fatal", [1, 2])
-def test_a_step_beyond_the_memory_costs_its_largest_request(fatal: int) -> None:
-    """At once; one that scores its prompt counts as larger."""
+def test_out_of_memory_step_fails_its_largest_request(fatal: int) -> None:
+    """It fails at the first loss. A request with prompt logprobs counts as larger."""
     error = RankMemoryError("rank 0 failed: OutOfMemoryError")
     executor = LosingExecutor(error, lambda request: request.id == fatal and len(request.output) < 2)
     ended = run(executor, requests=2 if fatal == 1 else 4)

@@ -28,7 +28,7 @@ def place() -> Iterator[Place]:
     found.close()
 
 
-def test_a_killed_engine_leaves_no_memory_on_the_card(place: Place) -> None:
+def test_killed_engine_leaves_no_gpu_memory(place: Place) -> None:
     before = free_bytes()
     for _ in range(2):  # a restart finds the memory free, and leaves none either
         served = Served(place, "--device", "cuda", pools=("--kv-cache-gib", "1", "--swap-space", "0"))

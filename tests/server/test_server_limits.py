@@ -33,7 +33,7 @@ METRICS = Metrics()
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.lists(st.sampled_from(["start", "size", "end"]), max_size=4))))
-def test_counts_never_pass_the_caps_and_come_home(requests: list[tuple[int, list[str]]]) -> None:
+def test_counts_stay_within_limits_and_return_to_zero(requests: list[tuple[int, list[str]]]) -> None:
     admission = Admission(5, 100, METRICS, Clock())
     places = []
     for tokens, acts in requests:
@@ -62,7 +62,7 @@ def test_counts_never_pass_the_caps_and_come_home(requests: list[tuple[int, list
     assert (admission.requests, admission.tokens, admission.runs) == (0, 0, 0)
 
 
-def test_what_outgrows_its_estimate_is_refused() -> None:
+def test_prompt_larger_than_its_estimate_is_refused() -> None:
     admission = Admission(5, 100, METRICS, Clock())
     slots = admission.reserve([10, 10])
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_what_outgrows_its_estimate_is_refused() -> None:
     assert admission.tokens == 100
 
 
-def test_all_or_none() -> None:
+def test_sequences_are_admitted_together_or_not_at_all() -> None:
     admission = Admission(3, 100, METRICS, Clock())
     admission.reserve([1, 1])
     with pytest.raises(ApiError, match="the queue is full"):
@@ -87,7 +87,7 @@ def test_all_or_none() -> None:
     assert admission.requests == 2
 
 
-def test_a_flood_of_best_effort_leaves_room() -> None:
+def test_best_effort_flood_leaves_room_for_other_requests() -> None:
     admission = Admission(8, 100, METRICS, Clock())
     with pytest.raises(ApiError, match="at most 6, the requests this server queues for best-effort requests, got 7"):
         admission.reserve([1] * 7, is_best_effort=True)
@@ -108,7 +108,7 @@ def retry_after(admission: Admission, *tokens: int) -> int:
 
 
 @pytest.mark.parametrize("seconds_each", [0.05, 2.6, 30.0])
-def test_retry_after_is_the_time_in_which_so_many_end(seconds_each: float) -> None:
+def test_retry_after_is_the_time_until_enough_requests_finish(seconds_each: float) -> None:
     """Whether the server was just started, was idle for a day since, or has run at its limit for long."""
     clock = Clock()
     admission = Admission(10, 10_000, METRICS, clock)
@@ -128,7 +128,7 @@ def test_retry_after_is_the_time_in_which_so_many_end(seconds_each: float) -> No
             slots.popleft().ended()
 
 
-def test_where_requests_end_together_retry_after_is_until_the_next_do() -> None:
+def test_retry_after_follows_requests_that_finish_together() -> None:
     clock = Clock()
     admission = Admission(10, 10_000, METRICS, clock)
     for _ in range(8):
@@ -156,7 +156,7 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("factor", [2, 5, 10])
-def test_retry_after_suffices_and_is_not_far_too_long_when_load_rises_suddenly(factor: int, lengths: str) -> None:
+def test_retry_after_is_accurate_when_load_rises_suddenly(factor: int, lengths: str) -> None:
     """Load rises from a third of the capacity to a multiple of it, and steps take longer the more sequences run."""
     clock, draw = Clock(), random.Random(factor)
     live: list[tuple[int, int, AdmissionSlot]] = []  # last step, number of the request, slot
@@ -190,7 +190,7 @@ def test_retry_after_suffices_and_is_not_far_too_long_when_load_rises_suddenly(f
     assert statistics.median(said for _, said in pairs) <= 2 * statistics.median(true for true, _ in pairs) + 1
 
 
-def test_before_any_request_has_ended_retry_after_is_as_long_as_that_takes() -> None:
+def test_retry_after_is_the_elapsed_time_before_any_request_finishes() -> None:
     clock = Clock()
     admission = Admission(1, 10_000, METRICS, clock)
     admission.reserve([10])
@@ -200,7 +200,7 @@ def test_before_any_request_has_ended_retry_after_is_as_long_as_that_takes() -> 
     assert told == [1, 3, 10, 60]
 
 
-def test_retry_after_counts_prompt_tokens_where_they_fill_the_queue() -> None:
+def test_retry_after_follows_prompt_tokens_if_they_fill_the_queue() -> None:
     clock = Clock()
     admission = Admission(100, 1000, METRICS, clock)
     slots = admission.reserve([100] * 10)
@@ -210,7 +210,7 @@ def test_retry_after_counts_prompt_tokens_where_they_fill_the_queue() -> None:
     assert retry_after(admission, 600) == 10  # 200 more tokens than there is room for; 20 start in a second
 
 
-def test_estimate_costs_no_tokenising() -> None:
+def test_estimate_needs_no_tokenizer() -> None:
     assert estimate_tokens([1, 2, 3]) == 3
     assert estimate_tokens("four") == 1
     assert estimate_tokens("€€€€") == 3

@@ -67,7 +67,7 @@ def told(snapshot: Snapshot) -> Stats:
 
 
 @pytest.mark.anyio
-async def test_the_names_are_these(make_api: MakeApi) -> None:
+async def test_metric_names_are_stable(make_api: MakeApi) -> None:
     """Dashboards are built on them: a change here must be meant."""
     async with make_api(metrics_compat="vllm") as api:
         found = names((await api.http.get("/metrics")).text)
@@ -75,12 +75,12 @@ async def test_the_names_are_these(make_api: MakeApi) -> None:
 
 
 @pytest.mark.anyio
-async def test_without_compatibility_the_names_are_our_own(api: Api) -> None:
+async def test_without_compatibility_names_have_the_skipjoin_prefix(api: Api) -> None:
     found = names((await api.http.get("/metrics")).text)
     assert found == [line for line in GOLDEN.read_text().splitlines() if line.startswith("skipjoin:")]
 
 
-def test_compatibility_is_with_what_we_know() -> None:
+def test_unknown_compatibility_is_refused() -> None:
     with pytest.raises(ConfigError, match="metrics_compat must be one of none, vllm, got 'tgi'"):
         ServerConfig(metrics_compat="tgi")
 
@@ -89,7 +89,7 @@ def test_compatibility_is_with_what_we_know() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
+async def test_vllm_names_have_the_same_values(make_api: MakeApi) -> None:
     snapshot = Snapshot.zero()
     # Real-time requests, then best-effort ones.
     snapshot.row("generation_tokens_total")[:] = [7, 4]
@@ -127,7 +127,7 @@ async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_dead_engine_leaves_its_counts(api: Api) -> None:
+async def test_counters_survive_the_death_of_the_engine(api: Api) -> None:
     snapshot = Snapshot.zero()
     snapshot.row("num_requests_running")[:] = [3, 1]
     snapshot.row("kv_cache_usage_perc")[0] = 0.5
@@ -145,7 +145,7 @@ async def test_a_dead_engine_leaves_its_counts(api: Api) -> None:
 
 
 @pytest.mark.anyio
-async def test_answers_count_by_their_status(make_api: MakeApi) -> None:
+async def test_responses_are_counted_by_status(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",), metrics_keys=("scrape",)) as api:
         key = {"Authorization": "Bearer right"}
         for path, headers in (("/health", {}), ("/v1/models", {}), ("/v1/models", key), ("/nothing", key)):
@@ -174,7 +174,7 @@ async def test_answers_count_by_their_status(make_api: MakeApi) -> None:
         ({"metrics_keys": ("scrape",)}, {"/metrics": {"scrape"}, "/load": {"right", "scrape", "none"}}),
     ],
 )
-async def test_a_key_for_metrics_opens_nothing_else(
+async def test_metrics_key_opens_metrics_only(
     make_api: MakeApi, settings: dict[str, tuple[str]], opens: dict[str, set[str]]
 ) -> None:
     async with make_api(**settings) as api:
@@ -187,7 +187,7 @@ async def test_a_key_for_metrics_opens_nothing_else(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("keys", [(), ("scrape",)])
-async def test_the_port_of_metrics_has_nothing_else(make_api: MakeApi, keys: tuple[str, ...]) -> None:
+async def test_metrics_port_serves_metrics_only(make_api: MakeApi, keys: tuple[str, ...]) -> None:
     async with make_api(api_keys=("right",), metrics_keys=keys) as api:
         transport = httpx.ASGITransport(build_metrics_app(api.service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -199,7 +199,7 @@ async def test_the_port_of_metrics_has_nothing_else(make_api: MakeApi, keys: tup
 
 
 @pytest.mark.anyio
-async def test_the_door_counts_choices_and_refusals(make_api: MakeApi) -> None:
+async def test_choices_and_rejections_are_counted(make_api: MakeApi) -> None:
     async with make_api(max_queued_requests=3, max_queued_tokens=50) as api:
         assert (await api.complete(n=3, max_tokens=1)).status_code == 200
         assert (await api.complete(n=1, max_tokens=1)).status_code == 200
@@ -243,7 +243,7 @@ class Wire:
             self._inbox.append(Shutdown())
 
 
-def test_the_last_answer_comes_after_its_numbers() -> None:
+def test_stats_are_sent_before_the_last_output() -> None:
     """So that whoever has the answer finds it counted."""
     wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
     loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
@@ -269,7 +269,7 @@ class LeakyLoop(SimulatedLoop):
         return events
 
 
-def test_blocks_that_leak_are_counted_and_freed(caplog: pytest.LogCaptureFixture) -> None:
+def test_leaked_blocks_are_counted_and_freed(caplog: pytest.LogCaptureFixture) -> None:
     """While a request runs; it goes on."""
     wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
     loop = LeakyLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
@@ -283,7 +283,7 @@ def test_blocks_that_leak_are_counted_and_freed(caplog: pytest.LogCaptureFixture
     assert "3 KV blocks were neither free nor held" in caplog.text
 
 
-def test_what_an_idle_engine_still_holds_is_freed() -> None:
+def test_blocks_held_by_an_idle_engine_are_freed() -> None:
     kv = KVLedger(8, 4, 16)
     assert recover_blocks(kv, is_idle=True) == 0
     kv.grow(make(1, 40), 40)
@@ -293,7 +293,7 @@ def test_what_an_idle_engine_still_holds_is_freed() -> None:
     assert (kv.device_free, kv.cpu_free) == (8, 4)
 
 
-def test_an_engine_with_a_block_in_two_places_ends() -> None:
+def test_block_in_two_places_is_an_error() -> None:
     """Outputs of requests that write to one block cannot be trusted."""
     kv = KVLedger(8, 4, 16)
     kv._device.put([5])
@@ -301,7 +301,7 @@ def test_an_engine_with_a_block_in_two_places_ends() -> None:
         recover_blocks(kv, is_idle=False)
 
 
-def test_the_next_step_has_begun_when_the_outcome_of_one_is_sent() -> None:
+def test_outputs_are_sent_after_the_next_step_begins() -> None:
     latest: list[int] = []
 
     class Watching(Wire):
@@ -321,7 +321,7 @@ def test_the_next_step_has_begun_when_the_outcome_of_one_is_sent() -> None:
 # -- over real processes ----------------------------------------------------------------------------------------
 
 
-def test_metrics_agree_with_what_clients_measure(start_server: StartServer) -> None:
+def test_metrics_agree_with_client_measurements(start_server: StartServer) -> None:
     """Counts exactly, as soon as the last answer is there; times are no longer than clients saw them."""
     server = start_server(metrics_compat="vllm")
 
@@ -373,7 +373,7 @@ def test_metrics_agree_with_what_clients_measure(start_server: StartServer) -> N
     assert found["skipjoin:kv_shared_blocks", ()] == 0
 
 
-def test_ends_without_an_answer_are_counted_by_their_reason(start_server: StartServer) -> None:
+def test_unanswered_requests_are_counted_by_finish_reason(start_server: StartServer) -> None:
     server = start_server(step_s=0.01)
     late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 400, "deadline_ms": 100})
     assert late.status_code == 408
@@ -421,7 +421,7 @@ def test_a_full_disk_ends_the_timeline_and_not_the_server(start_server: StartSer
     assert sum("the timeline /dev/full ends here" in line for line in server.errors) == 1
 
 
-def test_a_timeline_that_cannot_be_written_is_known_at_once(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_unwritable_timeline_is_refused_before_loading(tokenizer_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "trace.json"
     command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     result = subprocess.run([*command, f"timeline={path}"], capture_output=True, text=True, timeout=60, check=False)

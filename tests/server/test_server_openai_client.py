@@ -40,9 +40,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="tiny", messages=again, max_tokens=2).choices  # type: ignore[arg-type]
 
 
-def test_cached_tokens_are_those_of_the_same_key_salt_and_beginning(
-    client: openai.OpenAI, keyed: ServerProcess
-) -> None:
+def test_cached_tokens_need_the_same_key_salt_and_prefix(client: openai.OpenAI, keyed: ServerProcess) -> None:
     def cached(text: str, caller: openai.OpenAI = client, n: int = 1, **extra: str) -> int:
         body = {"model": "tiny", "prompt": text, "max_tokens": 2, "n": n, "extra_body": extra}
         usage = caller.completions.create(**body).usage
@@ -85,7 +83,7 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 8
 
 
-def test_a_service_tier_and_what_served_it(client: openai.OpenAI) -> None:
+def test_service_tier_is_reported(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=2, service_tier="flex"  # type: ignore[arg-type]
     )  # fmt: skip
@@ -156,7 +154,7 @@ def test_overload_is_a_rate_limit_error(start_server: StartServer) -> None:
         server.wait_idle()
 
 
-def test_death_of_the_engine_is_an_api_error_in_a_stream(start_server: StartServer) -> None:
+def test_engine_death_is_an_api_error_in_a_stream(start_server: StartServer) -> None:
     server = start_server(step_s=0.02)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=400, stream=True)

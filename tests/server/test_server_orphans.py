@@ -87,7 +87,7 @@ def serve() -> Iterator[Callable[..., Server]]:
         server.close()
 
 
-def test_nothing_is_left_of_a_server_that_is_told_to_end(serve: Callable[..., Server]) -> None:
+def test_terminated_server_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     """As service managers do it: they signal every process that they know of, and the server decides when all end.
     Until then none of its processes listens on an address that other machines reach."""
     server = serve()
@@ -101,7 +101,7 @@ def test_nothing_is_left_of_a_server_that_is_told_to_end(serve: Callable[..., Se
     assert not server.folder.exists()
 
 
-def test_nothing_is_left_of_a_server_that_is_killed(serve: Callable[..., Server]) -> None:
+def test_killed_server_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve()
     server.complete()
     server.popen.kill()
@@ -109,7 +109,7 @@ def test_nothing_is_left_of_a_server_that_is_killed(serve: Callable[..., Server]
     assert not server.folder.exists()
 
 
-def test_nothing_is_left_of_an_engine_that_is_killed(serve: Callable[..., Server]) -> None:
+def test_killed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve()
     server.complete()
     server.engine.kill()
@@ -122,7 +122,7 @@ def test_nothing_is_left_of_an_engine_that_is_killed(serve: Callable[..., Server
     assert not server.folder.exists()
 
 
-def test_nothing_is_left_of_an_engine_that_fails(serve: Callable[..., Server]) -> None:
+def test_failed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve("--max-restarts", "0")
     server.complete()
     server.rank.kill()

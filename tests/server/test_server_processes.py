@@ -88,7 +88,7 @@ room_for_one_long = pytest.mark.parametrize("slow_server", [33], indirect=True)
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_blocks(slow_server: ServerProcess, path: str, stream: bool) -> None:
+def test_blocks_are_freed_after_disconnect(slow_server: ServerProcess, path: str, stream: bool) -> None:
     server = slow_server
     generated = server.metric("generation_tokens_total")
     host, port = server.url.removeprefix("http://").split(":")
@@ -108,7 +108,7 @@ def connect(server: ServerProcess) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def test_clients_that_leave_in_prefill_cost_no_token(start_server: StartServer) -> None:
+def test_disconnect_during_prefill_generates_no_token(start_server: StartServer) -> None:
     """At each endpoint, with and without a stream, while the first step computes their prompts."""
     server = start_server(step_s=1.5)
     prompts = {
@@ -130,7 +130,7 @@ def test_clients_that_leave_in_prefill_cost_no_token(start_server: StartServer) 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/batches", "/v1/files")
 
 
-def test_clients_that_leave_in_mid_body_leave_no_more_than_their_line_in_the_log(server: ServerProcess) -> None:
+def test_disconnect_within_a_body_only_logs_the_request(server: ServerProcess) -> None:
     logged, open_files = len(server.errors), server.api.num_fds()
     for path in PATHS:
         kind = "multipart/form-data; boundary=b" if path == "/v1/files" else "application/json"
@@ -143,7 +143,7 @@ def test_clients_that_leave_in_mid_body_leave_no_more_than_their_line_in_the_log
 
 
 @room_for_one_long
-def test_a_client_that_leaves_the_queue_is_forgotten(slow_server: ServerProcess) -> None:
+def test_waiting_request_is_dropped_after_disconnect(slow_server: ServerProcess) -> None:
     server = slow_server
     generated = server.metric("generation_tokens_total")
     running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
@@ -161,7 +161,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(slow_server: ServerProcess)
 # -- overload ---------------------------------------------------------------------------------------------------
 
 
-def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: StartServer) -> None:
+def test_burst_is_refused_quickly_and_accepted_requests_finish(start_server: StartServer) -> None:
     server = start_server(step_s=0.02, max_queued_requests=8)
     times: dict[int, list[float]] = {200: [], 429: []}
     body = {"prompt": "abc", "max_tokens": 50, "slo": {"ttft_ms": 60_000, "tpot_ms": 10_000}}
@@ -186,7 +186,7 @@ def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: Sta
     server.wait_idle()
 
 
-def test_one_key_does_not_push_back_another(start_server: StartServer) -> None:
+def test_flood_of_one_key_does_not_delay_another_key(start_server: StartServer) -> None:
     """A flood of one key, of which a few requests run at a time, and some requests of another.
 
     Steps are so long that the client has the time to send the others before the flood is over.
@@ -221,7 +221,7 @@ def slo_counts(server: ServerProcess, objective: str) -> tuple[float, float]:
 
 
 @room_for_one_long
-def test_deadlines_pass_in_the_queue(slow_server: ServerProcess) -> None:
+def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
     server = slow_server
     running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
     assert running.begun.wait(30)
@@ -241,7 +241,7 @@ def test_deadlines_pass_in_the_queue(slow_server: ServerProcess) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server: StartServer) -> None:
+def test_failed_request_gets_an_error_and_the_others_finish(start_server: StartServer) -> None:
     server = start_server(step_s=0.005, priority_range=f"0:{HOPELESS}")
     other = Stream(server, max_tokens=100)
     assert other.begun.wait(30)
@@ -276,7 +276,7 @@ def test_sigterm_drains(start_server: StartServer) -> None:
     assert server.process.wait(30) == 0
 
 
-def test_the_drain_ends_when_its_time_is_up(start_server: StartServer) -> None:
+def test_drain_ends_at_its_timeout(start_server: StartServer) -> None:
     server = start_server(step_s=0.05, shutdown_timeout_s=0.5)
     stream = Stream(server)
     assert stream.begun.wait(30)
@@ -285,7 +285,7 @@ def test_the_drain_ends_when_its_time_is_up(start_server: StartServer) -> None:
     assert server.process.wait(30) == 0
 
 
-def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
+def test_second_signal_exits_immediately(start_server: StartServer) -> None:
     server = start_server(step_s=0.05)
     stream = Stream(server)
     assert stream.begun.wait(30)
@@ -296,14 +296,14 @@ def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_to_the_engine_itself_change_nothing(server: ServerProcess, number: int) -> None:
+def test_engine_ignores_signals(server: ServerProcess, number: int) -> None:
     """Ctrl-C and service managers signal every process of a group."""
     server.engine.send_signal(number)
     time.sleep(0.2)
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
-def test_death_of_the_engine_under_load(start_server: StartServer) -> None:
+def test_engine_death_under_load_is_reported_to_clients(start_server: StartServer) -> None:
     server = start_server(step_s=0.02)
     streams = [Stream(server) for _ in range(6)]
     with ThreadPoolExecutor(1) as pool:
@@ -322,7 +322,7 @@ def test_death_of_the_engine_under_load(start_server: StartServer) -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_an_engine_that_hangs_is_told_and_ended(start_server: StartServer, is_stopped: bool) -> None:
+def test_hanging_engine_is_reported_and_killed(start_server: StartServer, is_stopped: bool) -> None:
     """A process that is stopped, and a step that does not end; deadlines hold meanwhile."""
     server = start_server(step_s=0.02 if is_stopped else 300, hang_timeout_s=2, step_timeout_s=1)
     stream = Stream(server)
@@ -341,7 +341,7 @@ def test_an_engine_that_hangs_is_told_and_ended(start_server: StartServer, is_st
     assert any("simulated_engine.py" in line for line in server.errors)  # the stacks
 
 
-def test_an_engine_that_can_plan_nothing_drops_all_kv_and_then_ends(start_server: StartServer) -> None:
+def test_stalled_engine_drops_all_kv_and_then_exits(start_server: StartServer) -> None:
     server = start_server(hang_timeout_s=3, step_timeout_s=60, priority_range="0:99")
     body = {"prompt": "abc", "priority": STUCK}
     response = httpx.post(f"{server.url}/v1/completions", json=body)
@@ -355,7 +355,7 @@ def test_an_engine_that_can_plan_nothing_drops_all_kv_and_then_ends(start_server
     assert any("no step can be planned; all KV is dropped" in line for line in server.errors)
 
 
-def test_the_engine_does_not_outlive_the_api_process(start_server: StartServer) -> None:
+def test_engine_exits_with_the_api_process(start_server: StartServer) -> None:
     server = start_server()
     stream = Stream(server)
     assert stream.begun.wait(30)
@@ -406,7 +406,7 @@ def test_a_port_in_use_is_reported_before_anything_is_loaded(tokenizer_folder: P
 # -- soak -------------------------------------------------------------------------------------------------------
 
 
-def test_two_thousand_requests_leave_nothing_behind(server: ServerProcess) -> None:
+def test_two_thousand_requests_leak_no_resources(server: ServerProcess) -> None:
     def resources() -> tuple[int, int, int, int]:
         return (server.api.num_fds(), server.engine.num_fds(), server.api.num_threads(), len(server.api.children()))
 
@@ -428,7 +428,7 @@ def test_two_thousand_requests_leave_nothing_behind(server: ServerProcess) -> No
     assert server.api.memory_info().rss - memory < 20 << 20
 
 
-def test_the_socket_is_the_users_and_leaves_no_folder(server: ServerProcess) -> None:
+def test_engine_socket_is_private_and_its_folder_is_removed(server: ServerProcess) -> None:
     """Only its user could open the folder, which `mkdtemp` makes; what is not there is not left by kill -9."""
     sockets = [entry.laddr for entry in server.api.net_connections("unix") if "skipjoin-" in str(entry.laddr)]
     assert sockets

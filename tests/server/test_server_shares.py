@@ -65,7 +65,7 @@ by_both = pytest.mark.parametrize("by_tokens", [False, True])
 
 
 @by_both
-def test_a_key_alone_may_have_all_but_the_reserve(by_tokens: bool) -> None:
+def test_single_key_may_use_everything_except_the_reserve(by_tokens: bool) -> None:
     queue = Queue(by_tokens=by_tokens)
     queue.fill("a")
     assert queue.used == CAPACITY - RESERVE
@@ -76,9 +76,7 @@ def test_a_key_alone_may_have_all_but_the_reserve(by_tokens: bool) -> None:
 
 @by_both
 @given(floods=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 20)), min_size=1, max_size=60))
-def test_whatever_some_keys_hold_and_borrow_the_first_of_others_finds_room(
-    by_tokens: bool, floods: list[tuple[str, int]]
-) -> None:
+def test_first_request_of_a_new_key_is_admitted(by_tokens: bool, floods: list[tuple[str, int]]) -> None:
     """Keys that are refused beyond their share never hold the reserve; those within it may."""
     queue = Queue(by_tokens=by_tokens)
     for key, amount in floods:
@@ -98,7 +96,7 @@ def test_whatever_some_keys_hold_and_borrow_the_first_of_others_finds_room(
 
 
 @by_both
-def test_newcomers_share_the_reserve_beside_a_flood(by_tokens: bool) -> None:
+def test_new_keys_share_the_reserve_during_a_flood(by_tokens: bool) -> None:
     """As many as fit into it are admitted at once; then the flood's places go to the others first."""
     queue = Queue(by_tokens=by_tokens)
     queue.fill("flood")
@@ -125,7 +123,7 @@ def test_borrowing_stops_until_a_large_request_within_its_share_fits(by_tokens: 
 
 
 @by_both
-def test_where_keys_outnumber_shares_those_that_were_refused_come_first(by_tokens: bool) -> None:
+def test_refused_keys_have_precedence_if_keys_outnumber_shares(by_tokens: bool) -> None:
     """Shares are smaller than the requests: each key may have one at a time, and those that wait come first."""
     queue = Queue(by_tokens=by_tokens)
     size, places = RESERVE, CAPACITY // RESERVE
@@ -146,7 +144,7 @@ def test_where_keys_outnumber_shares_those_that_were_refused_come_first(by_token
     assert max(served.values()) - min(served.values()) <= 1
 
 
-def test_a_claim_ends_when_its_client_does_not_come_back() -> None:
+def test_claim_expires_if_its_client_does_not_retry() -> None:
     queue = Queue()
     queue.fill("flood")
     told = queue.ask("other", 20)
@@ -159,7 +157,7 @@ def test_a_claim_ends_when_its_client_does_not_come_back() -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1), (RESERVE, 1), (RESERVE, RESERVE), (7, 3)])
 @pytest.mark.parametrize("keys", [2, 3, 4])
-def test_keys_that_never_stop_come_to_equal_shares(keys: int, sizes: tuple[int, int]) -> None:
+def test_continuously_loaded_keys_converge_to_equal_shares(keys: int, sizes: tuple[int, int]) -> None:
     """The first one had all. Of what one key holds, as much ends in a time as it has of the whole."""
     queue, draw = Queue(), random.Random(keys)
     names = [f"key {number}" for number in range(keys)]
@@ -185,7 +183,7 @@ def test_keys_that_never_stop_come_to_equal_shares(keys: int, sizes: tuple[int, 
         max_size=80,
     )
 )
-def test_counts_of_all_keys_come_home(acts: list[tuple[str, str, int]]) -> None:
+def test_counts_of_all_keys_return_to_zero(acts: list[tuple[str, str, int]]) -> None:
     now = 0.0
     admission = Admission(20, 100, METRICS, lambda: now, is_shared=True)
     slots: dict[str, list[AdmissionSlot]] = {key: [] for key in "abc"}
@@ -213,7 +211,7 @@ def test_counts_of_all_keys_come_home(acts: list[tuple[str, str, int]]) -> None:
 
 
 @pytest.mark.parametrize(("others", "right"), [({"b": 5.0}, 0.95), ({"b": 0.1}, 0.75), ({"b": 1.0}, 0.75)])
-def test_retry_after_of_a_key_over_its_share_is_true(others: dict[str, float], right: float) -> None:
+def test_retry_after_of_a_key_over_its_share_is_accurate(others: dict[str, float], right: float) -> None:
     """A flood of one key beside others, as parts of what the server can take. Nearly always the flood's key gets a
     place in the time that it was told, unless others within their share took what came free."""
     queue, draw = Queue(), random.Random(3)
@@ -253,7 +251,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 @pytest.mark.anyio
-async def test_sixteen_choices_of_one_key_leave_places_for_another(make_api: MakeApi) -> None:
+async def test_sixteen_choices_of_one_key_leave_slots_for_another(make_api: MakeApi) -> None:
     async with make_api(api_keys=("noisy", "quiet"), fair_by="key") as api:
         api.engine.paused = True
 
@@ -283,7 +281,7 @@ async def test_sixteen_choices_of_one_key_leave_places_for_another(make_api: Mak
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("settings", [{}, {"api_keys": ("a", "b")}, {"api_keys": ("a",), "fair_by": "key"}])
-async def test_without_keys_that_share_it_the_queue_is_one(make_api: MakeApi, settings: dict[str, Any]) -> None:
+async def test_queue_is_undivided_unless_several_keys_share_it(make_api: MakeApi, settings: dict[str, Any]) -> None:
     async with make_api(max_queued_requests=8, **settings) as api:
         answer = await api.http.post("/v1/completions", json={**FLOOD, "n": 8}, **key("a"))
         assert answer.status_code == 200

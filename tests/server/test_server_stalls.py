@@ -108,7 +108,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize(("path", "body", "status"), BODIES.values(), ids=BODIES)
-async def test_no_body_stalls_the_others(api: Api, path: str, body: bytes, status: int) -> None:
+async def test_no_body_stalls_other_requests(api: Api, path: str, body: bytes, status: int) -> None:
     async def post() -> None:
         assert (await api.http.post(path, content=body, headers=JSON)).status_code == status
 
@@ -127,7 +127,7 @@ async def test_no_body_stalls_the_others(api: Api, path: str, body: bytes, statu
     ],
     ids=["texts", "choices", "echoes"],
 )
-async def test_no_number_of_prompts_stalls_the_others(api: Api, fields: dict[str, Any]) -> None:
+async def test_many_prompts_do_not_stall_other_requests(api: Api, fields: dict[str, Any]) -> None:
     api.service._info = replace(api.ready, max_model_len=8192)
 
     async def post() -> None:
@@ -142,7 +142,7 @@ HOSTILE = """{% set it = messages|length %}{% set case = messages[0].content %}
 {% if case == 'long' %}{{ 'x' * (it * 15 * 1024 * 1024) }}{% endif %}{{ case }}"""
 
 
-async def test_a_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, tmp_path: Path) -> None:
+async def test_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, tmp_path: Path) -> None:
     """Templates come with models. 15 MiB of text are within the bound of one and have too many tokens."""
     template = tmp_path / "template"
     template.write_text(HOSTILE)
@@ -184,7 +184,7 @@ VALUES = [
 
 @given(st.sampled_from([(path, name) for path, names in PATHS.items() for name in names]), st.sampled_from(VALUES))
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_value_in_no_field_takes_time_or_memory(
+def test_no_field_value_takes_excessive_time_or_memory(
     loop_of_bodies: Callable[[str, bytes], tuple[int, float, int]], place: tuple[str, str], value: tuple[str, str, str]
 ) -> None:
     (path, name), (begin, unit, end) = place, value
@@ -232,7 +232,7 @@ def loop_of_bodies(tokenizer_folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_scores_of_prompts_are_formatted_beside_the_loop(
+async def test_prompt_logprobs_are_formatted_off_the_event_loop(
     api: Api, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top = tuple((token, -1.0 - token) for token in range(20))
@@ -249,7 +249,7 @@ async def test_scores_of_prompts_are_formatted_beside_the_loop(
         assert [len(choice["logprobs"]["tokens"]) for choice in answers[0].json()["choices"]] == [501] * 24
 
 
-async def test_an_answer_has_a_bounded_number_of_scores(make_api: MakeApi) -> None:
+async def test_number_of_prompt_logprobs_is_bounded(make_api: MakeApi) -> None:
     async with make_api(max_prompt_scores=100) as api:
         scored = {"prompt": ["x" * 10, "y" * 15], "echo": True, "max_tokens": 1}
         assert (await api.complete(**scored, logprobs=1, n=2)).status_code == 200
@@ -260,7 +260,7 @@ async def test_an_answer_has_a_bounded_number_of_scores(make_api: MakeApi) -> No
         assert api.is_clean()
 
 
-def test_scores_pass_the_link_in_pieces(start_server: StartServer) -> None:
+def test_prompt_logprobs_are_sent_in_parts(start_server: StartServer) -> None:
     server = start_server(context=4096)
     prompt = [65 + number % 26 for number in range(3000)]
     body = {"prompt": [prompt, prompt[:700]], "echo": True, "logprobs": 2, "max_tokens": 2}
@@ -273,7 +273,7 @@ def test_scores_pass_the_link_in_pieces(start_server: StartServer) -> None:
 # -- the queue --------------------------------------------------------------------------------------------------
 
 
-async def test_tokenizing_counts_in_the_queue(make_api: MakeApi) -> None:
+async def test_tokenization_counts_toward_the_queue_limits(make_api: MakeApi) -> None:
     async with make_api(max_queued_requests=1, max_queued_tokens=1000) as api:
         long = {"messages": [{"role": "user", "content": "x" * 4100}]}
         for path, body, param in (
@@ -295,9 +295,7 @@ async def test_tokenizing_counts_in_the_queue(make_api: MakeApi) -> None:
         assert api.is_clean()
 
 
-async def test_a_full_queue_refuses_at_once_and_before_anything_is_tokenized(
-    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_full_queue_refuses_before_tokenization(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_api(max_queued_requests=8, max_queued_tokens=1 << 20) as api:
         api.engine.paused = True
         running = asyncio.create_task(api.complete(n=8))
@@ -358,7 +356,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_holds_its_places_in_the_queue_until_it_is_taken(api: Api, stream: bool) -> None:
+async def test_response_holds_its_queue_slots_until_it_is_read(api: Api, stream: bool) -> None:
     reader = Reader(api, prompt="abc", n=3, max_tokens=50, stream=stream)
     async with asyncio.timeout(10):
         while not api.engine.added or api.engine.live:
@@ -371,7 +369,7 @@ async def test_an_answer_holds_its_places_in_the_queue_until_it_is_taken(api: Ap
     assert reader.taken.count(b"length") == 3
 
 
-async def test_output_that_nobody_reads_ends_the_stream_before_it_fills_the_memory(api: Api) -> None:
+async def test_unread_output_ends_the_stream(api: Api) -> None:
     reader = Reader(api, prompt="abc", n=16, max_tokens=tiny.CONTEXT - 3, stream=True, logprobs=20, ignore_eos=True)
     async with asyncio.timeout(20):
         while not api.engine.aborted:
@@ -387,7 +385,7 @@ async def test_output_that_nobody_reads_ends_the_stream_before_it_fills_the_memo
     assert api.is_clean()
 
 
-async def test_a_mailbox_is_bounded_and_taken_in_parts() -> None:
+async def test_mailbox_is_bounded_and_read_in_parts() -> None:
     full = []
     mailbox = Mailbox(lambda: full.append(1))
     detail = TokenDetail(TokenLogprob(1, -1.0, ((1, -1.0),) * 14))

@@ -22,12 +22,12 @@ SWEEP = SOURCE / "sim" / "experiments" / "sweep.py"
 LINKS = SOURCE / "exec" / "ranks" / "links.py"
 
 
-def test_there_is_source() -> None:
+def test_source_files_are_found() -> None:
     assert len(FILES) > 40
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
-def test_nothing_dangerous(file: Path) -> None:
+def test_source_has_no_dangerous_imports_or_calls(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             _check_import({alias.name.split(".")[0] for alias in node.names}, file)
@@ -42,7 +42,7 @@ def test_nothing_dangerous(file: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "tools"])
-def test_no_code_of_a_model_runs_beside_the_package(folder: str) -> None:
+def test_benchmarks_and_tools_do_not_trust_remote_code(folder: str) -> None:
     for file in (SOURCE.parents[1] / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):

@@ -103,6 +103,6 @@ async def burst(url: str) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--attention", "torch")], ids=["auto", "torch"])
-def test_a_flood_and_bursts_get_the_tokens_of_an_idle_server(folder: Path, options: tuple[str, ...]) -> None:
+def test_tokens_under_memory_pressure_match_those_of_an_idle_server(folder: Path, options: tuple[str, ...]) -> None:
     with serving(folder, *options) as url:
         asyncio.run(asyncio.wait_for(burst(url), 200))

@@ -59,7 +59,7 @@ def watch() -> StallWatch:
     return StallWatch(LIMIT_S, clock=count(0.0, RESTART_AFTER_S / 2).__next__)
 
 
-def test_a_stalled_engine_drops_all_kv_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_stalled_engine_drops_all_kv_and_continues(caplog: pytest.LogCaptureFixture) -> None:
     core, stalls = stalled(refuses_all=False), watch()
     for _ in range(2):
         stalls.check(core)
@@ -72,7 +72,7 @@ def test_a_stalled_engine_drops_all_kv_and_goes_on(caplog: pytest.LogCaptureFixt
     stalls.check(core)
 
 
-def test_an_engine_that_stays_stalled_ends() -> None:
+def test_engine_that_stays_stalled_raises() -> None:
     core, stalls = stalled(refuses_all=True), watch()
     for _ in range(int(2 * LIMIT_S / RESTART_AFTER_S)):
         stalls.check(core)

@@ -21,7 +21,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(SKIPJOIN), "serve", str(folder), *options]
 
 
-def test_the_start_line_and_the_metrics_tell_the_host_pool(command: list[str]) -> None:
+def test_startup_line_and_metrics_report_the_cpu_pool(command: list[str]) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     options = ["--swap-space", "0.02", "--swap-dtype", "int8", "--dtype", "bfloat16"]
     with subprocess.Popen([*command, *options], text=True, **pipes) as server:

@@ -141,8 +141,8 @@ def test_forecaster_learns_output_lengths_and_saves_them(tmp_path: Path, monkeyp
             learn(predicted, tokens, exact=exact)
 
         monkeypatch.setattr(llm._forecasts, "learn", recorded)
-        ends = (GREEDY, replace(GREEDY, stop=("6",)), replace(GREEDY, max_tokens=7), replace(GREEDY, ignore_eos=True))
-        answers = [llm.chat(count, params)[0] for params in ends]
+        cases = (GREEDY, replace(GREEDY, stop=("6",)), replace(GREEDY, max_tokens=7), replace(GREEDY, ignore_eos=True))
+        answers = [llm.chat(count, params)[0] for params in cases]
         with pytest.raises(ParameterError):
             llm.generate([[5], []], GREEDY)
     assert lessons == [

@@ -55,9 +55,9 @@ def test_cached_prefixes_do_not_change_tokens(pair: Pair) -> None:
         assert first.token_ids == again.token_ids == expected.token_ids
         assert (again.cached_tokens, expected.cached_tokens) == (full_blocks(turn), 0)
         assert caching.generate(filler, GREEDY)[0].token_ids == filled.token_ids
-        batch = [turn[: 100 * place] + prompt_of(place, 40) for place in (1, 2)]
-        ours, theirs = caching.generate(batch, params), plain.generate(batch, params)
-        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        batch = [turn[: 100 * index] + prompt_of(index, 40) for index in (1, 2)]
+        found, wanted = caching.generate(batch, params), plain.generate(batch, params)
+        assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         turn = turn + first.token_ids + prompt_of(3, 30)
 
 
@@ -104,10 +104,10 @@ def test_prompt_logprobs_bypass_the_cache(pair: Pair) -> None:
     caching.generate(prompt, GREEDY)
     assert caching.generate(prompt, GREEDY)[0].cached_tokens == 96
     scored = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2)
-    (ours,), (theirs,) = caching.generate(prompt, scored), plain.generate(prompt, scored)
-    assert ours.cached_tokens == 0
-    assert ours.details == theirs.details
-    assert len(ours.details[0].prompt) == len(prompt)
+    (found,), (expected,) = caching.generate(prompt, scored), plain.generate(prompt, scored)
+    assert found.cached_tokens == 0
+    assert found.details == expected.details
+    assert len(found.details[0].prompt) == len(prompt)
 
 
 def test_prompts_hit_only_blocks_with_their_salt(pair: Pair) -> None:

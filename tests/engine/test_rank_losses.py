@@ -65,16 +65,16 @@ def run(executor: LosingExecutor, requests: int = 4) -> dict[int, tuple[str, int
         events += loop.step()
     core.kv.check()
     assert core.kv.device_free == 64
-    ends = [event for event in events if isinstance(event, Finished)]
-    return {end.request.id: (end.reason.value, len(end.request.output), end.detail) for end in ends}
+    finished = [event for event in events if isinstance(event, Finished)]
+    return {event.request.id: (event.reason.value, len(event.request.output), event.detail) for event in finished}
 
 
 def test_request_that_crashes_ranks_fails_alone_at_the_third_crash() -> None:
     executor = LosingExecutor(RankError("rank 1 was lost"), lambda request: request.id == 3)
-    ended = run(executor)
-    why = "ranks ended 3 times while they ran this request, which is not tried again"
-    assert ended.pop(3) == ("error", 0, why)
-    assert set(ended.values()) == {("length", 6, "")}
+    outcomes = run(executor)
+    message = "ranks ended 3 times while they ran this request, which is not tried again"
+    assert outcomes.pop(3) == ("error", 0, message)
+    assert set(outcomes.values()) == {("length", 6, "")}
     assert executor.restarts == 3
 
 
@@ -92,9 +92,9 @@ def test_out_of_memory_step_fails_its_largest_request(fatal: int) -> None:
     """It fails at the first loss. A request with prompt logprobs counts as larger."""
     error = RankMemoryError("rank 0 failed: OutOfMemoryError")
     executor = LosingExecutor(error, lambda request: request.id == fatal and len(request.output) < 2)
-    ended = run(executor, requests=2 if fatal == 1 else 4)
-    reason, _, why = ended.pop(fatal)
+    outcomes = run(executor, requests=2 if fatal == 1 else 4)
+    reason, _, message = outcomes.pop(fatal)
     assert reason == "error"
-    assert "out of memory in a step with" in why
-    assert set(ended.values()) == {("length", 6, "")}
+    assert "out of memory in a step with" in message
+    assert set(outcomes.values()) == {("length", 6, "")}
     assert executor.restarts == 1

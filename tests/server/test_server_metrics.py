@@ -1,4 +1,4 @@
-"""/metrics: the names that there are, and numbers that agree with what clients see."""
+"""/metrics: names, and values that agree with client measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def names(text: str) -> list[str]:
-    """Every family as Prometheus reads it: name, type, label names."""
+    """Return name, type and label names of each metric family."""
     found = []
     for family in text_string_to_metric_families(text):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
@@ -46,7 +46,7 @@ def names(text: str) -> list[str]:
 
 
 def numbers(text: str) -> Numbers:
-    """Every sample by its name and its labels."""
+    """Return the value of each sample by name and labels."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -58,8 +58,8 @@ def scrape(server: ServerProcess) -> Numbers:
     return numbers(httpx.get(f"{server.url}/metrics").text)
 
 
-def told(snapshot: Snapshot) -> Stats:
-    """The message, having gone over the wire."""
+def sent(snapshot: Snapshot) -> Stats:
+    """Return the message of a snapshot after serialization."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(Stats(7, snapshot)), type=FromEngine)  # type: ignore[return-value]
 
 
@@ -68,7 +68,7 @@ def told(snapshot: Snapshot) -> Stats:
 
 @pytest.mark.anyio
 async def test_metric_names_are_stable(make_api: MakeApi) -> None:
-    """Dashboards are built on them: a change here must be meant."""
+    """Dashboards depend on them."""
     async with make_api(metrics_compat="vllm") as api:
         found = names((await api.http.get("/metrics")).text)
     assert found == GOLDEN.read_text().splitlines()
@@ -85,26 +85,26 @@ def test_unknown_compatibility_is_refused() -> None:
         ServerConfig(metrics_compat="tgi")
 
 
-# -- what the API process makes of them -------------------------------------------------------------------------
+# -- the API process --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
 async def test_vllm_names_have_the_same_values(make_api: MakeApi) -> None:
     snapshot = Snapshot.zero()
-    # Real-time requests, then best-effort ones.
+    # Each row has values for real-time requests, followed by those for best-effort requests.
     snapshot.row("generation_tokens_total")[:] = [7, 4]
     snapshot.row("request_success_total")[:] = [0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
     snapshot.row("num_preemptions_total")[:] = [30, 1, 1, 0, 10, 0, 0, 1]  # paused, spilled, swapped, dropped
     snapshot.row("time_to_first_token_seconds")[:] = [2, *[0] * 14, 0, 0.005, *[0] * 15, 1, 400.5]
     async with make_api(metrics_compat="vllm", served_model_name="org/x") as api:
-        api.engine.tell(told(snapshot))
+        api.engine.tell(sent(snapshot))
         found = numbers((await api.http.get("/metrics")).text)
 
     def value(name: str, **labels: str) -> float:
         return found[name, tuple(sorted(labels.items()))]
 
     ours = [("skipjoin", {"class": name}) for name in ("real-time", "best-effort")]
-    for (prefix, labels), tokens, ended, (first, last, total) in zip(
+    for (prefix, labels), tokens, finished, (first, last, total) in zip(
         [*ours, ("vllm", {"model_name": "org/x"})],
         (7, 4, 11),
         (2, 1, 3),
@@ -112,7 +112,7 @@ async def test_vllm_names_have_the_same_values(make_api: MakeApi) -> None:
         strict=True,
     ):
         assert value(f"{prefix}:generation_tokens_total", **labels) == tokens
-        assert value(f"{prefix}:request_success_total", finished_reason="length", **labels) == ended
+        assert value(f"{prefix}:request_success_total", finished_reason="length", **labels) == finished
         ttft = f"{prefix}:time_to_first_token_seconds"
         assert value(f"{ttft}_bucket", le="0.005", **labels) == value(f"{ttft}_bucket", le="300.0", **labels) == first
         assert value(f"{ttft}_bucket", le="+Inf", **labels) == value(f"{ttft}_count", **labels) == last
@@ -132,7 +132,7 @@ async def test_counters_survive_the_death_of_the_engine(api: Api) -> None:
     snapshot.row("num_requests_running")[:] = [3, 1]
     snapshot.row("kv_cache_usage_perc")[0] = 0.5
     snapshot.row("engine_steps_total")[0] = 9
-    api.engine.tell(told(snapshot))
+    api.engine.tell(sent(snapshot))
     before = numbers((await api.http.get("/metrics")).text)
     assert before["skipjoin:num_requests_running", (("class", "real-time"),)] == 3
     assert (await api.http.get("/load")).json()["running"] == 4
@@ -218,11 +218,11 @@ async def test_choices_and_rejections_are_counted(make_api: MakeApi) -> None:
     assert reasons == {"requests": 1, "tokens": 1, "draining": 1}
 
 
-# -- what the engine process tells ------------------------------------------------------------------------------
+# -- the engine process -----------------------------------------------------------------------------------------
 
 
 class Wire:
-    """A socket that brings one request, records what is sent, and ends the engine once the request is over."""
+    """Socket that delivers one request, records sent messages, and shuts the engine down after the request."""
 
     def __init__(self, request: Add) -> None:
         self._inbox: list[ToEngine] = [request]
@@ -244,7 +244,7 @@ class Wire:
 
 
 def test_stats_are_sent_before_the_last_output() -> None:
-    """So that whoever has the answer finds it counted."""
+    """A client that has its response must find it counted."""
     wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
     loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
     EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
@@ -259,18 +259,18 @@ def test_stats_are_sent_before_the_last_output() -> None:
 
 
 class LeakyLoop(SimulatedLoop):
-    """Loses three blocks in its first step."""
+    """Loop that leaks three blocks in its first step."""
 
-    lost: Sequence[int] = ()
+    leaked: Sequence[int] = ()
 
     def step(self) -> list[Event]:
         events = super().step()
-        self.lost = self.lost or self.core.kv._device.take(3)
+        self.leaked = self.leaked or self.core.kv._device.take(3)
         return events
 
 
 def test_leaked_blocks_are_counted_and_freed(caplog: pytest.LogCaptureFixture) -> None:
-    """While a request runs; it goes on."""
+    """Blocks are freed while a request runs, and the request continues."""
     wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
     loop = LeakyLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
     EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
@@ -294,7 +294,7 @@ def test_blocks_held_by_an_idle_engine_are_freed() -> None:
 
 
 def test_block_in_two_places_is_an_error() -> None:
-    """Outputs of requests that write to one block cannot be trusted."""
+    """Requests that share a block overwrite each other's KV."""
     kv = KVLedger(8, 4, 16)
     kv._device.put([5])
     with pytest.raises(LedgerError, match="two places at once: 1 too many"):
@@ -322,11 +322,11 @@ def test_outputs_are_sent_after_the_next_step_begins() -> None:
 
 
 def test_metrics_agree_with_client_measurements(start_server: StartServer) -> None:
-    """Counts exactly, as soon as the last answer is there; times are no longer than clients saw them."""
+    """Counts match exactly as soon as the last response arrives. Times are at most those that clients measure."""
     server = start_server(metrics_compat="vllm")
 
     def stream(client: httpx.Client, number: int) -> tuple[float, float, int, int]:
-        """Seconds to the first event and to the end; prompt tokens and generated tokens by the usage."""
+        """Return the seconds to the first event and to the end, and the prompt and completion tokens of the usage."""
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         body = {"prompt": "a" * (3 + number), "max_tokens": 1 + number % 9, **options}
         begin, first = time.monotonic(), 0.0
@@ -340,7 +340,7 @@ def test_metrics_agree_with_client_measurements(start_server: StartServer) -> No
     with httpx.Client() as client, ThreadPoolExecutor(4) as pool:
         seen = list(pool.map(lambda number: stream(client, number), range(30)))
     found = scrape(server)
-    firsts, ends, prompts, outputs = (sum(column) for column in zip(*seen, strict=True))
+    first_s, end_s, prompts, outputs = (sum(column) for column in zip(*seen, strict=True))
     assert outputs == sum(1 + number % 9 for number in range(30))
 
     def value(name: str, **labels: str) -> float:
@@ -360,14 +360,14 @@ def test_metrics_agree_with_client_measurements(start_server: StartServer) -> No
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_inference_time"):
         assert value(f"{name}_seconds_count") == 30
     assert value("inter_token_latency_seconds_count") == outputs - 30
-    assert 0 < value("time_to_first_token_seconds_sum") <= firsts
-    assert value("time_to_first_token_seconds_sum") <= value("e2e_request_latency_seconds_sum") <= ends
+    assert 0 < value("time_to_first_token_seconds_sum") <= first_s
+    assert value("time_to_first_token_seconds_sum") <= value("e2e_request_latency_seconds_sum") <= end_s
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     assert found["skipjoin:engine_steps_total", ()] == value("iteration_tokens_total_count")
     assert value("prefix_cache_queries_total") == prompts
     hits = found["skipjoin:prefix_cache_hits_total", (("tier", "device"),)]
     assert found["vllm:prefix_cache_hits_total", (("model_name", "tiny"),)] == hits > 0
-    # Every other prompt token and every generated token but the last ones is computed, once.
+    # All other prompt tokens and all generated tokens except the last ones are computed once.
     assert value("iteration_tokens_total_sum") == prompts - hits + outputs - 30
     assert found["skipjoin:kv_cached_blocks", ()] >= 2
     assert found["skipjoin:kv_shared_blocks", ()] == 0
@@ -378,15 +378,15 @@ def test_unanswered_requests_are_counted_by_finish_reason(start_server: StartSer
     late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 400, "deadline_ms": 100})
     assert late.status_code == 408
     body = {"prompt": "a", "max_tokens": 400, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as left:
-        next(left.iter_lines())
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        next(response.iter_lines())
     server.wait_idle()
     found = scrape(server)
-    ended = {
+    counts = {
         reason: found["skipjoin:request_success_total", (("class", "real-time"), ("finished_reason", reason))]
         for reason in ("stop", "length", "abort", "deadline")
     }
-    assert ended == {"stop": 0, "length": 0, "abort": 1, "deadline": 1}
+    assert counts == {"stop": 0, "length": 0, "abort": 1, "deadline": 1}
     assert found["skipjoin:deadline_dropped_total", ()] == 1
 
 
@@ -400,7 +400,7 @@ def test_a_server_writes_its_timeline(start_server: StartServer, tmp_path: Path)
     for _ in range(3):
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5, "n": 2, "ignore_eos": True})
     server.wait_idle()
-    # The engine is idle: all that is over is in the file.
+    # An idle engine has written all finished spans.
     spans = [entry for entry in json.loads(path.read_text() + "]") if entry["ph"] == "X"]
     assert sum(span["args"].get("generated", 0) for span in spans) == 30
     assert {span["args"]["left"] for span in spans if span["name"] == "decode"} == {"length"}

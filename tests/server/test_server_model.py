@@ -1,4 +1,4 @@
-"""The whole: HTTP, both processes, a real model with random weights; its output is the model's own."""
+"""End-to-end tests with both processes and a model with random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its authors sample greedily."""
+    """Write a model whose default sampling is greedy."""
     folder = tiny.write_model(tmp_path_factory.mktemp("model"))
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"top_k": 1}))
@@ -46,7 +46,7 @@ def test_greedy_tokens_and_logprobs_match_transformers(server: ServerProcess, fo
         with torch.no_grad():
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
             scores = model(ids[None]).logits[0].log_softmax(-1)
-        expected = [scores[place, token].item() for place, token in enumerate(ids[1:])]
+        expected = [scores[position, token].item() for position, token in enumerate(ids[1:])]
         assert logprobs["token_logprobs"][0] is None
         assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
         chosen = logprobs["token_logprobs"][len(prompt) :]

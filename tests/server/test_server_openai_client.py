@@ -1,4 +1,4 @@
-"""The official client against a real server process."""
+"""OpenAI's Python client with a server process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_cached_tokens_need_the_same_key_salt_and_prefix(client: openai.OpenAI, 
         chunks = caller.completions.create(**body, stream=True, stream_options={"include_usage": True})
         *_, last = chunks
         assert usage.prompt_tokens_details is not None
-        # The stream came second: it finds all full blocks of 16 before the last token.
+        # The stream is the second request, so it hits all full blocks of 16 tokens before the last token.
         assert last.usage.prompt_tokens_details.cached_tokens == (len(text) - 1) // 16 * 16
         return usage.prompt_tokens_details.cached_tokens
 
@@ -132,10 +132,10 @@ def test_errors_become_the_right_exceptions(client: openai.OpenAI, keyed: Server
         client.completions.create(model="tiny", prompt="x", temperature=3)
     assert bad.value.param == "temperature"
     with (
-        openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="wrong", max_retries=0) as unauthorized,
         pytest.raises(openai.AuthenticationError) as refused,
     ):
-        stranger.models.list()
+        unauthorized.models.list()
     assert refused.value.code == "invalid_api_key"
     with pytest.raises(openai.APIStatusError) as late:
         client.completions.create(model="tiny", prompt="x" * 400, max_tokens=100, extra_body={"deadline_ms": 20})

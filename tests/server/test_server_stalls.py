@@ -1,4 +1,4 @@
-"""No body, and no client that reads slowly, holds up the others: neither the event loop nor memory."""
+"""Large bodies and slow readers neither block the event loop nor exhaust memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ MEMORY = 128 << 20
 
 
 class Loop:
-    """The longest time for which the event loop did nothing else, by the clock or by this process's use of processors,
-    whichever is less: other processes do not count."""
+    """Measures how long the event loop was blocked.
+
+    Each time is the smaller of elapsed time and CPU time, so that other processes do not count.
+    """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -54,7 +56,7 @@ class Loop:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> Iterator[None]:
-    """As in a server, the garbage collector leaves objects alone that were there before."""
+    """Freeze existing objects, as a server does, so that the garbage collector skips them."""
     gc.collect()
     gc.freeze()
     yield
@@ -62,11 +64,14 @@ def _frozen() -> Iterator[None]:
 
 
 async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 5) -> float:
-    """The stall by some work on a machine with nothing else to do: each that is measured over how slow the machine was
-    before and after; the least of so many, if the first are too long."""
+    """Return the longest stall by some work, scaled to an idle machine.
+
+    Each measurement is divided by the slowdown of the machine. Stalls that are too long are measured again, and the
+    minimum counts.
+    """
     stalls: list[float] = []
     while len(stalls) < tries and min(stalls, default=STALL_S) >= STALL_S:
-        gc.freeze()  # the application, as in a server, and what the scripted engine keeps of the last try
+        gc.freeze()  # Skip the application and objects of earlier tries.
         before = slowness()
         async with Loop() as loop:
             await work()
@@ -75,7 +80,7 @@ async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 5) -> float:
 
 
 def peak_memory() -> int:
-    """The most memory of this process since the last call, in bytes."""
+    """Return the peak memory of this process since the last call in bytes."""
     status = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
@@ -143,7 +148,7 @@ HOSTILE = """{% set it = messages|length %}{% set case = messages[0].content %}
 
 
 async def test_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, tmp_path: Path) -> None:
-    """Templates come with models. 15 MiB of text are within the bound of one and have too many tokens."""
+    """A text of 15 MiB is within the limit of a template's output, but has too many tokens."""
     template = tmp_path / "template"
     template.write_text(HOSTILE)
     async with make_api() as api:
@@ -157,10 +162,10 @@ async def test_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, 
             *answers, completed = await asyncio.gather(*chats, completion)
             assert completed.json()["usage"]["completion_tokens"] == 100
             assert [answer.status_code for answer in answers] == [400, 400, 400, 200]
-            told = [answer.json()["error"]["message"] for answer in answers[:3]]
-            assert told[0].endswith("this conversation: it needs more than 512 MiB of memory")
-            assert told[1].endswith("this conversation: it takes more than 0.5 s of processor time")
-            assert "messages must have at most" in told[2]
+            messages = [answer.json()["error"]["message"] for answer in answers[:3]]
+            assert messages[0].endswith("this conversation: it needs more than 512 MiB of memory")
+            assert messages[1].endswith("this conversation: it takes more than 0.5 s of processor time")
+            assert "messages must have at most" in messages[2]
 
         assert await stall_of(post) < STALL_S
         assert api.is_clean()
@@ -185,20 +190,20 @@ VALUES = [
 @given(st.sampled_from([(path, name) for path, names in PATHS.items() for name in names]), st.sampled_from(VALUES))
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_field_value_takes_excessive_time_or_memory(
-    loop_of_bodies: Callable[[str, bytes], tuple[int, float, int]], place: tuple[str, str], value: tuple[str, str, str]
+    post_body: Callable[[str, bytes], tuple[int, float, int]], field: tuple[str, str], value: tuple[str, str, str]
 ) -> None:
-    (path, name), (begin, unit, end) = place, value
-    # /tokenize takes texts of a million tokens, and the tokenizer up to 160 bytes for each byte.
+    (path, name), (begin, unit, end) = field, value
+    # /tokenize accepts texts of a million tokens, and the tokenizer needs up to 160 bytes for each byte.
     size = LARGEST // 8 if path == "/tokenize" else LARGEST
-    status, stall_s, memory = loop_of_bodies(path, filled(f'{{"{name}":{begin}', unit, end + "}", size))
+    status, stall_s, memory = post_body(path, filled(f'{{"{name}":{begin}', unit, end + "}", size))
     assert status == 400 or path == "/tokenize"
     assert stall_s < STALL_S
     assert memory < MEMORY
 
 
 @pytest.fixture
-def loop_of_bodies(tokenizer_folder: Path) -> Any:
-    """Status, stall and memory of a body."""
+def post_body(tokenizer_folder: Path) -> Any:
+    """Return a function that posts a body and returns the status, the stall in seconds and the memory in bytes."""
     from skipjoin.config import ServerConfig  # noqa: PLC0415
 
     with asyncio.Runner() as runner:
@@ -214,7 +219,7 @@ def loop_of_bodies(tokenizer_folder: Path) -> Any:
             async def once() -> None:
                 statuses.append((await api.http.post(path, content=body, headers=JSON)).status_code)
 
-            for _ in range(3):  # each with what the one before has left
+            for _ in range(3):  # Retries reuse memory of earlier tries.
                 peak_memory()
                 before = peak_memory()
                 stall_s = runner.run(stall_of(once, 1))
@@ -318,7 +323,7 @@ async def test_full_queue_refuses_before_tokenization(make_api: MakeApi, monkeyp
 
 
 async def time_of(work: Callable[[], Awaitable[None]]) -> float:
-    """Seconds, by the clock or of a processor, whichever are fewer; the least of three."""
+    """Return the smaller of elapsed time and CPU time in seconds, as the minimum of three runs."""
     times = []
     for _ in range(3):
         begin, used = time.perf_counter(), time.process_time()
@@ -331,10 +336,10 @@ async def time_of(work: Callable[[], Awaitable[None]]) -> float:
 
 
 class Reader:
-    """A client of the application itself that takes nothing of an answer after its head before it is told to."""
+    """ASGI client that reads no part of a response's body before `reads` is set."""
 
     def __init__(self, api: Api, **body: Any) -> None:
-        self.taken = b""
+        self.body = b""
         self.reads = asyncio.Event()
         self._parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         scope = {
@@ -352,7 +357,7 @@ class Reader:
     async def _send(self, message: Any) -> None:
         if message["type"] == "http.response.body":
             await self.reads.wait()
-            self.taken += message["body"]
+            self.body += message["body"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -366,7 +371,7 @@ async def test_response_holds_its_queue_slots_until_it_is_read(api: Api, stream:
         reader.reads.set()
         await reader.task
     assert api.is_clean()
-    assert reader.taken.count(b"length") == 3
+    assert reader.body.count(b"length") == 3
 
 
 async def test_unread_output_ends_the_stream(api: Api) -> None:
@@ -379,7 +384,7 @@ async def test_unread_output_ends_the_stream(api: Api) -> None:
         assert api.service.admission.requests == 16
         reader.reads.set()
         await reader.task
-    *_, last, end = reader.taken.split(b"\n\n")
+    *_, last, end = reader.body.split(b"\n\n")
     assert end == b""
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "slow_reader"
     assert api.is_clean()
@@ -389,13 +394,13 @@ async def test_mailbox_is_bounded_and_read_in_parts() -> None:
     full = []
     mailbox = Mailbox(lambda: full.append(1))
     detail = TokenDetail(TokenLogprob(1, -1.0, ((1, -1.0),) * 14))
-    most = (MAX_WAITING + MAX_OF_SEQUENCE) // 16
-    for number in range(2 * most):
+    max_outputs = (MAX_WAITING + MAX_OF_SEQUENCE) // 16
+    for number in range(2 * max_outputs):
         mailbox.put(Output(number, 1, detail))
     await asyncio.sleep(0)
     assert full == [1]
     taken: list[Output] = []
-    while len(taken) <= most:
+    while len(taken) <= max_outputs:
         part = await mailbox.get()
         assert 0 < len(part) <= 256
         taken += part
@@ -403,4 +408,4 @@ async def test_mailbox_is_bounded_and_read_in_parts() -> None:
     mailbox.put(Output(0, 1, detail))
     with pytest.raises(KeyError, match="it is full"):
         await mailbox.get()
-    assert [output.choice for output in taken] == list(range(most + 1))
+    assert [output.choice for output in taken] == list(range(max_outputs + 1))

@@ -1,4 +1,4 @@
-"""Settings of a server that are refused before it starts."""
+"""Validation of a server's settings before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine whose requests wait although nothing is in flight."""
+"""Stalled engines: requests wait although no work is in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 5.0
 
 
 class Stubborn(Callbacks, ChunkedBuilder):
-    """A defective batcher: it refuses requests that have KV, or all of them."""
+    """Defective batcher that refuses all requests or those with KV."""
 
     cap = 8
 

@@ -285,7 +285,7 @@ def test_profile_command_writes_a_file_that_an_engine_accepts(tmp_path: Path) ->
     assert profile.key.model == "tally"
     assert str(tmp_path) not in path.read_text()
     assert profile.errors.fitted > 0  # Slow machines may have no sample to hold out.
-    # `LearningCost` raises terms of zero, so that they can still be learned.
+    # `LearningCost` replaces coefficients of 0 so that they can grow.
     assert start(profile=str(path)) == LearningCost(profile.cost).current
 
 

@@ -87,7 +87,7 @@ def test_failed_prompt_has_its_error_and_the_others_finish(llm: LLM, monkeypatch
     finish_step = llm.engine.core.finish_step
 
     def fail_longest(result: StepResult, now: float) -> None:
-        lengths = [len(piece.request.prompt) for piece in result.plan.slices]
+        lengths = [len(item.request.prompt) for item in result.plan.slices]
         index = lengths.index(max(lengths))
         if max(lengths) > 40 and len(result.plan.slices[index].request.output) == 5:
             tokens = [*result.tokens[:index], None, *result.tokens[index + 1 :]]
@@ -320,7 +320,7 @@ def test_recipes_give_the_same_texts_for_200_mixed_requests() -> None:
     ]
     conversations = [user(draw.choice(makers)()) for _ in range(200)]
     texts: dict[str, list[str]] = {}
-    # A pool of 72 blocks: 16 requests of up to 300 tokens do not fit.
+    # 16 requests of up to 300 tokens do not fit into 72 blocks.
     pool = 72 * 16 * 4 * 2 * 128 * 4 / 2**30
     for recipe in ("fcfs", "fastserve"):
         with LLM(progress=False, recipe=recipe, kv_cache_gib=pool, max_num_seqs=16, threads=1, profile="off") as llm:

@@ -33,9 +33,9 @@ class LosingExecutor:
         return SimpleNamespace(result=lambda: self._result(plan))
 
     def _result(self, plan: StepPlan) -> StepResult:
-        if any(self.is_fatal(piece.request) for piece in plan.slices):
+        if any(self.is_fatal(item.request) for item in plan.slices):
             raise self.error
-        return StepResult(plan, [7 if piece.samples else None for piece in plan.slices], 0.01)
+        return StepResult(plan, [7 if item.samples else None for item in plan.slices], 0.01)
 
     def on_finished(self, request: Request) -> None:
         pass

@@ -219,7 +219,7 @@ def post_body(tokenizer_folder: Path) -> Any:
             async def once() -> None:
                 statuses.append((await api.http.post(path, content=body, headers=JSON)).status_code)
 
-            for _ in range(3):  # Retries reuse memory of earlier tries.
+            for _ in range(3):  # Memory that one try leaves allocated does not count in the next.
                 peak_memory()
                 before = peak_memory()
                 stall_s = runner.run(stall_of(once, 1))

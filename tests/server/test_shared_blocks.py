@@ -72,7 +72,7 @@ async def burst(url: str) -> None:
             return str((await http.post("/v1/completions", json=body)).json()["choices"][0]["text"])
 
         best_effort, real_time = loads()
-        # Send these as best-effort requests, whose capacity is low for a minute after real-time requests.
+        # Send all as best-effort requests, because real-time requests reduce best-effort capacity for a minute.
         alone = [await text_of(body | {"service_tier": "flex"}) for body in (*best_effort, *real_time)]
         before = await metrics(http)
         tasks = [asyncio.create_task(text_of(body)) for body in best_effort]

@@ -68,7 +68,7 @@ def test_stalled_engine_drops_all_kv_and_continues(caplog: pytest.LogCaptureFixt
     assert "all KV is dropped: 1 requests wait" in caplog.text
     plan = core.start_step(1.0)
     assert plan is not None
-    assert [piece.start for piece in plan.slices] == [0]
+    assert [item.start for item in plan.slices] == [0]
     stalls.check(core)
 
 

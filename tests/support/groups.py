@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Test files that use Ray. They must not overlap, because they start a cluster each.
+# Test files that use Ray. They must not overlap, because a machine has capacity for one cluster only.
 RAY = {"test_ranks_on_ray", "test_ray_nodes", "test_replicas_ray", "test_server_orphans"}
 # Folders of tests that start no process and have no slow fixture, except the files in SHARING.
 PURE = {"core", "kv", "scheduling", "core_fuzz", "model", "observe", "policies", "recipes", "sim"}

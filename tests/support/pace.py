@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 
-STALL_S = 0.05  # docs/api.md
+STALL_S = 0.05  # documented in docs/api.md
 # Time for parsing `_BODY` on an idle machine of the kind that STALL_S is meant for.
 _USUAL_S = 0.003
 _BODY = b"[" + b'{"a":1},' * 20_000 + b"1]"

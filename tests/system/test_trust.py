@@ -25,10 +25,12 @@ from skipjoin.system.folders import why_untrusted
 from support.profiles import KEY, PROFILE
 
 OTHER = 12345
-needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root to change the owner of files"
+)
 
 
-def give_away(path: Path) -> None:
+def change_owner(path: Path) -> None:
     os.chown(path, OTHER, OTHER, follow_symlinks=False)
 
 
@@ -45,13 +47,13 @@ def replace_by_link(path: Path) -> None:
     path.symlink_to(moved)
 
 
-TAMPERING = [
-    pytest.param(give_away, rf"belongs to user {OTHER}, not to root \(0\) or root; .*chown", marks=needs_root),
+UNTRUSTED_CASES = [
+    pytest.param(change_owner, rf"belongs to user {OTHER}, not to root \(0\) or root; .*chown", marks=needs_root),
     pytest.param(open_to_group, r"has mode 07[27]0|has mode 06[26]0", id="group"),
     pytest.param(open_to_all, r"has mode 0[67]02, so other users may write to it; run: chmod go-w", id="all"),
     pytest.param(replace_by_link, r"is a symbolic link; remove it", id="link"),
 ]
-TAMPERERS = [pytest.param(give_away, marks=needs_root), open_to_group, open_to_all, replace_by_link]
+TAMPERERS = [pytest.param(change_owner, marks=needs_root), open_to_group, open_to_all, replace_by_link]
 Tamper = Callable[[Path], None]
 
 
@@ -71,7 +73,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     build.say_once.cache_clear()
 
 
-@pytest.mark.parametrize(("tamper", "reason"), TAMPERING)
+@pytest.mark.parametrize(("tamper", "reason"), UNTRUSTED_CASES)
 @pytest.mark.parametrize("which", ["file", "folder"])
 def test_path_writable_by_another_user_is_untrusted(cache: Path, tamper: Tamper, reason: str, which: str) -> None:
     path = cache / "file" if which == "file" else cache
@@ -112,7 +114,7 @@ def test_link_of_another_user_is_untrusted(cache: Path) -> None:
     (cache / "target").mkdir(mode=0o700)
     (cache / "link").symlink_to("target")
     assert why_untrusted(cache / "link" / "file") is None
-    give_away(cache / "link")
+    change_owner(cache / "link")
     assert "link belongs to user 12345" in (why_untrusted(cache / "link" / "file") or "")
 
 

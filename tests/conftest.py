@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Let all engines of a test run share one profile cache, which is not the user's."""
+    """Let all engines of a test run share one profile cache."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # Each worker has its own folder in that of the run.
         folder = folder.parent
@@ -70,5 +70,5 @@ def forecast_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_batch_folder() -> None:
-    """Disable batches unless a test names a folder, so that no test uses the user's."""
+    """Disable batches unless a test names a folder."""
     os.environ["SKIPJOIN_BATCH_DIR"] = "none"

@@ -50,7 +50,6 @@ def test_relative_links_lead_to_files_and_headings(document: Path) -> None:
 
 
 def test_site_builds_in_strict_mode(tmp_path: Path) -> None:
-    """Strict mode rejects pages outside the navigation, broken links and missing objects."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

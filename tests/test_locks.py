@@ -67,7 +67,7 @@ def test_every_entry_has_hashes(lock: dict) -> None:
 
 @pytest.mark.parametrize("name", ["requirements.lock", "requirements-dev.lock", "constraints.txt"])
 def test_lock_files_name_no_package_index(name: str) -> None:
-    """The index is chosen by pip's settings on each machine."""
+    """The settings of pip on each machine choose the index."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert "://" not in text
     assert not re.search(r"^\s*-(?!-hash=)", text, re.MULTILINE)
@@ -95,7 +95,7 @@ def test_locks_cover_the_requirements_of_the_project() -> None:
 
 @pytest.mark.parametrize("lock", [RUNTIME, DEV], ids=["runtime", "dev"])
 def test_locks_cover_the_requirements_of_their_distributions(lock: dict) -> None:
-    """`make` installs without resolving dependencies. Only distributions that are installed as locked are checked."""
+    """Only distributions that are installed in the locked version are checked."""
     found, seen = {}, 0
     for entry in lock.values():
         try:
@@ -130,7 +130,6 @@ def test_make_requires_hashes_except_for_torch() -> None:
 
 
 def test_wheel_with_a_wrong_hash_is_not_installed(tmp_path: Path) -> None:
-    """pip runs with the options of the Makefile."""
     wheel = tmp_path / "lockedthing-1.0-py3-none-any.whl"
     info = "lockedthing-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:

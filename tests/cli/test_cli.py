@@ -409,7 +409,6 @@ def test_recipes_are_listed_with_their_parameters() -> None:
 
 
 def test_full_help_truncates_no_name() -> None:
-    """The terminal has 80 columns. Every flag is shown in full."""
     checked = 0
     for path, command in _commands(typer.main.get_command(app)):
         shown = _help(path, command)

@@ -88,7 +88,6 @@ def test_an_installed_recipe_is_listed_and_runs_in_an_engine() -> None:
 
 
 def test_worker_processes_of_a_simulation_find_an_installed_recipe(site: Path, tmp_path: Path) -> None:
-    """The parameter changes the order of prompts, and thereby the latencies."""
     run = subprocess.run(
         [
             *(SKIPJOIN, "simulate", "--model", "opt-13b", "--kv-gib", "4", "--max-num-seqs", "8", "--jobs", "2"),

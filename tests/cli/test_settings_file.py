@@ -26,7 +26,7 @@ dtype: float32
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The settings of each call of `run_server`, as one dictionary per call."""
+    """Settings of each call of `run_server`."""
     found: list[dict[str, Any]] = []
 
     def run_server(engine: Any, server: Any, forecasts: Any, **_: Any) -> int:

@@ -1,7 +1,4 @@
-"""An engine in one process runs without the packages of the server, of Ray and of the tests.
-
-A machine with a GPU may not have them.
-"""
+"""An engine in one process needs only torch and the packages of its model, for machines that run only GPU tests."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_text_and_its_token_ids_give_the_same_output(llm: LLM) -> None:
 def test_detokenization_overlaps_the_next_step_unless_there_are_stop_strings(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], order: str
 ) -> None:
-    """The letters stand for submitting a plan (p), applying its result (s), and detokenizing a token (t)."""
+    """The calls are submitting a plan (p), applying its result (s) and detokenizing a token (t)."""
     calls: list[str] = []
     core, executor = llm.engine.core, llm.engine.executor
     for owner, name, letter in ((executor, "submit", "p"), (core, "finish_step", "s"), (Choice, "take", "t")):
@@ -154,7 +154,7 @@ def test_forecaster_learns_output_lengths_and_saves_them(tmp_path: Path, monkeyp
 
 
 def test_jct_target_follows_the_forecast_and_finally_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This applies to requests without a target. Policies never see the target from the true length."""
+    """Policies never see the target from the true length."""
     reported: list[tuple[Request, float, float]] = []
     with LLM(progress=False, threads=1, profile="off", forecast_dir="none", slo_jct_scale=3.0) as llm:
         core, cost = llm.engine.core, llm.engine.info.cost
@@ -348,7 +348,7 @@ BLOCK_BYTES = 16 * 4 * 2 * 128 * 4  # 16 tokens of the built-in model
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
-    """Return a function that starts an engine on a machine with `free_gib` of free RAM and returns its facts."""
+    """Return a function that starts an engine on a machine with `free_gib` of free RAM."""
 
     def started(free_gib: float, **settings: Any) -> EngineInfo:
         monkeypatch.setattr(rank_spec, "free_ram", lambda: int(free_gib * GIB))
@@ -379,7 +379,7 @@ def test_cpu_pool_has_the_requested_size(start: Callable[..., EngineInfo]) -> No
 
 
 def test_error_of_a_too_large_cpu_pool_names_a_size_that_fits(start: Callable[..., EngineInfo]) -> None:
-    """On a CPU, the device pool is in the same RAM, and 1 GiB must stay free."""
+    """On a CPU, both pools are in RAM, of which 1 GiB must stay free."""
     have = r"the machine has 2\.0 GiB free, 0\.7 of them for the KV pool"
     text = rf"swap_space_gib must be at most (0\.3) \({have}\), got 0\.5"
     with pytest.raises(ConfigError) as refused:

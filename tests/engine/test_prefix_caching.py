@@ -20,7 +20,7 @@ Pair = tuple[LLM, LLM]
 
 @pytest.fixture(scope="module", params=[("auto", 0.01), ("torch", 0)], ids=["auto, cpu tier", "torch"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Return an LLM with prefix caching and one without. Their pools barely exceed the longest request."""
+    """Return an LLM with prefix caching and one without, with pools for little more than one request."""
     attention, swap_gib = request.param
     settings = dict(
         progress=False, threads=1, profile="off", attention=attention, kv_cache_gib=0.0045, swap_space_gib=swap_gib
@@ -45,7 +45,6 @@ def full_blocks(prompt: list[int]) -> int:
 
 
 def test_cached_prefixes_do_not_change_tokens(pair: Pair) -> None:
-    """Prompts are repeated, evicted by a large prompt, continued as a conversation and run in a batch."""
     caching, plain = pair
     turn, filler = prompt_of(1, 300), prompt_of(2, 1000)
     (filled,) = plain.generate(filler, GREEDY)
@@ -111,7 +110,6 @@ def test_prompt_logprobs_bypass_the_cache(pair: Pair) -> None:
 
 
 def test_prompts_hit_only_blocks_with_their_salt(pair: Pair) -> None:
-    """A salt may apply to all prompts or to one each."""
     caching, _ = pair
     prompt, full = prompt_of(40, 100), 96
     cached = [

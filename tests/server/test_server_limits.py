@@ -109,7 +109,6 @@ def retry_after(admission: Admission, *tokens: int) -> int:
 
 @pytest.mark.parametrize("seconds_each", [0.05, 2.6, 30.0])
 def test_retry_after_is_the_time_until_enough_requests_finish(seconds_each: float) -> None:
-    """This holds after a start, after a day without load, and under continuous overload."""
     clock = Clock()
     admission = Admission(10, 10_000, METRICS, clock)
     for pause in (0.0, 86_400.0):
@@ -157,7 +156,7 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("factor", [2, 5, 10])
 def test_retry_after_is_accurate_when_load_rises_suddenly(factor: int, lengths: str) -> None:
-    """Load rises from a third of the capacity to a multiple of it. Steps take longer with more running sequences."""
+    """Load rises from a third of the capacity to `factor` times the capacity."""
     clock, draw = Clock(), random.Random(factor)
     live: list[tuple[int, int, AdmissionSlot]] = []  # last step, request number, slot
     made = 0

@@ -222,7 +222,7 @@ async def test_choices_and_rejections_are_counted(make_api: MakeApi) -> None:
 
 
 class Wire:
-    """Socket that delivers one request, records sent messages, and shuts the engine down after the request."""
+    """Socket that delivers one request and a shutdown after its end, and records sent messages."""
 
     def __init__(self, request: Add) -> None:
         self._inbox: list[ToEngine] = [request]
@@ -270,7 +270,6 @@ class LeakyLoop(SimulatedLoop):
 
 
 def test_leaked_blocks_are_counted_and_freed(caplog: pytest.LogCaptureFixture) -> None:
-    """Blocks are freed while a request runs, and the request continues."""
     wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
     loop = LeakyLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
     EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
@@ -322,11 +321,11 @@ def test_outputs_are_sent_after_the_next_step_begins() -> None:
 
 
 def test_metrics_agree_with_client_measurements(start_server: StartServer) -> None:
-    """Counts match exactly as soon as the last response arrives. Times are at most those that clients measure."""
+    """Counts are equal as soon as the last response arrives. Times are at most those of clients."""
     server = start_server(metrics_compat="vllm")
 
     def stream(client: httpx.Client, number: int) -> tuple[float, float, int, int]:
-        """Return the seconds to the first event and to the end, and the prompt and completion tokens of the usage."""
+        """Return the seconds to the first event and to the end, and prompt and completion tokens."""
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         body = {"prompt": "a" * (3 + number), "max_tokens": 1 + number % 9, **options}
         begin, first = time.monotonic(), 0.0

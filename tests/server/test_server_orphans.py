@@ -88,9 +88,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 def test_terminated_server_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
-    """The engine ignores signals, because service managers signal all processes of a service. While the server runs,
-    none of its processes listens on an address that other machines can reach.
-    """
+    """The engine ignores signals, because service managers signal all processes of a service."""
     server = serve()
     assert_only_local(server.mark.processes(), "raylet")
     server.engine.terminate()

@@ -74,7 +74,7 @@ def health(server: ServerProcess) -> int:
 
 @pytest.fixture(scope="module", params=[BLOCKS])
 def slow_server(request: pytest.FixtureRequest, tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    """A server with steps of 20 ms. The parameter is its number of blocks. Each test must leave it idle."""
+    """A server with steps of 20 ms and `param` blocks. Each test must leave it idle."""
     shared = simulated_server(tokenizer_folder, 0.02, request.param, priority_range="-1:0")
     yield shared
     shared.stop()
@@ -109,7 +109,6 @@ def connect(server: ServerProcess) -> socket.socket:
 
 
 def test_disconnect_during_prefill_generates_no_token(start_server: StartServer) -> None:
-    """Clients of both endpoints disconnect, with and without streams."""
     server = start_server(step_s=1.5)
     prompts = {
         "/v1/completions": {"prompt": "abc" * 100},
@@ -187,7 +186,7 @@ def test_burst_is_refused_quickly_and_accepted_requests_finish(start_server: Sta
 
 
 def test_flood_of_one_key_does_not_delay_another_key(start_server: StartServer) -> None:
-    """Few requests of the flood run at a time, and steps are long enough to send others before the flood finishes."""
+    """Steps are long enough to send other requests before the flood finishes."""
     server = start_server(step_s=0.02, blocks=20, api_keys="noisy+quiet", fair_by="key")
     finished: list[str] = []
 
@@ -320,7 +319,6 @@ def test_engine_death_under_load_is_reported_to_clients(start_server: StartServe
 
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_hanging_engine_is_reported_and_killed(start_server: StartServer, is_stopped: bool) -> None:
-    """The process is suspended, or a step does not finish. Deadlines still apply."""
     server = start_server(step_s=0.02 if is_stopped else 300, hang_timeout_s=2, step_timeout_s=1)
     stream = Stream(server)
     until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 1)

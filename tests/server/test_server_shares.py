@@ -48,7 +48,7 @@ class Queue:
             pass
 
     def end(self, key: str) -> None:
-        """Start and finish the oldest sequence of a key, which frees its slot and its waiting tokens."""
+        """Start and finish the oldest sequence of a key."""
         slot = self.slots[key].popleft()
         slot.started()
         slot.ended()
@@ -77,7 +77,7 @@ def test_single_key_may_use_everything_except_the_reserve(by_tokens: bool) -> No
 @by_both
 @given(floods=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 20)), min_size=1, max_size=60))
 def test_first_request_of_a_new_key_is_admitted(by_tokens: bool, floods: list[tuple[str, int]]) -> None:
-    """Other keys may use the reserve only within their share, whatever they hold and borrow."""
+    """Other keys may use the reserve only within their share."""
     queue = Queue(by_tokens=by_tokens)
     for key, amount in floods:
         before, keys = queue.used, len({*queue.slots, key})
@@ -97,7 +97,6 @@ def test_first_request_of_a_new_key_is_admitted(by_tokens: bool, floods: list[tu
 
 @by_both
 def test_new_keys_share_the_reserve_during_a_flood(by_tokens: bool) -> None:
-    """The reserve admits new keys immediately. Then slots of the flood go to other keys first."""
     queue = Queue(by_tokens=by_tokens)
     queue.fill("flood")
     for number in range(RESERVE):
@@ -124,7 +123,7 @@ def test_borrowing_stops_until_a_large_request_within_its_share_fits(by_tokens: 
 
 @by_both
 def test_refused_keys_have_precedence_if_keys_outnumber_shares(by_tokens: bool) -> None:
-    """Shares are smaller than requests, so each key may hold one request, and waiting keys have precedence."""
+    """Shares are smaller than requests, so each key may hold one request."""
     queue = Queue(by_tokens=by_tokens)
     size, slots = RESERVE, CAPACITY // RESERVE
     names = [f"key {number}" for number in range(3 * slots)]
@@ -158,7 +157,7 @@ def test_claim_expires_if_its_client_does_not_retry() -> None:
 @pytest.mark.parametrize("sizes", [(1, 1), (RESERVE, 1), (RESERVE, RESERVE), (7, 3)])
 @pytest.mark.parametrize("keys", [2, 3, 4])
 def test_continuously_loaded_keys_converge_to_equal_shares(keys: int, sizes: tuple[int, int]) -> None:
-    """One key holds all slots at first. Sequences finish at random, whichever key they belong to."""
+    """One key holds all slots at first."""
     queue, draw = Queue(), random.Random(keys)
     names = [f"key {number}" for number in range(keys)]
     amounts = {name: sizes[number > 0] for number, name in enumerate(names)}
@@ -212,7 +211,7 @@ def test_counts_of_all_keys_return_to_zero(actions: list[tuple[str, str, int]]) 
 
 @pytest.mark.parametrize(("others", "min_accurate"), [({"b": 5.0}, 0.95), ({"b": 0.1}, 0.75), ({"b": 1.0}, 0.75)])
 def test_retry_after_of_a_key_over_its_share_is_accurate(others: dict[str, float], min_accurate: float) -> None:
-    """One key floods the queue. Freed slots go to other keys within their share first, which delays the flood's key.
+    """Freed slots go to other keys within their share first.
 
     Args:
         others: Arrival rates of the other keys, as multiples of the capacity.

@@ -56,7 +56,7 @@ class Loop:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> Iterator[None]:
-    """Freeze existing objects, as a server does, so that the garbage collector skips them."""
+    """Exclude existing objects from garbage collection, as a server does."""
     gc.collect()
     gc.freeze()
     yield
@@ -64,11 +64,7 @@ def _frozen() -> Iterator[None]:
 
 
 async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 5) -> float:
-    """Return the longest stall by some work, scaled to an idle machine.
-
-    Each measurement is divided by the slowdown of the machine. Stalls that are too long are measured again, and the
-    minimum counts.
-    """
+    """Return the stall by some work, scaled to an idle machine. The minimum of up to `tries` measurements counts."""
     stalls: list[float] = []
     while len(stalls) < tries and min(stalls, default=STALL_S) >= STALL_S:
         gc.freeze()  # Skip the application and objects of earlier tries.
@@ -148,7 +144,7 @@ HOSTILE = """{% set it = messages|length %}{% set case = messages[0].content %}
 
 
 async def test_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, tmp_path: Path) -> None:
-    """A text of 15 MiB is within the limit of a template's output, but has too many tokens."""
+    """The long text is within the limit of a template's output, but has too many tokens."""
     template = tmp_path / "template"
     template.write_text(HOSTILE)
     async with make_api() as api:
@@ -323,7 +319,7 @@ async def test_full_queue_refuses_before_tokenization(make_api: MakeApi, monkeyp
 
 
 async def time_of(work: Callable[[], Awaitable[None]]) -> float:
-    """Return the smaller of elapsed time and CPU time in seconds, as the minimum of three runs."""
+    """Return the minimum time of three runs, without that of other processes."""
     times = []
     for _ in range(3):
         begin, used = time.perf_counter(), time.process_time()

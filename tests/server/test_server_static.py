@@ -54,7 +54,7 @@ def _keywords(node: ast.Call) -> dict[str | None, str]:
 
 
 def _check_trust(name: str, keywords: dict[str | None, str]) -> None:
-    """Auto classes need the argument, because transformers otherwise asks on standard input whether to run the code."""
+    """Without the argument, auto classes of transformers ask on standard input whether to run a folder's code."""
     trusts = keywords.get("trust_remote_code")
     assert trusts in ((None, "False") if not re.fullmatch(r"(\w+\.)?Auto\w+\.from_pretrained", name) else ("False",))
 

@@ -26,7 +26,7 @@ py-modules = [{modules}]
 def project(
     name: str, modules: Mapping[str, str], entry_points: Mapping[str, Mapping[str, str]] | None = None
 ) -> dict[str, str]:
-    """Return the files of a distribution of single-file modules, by path.
+    """Return the files of a distribution by path.
 
     Args:
         modules: Source by module name.

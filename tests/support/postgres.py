@@ -77,7 +77,7 @@ class Postgres:
 
 
 def _unprivileged() -> list[str]:
-    """Return a command prefix that runs a program as another user, because PostgreSQL refuses to run as root."""
+    """Return a command prefix that drops root's privileges, because PostgreSQL refuses to run as root."""
     if os.geteuid() != 0:
         return []
     return ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", "--"]

@@ -89,10 +89,7 @@ class ThreadGroup:
 
 
 def on_ranks(tp_size: int, pp_size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """Run `work` on all ranks concurrently, and return its results in the order of ranks.
-
-    Raises the error of a rank that failed. Errors of other ranks that only lost their peer come last.
-    """
+    """Run `work` on all ranks concurrently and return its results, or raise the first cause of a failure."""
     groups = Meeting(tp_size, pp_size).groups()
 
     def guarded(group: ThreadGroup) -> T:

@@ -18,7 +18,7 @@ MAKE = (
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of live processes, folders under construction, links and files are kept."""
+    """Folders of live processes, new folders, links and files are kept."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     command, environment = [sys.executable, "-c", MAKE], {**os.environ, "TMPDIR": str(tmp_path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}

@@ -87,7 +87,7 @@ def test_path_writable_by_another_user_is_untrusted(cache: Path, tamper: Tamper,
 
 @pytest.mark.parametrize("tamper", TAMPERERS[:3])
 def test_path_below_an_untrusted_folder_is_untrusted(cache: Path, tamper: Tamper) -> None:
-    """This holds even if the path does not exist, because another user could create it first."""
+    """Another user could create a missing path first."""
     above = cache.parent
     tamper(above)
     for path in (cache / "file", cache / "new", above / "elsewhere" / "new"):
@@ -95,7 +95,7 @@ def test_path_below_an_untrusted_folder_is_untrusted(cache: Path, tamper: Tamper
 
 
 def test_own_links_and_sticky_folders_are_trusted(cache: Path) -> None:
-    """Paths below /tmp and linked home folders are like this. The folders that a link leads through are checked too."""
+    """Paths below /tmp and linked home folders are like this."""
     shared = cache.parent / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -191,7 +191,6 @@ def test_untrusted_library_is_rebuilt(
 def test_untrusted_cache_is_replaced_by_a_private_folder(
     cache: Path, compiler: Compiler, tamper: Tamper, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The process compiles into its own folder and logs that."""
     library = build.compiled_library()
     tamper(cache)
     private = build.compiled_library()

@@ -1,4 +1,4 @@
-"""What all tests share: the helpers in `support`, and a hypothesis profile that gives the same examples every time."""
+"""Configuration of all tests: groups for pytest-xdist, private cache folders and deterministic hypothesis examples."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from skipjoin.config.profile import CACHE_VARIABLE
 
 try:
     from hypothesis import settings
-except ImportError:  # on a machine where only the tests of a GPU run
+except ImportError:  # A machine that only runs the GPU tests may lack it.
     settings = None
 
 sys.path.insert(0, str(Path(__file__).parent))
-# Torch's threads wait for each other actively: two on a machine whose cores are busy take ten times as long as one.
-# Read when torch is imported, here and in the programs that tests start.
+# Torch's threads wait actively: on busy cores two threads take ten times as long as one. Torch reads the variable
+# when it is imported, here and in the programs that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:
-    from support.groups import Groups, group, place
-except ImportError:  # the same
+    from support.groups import Groups, group, order
+except ImportError:  # A machine that only runs the GPU tests may lack pytest-xdist.
     Groups = None
 
 if settings is not None:
@@ -32,14 +32,14 @@ if settings is not None:
     settings.load_profile("stable")
 
 
-# A shell that starts the tests in the background makes them ignore interrupts, and with them all that they start.
+# Programs that a shell starts in the background ignore interrupts, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2` tests are dealt out by groups; another `--dist` is left alone."""
+    """Distribute tests by groups with `-n 2`, unless another `--dist` is chosen."""
     return Groups(config, log) if config.getoption("dist") == "load" else None
 
 
@@ -49,14 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ray") and group(item.nodeid) != "ray":
             raise pytest.UsageError(f"{item.path.name} has a test that uses Ray: add it to RAY in support/groups.py")
-    items.sort(key=lambda item: place(item.nodeid))
+    items.sort(key=lambda item: order(item.nodeid))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engines of one run of the tests share their profiles, and neither read nor write the user's."""
+    """Let all engines of a test run share one profile cache."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in that of the run
+    if "PYTEST_XDIST_WORKER" in os.environ:  # Each worker has its own folder in that of the run.
         folder = folder.parent
     os.environ[CACHE_VARIABLE] = str(folder / "profiles")
     return folder / "profiles"
@@ -64,11 +64,11 @@ def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def forecast_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What servers and engines of the tests learn of output lengths is not kept where the user's is."""
+    """Keep the forecasts of tests out of the user's folder."""
     os.environ["SKIPJOIN_FORECAST_DIR"] = str(tmp_path_factory.mktemp("forecasts"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_batch_folder() -> None:
-    """Servers of the tests have no batches unless a test names a folder: the user's is left alone."""
+    """Disable batches unless a test names a folder."""
     os.environ["SKIPJOIN_BATCH_DIR"] = "none"

@@ -1,4 +1,4 @@
-"""The example of CONTRIBUTING.md is a working recipe."""
+"""The example recipe of CONTRIBUTING.md works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skipjoin.sim.driver import Replica, simulate
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_added_lines_run_the_smallest_request_first() -> None:
+def test_example_recipe_runs_the_smallest_request_first() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     diff = re.search(r"```diff\n(.*?)```", text, re.DOTALL)
     assert diff is not None
@@ -34,8 +34,8 @@ def test_the_added_lines_run_the_smallest_request_first() -> None:
     order: list[int] = []
     requests = [Request(number, 0.0, range(length), 3) for number, length in enumerate((90, 10, 50))]
 
-    def note(events: list[Event]) -> None:
+    def record(events: list[Event]) -> None:
         order.extend(event.plan.slices[0].request.id for event in events if isinstance(event, Planned))
 
-    simulate(Replica(core, SimulatedExecutor(cost)), requests, on_events=note)
+    simulate(Replica(core, SimulatedExecutor(cost)), requests, on_events=record)
     assert order == [1] * 3 + [2] * 3 + [0] * 3

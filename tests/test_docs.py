@@ -1,4 +1,4 @@
-"""The documents: links and named files exist, the site builds, and the examples of add-a-policy.md make a recipe."""
+"""Documentation: links resolve, named files and tests exist, the site builds and its examples run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a document's headings, as GitHub makes them."""
+    """Return the anchors that GitHub gives to a document's headings."""
     titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -49,8 +49,7 @@ def test_relative_links_lead_to_files_and_headings(document: Path) -> None:
     assert not broken
 
 
-def test_the_site_builds_strictly(tmp_path: Path) -> None:
-    """With --strict, a page that is not in the navigation, a broken link and a missing object are errors."""
+def test_site_builds_in_strict_mode(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -63,21 +62,21 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert not fetched
 
 
-def test_every_file_that_the_architecture_names_exists() -> None:
+def test_files_named_in_the_architecture_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = {name for name in re.findall(r"`([\w/.]+)`", text) if name.endswith((".py", "/"))}
     assert len(named) > 40
     assert not [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "src/skipjoin"))]
 
 
-def test_every_test_that_stands_for_a_promise_exists() -> None:
+def test_tests_named_in_reliability_exist() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "reliability.md").read_text())
     assert len(named) > 50
     tests = {file: (ROOT / "tests" / file).read_text() for file, _ in named}
     assert not [(file, name) for file, name in named if not re.search(rf"def {name}\(", tests[file])]
 
 
-def test_the_examples_of_the_policy_page_make_a_recipe() -> None:
+def test_examples_of_the_policy_page_define_recipes() -> None:
     page = (ROOT / "docs" / "add-a-policy.md").read_text()
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     built: dict[str, Callable[..., Policies]] = {}
@@ -88,13 +87,13 @@ def test_the_examples_of_the_policy_page_make_a_recipe() -> None:
     exec(compile("from __future__ import annotations\n" + code, "add-a-policy.md", "exec"), names)
     make_params, cost = names["LeastServedParams"], LinearCost(floor=0.01, prefill_token=1e-4)
     policies = built["min_served"](Settings(cost, max_seqs=2), make_params(quantum_tokens=8, swap_tokens=30))
-    happened: list[Event] = []
+    events: list[Event] = []
     for one in (built["late_first"](Settings(cost, max_seqs=2)), policies):
-        happened.clear()
+        events.clear()
         requests = [Request(number, 0.01 * number, range(length), 20) for number, length in enumerate((30, 8, 12, 10))]
         replica = Replica(EngineCore(Scheduler(one, KVLedger(8, 8, 8))), SimulatedExecutor(cost))
-        simulate(replica, requests, on_events=happened.extend)
+        simulate(replica, requests, on_events=events.extend)
         assert all(len(request.output) == 20 for request in requests)
-    assert {event.how for event in happened if isinstance(event, Preempted)} == {*Preemption} - {Preemption.SPILL}
+    assert {event.how for event in events if isinstance(event, Preempted)} == {*Preemption} - {Preemption.SPILL}
     with pytest.raises(ConfigError, match=r"quantum_tokens must be in \[1, 1048576\], got 0"):
         make_params(quantum_tokens=0)

@@ -1,4 +1,4 @@
-"""Imports run one way: the core decides and knows nobody; see the module map in the architecture."""
+"""Imports between packages follow the module map of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "skipjoin"
-# What would make a decision depend on anything but its arguments.
+# Modules that would make a decision depend on something other than its arguments.
 IMPURE = {"asyncio", "time", "random", "logging", "threading", "socket"}
 PURE_STDLIB = set(sys.stdlib_module_names) - IMPURE
 
-# By folder or module under skipjoin: which parts of skipjoin it may import, itself included. A name means a room
-# without those inside it that have a rule of their own.
+# For each package or module under skipjoin, the parts of skipjoin that it may import. Name a package itself to allow
+# imports within it. A name does not cover subpackages that have their own rule.
 ALLOWED: dict[str, set[str]] = {
     "core": {
         "core",
@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
         "core.scheduling",
     },
     "core.kv": {"core.kv", "core.kv.prefixes", "core.request", "core.step"},
-    "core.kv.prefixes": {"core.kv.block_pool"},  # takes token ids, and knows no request
+    "core.kv.prefixes": {"core.kv.block_pool"},  # It takes token ids instead of requests.
     "core.scheduling": {
         "core.events",
         "core.kv.interface",
@@ -223,7 +223,7 @@ ALLOWED: dict[str, set[str]] = {
         "workload",
     },
 }
-# Those that import nothing but the standard library and parts of skipjoin, and read neither clock nor chance.
+# Parts that import only the standard library and skipjoin, and use neither clocks nor random numbers.
 PURE = {"core", "core.kv", "core.kv.prefixes", "core.scheduling", "options", "policies", "recipes"}
 STDLIB_ONLY = {
     "config.access",
@@ -240,10 +240,10 @@ STDLIB_ONLY = {
     "exec.base",
     "exec.simulated",
 }
-# Of `core/kv`: the modules of one ledger. `reservations` and `block_pool` have words that others use too.
+# The modules of `core/kv` that implement one ledger. `reservations` and `block_pool` define types for every ledger.
 PARTS = ("shared_blocks", "prefix_cache", "cpu_cache", "request_blocks", "transfers")
 LEDGER = {f"skipjoin.core.kv.{name}" for name in ("ledger", *PARTS)}
-# Nobody below the server knows of it.
+# Parts that must not import the server.
 BELOW_SERVER = {
     "core",
     "core.kv",
@@ -274,7 +274,7 @@ BELOW_SERVER = {
     "config.key_files",
     "config.profile",
 }
-# Of `server.api`: what prepares and runs jobs, for HTTP and for whatever else has bodies of requests.
+# Modules of `server.api` that prepare and run requests for any transport, such as HTTP or batch files.
 WITHOUT_HTTP = {
     "chat",
     "completions",
@@ -286,9 +286,8 @@ WITHOUT_HTTP = {
     "responses",
     "service",
 }
-# Where imports may stand inside functions if they are marked: optional back ends, the package itself, whose import
-# must stay light, the command line, whose help must come at once, what needs Ray, and what only a server with batches
-# does.
+# Paths in which marked imports may be inside functions: optional back ends, the package itself, whose import must stay
+# light, the command line, whose help must start quickly, code that needs Ray, and the database of batches.
 LAZY = (
     *("exec", "model", "forecast", "__init__.py", "cli", "engine"),
     *("server/lifecycle.py", "server/batches/database.py"),
@@ -296,7 +295,7 @@ LAZY = (
 
 
 class Import(NamedTuple):
-    """One imported module, as a dotted name."""
+    """An import of one module, by its dotted name."""
 
     file: Path
     line: int
@@ -326,7 +325,7 @@ def imports_of(file: Path) -> Iterator[Import]:
             for name in names:
                 marked = "# noqa: PLC0415" in lines[child.lineno - 1]
                 yield Import(file, child.lineno, name, at_top, marked)
-            # A guarded import at module level, by TYPE_CHECKING or try, still stands at the top.
+            # An import under TYPE_CHECKING or in a try at module level is still at the top.
             still = at_top and isinstance(child, ast.If | ast.Try | ast.ExceptHandler)
             yield from walk(child, still)
 
@@ -334,8 +333,8 @@ def imports_of(file: Path) -> Iterator[Import]:
 
 
 def is_module(package: str, name: str) -> bool:
-    place = SOURCE.joinpath(*package.split("."), name)
-    return place.is_dir() or place.with_suffix(".py").is_file()
+    path = SOURCE.joinpath(*package.split("."), name)
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def module_of(file: Path) -> str:
@@ -344,11 +343,11 @@ def module_of(file: Path) -> str:
 
 
 def part_of(file: Path) -> str:
-    """The key of `ALLOWED` that rules a file: the most specific one."""
-    return room_of(list(file.relative_to(PACKAGE).with_suffix("").parts))
+    """Return the most specific key of `ALLOWED` that covers a file."""
+    return rule_of(list(file.relative_to(PACKAGE).with_suffix("").parts))
 
 
-def room_of(parts: list[str]) -> str:
+def rule_of(parts: list[str]) -> str:
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((name for name in names if name in ALLOWED), names[-1])
 
@@ -358,9 +357,9 @@ def is_within(module: str, part: str) -> bool:
 
 
 def is_allowed(module: str, names: set[str]) -> bool:
-    """True if one of the names covers the module, and is at least as specific as the rule of its own room."""
-    room = room_of(module.split(".")[1:] or ["__init__"])
-    return any(is_within(module, name) and (name == room or not is_within(f"skipjoin.{room}", name)) for name in names)
+    """Return whether a name covers the module and is at least as specific as the module's own rule."""
+    rule = rule_of(module.split(".")[1:] or ["__init__"])
+    return any(is_within(module, name) and (name == rule or not is_within(f"skipjoin.{rule}", name)) for name in names)
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -371,7 +370,7 @@ def broken(rule: str, found: list[Import]) -> str:
     return rule + ":\n" + "\n".join(map(str, found))
 
 
-def test_there_is_something_to_check() -> None:
+def test_imports_are_found() -> None:
     assert {
         "core.kv",
         "core.scheduling",
@@ -386,12 +385,12 @@ def test_there_is_something_to_check() -> None:
     assert len(IMPORTS) > 50
 
 
-def test_every_room_has_a_rule() -> None:
+def test_every_package_has_a_rule() -> None:
     assert {part_of(file) for file in FILES} - set(ALLOWED) <= {"__init__"}
 
 
 @pytest.mark.parametrize("part", ALLOWED)
-def test_a_part_imports_only_the_parts_below_it(part: str) -> None:
+def test_package_imports_only_what_its_rule_allows(part: str) -> None:
     wrong = [
         found
         for found in IMPORTS
@@ -403,7 +402,7 @@ def test_a_part_imports_only_the_parts_below_it(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", sorted(PURE))
-def test_what_decides_imports_only_the_standard_library_and_no_clock(part: str) -> None:
+def test_scheduling_packages_import_no_clocks_or_third_party_code(part: str) -> None:
     wrong = [
         found
         for found in IMPORTS
@@ -413,7 +412,7 @@ def test_what_decides_imports_only_the_standard_library_and_no_clock(part: str) 
 
 
 @pytest.mark.parametrize("part", sorted(STDLIB_ONLY))
-def test_what_tests_need_imports_only_the_standard_library(part: str) -> None:
+def test_light_packages_import_only_the_standard_library(part: str) -> None:
     wrong = [
         found
         for found in IMPORTS
@@ -422,7 +421,7 @@ def test_what_tests_need_imports_only_the_standard_library(part: str) -> None:
     assert not wrong, broken(f"{part} imports the standard library only", wrong)
 
 
-def test_what_plans_knows_no_ledger() -> None:
+def test_core_depends_on_the_ledger_interface_only() -> None:
     wrong = [
         found
         for found in IMPORTS
@@ -430,43 +429,43 @@ def test_what_plans_knows_no_ledger() -> None:
         and module_of(found.file) not in LEDGER
         and found.module in LEDGER
     ]
-    assert not wrong, broken("what plans asks `core.kv.interface`, which another ledger may stand behind", wrong)
+    assert not wrong, broken("core imports `core.kv.interface`, so that it runs with any ledger", wrong)
 
 
-def test_nobody_below_the_server_imports_it() -> None:
+def test_lower_packages_do_not_import_the_server() -> None:
     wrong = [found for found in IMPORTS if part_of(found.file) in BELOW_SERVER and is_within(found.module, "server")]
-    assert not wrong, broken("the server is imported from above only", wrong)
+    assert not wrong, broken("only the command line imports the server", wrong)
 
 
-def test_endpoints_do_without_http() -> None:
-    rooms = {f"skipjoin.server.api.{name}" for name in WITHOUT_HTTP}
+def test_generation_modules_do_not_import_http_frameworks() -> None:
+    modules = {f"skipjoin.server.api.{name}" for name in WITHOUT_HTTP}
     wrong = [
         found
         for found in IMPORTS
-        if module_of(found.file) in rooms and found.module.split(".")[0] in {"starlette", "fastapi", "uvicorn"}
+        if module_of(found.file) in modules and found.module.split(".")[0] in {"starlette", "fastapi", "uvicorn"}
     ]
-    assert not wrong, broken("jobs are prepared and run without HTTP", wrong)
+    assert not wrong, broken("generation does not depend on HTTP", wrong)
 
 
-def test_no_module_imports_itself_through_others() -> None:
-    """Imports between modules have no cycle. Those for type checkers count; those inside functions do not."""
+def test_imports_have_no_cycles() -> None:
+    """Imports for type checkers count, but imports inside functions do not."""
     modules = {module_of(file): set[str]() for file in FILES}
     for found in IMPORTS:
         if found.at_top and found.module in modules:
             modules[module_of(found.file)].add(found.module)
-    tuple(TopologicalSorter(modules).static_order())  # raises CycleError, which names the cycle
+    tuple(TopologicalSorter(modules).static_order())  # raises CycleError
 
 
-def test_imports_stand_at_the_top_of_the_file() -> None:
+def test_imports_are_at_the_top_of_the_file() -> None:
     wrong = [
         found
         for found in IMPORTS
         if not found.at_top and not (found.marked and str(found.file.relative_to(PACKAGE)).startswith(LAZY))
     ]
-    assert not wrong, broken(f"only marked imports in {LAZY} may stand elsewhere", wrong)
+    assert not wrong, broken(f"only marked imports in {LAZY} may be inside functions", wrong)
 
 
-def test_what_decides_and_simulates_loads_nothing_heavy() -> None:
+def test_scheduling_and_simulation_load_no_heavy_modules() -> None:
     program = (
         "import sys\n"
         "import skipjoin.core.engine, skipjoin.policies, skipjoin.recipes, skipjoin.sim.driver\n"

@@ -1,4 +1,4 @@
-"""The locks have all that is installed, with hashes, and agree with what is written by hand."""
+"""The lock files pin all requirements with hashes and match the constraints; all licenses are allowed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-# torch, without hashes; and what only its wheel for GPUs needs.
+# torch is installed without hashes, because its wheel depends on the device.
 UNLOCKED = {"torch"}
-# Of constraints.txt: used by `make lock` and `make audit`, in environments of their own.
+# `make lock` and `make audit` use these in separate environments.
 TOOLS = {"uv", "pip-audit"}
 
 
 def load(name: str) -> ModuleType:
-    """A program of the folder tools."""
+    """Import a program of the folder tools."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -43,16 +43,16 @@ EXTRAS = [line for lines in PROJECT["project"]["optional-dependencies"].values()
 
 
 def pins() -> dict[str, str]:
-    """The versions that are written by hand."""
+    """Return the pinned versions of constraints.txt by name."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.partition("#")[0].strip().split("==") for line in lines if re.match(r"\w", line))
 
 
-def test_locks_have_the_versions_of_constraints() -> None:
+def test_locks_pin_the_versions_of_constraints() -> None:
     wanted = {name: version for name, version in pins().items() if name not in UNLOCKED | TOOLS}
     assert len(wanted) > 30
     assert {name: DEV[name].version for name in wanted} == wanted
-    # An extra may need a distribution on more platforms.
+    # Markers may differ, because an extra may need a distribution on more platforms.
     assert {name: DEV[name]._replace(marker="") for name in RUNTIME} == {
         name: one._replace(marker="") for name, one in RUNTIME.items()
     }
@@ -66,15 +66,15 @@ def test_every_entry_has_hashes(lock: dict) -> None:
 
 
 @pytest.mark.parametrize("name", ["requirements.lock", "requirements-dev.lock", "constraints.txt"])
-def test_no_file_says_where_packages_come_from(name: str) -> None:
-    """That is for the machine's settings of pip."""
+def test_lock_files_name_no_package_index(name: str) -> None:
+    """The settings of pip on each machine choose the index."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert "://" not in text
     assert not re.search(r"^\s*-(?!-hash=)", text, re.MULTILINE)
 
 
 def missing(lines: list[str], lock: dict, allowed: set[str], extra: str = "") -> list[str]:
-    """Requirements that hold here and that a lock does not meet."""
+    """Return the requirements that apply to this environment and that a lock does not satisfy."""
     found = []
     for line in lines:
         wanted = Requirement(line)
@@ -86,7 +86,7 @@ def missing(lines: list[str], lock: dict, allowed: set[str], extra: str = "") ->
     return found
 
 
-def test_locks_have_what_the_project_needs() -> None:
+def test_locks_cover_the_requirements_of_the_project() -> None:
     direct = PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
     assert missing(direct, RUNTIME, UNLOCKED) == []
     assert missing(direct + EXTRAS, DEV, UNLOCKED) == []
@@ -94,8 +94,8 @@ def test_locks_have_what_the_project_needs() -> None:
 
 
 @pytest.mark.parametrize("lock", [RUNTIME, DEV], ids=["runtime", "dev"])
-def test_locks_have_what_their_distributions_need(lock: dict) -> None:
-    """pip installs them without looking for more. As far as they are installed here, in these versions."""
+def test_locks_cover_the_requirements_of_their_distributions(lock: dict) -> None:
+    """Only distributions that are installed in the locked version are checked."""
     found, seen = {}, 0
     for entry in lock.values():
         try:
@@ -115,13 +115,13 @@ def test_locks_have_what_their_distributions_need(lock: dict) -> None:
 
 
 def installs() -> list[str]:
-    """What `make` installs, as the options of pip."""
+    """Return the pip options of each installation in the Makefile."""
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
     assert not any("pip install" in line for line in lines if "INSTALL :=" not in line and "audit" not in line)
     return [line.removeprefix("\t$(INSTALL) ") for line in lines if line.startswith("\t$(INSTALL) ")]
 
 
-def test_make_installs_by_hash_all_but_torch() -> None:
+def test_make_requires_hashes_except_for_torch() -> None:
     unhashed = [line for line in installs() if "--require-hashes" not in line]
     assert unhashed == ["--constraint constraints.txt torch", "--no-deps --no-build-isolation --editable ."]
     hashed = [line.split(" --requirement ") for line in installs() if line not in unhashed]
@@ -129,8 +129,7 @@ def test_make_installs_by_hash_all_but_torch() -> None:
     assert {file for _, file in hashed} == {"requirements.lock", "requirements-dev.lock"}
 
 
-def test_what_has_another_hash_is_not_installed(tmp_path: Path) -> None:
-    """With the options of the Makefile."""
+def test_wheel_with_a_wrong_hash_is_not_installed(tmp_path: Path) -> None:
     wheel = tmp_path / "lockedthing-1.0-py3-none-any.whl"
     info = "lockedthing-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -154,7 +153,7 @@ def test_what_has_another_hash_is_not_installed(tmp_path: Path) -> None:
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """Version and license by name, as THIRD_PARTY.md has them."""
+    """Return version and license by name from THIRD_PARTY.md."""
     lines = (ROOT / "THIRD_PARTY.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return {name: (version, text) for name, version, text, _ in rows[1:]}
@@ -166,7 +165,7 @@ def test_licenses_of_all_locked_distributions_are_listed_and_allowed() -> None:
     assert [name for name, (_, text) in found.items() if not licenses.is_allowed(text)] == []
 
 
-def test_listed_licenses_are_those_that_distributions_declare() -> None:
+def test_listed_licenses_match_distribution_metadata() -> None:
     found = table()
     for entry, text, _ in licenses.rows():
         try:
@@ -178,6 +177,6 @@ def test_listed_licenses_are_those_that_distributions_declare() -> None:
 
 
 @pytest.mark.parametrize("text", ["GPL-2.0-only", "unknown", "MIT AND GPL-3.0-or-later", "AGPL-3.0 OR SSPL-1.0", ""])
-def test_other_licenses_are_refused(text: str) -> None:
+def test_disallowed_licenses_are_refused(text: str) -> None:
     assert not licenses.is_allowed(text)
     assert licenses.is_allowed("MIT OR GPL-2.0-only")

@@ -1,4 +1,4 @@
-"""`make mutations` finds the text that it breaks, and tells a mutation that tests miss from one that they catch."""
+"""`make mutations` applies its mutations and detects whether tests catch them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ spec.loader.exec_module(mutations)
 
 
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
-def test_each_mutation_changes_the_program_and_names_tests_that_exist(name: str) -> None:
+def test_mutations_change_code_and_name_existing_tests(name: str) -> None:
     mutation = mutations.MUTATIONS[name]
     before = (ROOT / "src" / "skipjoin" / mutation.path).read_text(encoding="utf-8")
     assert ast.dump(ast.parse(mutations.mutated(mutation, ROOT))) != ast.dump(ast.parse(before))
     assert all((ROOT / "tests" / test).is_file() for test in mutation.tests)
 
 
-def test_text_that_is_gone_is_named_with_its_file(tmp_path: Path) -> None:
+def test_missing_source_text_is_reported_with_its_file(tmp_path: Path) -> None:
     mutation = mutations.MUTATIONS["planner"]._replace(old="if moon_is_full:")
     with pytest.raises(ValueError, match=r"planner.py must have the text 'if moon_is_full:' exactly once, .* 0 times"):
         mutations.mutated(mutation, ROOT)
 
 
 @pytest.mark.parametrize(("checked", "expected"), [("add(1, 2) == 3", True), ("add(0, 0) == 0", False)])
-def test_a_mutation_is_caught_if_the_tests_fail(tmp_path: Path, checked: str, expected: bool) -> None:
+def test_mutation_is_caught_if_tests_fail(tmp_path: Path, checked: str, expected: bool) -> None:
     source = tmp_path / "src" / "skipjoin" / "sums.py"
     source.parent.mkdir(parents=True)
     (source.parent / "__init__.py").touch()

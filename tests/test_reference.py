@@ -1,4 +1,4 @@
-"""The generated pages of docs/reference: they are current, and describe every option, metric and recipe."""
+"""The generated pages of docs/reference are current and describe every option, metric and recipe once."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PAGES = reference.pages()
 
 
 def rows(page: str) -> list[list[str]]:
-    """The rows of all tables of a page, as cells."""
+    """Return the cells of all table rows of a page."""
     return [line.strip("| ").split(" | ") for line in PAGES[page].splitlines() if line.startswith("| ")]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_generated_page_is_current(name: str) -> None:
+def test_generated_page_is_current(name: str) -> None:
     file = reference.FOLDER / name
     assert file.is_file(), f"{file} is missing; run: make reference"
     assert file.read_text() == PAGES[name], f"{file} is not current; run: make reference"
 
 
-def test_every_setting_stands_once_in_the_configuration() -> None:
+def test_every_setting_is_documented_once() -> None:
     named = Counter(match[1] for row in rows("configuration.md") if (match := re.match(r"\**`([\w-]+)`", row[0])))
     settings = [one for source in (EngineConfig, ForecastConfig, ServerConfig) for one in settings_of(source).values()]
     options = [one for one in settings if not (one.option.is_internal or one.option.is_positional)]
@@ -44,7 +44,7 @@ def test_every_setting_stands_once_in_the_configuration() -> None:
     assert named == Counter([*(flag.partition("/")[0][2:] for flag in flags), "model"])
 
 
-def test_every_metric_and_recipe_stands_once() -> None:
+def test_every_metric_and_recipe_is_documented_once() -> None:
     metrics = Counter(match[1] for row in rows("metrics.md") if (match := re.match(r"`(\w+)`", row[0])))
     assert metrics == Counter(metric.name for metric in (*ENGINE_METRICS, *API_METRICS))
     recipes = [row[0].split("`")[1] for row in rows("recipes.md") if len(row) <= 3 and row[0].startswith("`")]
@@ -66,6 +66,6 @@ def test_no_option_of_a_command_is_described_twice() -> None:
         (Option("A type", choices=("a", "b")), ["`a`, `b`", "`3`", "A type."]),
     ],
 )
-def test_a_row_has_the_unit_bounds_and_default(option: Option, cells: list[str]) -> None:
+def test_row_has_the_unit_bounds_and_default(option: Option, cells: list[str]) -> None:
     setting = Setting("size", int, (), False, 3, option)
     assert reference._described(setting) == cells

@@ -1,4 +1,4 @@
-"""The command line, as a user runs it."""
+"""The command line interface."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def skipjoin(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def invoke(*args: object) -> Result:
-    """The same in this process: what a command does once the program has started."""
+    """Run a command in this process, which is faster."""
     return CliRunner().invoke(app, list(map(str, args)))
 
 
@@ -112,14 +112,14 @@ def test_bad_input_is_one_line_and_exit_code_2(args: tuple[str, ...], names: str
     assert run.stdout == ""
 
 
-def test_the_program_ends_as_its_commands_do() -> None:
+def test_program_exits_with_the_code_of_its_command() -> None:
     run = skipjoin("serve", "--port", "99999")
     assert run.returncode == 2
     assert run.stderr == "error: --port must be in [0, 65535], got 99999\n"
     assert run.stdout == ""
 
 
-def test_a_folder_of_unsupported_architecture_says_what_is_supported(tmp_path: Path) -> None:
+def test_unsupported_architecture_error_lists_supported_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
     run = invoke("generate", tmp_path, "--prompt", "x")
     assert run.exit_code == 2
@@ -131,11 +131,11 @@ def test_version_and_help() -> None:
     assert "--recipe" in skipjoin("serve", "--help").stdout
 
 
-# -- the host pool and the objective ----------------------------------------------------------------------------------
+# -- memory and objectives --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "meant"),
+    ("options", "expected"),
     [
         ([], (None, 0.3, {}, ())),
         (["--swap-space", "2.5", "--slo", "1", "--set", "quantum_s=2"], (2.5, 1.0, {"quantum_s": 2.0}, ())),
@@ -145,8 +145,8 @@ def test_version_and_help() -> None:
         (["--api-key", "a", "--api-key", "b"], (None, 0.3, {}, ("a", "b"))),
     ],
 )
-def test_serve_and_its_options_of_memory_and_objective(
-    options: list[str], meant: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+def test_serve_passes_memory_and_objective_options(
+    options: list[str], expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[tuple[EngineConfig, ServerConfig]] = []
     monkeypatch.setattr(
@@ -156,22 +156,22 @@ def test_serve_and_its_options_of_memory_and_objective(
     run = CliRunner().invoke(app, ["serve", *options])
     assert run.exit_code == 0, run.output
     ((config, server),) = configs
-    assert (config.swap_space_gib, config.slo_s, config.recipe_params, server.api_keys) == meant
+    assert (config.swap_space_gib, config.slo_s, config.recipe_params, server.api_keys) == expected
     sent = msgspec.json.decode(msgspec.json.encode(Setup(config, "", 0)), type=Setup)
     assert sent.config == config
 
 
 @pytest.mark.parametrize("name", ["--swap-space", "--kv-offloading-size"])
-def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_passes_memory_and_objective_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    class Noted:
+    class Recorder:
         default_params = SamplingParams(top_p=0.9, top_k=20)
 
         def __init__(self, **settings: object) -> None:
             given.update(settings)
 
-        def __enter__(self) -> Noted:
+        def __enter__(self) -> Recorder:
             return self
 
         def __exit__(self, *error: object) -> None:
@@ -182,7 +182,7 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
             assert (params.top_p, params.top_k, params.max_tokens) == (0.9, 5, 128)
             return []
 
-    monkeypatch.setattr("skipjoin.llm.LLM", Noted)
+    monkeypatch.setattr("skipjoin.llm.LLM", Recorder)
     monkeypatch.delenv("SKIPJOIN_FORECAST_DIR")
     options = ["--slo", "0.2", "--load-format", "dummy", "-tp", "2", "-pp", "3", "--enforce-eager", "--block-size", "8"]
     options += ["--forecaster", "prior", "--service", "best-effort", "--top-k", "5"]
@@ -201,12 +201,12 @@ def test_generate_and_its_options_of_memory_and_objective(name: str, monkeypatch
         enforce_eager=True,
         block_size=8,
     )
-    # Every field that has an option, and no other.
+    # All fields with an option are set, and no other fields.
     assert set(given) == {field.name for field in fields(EngineConfig)} - {"max_live_requests", "fair_output_weight"}
 
 
-def test_simulate_and_its_options_of_memory_and_objective(tmp_path: Path) -> None:
-    """What `--slo` sets is a threshold of the scheduler; the objectives of the figures are others."""
+def test_simulate_passes_memory_and_objective_options(tmp_path: Path) -> None:
+    """`--slo` sets a threshold of the scheduler. Reports use separate objectives."""
     out = tmp_path / "out.json"
     small = ["--model", "opt-13b", "--lengths", "fixed:16,2", "--rates", "1", "--requests", "2", "--out", out]
     chosen = ["--swap-space", "8", "--slo", "0.5", "--slo-ttft", "9"]
@@ -214,17 +214,17 @@ def test_simulate_and_its_options_of_memory_and_objective(tmp_path: Path) -> Non
         run = invoke("simulate", *small, "--append", "--jobs", "1", *options)
         assert run.exit_code == 0, run.stderr
     plain, chosen, none = load_results([out])
-    # To the block, of 12.5 MiB.
+    # Sizes are rounded to blocks of 12.5 MiB.
     assert [one["settings"]["swap_gib"] for one in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)
     assert [one["settings"]["starvation_s"] for one in (plain, chosen, none)] == [30.0, 50.0, 7.0]
     assert none["settings"]["host_blocks"] == 0
     assert chosen["slo"]["ttft_s"] == 9.0
 
 
-def test_a_bound_on_waiting_counts_the_requests_that_the_server_lets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starvation_bound_uses_the_servers_queue_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[EngineConfig] = []
 
-    class Noted:
+    class Recorder:
         def __init__(self, metrics: object, **_: object) -> None:
             self.client = None
 
@@ -235,7 +235,7 @@ def test_a_bound_on_waiting_counts_the_requests_that_the_server_lets_in(monkeypa
         async def stop(self) -> None:
             pass
 
-    monkeypatch.setattr("skipjoin.server.lifecycle.EngineHandle", Noted)
+    monkeypatch.setattr("skipjoin.server.lifecycle.EngineHandle", Recorder)
     args = ["serve", "--port", "0", "--set", "starvation_bound_s=60", "--max-num-queued-reqs", "77"]
     run = CliRunner().invoke(app, args)
     assert run.exit_code == 1, run.output
@@ -250,7 +250,7 @@ BOUNDED = {"threads": 1, "profile": "off", "kv_cache_gib": 0.1, "swap_space_gib"
     "recipe",
     [name for name, one in RECIPES.items() if "starvation_bound_s" in one.parameters and name != "fastserve-defer"],
 )
-def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str) -> None:
+def test_infeasible_starvation_bound_error_names_feasible_values(recipe: str) -> None:
     config = EngineConfig(
         recipe=SPELLED[recipe], recipe_params={"starvation_bound_s": 3.0}, max_live_requests=5000, **BOUNDED
     )
@@ -275,7 +275,7 @@ def test_a_bound_that_cannot_be_kept_is_refused_with_figures_that_do(recipe: str
         assemble(replace(fewer, max_live_requests=int(figures[2]) + 1))
 
 
-def test_a_bound_needs_to_know_how_many_requests_there_can_be() -> None:
+def test_starvation_bound_needs_max_live_requests() -> None:
     with pytest.raises(ConfigError, match="starvation_bound_s needs max_live_requests"):
         assemble(EngineConfig(recipe_params={"starvation_bound_s": 60.0}, **BOUNDED))
     with pytest.raises(ConfigError, match=r"max_live_requests must be in \[1, "):
@@ -353,7 +353,7 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),
     ],
 )
-def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: str) -> None:
+def test_invalid_options_are_named(args: list[str], names: str) -> None:
     run = CliRunner().invoke(app, args)
     assert run.exit_code == 2, run.output
     assert names in run.stderr
@@ -383,9 +383,7 @@ def test_memory_and_objectives_out_of_bounds_are_named(args: list[str], names: s
     ],
 )
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]], ids=["serve", "generate"])
-def test_an_engine_is_refused_what_its_scheduler_cannot_use(
-    command: list[str], options: list[str], message: str
-) -> None:
+def test_invalid_recipe_parameters_are_refused(command: list[str], options: list[str], message: str) -> None:
     run = CliRunner().invoke(app, [*command, *options])
     assert run.exit_code == 2, run.output
     assert run.stderr.startswith(f"error: {message}")
@@ -398,20 +396,19 @@ def test_simulate_refuses_a_parameter_that_none_of_its_recipes_has() -> None:
     assert "fastserve: fcfs has no parameters; sarathi has chunk_tokens" in run.stderr
 
 
-def test_the_recipes_are_listed_with_their_parameters() -> None:
+def test_recipes_are_listed_with_their_parameters() -> None:
     shown = CliRunner().invoke(app, ["recipes"]).output
-    told = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
-    assert set(told) == set(recipes.RECIPES)
-    assert all(name in shown and recipe["summary"] for name, recipe in told.items())
-    assert [name for name, recipe in told.items() if recipe["default"]] == ["fastserve"]
-    chunk = told["sarathi"]["parameters"]["chunk_tokens"]
+    listed = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
+    assert set(listed) == set(recipes.RECIPES)
+    assert all(name in shown and recipe["summary"] for name, recipe in listed.items())
+    assert [name for name, recipe in listed.items() if recipe["default"]] == ["fastserve"]
+    chunk = listed["sarathi"]["parameters"]["chunk_tokens"]
     assert (chunk["type"], chunk["default"], chunk["at_least"], chunk["at_most"]) == ("int", 512, 1, 1 << 20)
     assert "chunk_tokens=512" in shown
-    assert told["srpt"]["parameters"]["oracle"]["choices"] == ["none", "max-tokens"]
+    assert listed["srpt"]["parameters"]["oracle"]["choices"] == ["none", "max-tokens"]
 
 
-def test_no_name_is_cut_off_in_the_full_help_of_any_command() -> None:
-    """At 80 columns; every flag is there as it is typed."""
+def test_full_help_truncates_no_name() -> None:
     checked = 0
     for path, command in _commands(typer.main.get_command(app)):
         shown = _help(path, command)
@@ -436,7 +433,7 @@ def _flags(text: str) -> set[str]:
     return set(re.split(r"[\s,/]+", text))
 
 
-def test_the_help_shows_the_common_options_and_counts_the_others() -> None:
+def test_help_shows_common_options_and_counts_the_others() -> None:
     for path, command in _commands(typer.main.get_command(app)):
         run = CliRunner().invoke(app, [*path, "--help"])
         everything = _help(path, command)
@@ -445,10 +442,10 @@ def test_the_help_shows_the_common_options_and_counts_the_others() -> None:
         assert all(options[flag].hidden and not options[flag].required for flag in omitted if flag in options), path
         count = len({options[flag].name for flag in omitted if flag in options})
         assert (f"Show all options, {count} more than --help does" in " ".join(run.output.split())) == (count > 0), path
-    usual = _flags(CliRunner().invoke(app, ["serve", "--help"]).output)
-    assert usual >= {"--recipe", "--port", "--api-key", "--max-num-seqs", "--config", "--help-all"}
-    assert not usual & {"--batch-max-lines", "--hang-timeout", "--ray-address"}
-    assert 15 <= len({flag for flag in usual if re.fullmatch(r"--[a-z-]+", flag)}) <= 30
+    common = _flags(CliRunner().invoke(app, ["serve", "--help"]).output)
+    assert common >= {"--recipe", "--port", "--api-key", "--max-num-seqs", "--config", "--help-all"}
+    assert not common & {"--batch-max-lines", "--hang-timeout", "--ray-address"}
+    assert 15 <= len({flag for flag in common if re.fullmatch(r"--[a-z-]+", flag)}) <= 30
 
 
 def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -457,7 +454,7 @@ def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
         yield from _commands(command, (*path, name))
 
 
-def test_help_comes_without_torch_and_tells_each_option_in_its_group() -> None:
+def test_help_groups_options_and_does_not_import_torch() -> None:
     program = (
         "import sys; from skipjoin.cli import app; app(['serve', '--help-all'], standalone_mode=False); "
         "print('torch' in sys.modules)"
@@ -465,14 +462,14 @@ def test_help_comes_without_torch_and_tells_each_option_in_its_group() -> None:
     environment = os.environ | {"COLUMNS": "80"}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout.endswith("False\n")
-    places = [
+    positions = [
         run.stdout.index(text) for text in ("\nModel:\n", "\nScheduling:\n", "--set", "\nHTTP server:\n", "\nLimits:\n")
     ]
-    assert places == sorted(places)
+    assert positions == sorted(positions)
     assert max(map(len, run.stdout.splitlines())) <= 80
 
 
-def test_two_options_with_one_name_are_refused_when_a_command_is_made() -> None:
+def test_duplicate_option_names_are_refused() -> None:
     def command(*, seed: Annotated[int, typer.Option("--seed")] = 0, engine: dict[str, object]) -> None:
         pass
 
@@ -480,19 +477,19 @@ def test_two_options_with_one_name_are_refused_when_a_command_is_made() -> None:
         takes(engine=Section(EngineConfig))(command)
 
 
-def test_an_error_names_the_flag_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options, told in (
+def test_error_names_the_flag_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, message in (
         (["--kv-offloading-size=-1"], "--kv-offloading-size must be in [0, 1e+06], got -1.0"),
         (["--swap-space", "-1"], "--swap-space must be in [0, 1e+06], got -1.0"),
         (["--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0.0"),
         (["--max-num-queued-reqs", "0"], "--max-num-queued-reqs must be in [1, 1099511627776], got 0"),
     ):
         monkeypatch.setattr(sys, "argv", ["skipjoin", "serve", *options])
-        assert invoke("serve", *options).stderr == f"error: {told}\n"
+        assert invoke("serve", *options).stderr == f"error: {message}\n"
     flags = {"model": "--model", "slo_s": "--slo", "port": "--port"}
     text = "model must be x, not model y in ./slo_s/port.json or slo_s=3; slo_s, slo_s.p95 and slo_s-x"
     assert with_flags(text, flags) == text.replace("model must", "--model must").replace("slo_s, ", "--slo, ")
 
 
-def test_a_parameter_that_resembles_another_one_is_told() -> None:
+def test_unknown_parameter_error_suggests_a_similar_one() -> None:
     assert "there is no parameter 'quantm_s'; did you mean quantum_s?" in invoke("serve", "--set", "quantm_s=1").stderr

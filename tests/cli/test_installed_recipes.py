@@ -1,4 +1,4 @@
-"""Recipes of an installed package, found by the entry points of the group `skipjoin.recipes`."""
+"""Recipes of an installed package, declared as entry points of the group `skipjoin.recipes`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plain(s: Settings):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package is installed."""
+    """Install the package, and return its directory."""
     points = {"by-prompt": f"{MODULE}:by_prompt"}
     files = project("prompt-lab", {MODULE: SOURCE}, {"skipjoin.recipes": points})
     return install(files, tmp_path_factory.mktemp("lab"))
@@ -63,7 +63,7 @@ def installed(site: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_is_imported_when_its_recipe_is_asked_for() -> None:
+def test_package_is_imported_on_lookup_of_its_recipe() -> None:
     assert find("fcfs") is RECIPES["fcfs"]
     assert MODULE not in sys.modules
     assert find("by-prompt[sign=-1]").name == "by-prompt[sign=-1]"
@@ -73,22 +73,21 @@ def test_a_package_is_imported_when_its_recipe_is_asked_for() -> None:
         find("by-promt")
 
 
-def test_without_the_package_its_recipe_is_unknown() -> None:
+def test_recipe_is_unknown_without_its_package() -> None:
     with pytest.raises(ConfigError, match="recipe must be one of"):
         find("by-prompt")
 
 
 @pytest.mark.usefixtures("installed")
 def test_an_installed_recipe_is_listed_and_runs_in_an_engine() -> None:
-    told = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).stdout)
-    assert told["by-prompt"]["parameters"]["sign"]["default"] == 1
+    listed = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).stdout)
+    assert listed["by-prompt"]["parameters"]["sign"]["default"] == 1
     with LLM(progress=False, recipe="by-prompt[sign=-1]", threads=1, profile="off", kv_cache_gib=0.1) as llm:
         info = llm.engine.info
         assert (info.recipe, info.recipe_params) == ("by-prompt[sign=-1]", {"sign": -1})
 
 
 def test_worker_processes_of_a_simulation_find_an_installed_recipe(site: Path, tmp_path: Path) -> None:
-    """The order of prompts, and with it every latency, follows the parameter."""
     run = subprocess.run(
         [
             *(SKIPJOIN, "simulate", "--model", "opt-13b", "--kv-gib", "4", "--max-num-seqs", "8", "--jobs", "2"),
@@ -152,7 +151,6 @@ def _with_site(site: Path) -> dict[str, str]:
 def test_errors_name_the_distribution_and_the_entry_point(
     site: Path, tmp_path: Path, points: dict[str, str], name: str, error: str
 ) -> None:
-    """The installed package, with other entry points in its metadata."""
     other = tmp_path / "site"
     _copy(site, other, points)
     with importable(other):
@@ -164,7 +162,7 @@ def test_errors_name_the_distribution_and_the_entry_point(
     assert find("fcfs") is RECIPES["fcfs"]
 
 
-def test_two_packages_with_one_name_are_an_error_that_names_both(site: Path, tmp_path: Path) -> None:
+def test_error_of_a_duplicate_recipe_names_both_packages(site: Path, tmp_path: Path) -> None:
     other = tmp_path / "site"
     _copy(site, other, {"by-prompt": f"{MODULE}:by_prompt"}, distribution="other-lab")
     with importable(site), importable(other), pytest.raises(ConfigError) as raised:

@@ -1,4 +1,4 @@
-"""Settings from a file and from the environment, and which of them counts."""
+"""Settings from a file and from the environment, and their precedence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ dtype: float32
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The settings that `run_server` gets, as one dictionary for each run."""
+    """Settings of each call of `run_server`."""
     found: list[dict[str, Any]] = []
 
     def run_server(engine: Any, server: Any, forecasts: Any, **_: Any) -> int:
@@ -39,7 +39,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_flags_count_more_than_the_environment_and_that_more_than_a_file(
+def test_flags_override_the_environment_which_overrides_a_file(
     served: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "server.yaml"
@@ -55,7 +55,7 @@ def test_flags_count_more_than_the_environment_and_that_more_than_a_file(
     assert served == [first, first | {"port": 3000, "recipe_params": {"quantum_s": 2.0}, "enforce_eager": False}]
 
 
-def test_one_value_of_several_that_there_may_be_is_one(served: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_single_value_is_accepted_for_a_list(served: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("api-key: secret\nset: starvation_s=3\n")
     run = CliRunner().invoke(app, ["serve", "--config", str(file)])
@@ -63,9 +63,7 @@ def test_one_value_of_several_that_there_may_be_is_one(served: list[dict[str, An
     assert (served[0]["keys"], served[0]["recipe_params"]) == (("secret",), {"starvation_s": 3.0})
 
 
-def test_the_environment_gives_the_model_and_parameters(
-    served: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_sets_model_and_parameters(served: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPJOIN_MODEL", "/some/model")
     monkeypatch.setenv("SKIPJOIN_SET", "starvation_s=3 paced=false")
     monkeypatch.setenv("SKIPJOIN_MAX_NUM_SEQ", "7")
@@ -91,7 +89,7 @@ def test_the_environment_gives_the_model_and_parameters(
         (None, ": No such file or directory"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told_with_the_line(tmp_path: Path, text: str | None, error: str) -> None:
+def test_invalid_file_error_names_the_line(tmp_path: Path, text: str | None, error: str) -> None:
     file = tmp_path / "server.yaml"
     if text is not None:
         file.write_text(text)
@@ -100,7 +98,7 @@ def test_a_file_that_cannot_be_used_is_told_with_the_line(tmp_path: Path, text: 
     assert error in run.stderr
 
 
-def test_a_simulation_takes_a_file_too(tmp_path: Path) -> None:
+def test_simulate_accepts_a_settings_file(tmp_path: Path) -> None:
     file = tmp_path / "runs.yaml"
     file.write_text("model: opt-13b\nrates: 1,2\nrequests: 2\nlengths: fixed:16,2\nrecipes: lifo\n")
     run = CliRunner().invoke(app, ["simulate", "--config", str(file)])

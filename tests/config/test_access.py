@@ -1,4 +1,4 @@
-"""Keys of a server: where they come from, which ones there are, and the warning where there are none."""
+"""API keys of a server: sources, validation, and the warning about a server without keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLE = "SKIPJOIN_API_KEY"
 
 
 class Started:
-    """Stands where a server would: notes its configuration, and ends."""
+    """Fake server that records its configuration and exits."""
 
     configs: list[ServerConfig]
 
@@ -31,7 +31,7 @@ class Started:
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """Of the servers that `serve` starts."""
+    """Configurations of the servers that `serve` starts."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(Started, "configs", [], raising=False)
     monkeypatch.setattr(lifecycle, "Server", Started)
@@ -42,7 +42,7 @@ def serve(*options: object) -> Result:
     return CliRunner().invoke(app, ["serve", "--port", "0", *map(str, options)])
 
 
-def test_keys_come_whole_from_the_environment_options_and_files(
+def test_keys_are_read_from_environment_options_and_files(
     configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys"
@@ -60,9 +60,7 @@ def test_keys_come_whole_from_the_environment_options_and_files(
     ]
 
 
-def test_an_empty_variable_is_an_error_and_opens_nothing(
-    configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_key_variable_is_an_error(configs: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
     run = serve()
     assert (run.exit_code, run.stderr) == (2, f"error: {VARIABLE} is set but empty: give it a value, or unset it\n")
@@ -99,7 +97,7 @@ def test_an_empty_variable_is_an_error_and_opens_nothing(
         ),
     ],
 )
-def test_files_without_usable_keys_are_refused_and_not_shown(
+def test_invalid_key_files_are_refused_without_showing_keys(
     configs: list[ServerConfig], tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     file = tmp_path / "keys"
@@ -112,14 +110,14 @@ def test_files_without_usable_keys_are_refused_and_not_shown(
     assert not configs
 
 
-def test_settings_of_keys_that_would_be_without_effect_are_refused(configs: list[ServerConfig], tmp_path: Path) -> None:
+def test_key_settings_without_effect_are_refused(configs: list[ServerConfig], tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("[priority-tier=all]\nsecret\n")
     run = serve("--metrics-key-file", file)
     assert run.stderr == f"error: --metrics-key-file {file}: keys that open /metrics alone have no settings\n"
     run = serve("--api-key-file", file, "--api-key", "secret")
     assert run.stderr == f"error: --api-key-file {file} gives settings to a key that api_key gives, too\n"
-    # The file opens the tier that these are for; the next one does not.
+    # The settings need a key with the priority tier, which only this file has.
     assert serve("--api-key-file", file, "--priority-ttft-ms", 5).exit_code == 0
     file.write_text("secret\n")
     run = serve("--api-key-file", file, "--priority-ttft-ms", 5)
@@ -130,7 +128,7 @@ def test_settings_of_keys_that_would_be_without_effect_are_refused(configs: list
 
 
 @pytest.mark.parametrize("key", ["", " key7", "key7\n", "\tkey7", "key7é", "key7\x00b"])
-def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
+def test_key_that_no_header_can_carry_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="api_key must") as refused:
         ServerConfig(api_keys=("right", key))
     assert "7" not in str(refused.value)
@@ -141,7 +139,7 @@ def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
     [((), False), (("--host", "localhost"), False), (("--host", "0.0.0.0"), True),
      (("--host", "0.0.0.0", "--api-key", "a"), False)],
 )  # fmt: skip
-def test_a_public_address_without_a_key_is_warned_of(
+def test_public_address_without_a_key_logs_a_warning(
     configs: list[ServerConfig], caplog: pytest.LogCaptureFixture, options: tuple[str, ...], warns: bool
 ) -> None:
     run = serve(*options)
@@ -160,7 +158,7 @@ def test_hosts_and_origins_are_separated_by_commas_or_repeated(configs: list[Ser
     assert run.stderr == "error: --allowed-hosts must be * or names like llm.example.com, without a port, got ''\n"
 
 
-def test_a_line_of_the_key_file_makes_operators(tmp_path: Path) -> None:
+def test_key_file_marks_operators(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("a\n[operator=yes priority-tier=all]\nb\n[operator=no]\nc\n")
     config = with_keys_of_files(ServerConfig(api_key_file=str(file)))

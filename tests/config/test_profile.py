@@ -1,4 +1,4 @@
-"""Profile files, their cache, and what an engine makes of them."""
+"""Profile files, their cache, and their use by an engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @given(terms=st.tuples(st.floats(1e-9, 1e3), *[SECONDS] * 6), errors=st.tuples(SECONDS, SECONDS), name=st.text())
-def test_what_is_written_is_read(
+def test_profile_round_trips_through_a_file(
     terms: tuple[float, ...], errors: tuple[float, float], name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("written") / "profile.json"
@@ -101,7 +101,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (damaged(lambda raw: raw["machine"].update(cores=2)), "machine.cores must be a value of type str"),
     ],
 )
-def test_a_malformed_file_is_refused_with_the_name_of_file_and_field(text: str, names: str, tmp_path: Path) -> None:
+def test_error_of_a_malformed_profile_names_file_and_field(text: str, names: str, tmp_path: Path) -> None:
     path = tmp_path / "damaged.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -110,7 +110,7 @@ def test_a_malformed_file_is_refused_with_the_name_of_file_and_field(text: str, 
     assert str(path) in str(refused.value)
 
 
-def test_a_missing_file_and_one_of_bytes_are_refused(tmp_path: Path) -> None:
+def test_missing_and_binary_profiles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_profile(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
@@ -118,13 +118,13 @@ def test_a_missing_file_and_one_of_bytes_are_refused(tmp_path: Path) -> None:
         read_profile(tmp_path / "bytes.json")
 
 
-def test_a_profile_that_cannot_be_written_is_a_plain_error(tmp_path: Path) -> None:
+def test_unwritable_profile_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_profile(PROFILE, tmp_path / "file" / "profile.json")
 
 
-def test_transfers_of_other_blocks_are_scaled_by_their_size() -> None:
+def test_transfer_cost_scales_with_block_size() -> None:
     cost = PROFILE.cost_for(64)
     assert cost.transfer(3) == pytest.approx(PROFILE.cost.transfer_floor + 4 * 3 * PROFILE.cost.block)
     assert cost.step(StepShape(9, 9, 9, 9)) == PROFILE.cost.step(StepShape(9, 9, 9, 9))
@@ -133,7 +133,7 @@ def test_transfers_of_other_blocks_are_scaled_by_their_size() -> None:
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 
-def test_a_renamed_model_of_the_same_shape_hits_and_anything_else_misses() -> None:
+def test_profile_cache_ignores_the_model_name_only() -> None:
     write_profile(PROFILE, cache_path(KEY))
     assert cached_profile(dataclasses.replace(KEY, model="renamed")) == PROFILE
     for field in dataclasses.fields(ProfileKey):
@@ -143,7 +143,7 @@ def test_a_renamed_model_of_the_same_shape_hits_and_anything_else_misses() -> No
             assert cached_profile(dataclasses.replace(KEY, **{field.name: other})) is None
 
 
-def test_a_damaged_cache_file_is_as_good_as_none_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_cache_file_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     path = cache_path(KEY)
     path.parent.mkdir()
     path.write_text(damaged(lambda raw: raw.pop("cost")))
@@ -153,7 +153,7 @@ def test_a_damaged_cache_file_is_as_good_as_none_with_one_warning(caplog: pytest
     assert "cost is missing" in caplog.text
 
 
-def test_the_cache_lies_in_the_users_cache_folder_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_cache_is_in_the_users_cache_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
     assert cache_path(KEY).parent == Path("/some/cache/skipjoin/profiles")
@@ -167,7 +167,7 @@ def test_the_cache_lies_in_the_users_cache_folder_unless_it_is_named(monkeypatch
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileKey]:
-    """The keys of which an engine measured a profile; it gets `PROFILE` with that key."""
+    """Replace the measurement by `PROFILE`, and return the keys for which an engine measured."""
     keys: list[ProfileKey] = []
 
     def measure(executor: object, config: object, key: ProfileKey, *rest: object, **named: object) -> Profile:
@@ -179,20 +179,20 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileKey]:
 
 
 def start(**settings: Any) -> LinearCost:
-    """What an engine with the built-in model takes steps to cost at its start."""
+    """Start an engine with the built-in model and return its initial cost model."""
     engine = assemble(EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256, **settings))
     engine.executor.close()
     return engine.info.cost.current
 
 
-def test_a_profile_tells_what_the_engine_adds_to_a_step() -> None:
+def test_profile_includes_the_engines_overhead() -> None:
     config = EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256)
     profile = profile_model(config, Effort(2.0, 0.5))
     assert 0 < profile.host_s < profile.cost.floor * 100
     assert profile.unrest >= 1
 
 
-def test_the_first_start_measures_and_the_second_does_not(measured: list[ProfileKey]) -> None:
+def test_second_start_uses_the_cached_profile(measured: list[ProfileKey]) -> None:
     assert start() == PROFILE.cost
     assert len(measured) == 1
     assert start() == PROFILE.cost
@@ -202,7 +202,7 @@ def test_the_first_start_measures_and_the_second_does_not(measured: list[Profile
     assert [key.dtype for key in measured] == ["float32", "bfloat16"]
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning_only(
+def test_unwritable_cache_only_logs_a_warning(
     measured: list[ProfileKey], cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.touch()
@@ -210,7 +210,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(
     assert "the next start measures steps again" in caplog.text
 
 
-def test_off_measures_nothing_and_starts_from_a_guess(measured: list[ProfileKey], cache: Path) -> None:
+def test_profile_off_uses_default_costs(measured: list[ProfileKey], cache: Path) -> None:
     cost = start(profile="off")
     assert cost.floor > 0
     assert cost != PROFILE.cost
@@ -219,7 +219,7 @@ def test_off_measures_nothing_and_starts_from_a_guess(measured: list[ProfileKey]
 
 
 def own_key() -> ProfileKey:
-    """The key of the engine that `start` starts."""
+    """Return the profile key of the engine that `start` starts."""
     found: list[ProfileKey] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "cached_profile", lambda key: found.append(key) or PROFILE)
@@ -235,7 +235,7 @@ def own_key() -> ProfileKey:
         ("device_kind", "cuda", "is of device cuda, but the engine runs cpu"),
     ],
 )
-def test_a_file_of_something_else_is_refused(field: str, value: str, names: str, tmp_path: Path) -> None:
+def test_profile_of_another_engine_is_refused(field: str, value: str, names: str, tmp_path: Path) -> None:
     key = dataclasses.replace(own_key(), model="a/model", **{field: value})
     path = tmp_path / "profile.json"
     write_profile(dataclasses.replace(PROFILE, key=key), path)
@@ -243,7 +243,7 @@ def test_a_file_of_something_else_is_refused(field: str, value: str, names: str,
         start(profile=str(path))
 
 
-def test_a_file_of_another_machine_of_the_same_kind_is_a_warning(
+def test_profile_of_another_machine_logs_a_warning(
     measured: list[ProfileKey], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "profile.json"
@@ -253,13 +253,13 @@ def test_a_file_of_another_machine_of_the_same_kind_is_a_warning(
     assert not measured
 
 
-def test_an_empty_name_of_a_profile_is_refused() -> None:
+def test_empty_profile_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="profile must be"):
         EngineConfig(profile="")
 
 
-def test_an_engine_learns_from_the_steps_that_it_runs(tmp_path: Path) -> None:
-    """From a profile that takes steps for a thousand times as long as they are."""
+def test_engine_learns_costs_from_its_steps(tmp_path: Path) -> None:
+    """The engine starts with costs that are a thousand times too high."""
     path = tmp_path / "profile.json"
     slow = LinearCost(*(1000 * value for value in (1e-3, 2e-5, 3e-8, 4e-5, 5e-7, 6e-6, 7e-5)))
     write_profile(dataclasses.replace(PROFILE, key=own_key(), cost=slow), path)
@@ -274,7 +274,7 @@ def test_an_engine_learns_from_the_steps_that_it_runs(tmp_path: Path) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_measures_prints_and_writes_a_file_that_the_others_take(tmp_path: Path) -> None:
+def test_profile_command_writes_a_file_that_an_engine_accepts(tmp_path: Path) -> None:
     path = tmp_path / "tally.json"
     small = ["--threads", "1", "--max-model-len", "256", "--kv-cache-gib", "0.01"]
     run = CliRunner().invoke(app, ["profile", "tally", "--seconds", "1", "--out", str(path), *small])
@@ -284,13 +284,13 @@ def test_the_command_measures_prints_and_writes_a_file_that_the_others_take(tmp_
     profile = read_profile(path)
     assert profile.key.model == "tally"
     assert str(tmp_path) not in path.read_text()
-    assert profile.errors.fitted > 0  # and others are held out, on a machine that measures more than one in this time
-    # A term that was measured as none can still be learned.
+    assert profile.errors.fitted > 0  # Slow machines may have no sample to hold out.
+    # `LearningCost` replaces coefficients of 0 so that they can grow.
     assert start(profile=str(path)) == LearningCost(profile.cost).current
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
-def test_a_profile_that_cannot_be_read_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
+def test_unreadable_profile_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
     prompt = ["--prompt", "x"] if command == "generate" else []
     run = CliRunner().invoke(app, [command, "tally", "--profile", str(tmp_path / "none.json"), *prompt])
     assert run.exit_code == 2
@@ -311,7 +311,7 @@ with one_at_a_time(profile.key):
 """
 
 
-def test_of_engines_that_start_together_one_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_concurrent_starts_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     path = tmp_path / "profile.json"
     write_profile(PROFILE, path)
@@ -321,7 +321,7 @@ def test_of_engines_that_start_together_one_measures(tmp_path: Path, monkeypatch
     assert [engine.returncode for engine in engines] == [0, 0, 0]
 
 
-def test_without_a_cache_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cache_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
     with one_at_a_time(KEY):
@@ -329,7 +329,7 @@ def test_without_a_cache_nobody_waits(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("seconds", ["0", "nan", "-5"])
-def test_the_time_to_measure_must_be_a_time(seconds: str) -> None:
+def test_measurement_time_out_of_bounds_is_refused(seconds: str) -> None:
     run = CliRunner().invoke(app, ["profile", "--seconds", seconds])
     assert run.exit_code == 2
     assert "seconds must be in [1, 100000]" in run.stderr

@@ -1,4 +1,4 @@
-"""An engine in one process needs no packages but torch's and the model's: a GPU's machine may have no others."""
+"""An engine in one process needs only torch and the packages of its model, for machines that run only GPU tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Of the server, of ranks, of tests.
+# Packages that only the server, ranks in other processes, or tests need.
 OTHERS = (
     "aiohttp",
     "fastapi",
@@ -63,11 +63,11 @@ def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_others_are_missing_in_these_tests() -> None:
+def test_optional_packages_are_blocked() -> None:
     assert "No module named 'msgspec'" in run("import msgspec").stderr
 
 
-def test_an_engine_generates_without_them(tmp_path: Path) -> None:
+def test_engine_generates_without_optional_packages(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     found = run(GENERATE, tmp_path)
     assert found.returncode == 0, found.stderr
@@ -76,7 +76,7 @@ def test_an_engine_generates_without_them(tmp_path: Path) -> None:
     assert all(0 <= token < CONFIG["vocab_size"] for token in tokens)
 
 
-def test_what_measures_is_imported_without_them() -> None:
+def test_measurement_modules_import_without_optional_packages() -> None:
     found = run(
         "import skipjoin.llm, skipjoin.cli, skipjoin.sim.experiments.machines, skipjoin.engine.profiling.profiler"
     )

@@ -1,4 +1,4 @@
-"""Generation in this process, with the built-in model."""
+"""Generation with `LLM` and the built-in model."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_chat_counts_and_ends_by_itself(llm: LLM) -> None:
+def test_chat_stops_at_the_end_of_sequence_token(llm: LLM) -> None:
     (answer,) = llm.chat(user("Count from 3 to 12"), GREEDY)
     assert answer.text == "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
     assert answer.finish_reason == "stop"
     assert llm.tokenizer.decode(answer.token_ids) == answer.text
 
 
-def test_many_conversations_come_back_in_order(llm: LLM) -> None:
+def test_answers_are_in_the_order_of_conversations(llm: LLM) -> None:
     answers = llm.chat([user(f"Count from 1 to {end}") for end in (30, 5, 60, 2)], GREEDY)
     assert [answer.text.split(", ")[-1] for answer in answers] == ["30", "5", "60", "2"]
 
 
-def test_texts_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
+def test_text_and_its_token_ids_give_the_same_output(llm: LLM) -> None:
     ids = llm.tokenizer.encode("Spell apple\n")
     by_text, by_ids = llm.generate(["Spell apple\n"], GREEDY) + llm.generate([ids], GREEDY)
     assert by_text.token_ids == by_ids.token_ids == llm.generate(ids, GREEDY)[0].token_ids
@@ -65,68 +65,68 @@ def test_texts_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("stop", "order"), [((), "psptsptst"), (("never",), "pstpstpst")])
-def test_text_is_made_while_the_next_step_runs_unless_it_may_end_it(
+def test_detokenization_overlaps_the_next_step_unless_there_are_stop_strings(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], order: str
 ) -> None:
-    """p: a plan is submitted; s: its result is applied; t: a token becomes text."""
+    """The calls are submitting a plan (p), applying its result (s) and detokenizing a token (t)."""
     calls: list[str] = []
     core, executor = llm.engine.core, llm.engine.executor
     for owner, name, letter in ((executor, "submit", "p"), (core, "finish_step", "s"), (Choice, "take", "t")):
         inner = getattr(owner, name)
 
-        def noted(*args: Any, inner: Callable[..., Any] = inner, letter: str = letter) -> Any:
+        def recorded(*args: Any, inner: Callable[..., Any] = inner, letter: str = letter) -> Any:
             calls.append(letter)
             return inner(*args)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, recorded)
     llm.generate("Count", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, stop=stop))
     assert "".join(calls) == order
 
 
-def test_a_prompt_that_is_given_up_says_why_and_the_others_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_prompt_has_its_error_and_the_others_finish(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     finish_step = llm.engine.core.finish_step
 
-    def give_up_the_longest(result: StepResult, now: float) -> None:
-        lengths = [len(piece.request.prompt) for piece in result.plan.slices]
+    def fail_longest(result: StepResult, now: float) -> None:
+        lengths = [len(item.request.prompt) for item in result.plan.slices]
         index = lengths.index(max(lengths))
         if max(lengths) > 40 and len(result.plan.slices[index].request.output) == 5:
             tokens = [*result.tokens[:index], None, *result.tokens[index + 1 :]]
             result = replace(result, tokens=tokens, given_up={index: "it was too long"})
         finish_step(result, now)
 
-    monkeypatch.setattr(llm.engine.core, "finish_step", give_up_the_longest)
+    monkeypatch.setattr(llm.engine.core, "finish_step", fail_longest)
     short, long = llm.generate(["Spell apple\n", "Count from 1 to 5\n" * 10], GREEDY)
     assert (long.finish_reason, long.error, len(long.token_ids)) == ("error", "it was too long", 5)
     assert (short.finish_reason, short.error) == ("stop", "")
     assert short.token_ids == llm.generate("Spell apple\n", GREEDY)[0].token_ids
 
 
-def test_a_stop_string_ends_the_text_and_nothing_is_left_running(llm: LLM) -> None:
+def test_stop_string_ends_the_output_and_frees_its_blocks(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=300, stop=("20, ", "7, 8"))
     (answer,) = llm.chat(user("Count from 1 to 30"), params)
     assert answer.text == "1, 2, 3, 4, 5, 6, "
     assert answer.finish_reason == "stop"
     assert not llm.engine.core.requests
-    # The step in which the stop string was found has committed by the time of the next request.
+    # The step that found the stop string is applied before the next request runs.
     llm.chat(user("hello"), GREEDY)
     assert llm.engine.core.kv.device_free == llm.engine.core.kv.device_total
 
 
 @pytest.mark.parametrize(("given", "stop"), [("45", ("45",)), (["4", "5"], ("4", "5")), (None, ())])
-def test_a_stop_string_alone_is_one_and_not_its_characters(given: Any, stop: tuple[str, ...]) -> None:
+def test_stop_accepts_a_single_string(given: Any, stop: tuple[str, ...]) -> None:
     assert SamplingParams(stop=given).stop == stop
 
 
 @pytest.mark.parametrize("given", [45, {"45": 1}])
-def test_stop_strings_of_another_type_are_named(given: Any) -> None:
+def test_stop_of_another_type_is_refused(given: Any) -> None:
     with pytest.raises(ParameterError, match="stop must be a string or a list of strings, got "):
         SamplingParams(stop=given)
     with pytest.raises(ParameterError, match="stop_token_ids must be a list of ids, got "):
         SamplingParams(stop_token_ids=given)
 
 
-def test_lengths_are_learned_from_every_end_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop token and a stop string are ends; the most tokens is none, nor is another prompt that is refused."""
+def test_forecaster_learns_output_lengths_and_saves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop tokens and stop strings give exact lengths, `max_tokens` gives lower bounds, and refused prompts nothing."""
     settings: dict[str, Any] = {"recipe": "alise", "forecast_dir": str(tmp_path), "kv_cache_gib": 0.05}
     settings |= {"progress": False, "threads": 1, "profile": "off"}
     count = user("Count from 3 to 12")
@@ -135,14 +135,14 @@ def test_lengths_are_learned_from_every_end_and_kept(tmp_path: Path, monkeypatch
         assert llm._forecasts is not None
         learn = llm._forecasts.learn
 
-        def noted(predicted: Predicted, tokens: int, *, exact: bool) -> None:
+        def recorded(predicted: Predicted, tokens: int, *, exact: bool) -> None:
             assert 1 <= predicted.forecast.tokens <= predicted.most
             lessons.append((tokens, exact))
             learn(predicted, tokens, exact=exact)
 
-        monkeypatch.setattr(llm._forecasts, "learn", noted)
-        ends = (GREEDY, replace(GREEDY, stop=("6",)), replace(GREEDY, max_tokens=7), replace(GREEDY, ignore_eos=True))
-        answers = [llm.chat(count, params)[0] for params in ends]
+        monkeypatch.setattr(llm._forecasts, "learn", recorded)
+        cases = (GREEDY, replace(GREEDY, stop=("6",)), replace(GREEDY, max_tokens=7), replace(GREEDY, ignore_eos=True))
+        answers = [llm.chat(count, params)[0] for params in cases]
         with pytest.raises(ParameterError):
             llm.generate([[5], []], GREEDY)
     assert lessons == [
@@ -153,36 +153,36 @@ def test_lengths_are_learned_from_every_end_and_kept(tmp_path: Path, monkeypatch
         assert len(llm._forecasts.forecaster) == 4
 
 
-def test_a_jct_target_follows_the_forecast_and_in_the_end_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For requests without one; policies never see that of the length."""
-    told: list[tuple[Request, float, float]] = []
+def test_jct_target_follows_the_forecast_and_finally_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies never see the target from the true length."""
+    reported: list[tuple[Request, float, float]] = []
     with LLM(progress=False, threads=1, profile="off", forecast_dir="none", slo_jct_scale=3.0) as llm:
         core, cost = llm.engine.core, llm.engine.info.cost
         reforecast = core.reforecast
 
-        def note(number: int, forecast: Forecast, now: float) -> bool:
+        def record(number: int, forecast: Forecast, now: float) -> bool:
             request = core.requests[number]
-            told.append((request, request.options.target.jct_s, forecast.tokens))
+            reported.append((request, request.options.target.jct_s, forecast.tokens))
             return reforecast(number, forecast, now)
 
-        monkeypatch.setattr(core, "reforecast", note)
+        monkeypatch.setattr(core, "reforecast", record)
         target = scaled_jct(cost, 3.0, len(llm.tokenizer.chat(user("Count from 3 to 12"))))
-        ((answer,), ((request, jct_s, tokens),)) = llm.chat(user("Count from 3 to 12"), GREEDY), told
+        ((answer,), ((request, jct_s, tokens),)) = llm.chat(user("Count from 3 to 12"), GREEDY), reported
         assert jct_s == pytest.approx(target(tokens)) != target(len(answer.token_ids))
         target = scaled_jct(cost, 3.0, len(request.prompt))
         assert request.options.target == Target(jct_s=target(len(answer.token_ids)))
         llm.chat(user("Count from 3 to 12"), GREEDY, target=Target(ttft_s=1, jct_s=7.5))
-        request, jct_s, _ = told[1]
+        request, jct_s, _ = reported[1]
         assert jct_s == request.options.target.jct_s == 7.5
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "2", True, None])
-def test_an_objective_that_is_no_time_is_named(llm: LLM, seconds: Any) -> None:
+def test_invalid_objective_is_refused(llm: LLM, seconds: Any) -> None:
     with pytest.raises(ParameterError, match=r"target.tpot_s must be a number above 0, got "):
         llm.generate("x", GREEDY, target=Target(tpot_s=seconds))
 
 
-def test_a_class_has_a_name_and_objectives_of_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_class_and_its_objectives_are_validated(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ParameterError, match="service must be one of real-time, best-effort, got 'flex'"):
         llm.generate("Spell apple\n", GREEDY, service="flex")
     with pytest.raises(ParameterError, match=r"target.ttft_s must not be set with service best-effort"):
@@ -190,16 +190,16 @@ def test_a_class_has_a_name_and_objectives_of_its_own(llm: LLM, monkeypatch: pyt
     seen: list[RequestOptions] = []
     add = llm._loop.add
 
-    def note(*given: Any, options: RequestOptions) -> None:
+    def record(*given: Any, options: RequestOptions) -> None:
         seen.append(options)
         add(*given, options=options)
 
-    monkeypatch.setattr(llm._loop, "add", note)
+    monkeypatch.setattr(llm._loop, "add", record)
     llm.generate("Spell apple\n", GREEDY, service="best-effort", target=Target(jct_s=9.0))
     assert seen == [RequestOptions(service=ServiceClass.BEST_EFFORT, target=Target(jct_s=9.0))]
 
 
-def test_seeds_repeat_and_differ(llm: LLM) -> None:
+def test_output_repeats_with_the_same_seed_only(llm: LLM) -> None:
     def sample(seed: int) -> list[int]:
         params = SamplingParams(temperature=2.0, max_tokens=30, seed=seed, ignore_eos=True)
         return llm.generate(["anything"], params)[0].token_ids
@@ -214,7 +214,7 @@ def test_without_max_tokens_the_output_fills_the_context(llm: LLM, min_tokens: i
     assert (len(answer.token_ids), answer.finish_reason) == (24, "length")
 
 
-def test_the_engine_refuses_max_tokens_that_are_not_resolved(llm: LLM) -> None:
+def test_engine_refuses_unresolved_max_tokens(llm: LLM) -> None:
     with pytest.raises(ParameterError, match=r"max_tokens must be a number, got None: call SamplingParams.resolved"):
         llm._loop.add(10**6, [5], SamplingParams(max_tokens=None))
     assert llm._loop.idle
@@ -249,19 +249,19 @@ def test_log_probabilities_of_prompt_and_output(llm: LLM) -> None:
         ("a", {"temperature": 0}, "params must be SamplingParams, .* got {'temperature': 0}"),
     ],
 )
-def test_bad_prompts_name_the_bound_and_run_nothing(llm: LLM, prompt: Any, params: Any, names: str) -> None:
+def test_invalid_prompts_are_refused(llm: LLM, prompt: Any, params: Any, names: str) -> None:
     with pytest.raises(ParameterError, match=names):
         llm.generate(prompt, params)
     assert not llm.engine.core.requests
 
 
 @pytest.mark.parametrize("messages", ["x", ["x"], [[]], 7, {"role": "user", "content": "x"}, [{"text": "x"}]])
-def test_what_is_no_conversation_is_told_with_an_example(llm: LLM, messages: Any) -> None:
+def test_invalid_messages_error_shows_an_example(llm: LLM, messages: Any) -> None:
     with pytest.raises(ParameterError, match=r"messages must be a list of messages such as {'role': 'user', .* got "):
         llm.chat(messages)
 
 
-def test_prompts_without_parameters_have_those_of_the_model_and_a_closed_llm_says_so(tmp_path: Path) -> None:
+def test_default_params_are_the_models_and_a_closed_llm_raises(tmp_path: Path) -> None:
     folder = shutil.copytree(builtin_model_path(), tmp_path / "greedy")
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0, "top_p": 0.9}))
@@ -309,7 +309,7 @@ def test_bad_settings_name_the_bound(settings: dict[str, object], error: type[Ex
         LLM(**{"progress": False, **settings})
 
 
-def test_every_recipe_gives_the_same_texts_to_200_mixed_requests() -> None:
+def test_recipes_give_the_same_texts_for_200_mixed_requests() -> None:
     draw = random.Random(2)
     makers = [
         lambda: f"Count from {draw.randint(0, 9)} to {draw.randint(10, 60)}",
@@ -320,7 +320,7 @@ def test_every_recipe_gives_the_same_texts_to_200_mixed_requests() -> None:
     ]
     conversations = [user(draw.choice(makers)()) for _ in range(200)]
     texts: dict[str, list[str]] = {}
-    # A pool of 72 blocks: 16 requests of up to 300 tokens do not fit.
+    # 16 requests of up to 300 tokens do not fit into 72 blocks.
     pool = 72 * 16 * 4 * 2 * 128 * 4 / 2**30
     for recipe in ("fcfs", "fastserve"):
         with LLM(progress=False, recipe=recipe, kv_cache_gib=pool, max_num_seqs=16, threads=1, profile="off") as llm:
@@ -340,7 +340,7 @@ def test_every_recipe_gives_the_same_texts_to_200_mixed_requests() -> None:
     assert texts["fcfs"] == texts["fastserve"]
 
 
-# -- the host pool ----------------------------------------------------------------------------------------------------
+# -- the CPU pool -----------------------------------------------------------------------------------------------------
 
 GIB = 1 << 30
 BLOCK_BYTES = 16 * 4 * 2 * 128 * 4  # 16 tokens of the built-in model
@@ -348,7 +348,7 @@ BLOCK_BYTES = 16 * 4 * 2 * 128 * 4  # 16 tokens of the built-in model
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
-    """`start(free_gib, **settings)`: the facts of an engine on a machine with that much free RAM."""
+    """Return a function that starts an engine on a machine with `free_gib` of free RAM."""
 
     def started(free_gib: float, **settings: Any) -> EngineInfo:
         monkeypatch.setattr(rank_spec, "free_ram", lambda: int(free_gib * GIB))
@@ -362,24 +362,24 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "kv_gib", "host_gib"),
+    ("free_gib", "kv_gib", "cpu_gib"),
     [(100, 0.1, 4), (4, 0.1, 1), (2, 0.9, 0.1), (1.25, 0.1, 0.15), (1, 0.1, 0)],
 )
-def test_an_unset_host_pool_is_a_share_of_free_ram(
-    start: Callable[..., EngineInfo], free_gib: float, kv_gib: float, host_gib: float
+def test_default_cpu_pool_is_a_share_of_free_ram(
+    start: Callable[..., EngineInfo], free_gib: float, kv_gib: float, cpu_gib: float
 ) -> None:
     blocks = start(free_gib, kv_cache_gib=kv_gib).host_blocks
-    assert blocks == pytest.approx(host_gib * GIB / BLOCK_BYTES, abs=1)
+    assert blocks == pytest.approx(cpu_gib * GIB / BLOCK_BYTES, abs=1)
 
 
-def test_a_host_pool_is_as_large_as_asked_for(start: Callable[..., EngineInfo]) -> None:
+def test_cpu_pool_has_the_requested_size(start: Callable[..., EngineInfo]) -> None:
     assert start(3, kv_cache_gib=0.1, swap_space_gib=0).host_blocks == 0
     assert start(3, kv_cache_gib=0.1, swap_space_gib=0.5).host_blocks == GIB // 2 // BLOCK_BYTES
     assert start(3, kv_cache_gib=0.1, swap_space_gib=0.5, block_size=64).host_blocks == GIB // 8 // BLOCK_BYTES
 
 
-def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[..., EngineInfo]) -> None:
-    """The device pool of a CPU lies in the same RAM, and 1 GiB is left alone."""
+def test_error_of_a_too_large_cpu_pool_names_a_size_that_fits(start: Callable[..., EngineInfo]) -> None:
+    """On a CPU, both pools are in RAM, of which 1 GiB must stay free."""
     have = r"the machine has 2\.0 GiB free, 0\.7 of them for the KV pool"
     text = rf"swap_space_gib must be at most (0\.3) \({have}\), got 0\.5"
     with pytest.raises(ConfigError) as refused:
@@ -391,14 +391,14 @@ def test_the_refusal_of_a_host_pool_names_a_size_that_works(start: Callable[...,
         start(1, kv_cache_gib=0.7, swap_space_gib=0.5)
 
 
-def test_a_host_pool_of_8_bits_has_more_blocks(start: Callable[..., EngineInfo]) -> None:
+def test_int8_cpu_pool_has_more_blocks(start: Callable[..., EngineInfo]) -> None:
     plain, small = (
         start(3, kv_cache_gib=0.1, swap_space_gib=0.5, dtype="bfloat16", swap_dtype=name) for name in ("auto", "int8")
     )
     assert (plain.host_block_bytes, plain.swap_dtype) == (plain.block_bytes, "auto")
     assert (small.host_block_bytes, small.swap_dtype) == (int(0.625 * plain.block_bytes), "int8")
     assert small.host_blocks == int(1.6 * plain.host_blocks)
-    # Free RAM holds as many more, where no size is set.
+    # The default size gives the same number of blocks.
     assert start(2, kv_cache_gib=0.1, dtype="bfloat16", swap_dtype="int8").host_blocks == small.host_blocks
     for swap_space_gib, text in (
         (0, "swap_space_gib must be above 0, got 0"),
@@ -419,7 +419,7 @@ def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
         blocks(99.5)
 
 
-def test_a_host_pool_takes_no_memory_before_it_is_used() -> None:
+def test_unused_cpu_pool_takes_no_memory() -> None:
     before = psutil.Process().memory_info().rss
     with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, swap_space_gib=1.0) as llm:
         llm.generate(["hello"], GREEDY)
@@ -428,33 +428,35 @@ def test_a_host_pool_takes_no_memory_before_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
-def test_little_kv_and_a_host_pool_give_the_same_texts_as_much_kv(recipe: str) -> None:
+def test_preemption_does_not_change_texts(recipe: str) -> None:
     conversations = [user(f"Count from {start} to {start + 50}") for start in range(24)]
 
     def texts(**settings: Any) -> tuple[list[str], int]:
-        """The answers, and how often a request had to make way."""
-        made_way = 0
+        """Return the answers and the number of preemptions."""
+        preemptions = 0
         common = dict(progress=False, recipe=recipe, threads=1, profile="off", max_num_seqs=16, max_model_len=512)
         with LLM(**common, **settings) as llm:
             kv, take_events = llm.engine.core.kv, llm.engine.core.take_events
 
             def counted():
-                nonlocal made_way
+                nonlocal preemptions
                 events = take_events()
-                made_way += sum(isinstance(event, Preempted) and event.how is not Preemption.PAUSE for event in events)
+                preemptions += sum(
+                    isinstance(event, Preempted) and event.how is not Preemption.PAUSE for event in events
+                )
                 return events
 
             llm.engine.core.take_events = counted
             answers = [answer.text for answer in llm.chat(conversations, GREEDY)]
-            while not llm._loop.idle:  # cached KV may still be on its way to the host
+            while not llm._loop.idle:  # Swap-outs of cached KV may still run.
                 llm._loop.step()
             assert (kv.device_free, kv.cpu_free) == (kv.device_total, kv.cpu_total)
-        return answers, made_way
+        return answers, preemptions
 
-    much, unhurried = texts(swap_space_gib=0)
-    little, crowded = texts(kv_cache_gib=40 * BLOCK_BYTES / GIB, swap_space_gib=400 * BLOCK_BYTES / GIB)
-    assert unhurried == 0 < crowded
-    assert little == much
+    expected, unlimited = texts(swap_space_gib=0)
+    found, limited = texts(kv_cache_gib=40 * BLOCK_BYTES / GIB, swap_space_gib=400 * BLOCK_BYTES / GIB)
+    assert unlimited == 0 < limited
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -465,12 +467,12 @@ def test_little_kv_and_a_host_pool_give_the_same_texts_as_much_kv(recipe: str) -
         ({"slo_s": 2.0, "recipe_params": {"starvation_s": 4}}, 4.0),
     ],
 )
-def test_the_threshold_of_starvation_follows_the_objective(settings: dict[str, Any], threshold_s: float) -> None:
+def test_starvation_threshold_follows_the_objective(settings: dict[str, Any], threshold_s: float) -> None:
     with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, **settings) as llm:
         assert llm.engine.info.recipe_params["starvation_s"] == threshold_s
 
 
-def test_a_dummy_of_a_folder_needs_its_tokenizer_and_says_so(tmp_path: Path) -> None:
+def test_dummy_model_needs_a_tokenizer(tmp_path: Path) -> None:
     source = model_folder("tally")
     shutil.copy(source / "config.json", tmp_path)
     settings: dict[str, Any] = {"load_format": "dummy", "profile": "off", "threads": 1, "progress": False}

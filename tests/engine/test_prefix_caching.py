@@ -1,4 +1,4 @@
-"""Prompts that begin like earlier ones use their KV, and get the tokens that they get without."""
+"""Prefix caching reuses KV of earlier prompts without changing outputs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=8, ignore_eos=True)
 Pair = tuple[LLM, LLM]
 
 
-@pytest.fixture(scope="module", params=[("auto", 0.01), ("torch", 0)], ids=["auto, host", "torch"])
+@pytest.fixture(scope="module", params=[("auto", 0.01), ("torch", 0)], ids=["auto, cpu tier", "torch"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """One that caches, and one that does not. Either holds little more KV than the longest request has."""
+    """Return an LLM with prefix caching and one without, with pools for little more than one request."""
     attention, swap_gib = request.param
     settings = dict(
         progress=False, threads=1, profile="off", attention=attention, kv_cache_gib=0.0045, swap_space_gib=swap_gib
@@ -40,12 +40,11 @@ def prompt_of(seed: int, tokens: int) -> list[int]:
 
 
 def full_blocks(prompt: list[int]) -> int:
-    """Tokens of the full blocks before the last token."""
+    """Return the number of tokens in full blocks before the last token."""
     return (len(prompt) - 1) // BLOCK * BLOCK
 
 
-def test_tokens_are_those_without_a_cache(pair: Pair) -> None:
-    """The same prompt first, again and after one that fills the pool; turns of a conversation; prompts in company."""
+def test_cached_prefixes_do_not_change_tokens(pair: Pair) -> None:
     caching, plain = pair
     turn, filler = prompt_of(1, 300), prompt_of(2, 1000)
     (filled,) = plain.generate(filler, GREEDY)
@@ -55,13 +54,13 @@ def test_tokens_are_those_without_a_cache(pair: Pair) -> None:
         assert first.token_ids == again.token_ids == expected.token_ids
         assert (again.cached_tokens, expected.cached_tokens) == (full_blocks(turn), 0)
         assert caching.generate(filler, GREEDY)[0].token_ids == filled.token_ids
-        company = [turn[: 100 * place] + prompt_of(place, 40) for place in (1, 2)]
-        ours, theirs = caching.generate(company, params), plain.generate(company, params)
-        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        batch = [turn[: 100 * index] + prompt_of(index, 40) for index in (1, 2)]
+        found, wanted = caching.generate(batch, params), plain.generate(batch, params)
+        assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         turn = turn + first.token_ids + prompt_of(3, 30)
 
 
-def test_the_next_turn_finds_the_output_and_another_beginning_nothing(pair: Pair) -> None:
+def test_next_turn_hits_the_cached_output_and_another_prefix_misses(pair: Pair) -> None:
     caching, _ = pair
     prompt = prompt_of(10, 500)
     (first,) = caching.generate(prompt, GREEDY)
@@ -73,7 +72,7 @@ def test_the_next_turn_finds_the_output_and_another_beginning_nothing(pair: Pair
     assert caching.generate([prompt[0] + 1, *prompt[1:]], GREEDY)[0].cached_tokens == 0
 
 
-def test_what_the_device_has_lost_is_found_on_the_host(pair: Pair) -> None:
+def test_blocks_evicted_from_the_device_are_found_in_the_cpu_tier(pair: Pair) -> None:
     caching, plain = pair
     prompt = prompt_of(15, 300)
     caching.generate(prompt, GREEDY)
@@ -84,7 +83,7 @@ def test_what_the_device_has_lost_is_found_on_the_host(pair: Pair) -> None:
     assert again.token_ids == plain.generate(prompt, GREEDY)[0].token_ids
 
 
-def test_of_an_aborted_prompt_only_what_was_computed_is_found(pair: Pair) -> None:
+def test_computed_blocks_of_an_aborted_prompt_are_cached(pair: Pair) -> None:
     caching, plain = pair
     prompt, loop = prompt_of(20, 600), caching._loop
     for steps in (1, 3):
@@ -98,20 +97,19 @@ def test_of_an_aborted_prompt_only_what_was_computed_is_found(pair: Pair) -> Non
         assert found.token_ids == plain.generate(prompt, GREEDY)[0].token_ids
 
 
-def test_scores_of_a_prompt_are_those_without_a_cache(pair: Pair) -> None:
+def test_prompt_logprobs_bypass_the_cache(pair: Pair) -> None:
     caching, plain = pair
     prompt = prompt_of(30, 100)
     caching.generate(prompt, GREEDY)
     assert caching.generate(prompt, GREEDY)[0].cached_tokens == 96
     scored = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2)
-    (ours,), (theirs,) = caching.generate(prompt, scored), plain.generate(prompt, scored)
-    assert ours.cached_tokens == 0
-    assert ours.details == theirs.details
-    assert len(ours.details[0].prompt) == len(prompt)
+    (found,), (expected,) = caching.generate(prompt, scored), plain.generate(prompt, scored)
+    assert found.cached_tokens == 0
+    assert found.details == expected.details
+    assert len(found.details[0].prompt) == len(prompt)
 
 
-def test_prompts_find_what_has_their_salt(pair: Pair) -> None:
-    """One for all prompts, or one for each; texts of a chat likewise."""
+def test_prompts_hit_only_blocks_with_their_salt(pair: Pair) -> None:
     caching, _ = pair
     prompt, full = prompt_of(40, 100), 96
     cached = [
@@ -142,7 +140,7 @@ def test_prompts_find_what_has_their_salt(pair: Pair) -> None:
         ("\ud800", "must be Unicode text, and half a surrogate pair is none"),
     ],
 )
-def test_a_salt_out_of_bounds_is_named(pair: Pair, salt: Any, text: str) -> None:
+def test_invalid_salt_is_refused(pair: Pair, salt: Any, text: str) -> None:
     with pytest.raises(ParameterError, match=f"cache_salt {text}") as raised:
         pair[1].generate([[5, 6], [7]], GREEDY, cache_salt=salt)
     assert raised.value.param == "cache_salt"

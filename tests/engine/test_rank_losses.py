@@ -1,4 +1,4 @@
-"""Ranks that are lost in every step with one request: it ends alone, and the engine goes on."""
+"""A request that crashes its ranks in every step fails alone, and the engine continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
 
 class LosingExecutor:
-    """Loses its ranks in every step in which `is_fatal` says so of a request's id and tokens."""
+    """Executor that loses its ranks in each step with a request for which `is_fatal` is true."""
 
     def __init__(self, error: RankError, is_fatal: Any) -> None:
         self.error, self.is_fatal, self.restarts = error, is_fatal, 0
@@ -33,9 +33,9 @@ class LosingExecutor:
         return SimpleNamespace(result=lambda: self._result(plan))
 
     def _result(self, plan: StepPlan) -> StepResult:
-        if any(self.is_fatal(piece.request) for piece in plan.slices):
+        if any(self.is_fatal(item.request) for item in plan.slices):
             raise self.error
-        return StepResult(plan, [7 if piece.samples else None for piece in plan.slices], 0.01)
+        return StepResult(plan, [7 if item.samples else None for item in plan.slices], 0.01)
 
     def on_finished(self, request: Request) -> None:
         pass
@@ -49,7 +49,7 @@ class LosingExecutor:
 
 
 def run(executor: LosingExecutor, requests: int = 4) -> dict[int, tuple[str, int, str]]:
-    """By request: how it ended, its tokens, and the text of its error. The third asks for its prompt's scores."""
+    """Return finish reason, number of tokens and error of each request. The third one asks for prompt logprobs."""
     policies = build("fcfs", Settings(COST, 8, 256))
     core = EngineCore(Scheduler(policies, KVLedger(64, 0, 16)))
     info = SimpleNamespace(eos_token_ids=(), vocab_size=99, max_model_len=256, cost=LearningCost(COST))
@@ -65,34 +65,36 @@ def run(executor: LosingExecutor, requests: int = 4) -> dict[int, tuple[str, int
         events += loop.step()
     core.kv.check()
     assert core.kv.device_free == 64
-    ends = [event for event in events if isinstance(event, Finished)]
-    return {end.request.id: (end.reason.value, len(end.request.output), end.detail) for end in ends}
+    finished = [event for event in events if isinstance(event, Finished)]
+    return {event.request.id: (event.reason.value, len(event.request.output), event.detail) for event in finished}
 
 
-def test_one_that_ends_ranks_fails_alone_at_the_third_loss() -> None:
+def test_request_that_crashes_ranks_fails_alone_at_the_third_crash() -> None:
     executor = LosingExecutor(RankError("rank 1 was lost"), lambda request: request.id == 3)
-    ended = run(executor)
-    why = "ranks ended 3 times while they ran this request, which is not tried again"
-    assert ended.pop(3) == ("error", 0, why)
-    assert set(ended.values()) == {("length", 6, "")}
+    outcomes = run(executor)
+    message = "ranks ended 3 times while they ran this request, which is not tried again"
+    assert outcomes.pop(3) == ("error", 0, message)
+    assert set(outcomes.values()) == {("length", 6, "")}
     assert executor.restarts == 3
 
 
-def test_losses_with_tokens_in_between_blame_no_request() -> None:
-    left = [True, False, False, True, False, True]
-    executor = LosingExecutor(RankError("rank 1 was lost"), lambda request: request.id == 0 and left and left.pop())
+def test_crashes_with_progress_in_between_fail_no_request() -> None:
+    crashes = [True, False, False, True, False, True]
+    executor = LosingExecutor(
+        RankError("rank 1 was lost"), lambda request: request.id == 0 and crashes and crashes.pop()
+    )
     assert set(run(executor).values()) == {("length", 6, "")}
     assert executor.restarts == 3
 
 
 @pytest.mark.parametrize("fatal", [1, 2])
-def test_a_step_beyond_the_memory_costs_its_largest_request(fatal: int) -> None:
-    """At once; one that scores its prompt counts as larger."""
+def test_out_of_memory_step_fails_its_largest_request(fatal: int) -> None:
+    """A request with prompt logprobs counts as larger."""
     error = RankMemoryError("rank 0 failed: OutOfMemoryError")
     executor = LosingExecutor(error, lambda request: request.id == fatal and len(request.output) < 2)
-    ended = run(executor, requests=2 if fatal == 1 else 4)
-    reason, _, why = ended.pop(fatal)
+    outcomes = run(executor, requests=2 if fatal == 1 else 4)
+    reason, _, message = outcomes.pop(fatal)
     assert reason == "error"
-    assert "out of memory in a step with" in why
-    assert set(ended.values()) == {("length", 6, "")}
+    assert "out of memory in a step with" in message
+    assert set(outcomes.values()) == {("length", 6, "")}
     assert executor.restarts == 1

@@ -1,4 +1,4 @@
-"""A server on a card: what is left there when its engine is killed."""
+"""GPU memory of a server whose engine is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 POOL = 1 << 30
-# What other programs may take of the card meanwhile.
+# Other programs may allocate this much GPU memory during the test.
 SLACK = 64 << 20
 
 
@@ -28,9 +28,9 @@ def place() -> Iterator[Place]:
     found.close()
 
 
-def test_a_killed_engine_leaves_no_memory_on_the_card(place: Place) -> None:
+def test_killed_engine_leaves_no_gpu_memory(place: Place) -> None:
     before = free_bytes()
-    for _ in range(2):  # a restart finds the memory free, and leaves none either
+    for _ in range(2):  # A restart needs the memory again.
         served = Served(place, "--device", "cuda", pools=("--kv-cache-gib", "1", "--swap-space", "0"))
         try:
             assert before - free_bytes() > POOL
@@ -38,13 +38,13 @@ def test_a_killed_engine_leaves_no_memory_on_the_card(place: Place) -> None:
                 engine.kill()
             end = time.monotonic() + GONE_S
             while before - free_bytes() > SLACK:
-                assert time.monotonic() < end, f"{(before - free_bytes()) >> 20} MiB of the card are still taken"
+                assert time.monotonic() < end, f"{(before - free_bytes()) >> 20} MiB of GPU memory are still allocated"
                 time.sleep(0.1)
         finally:
             served.close()
 
 
 def free_bytes() -> int:
-    """Of the first card, beside what this process has of it."""
+    """Return the free memory of the first GPU."""
     free, _ = torch.cuda.mem_get_info(0)
     return int(free)

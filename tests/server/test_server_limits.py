@@ -1,4 +1,4 @@
-"""The queue's limits as a unit: counts return to zero whatever happens, and Retry-After follows the throughput."""
+"""Unit tests of the queue limits and of Retry-After."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skipjoin.server.metrics import Metrics
 
 
 class Clock:
-    """A clock that moves when told to."""
+    """Manually advanced clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,36 +33,36 @@ METRICS = Metrics()
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.lists(st.sampled_from(["start", "size", "end"]), max_size=4))))
-def test_counts_never_pass_the_caps_and_come_home(requests: list[tuple[int, list[str]]]) -> None:
+def test_counts_stay_within_limits_and_return_to_zero(requests: list[tuple[int, list[str]]]) -> None:
     admission = Admission(5, 100, METRICS, Clock())
-    places = []
-    for tokens, acts in requests:
+    slots = []
+    for tokens, events in requests:
         if admission.requests + 1 > 5 or admission.tokens + tokens > 100:
             with pytest.raises(ApiError, match="the queue is full") as refused:
                 admission.reserve([tokens])
             assert 1 <= int(refused.value.headers["Retry-After"]) <= 60
             continue
-        (place,) = admission.reserve([tokens])
+        (slot,) = admission.reserve([tokens])
         assert admission.requests <= 5
         assert admission.tokens <= 100
-        places.append(place)
-        for act in acts:
-            if act == "start":
-                place.started()
-            elif act == "size":
-                # A text may have four times as many tokens as it was taken for.
+        slots.append(slot)
+        for event in events:
+            if event == "start":
+                slot.started()
+            elif event == "size":
+                # A text may have four times the estimated number of tokens.
                 with contextlib.suppress(ApiError):
-                    admission.resize([place], [0 if act in acts[:1] else 4 * tokens])
+                    admission.resize([slot], [0 if event in events[:1] else 4 * tokens])
                 assert admission.tokens <= 100
             else:
-                place.ended()
-    for place in places:
-        place.ended()
-        place.started()  # it is told late
+                slot.ended()
+    for slot in slots:
+        slot.ended()
+        slot.started()  # The notification may arrive late.
     assert (admission.requests, admission.tokens, admission.runs) == (0, 0, 0)
 
 
-def test_what_outgrows_its_estimate_is_refused() -> None:
+def test_prompt_larger_than_its_estimate_is_refused() -> None:
     admission = Admission(5, 100, METRICS, Clock())
     slots = admission.reserve([10, 10])
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_what_outgrows_its_estimate_is_refused() -> None:
     assert admission.tokens == 100
 
 
-def test_all_or_none() -> None:
+def test_sequences_are_admitted_together_or_not_at_all() -> None:
     admission = Admission(3, 100, METRICS, Clock())
     admission.reserve([1, 1])
     with pytest.raises(ApiError, match="the queue is full"):
@@ -87,29 +87,28 @@ def test_all_or_none() -> None:
     assert admission.requests == 2
 
 
-def test_a_flood_of_best_effort_leaves_room() -> None:
+def test_best_effort_flood_leaves_room_for_other_requests() -> None:
     admission = Admission(8, 100, METRICS, Clock())
     with pytest.raises(ApiError, match="at most 6, the requests this server queues for best-effort requests, got 7"):
         admission.reserve([1] * 7, is_best_effort=True)
     admission.reserve([1] * 6, is_best_effort=True)
     with pytest.raises(ApiError, match="full for best-effort requests: 6 of 6 requests"):
         admission.reserve([1], is_best_effort=True)
-    (place,) = admission.reserve([75])
-    place.ended()
+    (slot,) = admission.reserve([75])
+    slot.ended()
     admission.reserve([1] * 2)
     assert admission.requests == 8
 
 
 def retry_after(admission: Admission, *tokens: int) -> int:
-    """What a client is told that sends so many prompts."""
+    """Return the Retry-After of a refused request with prompts of these sizes."""
     with pytest.raises(ApiError, match="the queue is full") as refused:
         admission.reserve(tokens)
     return int(refused.value.headers["Retry-After"])
 
 
 @pytest.mark.parametrize("seconds_each", [0.05, 2.6, 30.0])
-def test_retry_after_is_the_time_in_which_so_many_end(seconds_each: float) -> None:
-    """Whether the server was just started, was idle for a day since, or has run at its limit for long."""
+def test_retry_after_is_the_time_until_enough_requests_finish(seconds_each: float) -> None:
     clock = Clock()
     admission = Admission(10, 10_000, METRICS, clock)
     for pause in (0.0, 86_400.0):
@@ -128,7 +127,7 @@ def test_retry_after_is_the_time_in_which_so_many_end(seconds_each: float) -> No
             slots.popleft().ended()
 
 
-def test_where_requests_end_together_retry_after_is_until_the_next_do() -> None:
+def test_retry_after_follows_requests_that_finish_together() -> None:
     clock = Clock()
     admission = Admission(10, 10_000, METRICS, clock)
     for _ in range(8):
@@ -140,10 +139,10 @@ def test_where_requests_end_together_retry_after_is_until_the_next_do() -> None:
             slot.ended()
     for slot in admission.reserve([10] * 10):
         slot.started()
-    assert retry_after(admission, 10) == 6  # 30 % more than 4
+    assert retry_after(admission, 10) == 6  # 4 s and a margin of 30 %
     clock.now += 1.5
     assert retry_after(admission, 10) == 4
-    clock.now += 8.5  # 6 s later than those before
+    clock.now += 8.5  # 6 s later than the previous requests
     assert retry_after(admission, 10) == 8
 
 
@@ -156,24 +155,24 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("factor", [2, 5, 10])
-def test_retry_after_suffices_and_is_not_far_too_long_when_load_rises_suddenly(factor: int, lengths: str) -> None:
-    """Load rises from a third of the capacity to a multiple of it, and steps take longer the more sequences run."""
+def test_retry_after_is_accurate_when_load_rises_suddenly(factor: int, lengths: str) -> None:
+    """Load rises from a third of the capacity to `factor` times the capacity."""
     clock, draw = Clock(), random.Random(factor)
-    live: list[tuple[int, int, AdmissionSlot]] = []  # last step, number of the request, slot
+    live: list[tuple[int, int, AdmissionSlot]] = []  # last step, request number, slot
     made = 0
     admission = Admission(64, 10_000, METRICS, clock, lambda: made)
-    told: list[tuple[float, int]] = []
-    taken: list[float] = []
+    refusals: list[tuple[float, int]] = []
+    admissions: list[float] = []
 
     def arrive() -> None:
         try:
             (slot,) = admission.reserve([1])
         except ApiError as refused:
-            told.append((clock.now, int(refused.headers["Retry-After"])))
+            refusals.append((clock.now, int(refused.headers["Retry-After"])))
         else:
-            taken.append(clock.now)
+            admissions.append(clock.now)
             slot.started()
-            heappush(live, (made + LENGTHS[lengths](draw), len(taken), slot))
+            heappush(live, (made + LENGTHS[lengths](draw), len(admissions), slot))
 
     due = 0.0
     while due < 60:
@@ -184,33 +183,38 @@ def test_retry_after_suffices_and_is_not_far_too_long_when_load_rises_suddenly(f
             while live and live[0][0] <= made:
                 heappop(live)[2].ended()
         arrive()
-    pairs = [(taken[at] - when, said) for when, said in told if (at := bisect_right(taken, when)) < len(taken)]
+    pairs = [
+        (admissions[at] - when, retry_after_s)
+        for when, retry_after_s in refusals
+        if (at := bisect_right(admissions, when)) < len(admissions)
+    ]
     assert len(pairs) > 80
-    assert sum(true <= said for true, said in pairs) >= 0.95 * len(pairs)
-    assert statistics.median(said for _, said in pairs) <= 2 * statistics.median(true for true, _ in pairs) + 1
+    assert sum(true <= predicted for true, predicted in pairs) >= 0.95 * len(pairs)
+    true_median, median = (statistics.median(column) for column in zip(*pairs, strict=True))
+    assert median <= 2 * true_median + 1
 
 
-def test_before_any_request_has_ended_retry_after_is_as_long_as_that_takes() -> None:
+def test_retry_after_is_the_elapsed_time_before_any_request_finishes() -> None:
     clock = Clock()
     admission = Admission(1, 10_000, METRICS, clock)
     admission.reserve([10])
-    told = []
+    found = []
     for clock.now in (0.0, 2.5, 10.0, 500.0):
-        told.append(retry_after(admission, 10))
-    assert told == [1, 3, 10, 60]
+        found.append(retry_after(admission, 10))
+    assert found == [1, 3, 10, 60]
 
 
-def test_retry_after_counts_prompt_tokens_where_they_fill_the_queue() -> None:
+def test_retry_after_follows_prompt_tokens_if_they_fill_the_queue() -> None:
     clock = Clock()
     admission = Admission(100, 1000, METRICS, clock)
     slots = admission.reserve([100] * 10)
     for slot in slots[:4]:
         clock.now += 5.0
         slot.started()
-    assert retry_after(admission, 600) == 10  # 200 more tokens than there is room for; 20 start in a second
+    assert retry_after(admission, 600) == 10  # The queue lacks room for 200 tokens, and 20 start per second.
 
 
-def test_estimate_costs_no_tokenising() -> None:
+def test_estimate_needs_no_tokenizer() -> None:
     assert estimate_tokens([1, 2, 3]) == 3
     assert estimate_tokens("four") == 1
     assert estimate_tokens("€€€€") == 3

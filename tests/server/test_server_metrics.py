@@ -1,4 +1,4 @@
-"""/metrics: the names that there are, and numbers that agree with what clients see."""
+"""/metrics: names, and values that agree with client measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def names(text: str) -> list[str]:
-    """Every family as Prometheus reads it: name, type, label names."""
+    """Return name, type and label names of each metric family."""
     found = []
     for family in text_string_to_metric_families(text):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
@@ -46,7 +46,7 @@ def names(text: str) -> list[str]:
 
 
 def numbers(text: str) -> Numbers:
-    """Every sample by its name and its labels."""
+    """Return the value of each sample by name and labels."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -58,8 +58,8 @@ def scrape(server: ServerProcess) -> Numbers:
     return numbers(httpx.get(f"{server.url}/metrics").text)
 
 
-def told(snapshot: Snapshot) -> Stats:
-    """The message, having gone over the wire."""
+def sent(snapshot: Snapshot) -> Stats:
+    """Return the message of a snapshot after serialization."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(Stats(7, snapshot)), type=FromEngine)  # type: ignore[return-value]
 
 
@@ -67,44 +67,44 @@ def told(snapshot: Snapshot) -> Stats:
 
 
 @pytest.mark.anyio
-async def test_the_names_are_these(make_api: MakeApi) -> None:
-    """Dashboards are built on them: a change here must be meant."""
+async def test_metric_names_are_stable(make_api: MakeApi) -> None:
+    """Dashboards depend on them."""
     async with make_api(metrics_compat="vllm") as api:
         found = names((await api.http.get("/metrics")).text)
     assert found == GOLDEN.read_text().splitlines()
 
 
 @pytest.mark.anyio
-async def test_without_compatibility_the_names_are_our_own(api: Api) -> None:
+async def test_without_compatibility_names_have_the_skipjoin_prefix(api: Api) -> None:
     found = names((await api.http.get("/metrics")).text)
     assert found == [line for line in GOLDEN.read_text().splitlines() if line.startswith("skipjoin:")]
 
 
-def test_compatibility_is_with_what_we_know() -> None:
+def test_unknown_compatibility_is_refused() -> None:
     with pytest.raises(ConfigError, match="metrics_compat must be one of none, vllm, got 'tgi'"):
         ServerConfig(metrics_compat="tgi")
 
 
-# -- what the API process makes of them -------------------------------------------------------------------------
+# -- the API process --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
-async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
+async def test_vllm_names_have_the_same_values(make_api: MakeApi) -> None:
     snapshot = Snapshot.zero()
-    # Real-time requests, then best-effort ones.
+    # Each row has values for real-time requests, followed by those for best-effort requests.
     snapshot.row("generation_tokens_total")[:] = [7, 4]
     snapshot.row("request_success_total")[:] = [0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
     snapshot.row("num_preemptions_total")[:] = [30, 1, 1, 0, 10, 0, 0, 1]  # paused, spilled, swapped, dropped
     snapshot.row("time_to_first_token_seconds")[:] = [2, *[0] * 14, 0, 0.005, *[0] * 15, 1, 400.5]
     async with make_api(metrics_compat="vllm", served_model_name="org/x") as api:
-        api.engine.tell(told(snapshot))
+        api.engine.tell(sent(snapshot))
         found = numbers((await api.http.get("/metrics")).text)
 
     def value(name: str, **labels: str) -> float:
         return found[name, tuple(sorted(labels.items()))]
 
     ours = [("skipjoin", {"class": name}) for name in ("real-time", "best-effort")]
-    for (prefix, labels), tokens, ended, (first, last, total) in zip(
+    for (prefix, labels), tokens, finished, (first, last, total) in zip(
         [*ours, ("vllm", {"model_name": "org/x"})],
         (7, 4, 11),
         (2, 1, 3),
@@ -112,7 +112,7 @@ async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
         strict=True,
     ):
         assert value(f"{prefix}:generation_tokens_total", **labels) == tokens
-        assert value(f"{prefix}:request_success_total", finished_reason="length", **labels) == ended
+        assert value(f"{prefix}:request_success_total", finished_reason="length", **labels) == finished
         ttft = f"{prefix}:time_to_first_token_seconds"
         assert value(f"{ttft}_bucket", le="0.005", **labels) == value(f"{ttft}_bucket", le="300.0", **labels) == first
         assert value(f"{ttft}_bucket", le="+Inf", **labels) == value(f"{ttft}_count", **labels) == last
@@ -127,12 +127,12 @@ async def test_the_same_number_under_both_names(make_api: MakeApi) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_dead_engine_leaves_its_counts(api: Api) -> None:
+async def test_counters_survive_the_death_of_the_engine(api: Api) -> None:
     snapshot = Snapshot.zero()
     snapshot.row("num_requests_running")[:] = [3, 1]
     snapshot.row("kv_cache_usage_perc")[0] = 0.5
     snapshot.row("engine_steps_total")[0] = 9
-    api.engine.tell(told(snapshot))
+    api.engine.tell(sent(snapshot))
     before = numbers((await api.http.get("/metrics")).text)
     assert before["skipjoin:num_requests_running", (("class", "real-time"),)] == 3
     assert (await api.http.get("/load")).json()["running"] == 4
@@ -145,7 +145,7 @@ async def test_a_dead_engine_leaves_its_counts(api: Api) -> None:
 
 
 @pytest.mark.anyio
-async def test_answers_count_by_their_status(make_api: MakeApi) -> None:
+async def test_responses_are_counted_by_status(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",), metrics_keys=("scrape",)) as api:
         key = {"Authorization": "Bearer right"}
         for path, headers in (("/health", {}), ("/v1/models", {}), ("/v1/models", key), ("/nothing", key)):
@@ -174,7 +174,7 @@ async def test_answers_count_by_their_status(make_api: MakeApi) -> None:
         ({"metrics_keys": ("scrape",)}, {"/metrics": {"scrape"}, "/load": {"right", "scrape", "none"}}),
     ],
 )
-async def test_a_key_for_metrics_opens_nothing_else(
+async def test_metrics_key_opens_metrics_only(
     make_api: MakeApi, settings: dict[str, tuple[str]], opens: dict[str, set[str]]
 ) -> None:
     async with make_api(**settings) as api:
@@ -187,7 +187,7 @@ async def test_a_key_for_metrics_opens_nothing_else(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("keys", [(), ("scrape",)])
-async def test_the_port_of_metrics_has_nothing_else(make_api: MakeApi, keys: tuple[str, ...]) -> None:
+async def test_metrics_port_serves_metrics_only(make_api: MakeApi, keys: tuple[str, ...]) -> None:
     async with make_api(api_keys=("right",), metrics_keys=keys) as api:
         transport = httpx.ASGITransport(build_metrics_app(api.service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -199,7 +199,7 @@ async def test_the_port_of_metrics_has_nothing_else(make_api: MakeApi, keys: tup
 
 
 @pytest.mark.anyio
-async def test_the_door_counts_choices_and_refusals(make_api: MakeApi) -> None:
+async def test_choices_and_rejections_are_counted(make_api: MakeApi) -> None:
     async with make_api(max_queued_requests=3, max_queued_tokens=50) as api:
         assert (await api.complete(n=3, max_tokens=1)).status_code == 200
         assert (await api.complete(n=1, max_tokens=1)).status_code == 200
@@ -218,11 +218,11 @@ async def test_the_door_counts_choices_and_refusals(make_api: MakeApi) -> None:
     assert reasons == {"requests": 1, "tokens": 1, "draining": 1}
 
 
-# -- what the engine process tells ------------------------------------------------------------------------------
+# -- the engine process -----------------------------------------------------------------------------------------
 
 
 class Wire:
-    """A socket that brings one request, records what is sent, and ends the engine once the request is over."""
+    """Socket that delivers one request and a shutdown after its end, and records sent messages."""
 
     def __init__(self, request: Add) -> None:
         self._inbox: list[ToEngine] = [request]
@@ -243,8 +243,8 @@ class Wire:
             self._inbox.append(Shutdown())
 
 
-def test_the_last_answer_comes_after_its_numbers() -> None:
-    """So that whoever has the answer finds it counted."""
+def test_stats_are_sent_before_the_last_output() -> None:
+    """A client that has its response must find it counted."""
     wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
     loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
     EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
@@ -259,18 +259,17 @@ def test_the_last_answer_comes_after_its_numbers() -> None:
 
 
 class LeakyLoop(SimulatedLoop):
-    """Loses three blocks in its first step."""
+    """Loop that leaks three blocks in its first step."""
 
-    lost: Sequence[int] = ()
+    leaked: Sequence[int] = ()
 
     def step(self) -> list[Event]:
         events = super().step()
-        self.lost = self.lost or self.core.kv._device.take(3)
+        self.leaked = self.leaked or self.core.kv._device.take(3)
         return events
 
 
-def test_blocks_that_leak_are_counted_and_freed(caplog: pytest.LogCaptureFixture) -> None:
-    """While a request runs; it goes on."""
+def test_leaked_blocks_are_counted_and_freed(caplog: pytest.LogCaptureFixture) -> None:
     wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
     loop = LeakyLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
     EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
@@ -283,7 +282,7 @@ def test_blocks_that_leak_are_counted_and_freed(caplog: pytest.LogCaptureFixture
     assert "3 KV blocks were neither free nor held" in caplog.text
 
 
-def test_what_an_idle_engine_still_holds_is_freed() -> None:
+def test_blocks_held_by_an_idle_engine_are_freed() -> None:
     kv = KVLedger(8, 4, 16)
     assert recover_blocks(kv, is_idle=True) == 0
     kv.grow(make(1, 40), 40)
@@ -293,15 +292,15 @@ def test_what_an_idle_engine_still_holds_is_freed() -> None:
     assert (kv.device_free, kv.cpu_free) == (8, 4)
 
 
-def test_an_engine_with_a_block_in_two_places_ends() -> None:
-    """Outputs of requests that write to one block cannot be trusted."""
+def test_block_in_two_places_is_an_error() -> None:
+    """Requests that share a block overwrite each other's KV."""
     kv = KVLedger(8, 4, 16)
     kv._device.put([5])
     with pytest.raises(LedgerError, match="two places at once: 1 too many"):
         recover_blocks(kv, is_idle=False)
 
 
-def test_the_next_step_has_begun_when_the_outcome_of_one_is_sent() -> None:
+def test_outputs_are_sent_after_the_next_step_begins() -> None:
     latest: list[int] = []
 
     class Watching(Wire):
@@ -321,12 +320,12 @@ def test_the_next_step_has_begun_when_the_outcome_of_one_is_sent() -> None:
 # -- over real processes ----------------------------------------------------------------------------------------
 
 
-def test_metrics_agree_with_what_clients_measure(start_server: StartServer) -> None:
-    """Counts exactly, as soon as the last answer is there; times are no longer than clients saw them."""
+def test_metrics_agree_with_client_measurements(start_server: StartServer) -> None:
+    """Counts are equal as soon as the last response arrives. Times are at most those of clients."""
     server = start_server(metrics_compat="vllm")
 
     def stream(client: httpx.Client, number: int) -> tuple[float, float, int, int]:
-        """Seconds to the first event and to the end; prompt tokens and generated tokens by the usage."""
+        """Return the seconds to the first event and to the end, and prompt and completion tokens."""
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         body = {"prompt": "a" * (3 + number), "max_tokens": 1 + number % 9, **options}
         begin, first = time.monotonic(), 0.0
@@ -340,7 +339,7 @@ def test_metrics_agree_with_what_clients_measure(start_server: StartServer) -> N
     with httpx.Client() as client, ThreadPoolExecutor(4) as pool:
         seen = list(pool.map(lambda number: stream(client, number), range(30)))
     found = scrape(server)
-    firsts, ends, prompts, outputs = (sum(column) for column in zip(*seen, strict=True))
+    first_s, end_s, prompts, outputs = (sum(column) for column in zip(*seen, strict=True))
     assert outputs == sum(1 + number % 9 for number in range(30))
 
     def value(name: str, **labels: str) -> float:
@@ -360,33 +359,33 @@ def test_metrics_agree_with_what_clients_measure(start_server: StartServer) -> N
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_inference_time"):
         assert value(f"{name}_seconds_count") == 30
     assert value("inter_token_latency_seconds_count") == outputs - 30
-    assert 0 < value("time_to_first_token_seconds_sum") <= firsts
-    assert value("time_to_first_token_seconds_sum") <= value("e2e_request_latency_seconds_sum") <= ends
+    assert 0 < value("time_to_first_token_seconds_sum") <= first_s
+    assert value("time_to_first_token_seconds_sum") <= value("e2e_request_latency_seconds_sum") <= end_s
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     assert found["skipjoin:engine_steps_total", ()] == value("iteration_tokens_total_count")
     assert value("prefix_cache_queries_total") == prompts
     hits = found["skipjoin:prefix_cache_hits_total", (("tier", "device"),)]
     assert found["vllm:prefix_cache_hits_total", (("model_name", "tiny"),)] == hits > 0
-    # Every other prompt token and every generated token but the last ones is computed, once.
+    # All other prompt tokens and all generated tokens except the last ones are computed once.
     assert value("iteration_tokens_total_sum") == prompts - hits + outputs - 30
     assert found["skipjoin:kv_cached_blocks", ()] >= 2
     assert found["skipjoin:kv_shared_blocks", ()] == 0
 
 
-def test_ends_without_an_answer_are_counted_by_their_reason(start_server: StartServer) -> None:
+def test_unanswered_requests_are_counted_by_finish_reason(start_server: StartServer) -> None:
     server = start_server(step_s=0.01)
     late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 400, "deadline_ms": 100})
     assert late.status_code == 408
     body = {"prompt": "a", "max_tokens": 400, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as left:
-        next(left.iter_lines())
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        next(response.iter_lines())
     server.wait_idle()
     found = scrape(server)
-    ended = {
+    counts = {
         reason: found["skipjoin:request_success_total", (("class", "real-time"), ("finished_reason", reason))]
         for reason in ("stop", "length", "abort", "deadline")
     }
-    assert ended == {"stop": 0, "length": 0, "abort": 1, "deadline": 1}
+    assert counts == {"stop": 0, "length": 0, "abort": 1, "deadline": 1}
     assert found["skipjoin:deadline_dropped_total", ()] == 1
 
 
@@ -400,7 +399,7 @@ def test_a_server_writes_its_timeline(start_server: StartServer, tmp_path: Path)
     for _ in range(3):
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5, "n": 2, "ignore_eos": True})
     server.wait_idle()
-    # The engine is idle: all that is over is in the file.
+    # An idle engine has written all finished spans.
     spans = [entry for entry in json.loads(path.read_text() + "]") if entry["ph"] == "X"]
     assert sum(span["args"].get("generated", 0) for span in spans) == 30
     assert {span["args"]["left"] for span in spans if span["name"] == "decode"} == {"length"}
@@ -421,7 +420,7 @@ def test_a_full_disk_ends_the_timeline_and_not_the_server(start_server: StartSer
     assert sum("the timeline /dev/full ends here" in line for line in server.errors) == 1
 
 
-def test_a_timeline_that_cannot_be_written_is_known_at_once(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_unwritable_timeline_is_refused_before_loading(tokenizer_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "trace.json"
     command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     result = subprocess.run([*command, f"timeline={path}"], capture_output=True, text=True, timeout=60, check=False)

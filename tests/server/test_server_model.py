@@ -1,4 +1,4 @@
-"""The whole: HTTP, both processes, a real model with random weights; its output is the model's own."""
+"""End-to-end tests with both processes and a model with random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its authors sample greedily."""
+    """Write a model whose default sampling is greedy."""
     folder = tiny.write_model(tmp_path_factory.mktemp("model"))
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"top_k": 1}))
@@ -38,7 +38,7 @@ def complete(server: ServerProcess, **body: object) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
 
-def test_greedy_tokens_and_scores_are_those_of_transformers(server: ServerProcess, folder: Path) -> None:
+def test_greedy_tokens_and_logprobs_match_transformers(server: ServerProcess, folder: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt in PROMPTS:
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "echo": True, "logprobs": 1, "ignore_eos": True}
@@ -46,14 +46,14 @@ def test_greedy_tokens_and_scores_are_those_of_transformers(server: ServerProces
         with torch.no_grad():
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
             scores = model(ids[None]).logits[0].log_softmax(-1)
-        expected = [scores[place, token].item() for place, token in enumerate(ids[1:])]
+        expected = [scores[position, token].item() for position, token in enumerate(ids[1:])]
         assert logprobs["token_logprobs"][0] is None
         assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
         chosen = logprobs["token_logprobs"][len(prompt) :]
         assert chosen == [max(top.values()) for top in logprobs["top_logprobs"][len(prompt) :]]
 
 
-def test_seeded_output_does_not_depend_on_company(server: ServerProcess) -> None:
+def test_seeded_output_does_not_depend_on_concurrent_requests(server: ServerProcess) -> None:
     def seeded(seed: int) -> str:
         body = {"prompt": [7, 11, 13], "max_tokens": 24, "seed": seed, "ignore_eos": True, "logprobs": 0, "top_k": -1}
         return str(complete(server, **body).json()["choices"][0]["logprobs"]["tokens"])
@@ -75,7 +75,7 @@ def test_requests_have_the_sampling_defaults_of_the_model(server: ServerProcess)
     assert any("sampling defaults of the model's generation_config.json: top_k 1" in line for line in server.errors)
 
 
-def test_refusals_leave_the_engine_alone(server: ServerProcess) -> None:
+def test_refused_requests_run_no_step(server: ServerProcess) -> None:
     steps = server.metric("engine_steps_total")
     for body in ({"prompt": [tiny.VOCAB]}, {"prompt": [1], "max_tokens": tiny.CONTEXT}, {"prompt": [1], "top_p": 0}):
         assert complete(server, **body).status_code == 400

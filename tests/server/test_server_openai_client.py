@@ -1,4 +1,4 @@
-"""The official client against a real server process."""
+"""OpenAI's Python client with a server process."""
 
 from __future__ import annotations
 
@@ -40,16 +40,14 @@ def test_chat(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="tiny", messages=again, max_tokens=2).choices  # type: ignore[arg-type]
 
 
-def test_cached_tokens_are_those_of_the_same_key_salt_and_beginning(
-    client: openai.OpenAI, keyed: ServerProcess
-) -> None:
+def test_cached_tokens_need_the_same_key_salt_and_prefix(client: openai.OpenAI, keyed: ServerProcess) -> None:
     def cached(text: str, caller: openai.OpenAI = client, n: int = 1, **extra: str) -> int:
         body = {"model": "tiny", "prompt": text, "max_tokens": 2, "n": n, "extra_body": extra}
         usage = caller.completions.create(**body).usage
         chunks = caller.completions.create(**body, stream=True, stream_options={"include_usage": True})
         *_, last = chunks
         assert usage.prompt_tokens_details is not None
-        # The stream came second: it finds all full blocks of 16 before the last token.
+        # The stream is the second request, so it hits all full blocks of 16 tokens before the last token.
         assert last.usage.prompt_tokens_details.cached_tokens == (len(text) - 1) // 16 * 16
         return usage.prompt_tokens_details.cached_tokens
 
@@ -85,7 +83,7 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 8
 
 
-def test_a_service_tier_and_what_served_it(client: openai.OpenAI) -> None:
+def test_service_tier_is_reported(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=2, service_tier="flex"  # type: ignore[arg-type]
     )  # fmt: skip
@@ -134,10 +132,10 @@ def test_errors_become_the_right_exceptions(client: openai.OpenAI, keyed: Server
         client.completions.create(model="tiny", prompt="x", temperature=3)
     assert bad.value.param == "temperature"
     with (
-        openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="wrong", max_retries=0) as unauthorized,
         pytest.raises(openai.AuthenticationError) as refused,
     ):
-        stranger.models.list()
+        unauthorized.models.list()
     assert refused.value.code == "invalid_api_key"
     with pytest.raises(openai.APIStatusError) as late:
         client.completions.create(model="tiny", prompt="x" * 400, max_tokens=100, extra_body={"deadline_ms": 20})
@@ -156,7 +154,7 @@ def test_overload_is_a_rate_limit_error(start_server: StartServer) -> None:
         server.wait_idle()
 
 
-def test_death_of_the_engine_is_an_api_error_in_a_stream(start_server: StartServer) -> None:
+def test_engine_death_is_an_api_error_in_a_stream(start_server: StartServer) -> None:
     server = start_server(step_s=0.02)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=400, stream=True)

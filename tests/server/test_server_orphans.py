@@ -1,4 +1,4 @@
-"""A server whose model has a rank of its own on Ray: however it ends, nothing is left."""
+"""A server with a rank on Ray leaves no processes or files, however it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app
 
 
 class Server:
-    """`skipjoin serve` with one rank in a process that Ray places, and what belongs to it."""
+    """`skipjoin serve` with one rank on Ray, and its processes and files."""
 
     def __init__(self, *options: str) -> None:
         self.mark = Mark()
@@ -51,12 +51,12 @@ class Server:
         (self.folder,) = Path(tempfile.gettempdir()).glob(f"skipjoin-ray-{self.engine.pid}-*")
 
     def complete(self) -> None:
-        """Have it work for a while, and drop the answer."""
+        """Start a long completion and ignore its response."""
         body = {"prompt": "abc", "max_tokens": 900, "ignore_eos": True}
         threading.Thread(target=_post, args=(f"{self.url}/v1/completions", body), daemon=True).start()
 
     def code(self) -> int:
-        """With which it ends."""
+        """Wait for the exit code."""
         return self.popen.wait(60)
 
     def close(self) -> None:
@@ -87,9 +87,8 @@ def serve() -> Iterator[Callable[..., Server]]:
         server.close()
 
 
-def test_nothing_is_left_of_a_server_that_is_told_to_end(serve: Callable[..., Server]) -> None:
-    """As service managers do it: they signal every process that they know of, and the server decides when all end.
-    Until then none of its processes listens on an address that other machines reach."""
+def test_terminated_server_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
+    """The engine ignores signals, because service managers signal all processes of a service."""
     server = serve()
     assert_only_local(server.mark.processes(), "raylet")
     server.engine.terminate()
@@ -101,7 +100,7 @@ def test_nothing_is_left_of_a_server_that_is_told_to_end(serve: Callable[..., Se
     assert not server.folder.exists()
 
 
-def test_nothing_is_left_of_a_server_that_is_killed(serve: Callable[..., Server]) -> None:
+def test_killed_server_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve()
     server.complete()
     server.popen.kill()
@@ -109,20 +108,20 @@ def test_nothing_is_left_of_a_server_that_is_killed(serve: Callable[..., Server]
     assert not server.folder.exists()
 
 
-def test_nothing_is_left_of_an_engine_that_is_killed(serve: Callable[..., Server]) -> None:
+def test_killed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve()
     server.complete()
     server.engine.kill()
     deadline = time.monotonic() + GONE_S
     while httpx.get(f"{server.url}/health").status_code != 503 and time.monotonic() < deadline:
         time.sleep(0.05)
-    server.popen.terminate()  # does not wait for the grace time
+    server.popen.terminate()  # It does not wait for the grace time.
     assert server.code() == 1
     server.mark.seconds_until_gone(GONE_S)
     assert not server.folder.exists()
 
 
-def test_nothing_is_left_of_an_engine_that_fails(serve: Callable[..., Server]) -> None:
+def test_failed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve("--max-restarts", "0")
     server.complete()
     server.rank.kill()
@@ -130,6 +129,6 @@ def test_nothing_is_left_of_an_engine_that_fails(serve: Callable[..., Server]) -
     assert not server.engine.is_running()
     assert not server.folder.exists()
     assert httpx.get(f"{server.url}/health").status_code == 503
-    server.popen.terminate()  # does not wait for the grace time
+    server.popen.terminate()  # It does not wait for the grace time.
     assert server.code() == 1
     server.mark.seconds_until_gone(GONE_S)

@@ -1,4 +1,4 @@
-"""Real processes: disconnects, drains, deaths, taken ports, and a soak."""
+"""Servers with real processes: disconnects, overload, shutdown, failures and a soak test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
 
 
 class Stream(threading.Thread):
-    """A streamed completion, read as it comes."""
+    """A streamed completion that a thread reads."""
 
     def __init__(self, server: ServerProcess, **fields: Any) -> None:
         super().__init__(daemon=True)
@@ -42,7 +42,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         with (
-            contextlib.suppress(httpx.TransportError),  # the server was killed
+            contextlib.suppress(httpx.TransportError),  # The server may be killed.
             httpx.stream("POST", self._url, json=self._body, timeout=30) as response,
         ):
             for line in response.iter_lines():
@@ -52,20 +52,20 @@ class Stream(threading.Thread):
         self.begun.set()
 
     def last(self) -> Any:
-        """The last event, once the stream is over."""
+        """Wait for the end of the stream and return its last event."""
         self.join(60)
         assert not self.is_alive()
         return self.lines[-1] if self.lines[-1] == "[DONE]" else json.loads(self.lines[-1])
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> float:
-    """Seconds until it holds."""
+    """Wait until the condition holds and return the seconds that this took."""
     begin = time.monotonic()
     while time.monotonic() - begin < seconds:
         if condition():
             return time.monotonic() - begin
         time.sleep(0.02)
-    raise AssertionError(f"it does not hold after {seconds} s")
+    raise AssertionError(f"the condition does not hold after {seconds} s")
 
 
 def health(server: ServerProcess) -> int:
@@ -74,7 +74,7 @@ def health(server: ServerProcess) -> int:
 
 @pytest.fixture(scope="module", params=[BLOCKS])
 def slow_server(request: pytest.FixtureRequest, tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    """One whose steps take 20 ms, with so many blocks; each test must leave it idle."""
+    """A server with steps of 20 ms and `param` blocks. Each test must leave it idle."""
     shared = simulated_server(tokenizer_folder, 0.02, request.param, priority_range="-1:0")
     yield shared
     shared.stop()
@@ -88,13 +88,13 @@ room_for_one_long = pytest.mark.parametrize("slow_server", [33], indirect=True)
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_blocks(slow_server: ServerProcess, path: str, stream: bool) -> None:
+def test_blocks_are_freed_after_disconnect(slow_server: ServerProcess, path: str, stream: bool) -> None:
     server = slow_server
     generated = server.metric("generation_tokens_total")
     host, port = server.url.removeprefix("http://").split(":")
     fields = {"stream": stream, "max_tokens": 400, "n": 2, "ignore_eos": True}
-    what = {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
-    body = json.dumps({**fields, **what}).encode()
+    prompt = {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    body = json.dumps({**fields, **prompt}).encode()
     head = f"POST {path} HTTP/1.1\r\n{JSON_HEAD}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)
@@ -108,8 +108,7 @@ def connect(server: ServerProcess) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def test_clients_that_leave_in_prefill_cost_no_token(start_server: StartServer) -> None:
-    """At each endpoint, with and without a stream, while the first step computes their prompts."""
+def test_disconnect_during_prefill_generates_no_token(start_server: StartServer) -> None:
     server = start_server(step_s=1.5)
     prompts = {
         "/v1/completions": {"prompt": "abc" * 100},
@@ -130,7 +129,7 @@ def test_clients_that_leave_in_prefill_cost_no_token(start_server: StartServer) 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/batches", "/v1/files")
 
 
-def test_clients_that_leave_in_mid_body_leave_no_more_than_their_line_in_the_log(server: ServerProcess) -> None:
+def test_disconnect_within_a_body_only_logs_the_request(server: ServerProcess) -> None:
     logged, open_files = len(server.errors), server.api.num_fds()
     for path in PATHS:
         kind = "multipart/form-data; boundary=b" if path == "/v1/files" else "application/json"
@@ -143,7 +142,7 @@ def test_clients_that_leave_in_mid_body_leave_no_more_than_their_line_in_the_log
 
 
 @room_for_one_long
-def test_a_client_that_leaves_the_queue_is_forgotten(slow_server: ServerProcess) -> None:
+def test_waiting_request_is_dropped_after_disconnect(slow_server: ServerProcess) -> None:
     server = slow_server
     generated = server.metric("generation_tokens_total")
     running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
@@ -155,13 +154,13 @@ def test_a_client_that_leaves_the_queue_is_forgotten(slow_server: ServerProcess)
         until(lambda: httpx.get(f"{server.url}/load").json()["waiting"] == 1)
     assert running.last() == "[DONE]"
     server.wait_idle()
-    assert server.metric("generation_tokens_total") - generated == 120  # of `running` alone
+    assert server.metric("generation_tokens_total") - generated == 120  # all of `running`
 
 
 # -- overload ---------------------------------------------------------------------------------------------------
 
 
-def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: StartServer) -> None:
+def test_burst_is_refused_quickly_and_accepted_requests_finish(start_server: StartServer) -> None:
     server = start_server(step_s=0.02, max_queued_requests=8)
     times: dict[int, list[float]] = {200: [], 429: []}
     body = {"prompt": "abc", "max_tokens": 50, "slo": {"ttft_ms": 60_000, "tpot_ms": 10_000}}
@@ -179,39 +178,36 @@ def test_a_burst_is_refused_fast_and_what_is_accepted_finishes(start_server: Sta
         statuses = list(pool.map(post, range(80)))
     assert set(statuses) == {200, 429}
     assert statuses.count(200) >= 8
-    assert median(times[429]) < median(times[200]) / 2  # though 40 clients share this machine's cores with the server
+    assert median(times[429]) < median(times[200]) / 2  # The 40 clients share the cores with the server.
     assert server.metric("generation_tokens_total") == 50 * statuses.count(200)
     for objective in ("ttft", "tpot"):
         assert slo_counts(server, objective) == (statuses.count(200), 0)
     server.wait_idle()
 
 
-def test_one_key_does_not_push_back_another(start_server: StartServer) -> None:
-    """A flood of one key, of which a few requests run at a time, and some requests of another.
-
-    Steps are so long that the client has the time to send the others before the flood is over.
-    """
+def test_flood_of_one_key_does_not_delay_another_key(start_server: StartServer) -> None:
+    """Steps are long enough to send other requests before the flood finishes."""
     server = start_server(step_s=0.02, blocks=20, api_keys="noisy+quiet", fair_by="key")
-    ended: list[str] = []
+    finished: list[str] = []
 
     def post(key: str) -> None:
         body = {"prompt": "abc" * 20, "max_tokens": 20, "ignore_eos": True}
         headers = {"Authorization": f"Bearer {key}"}
         answer = client.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
         assert answer.status_code == 200
-        ended.append(key)
+        finished.append(key)
 
     with httpx.Client(limits=httpx.Limits(max_connections=None)) as client, ThreadPoolExecutor(48) as pool:
         noisy = [pool.submit(post, "noisy") for _ in range(40)]
-        until(lambda: ended)
+        until(lambda: finished)
         for one in [*noisy, *[pool.submit(post, "quiet") for _ in range(6)]]:
             one.result()
-    last = max(place for place, key in enumerate(ended) if key == "quiet")
-    assert ended[: last + 1].count("noisy") <= 25, ended
+    last = max(index for index, key in enumerate(finished) if key == "quiet")
+    assert finished[: last + 1].count("noisy") <= 25, finished
 
 
 def slo_counts(server: ServerProcess, objective: str) -> tuple[float, float]:
-    """Requests that met an objective, and those that missed it."""
+    """Return the number of requests that attained an objective and of those that missed it."""
     text = httpx.get(f"{server.url}/metrics").text
 
     def count(name: str) -> float:
@@ -221,7 +217,7 @@ def slo_counts(server: ServerProcess, objective: str) -> tuple[float, float]:
 
 
 @room_for_one_long
-def test_deadlines_pass_in_the_queue(slow_server: ServerProcess) -> None:
+def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
     server = slow_server
     running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
     assert running.begun.wait(30)
@@ -231,7 +227,7 @@ def test_deadlines_pass_in_the_queue(slow_server: ServerProcess) -> None:
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "deadline_exceeded"
     assert time.monotonic() - begin > 0.09
-    assert running.lines[-1] != "[DONE]"  # for which it would have to wait
+    assert running.lines[-1] != "[DONE]"  # The request would have had to wait for it.
     streamed = Stream(server, **{**body, "stream": True})
     assert streamed.last()["error"]["code"] == "deadline_exceeded"
     assert running.last() == "[DONE]"
@@ -241,7 +237,7 @@ def test_deadlines_pass_in_the_queue(slow_server: ServerProcess) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server: StartServer) -> None:
+def test_failed_request_gets_an_error_and_the_others_finish(start_server: StartServer) -> None:
     server = start_server(step_s=0.005, priority_range=f"0:{HOPELESS}")
     other = Stream(server, max_tokens=100)
     assert other.begun.wait(30)
@@ -251,7 +247,7 @@ def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server:
     assert response.json()["error"] == {"message": GIVEN_UP, "type": "server_error", "param": None, "code": "given_up"}
     streamed = Stream(server, **body)
     assert streamed.last() == response.json()
-    assert len(streamed.lines) == 4  # with its three tokens
+    assert len(streamed.lines) == 4  # three tokens and the error
     assert other.last() == "[DONE]"
     server.wait_idle()
     text = httpx.get(f"{server.url}/metrics").text
@@ -259,7 +255,7 @@ def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server:
     assert 'skipjoin:request_success_total{class="real-time",finished_reason="length"} 1.0' in text
 
 
-# -- ends -------------------------------------------------------------------------------------------------------
+# -- shutdown and failures --------------------------------------------------------------------------------------
 
 
 def test_sigterm_drains(start_server: StartServer) -> None:
@@ -276,7 +272,7 @@ def test_sigterm_drains(start_server: StartServer) -> None:
     assert server.process.wait(30) == 0
 
 
-def test_the_drain_ends_when_its_time_is_up(start_server: StartServer) -> None:
+def test_drain_ends_at_its_timeout(start_server: StartServer) -> None:
     server = start_server(step_s=0.05, shutdown_timeout_s=0.5)
     stream = Stream(server)
     assert stream.begun.wait(30)
@@ -285,45 +281,44 @@ def test_the_drain_ends_when_its_time_is_up(start_server: StartServer) -> None:
     assert server.process.wait(30) == 0
 
 
-def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
+def test_second_signal_exits_immediately(start_server: StartServer) -> None:
     server = start_server(step_s=0.05)
     stream = Stream(server)
     assert stream.begun.wait(30)
     server.process.send_signal(signal.SIGINT)
     until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(15) == 0  # the stream takes 25 s
+    assert server.process.wait(15) == 0  # The stream would take 25 s.
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_to_the_engine_itself_change_nothing(server: ServerProcess, number: int) -> None:
+def test_engine_ignores_signals(server: ServerProcess, number: int) -> None:
     """Ctrl-C and service managers signal every process of a group."""
     server.engine.send_signal(number)
     time.sleep(0.2)
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
-def test_death_of_the_engine_under_load(start_server: StartServer) -> None:
+def test_engine_death_under_load_is_reported_to_clients(start_server: StartServer) -> None:
     server = start_server(step_s=0.02)
     streams = [Stream(server) for _ in range(6)]
     with ThreadPoolExecutor(1) as pool:
-        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "stream": False}, timeout=30)
+        response = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "stream": False}, timeout=30)
         assert all(stream.begun.wait(30) for stream in streams)
         until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 7)
         server.engine.kill()
         assert until(lambda: health(server) == 503, 5.0) < 5
-        assert whole.result().status_code == 503
+        assert response.result().status_code == 503
     assert [stream.last()["error"]["code"] for stream in streams] == ["engine_dead"] * 6
     refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
     assert refused.json()["error"]["code"] == "engine_dead"
-    server.process.terminate()  # does not wait for the grace time
+    server.process.terminate()  # It does not wait for the grace time.
     assert server.process.wait(30) == 1
     assert any("the engine has died: the engine process was killed by SIGKILL (" in line for line in server.errors)
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_an_engine_that_hangs_is_told_and_ended(start_server: StartServer, is_stopped: bool) -> None:
-    """A process that is stopped, and a step that does not end; deadlines hold meanwhile."""
+def test_hanging_engine_is_reported_and_killed(start_server: StartServer, is_stopped: bool) -> None:
     server = start_server(step_s=0.02 if is_stopped else 300, hang_timeout_s=2, step_timeout_s=1)
     stream = Stream(server)
     until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 1)
@@ -338,10 +333,10 @@ def test_an_engine_that_hangs_is_told_and_ended(start_server: StartServer, is_st
     server.process.terminate()
     assert server.process.wait(30) == 1
     until(lambda: any("the engine has died: the engine process gave no sign of life" in line for line in server.errors))
-    assert any("simulated_engine.py" in line for line in server.errors)  # the stacks
+    assert any("simulated_engine.py" in line for line in server.errors)  # the dumped stacks
 
 
-def test_an_engine_that_can_plan_nothing_drops_all_kv_and_then_ends(start_server: StartServer) -> None:
+def test_stalled_engine_drops_all_kv_and_then_exits(start_server: StartServer) -> None:
     server = start_server(hang_timeout_s=3, step_timeout_s=60, priority_range="0:99")
     body = {"prompt": "abc", "priority": STUCK}
     response = httpx.post(f"{server.url}/v1/completions", json=body)
@@ -355,7 +350,7 @@ def test_an_engine_that_can_plan_nothing_drops_all_kv_and_then_ends(start_server
     assert any("no step can be planned; all KV is dropped" in line for line in server.errors)
 
 
-def test_the_engine_does_not_outlive_the_api_process(start_server: StartServer) -> None:
+def test_engine_exits_with_the_api_process(start_server: StartServer) -> None:
     server = start_server()
     stream = Stream(server)
     assert stream.begun.wait(30)
@@ -406,7 +401,7 @@ def test_a_port_in_use_is_reported_before_anything_is_loaded(tokenizer_folder: P
 # -- soak -------------------------------------------------------------------------------------------------------
 
 
-def test_two_thousand_requests_leave_nothing_behind(server: ServerProcess) -> None:
+def test_two_thousand_requests_leak_no_resources(server: ServerProcess) -> None:
     def resources() -> tuple[int, int, int, int]:
         return (server.api.num_fds(), server.engine.num_fds(), server.api.num_threads(), len(server.api.children()))
 
@@ -423,13 +418,13 @@ def test_two_thousand_requests_leave_nothing_behind(server: ServerProcess) -> No
     run(200)
     before, memory = resources(), server.api.memory_info().rss
     run(2000)
-    # The server may still be closing connections, before as well as now.
+    # The server may still be closing connections at both times.
     until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
     assert server.api.memory_info().rss - memory < 20 << 20
 
 
-def test_the_socket_is_the_users_and_leaves_no_folder(server: ServerProcess) -> None:
-    """Only its user could open the folder, which `mkdtemp` makes; what is not there is not left by kill -9."""
+def test_engine_socket_is_private_and_its_folder_is_removed(server: ServerProcess) -> None:
+    """A folder that is already removed cannot remain after kill -9."""
     sockets = [entry.laddr for entry in server.api.net_connections("unix") if "skipjoin-" in str(entry.laddr)]
     assert sockets
     assert not Path(str(sockets[0])).parent.exists()

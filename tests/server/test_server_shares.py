@@ -1,4 +1,4 @@
-"""Keys share the queue: one key cannot fill it, and what it borrowed goes first to those under their share."""
+"""Fair shares of the queue between API keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAPACITY, RESERVE = 64, 8
 
 
 class Queue:
-    """An admission of `CAPACITY` sequences, or of tokens of waiting prompts, that keys share."""
+    """Shared queue for `CAPACITY` sequences, or for that number of tokens of waiting prompts."""
 
     def __init__(self, *, by_tokens: bool = False) -> None:
         self.now = 0.0
@@ -34,7 +34,7 @@ class Queue:
         self.slots: dict[str, deque[AdmissionSlot]] = {}
 
     def ask(self, key: str, amount: int = 1) -> int | None:
-        """Take places; the Retry-After of a refusal, else None."""
+        """Request slots; return the Retry-After of a refusal or None."""
         sizes = [amount] if self.by_tokens else [1] * amount
         try:
             slots = self.admission.reserve(sizes, client=key)
@@ -48,7 +48,7 @@ class Queue:
             pass
 
     def end(self, key: str) -> None:
-        """The oldest sequence of a key ends; with tokens it begins, and waits no longer."""
+        """Start and finish the oldest sequence of a key."""
         slot = self.slots[key].popleft()
         slot.started()
         slot.ended()
@@ -65,7 +65,7 @@ by_both = pytest.mark.parametrize("by_tokens", [False, True])
 
 
 @by_both
-def test_a_key_alone_may_have_all_but_the_reserve(by_tokens: bool) -> None:
+def test_single_key_may_use_everything_except_the_reserve(by_tokens: bool) -> None:
     queue = Queue(by_tokens=by_tokens)
     queue.fill("a")
     assert queue.used == CAPACITY - RESERVE
@@ -76,10 +76,8 @@ def test_a_key_alone_may_have_all_but_the_reserve(by_tokens: bool) -> None:
 
 @by_both
 @given(floods=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 20)), min_size=1, max_size=60))
-def test_whatever_some_keys_hold_and_borrow_the_first_of_others_finds_room(
-    by_tokens: bool, floods: list[tuple[str, int]]
-) -> None:
-    """Keys that are refused beyond their share never hold the reserve; those within it may."""
+def test_first_request_of_a_new_key_is_admitted(by_tokens: bool, floods: list[tuple[str, int]]) -> None:
+    """Other keys may use the reserve only within their share."""
     queue = Queue(by_tokens=by_tokens)
     for key, amount in floods:
         before, keys = queue.used, len({*queue.slots, key})
@@ -87,7 +85,7 @@ def test_whatever_some_keys_hold_and_borrow_the_first_of_others_finds_room(
         refused = queue.ask(key, amount)
         assert queue.used <= CAPACITY
         if refused is None and before <= CAPACITY - RESERVE < queue.used:
-            # Only a key within its share, or one that held nothing, gets into the reserve.
+            # Only a key within its share, or one that held nothing, may use the reserve.
             assert held + amount <= (CAPACITY - RESERVE) / keys or (held == 0 and amount <= RESERVE)
     room = CAPACITY - queue.used
     waiting = {key for key, one in queue.admission._requests._clients.items() if one.claim}
@@ -98,8 +96,7 @@ def test_whatever_some_keys_hold_and_borrow_the_first_of_others_finds_room(
 
 
 @by_both
-def test_newcomers_share_the_reserve_beside_a_flood(by_tokens: bool) -> None:
-    """As many as fit into it are admitted at once; then the flood's places go to the others first."""
+def test_new_keys_share_the_reserve_during_a_flood(by_tokens: bool) -> None:
     queue = Queue(by_tokens=by_tokens)
     queue.fill("flood")
     for number in range(RESERVE):
@@ -107,7 +104,7 @@ def test_newcomers_share_the_reserve_beside_a_flood(by_tokens: bool) -> None:
     assert queue.ask("late", 2) is not None
     for _ in range(2):
         queue.end("flood")
-        assert queue.ask("flood") is not None  # it is not lent what it gave back
+        assert queue.ask("flood") is not None  # A freed slot does not go back to the flood.
     assert queue.ask("late", 2) is None
 
 
@@ -115,63 +112,63 @@ def test_newcomers_share_the_reserve_beside_a_flood(by_tokens: bool) -> None:
 def test_borrowing_stops_until_a_large_request_within_its_share_fits(by_tokens: bool) -> None:
     queue = Queue(by_tokens=by_tokens)
     queue.fill("flood")
-    assert queue.ask("other", 20) is not None  # its share is 28
-    ends = 0
+    assert queue.ask("other", 20) is not None  # Its share is 28.
+    freed = 0
     while queue.ask("other", 20) is not None:
         queue.end("flood")
-        ends += 1
+        freed += 1
         assert queue.ask("flood") is not None
-    assert ends == 20 - RESERVE
+    assert freed == 20 - RESERVE
 
 
 @by_both
-def test_where_keys_outnumber_shares_those_that_were_refused_come_first(by_tokens: bool) -> None:
-    """Shares are smaller than the requests: each key may have one at a time, and those that wait come first."""
+def test_refused_keys_have_precedence_if_keys_outnumber_shares(by_tokens: bool) -> None:
+    """Shares are smaller than requests, so each key may hold one request."""
     queue = Queue(by_tokens=by_tokens)
-    size, places = RESERVE, CAPACITY // RESERVE
-    names = [f"key {number}" for number in range(3 * places)]
+    size, slots = RESERVE, CAPACITY // RESERVE
+    names = [f"key {number}" for number in range(3 * slots)]
     waiting = deque(name for name in names if queue.ask(name, size) is not None)
     running = deque(name for name in names if queue.held(name))
-    assert len(running) == places
+    assert len(running) == slots
     served = Counter(running)
     for _ in range(4 * len(names)):
-        ended = running.popleft()
-        while queue.slots[ended]:
-            queue.end(ended)
-        assert queue.ask(ended, size) is not None  # at once, before those that wait come back
-        waiting.append(ended)
+        finished = running.popleft()
+        while queue.slots[finished]:
+            queue.end(finished)
+        assert queue.ask(finished, size) is not None  # It asks again before the waiting keys retry.
+        waiting.append(finished)
         assert queue.ask(waiting[0], size) is None
         running.append(waiting.popleft())
         served[running[-1]] += 1
     assert max(served.values()) - min(served.values()) <= 1
 
 
-def test_a_claim_ends_when_its_client_does_not_come_back() -> None:
+def test_claim_expires_if_its_client_does_not_retry() -> None:
     queue = Queue()
     queue.fill("flood")
-    told = queue.ask("other", 20)
-    assert told is not None
+    retry_after_s = queue.ask("other", 20)
+    assert retry_after_s is not None
     queue.end("flood")
     assert queue.ask("flood") is not None
-    queue.now += told + 4
+    queue.now += retry_after_s + 4
     assert queue.ask("flood") is None
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (RESERVE, 1), (RESERVE, RESERVE), (7, 3)])
 @pytest.mark.parametrize("keys", [2, 3, 4])
-def test_keys_that_never_stop_come_to_equal_shares(keys: int, sizes: tuple[int, int]) -> None:
-    """The first one had all. Of what one key holds, as much ends in a time as it has of the whole."""
+def test_continuously_loaded_keys_converge_to_equal_shares(keys: int, sizes: tuple[int, int]) -> None:
+    """One key holds all slots at first."""
     queue, draw = Queue(), random.Random(keys)
     names = [f"key {number}" for number in range(keys)]
     amounts = {name: sizes[number > 0] for number, name in enumerate(names)}
     queue.fill(names[0], amounts[names[0]])
     held: Counter[str] = Counter()
-    for turn in range(4000):
+    for step in range(4000):
         queue.now += 0.05
         for name in draw.sample(names, keys):
             queue.ask(name, amounts[name])
         queue.end(draw.choice([name for name in names for _ in range(queue.held(name))]))
-        if turn >= 1000:
+        if step >= 1000:
             held.update({name: queue.held(name) for name in names})
     share = (CAPACITY - RESERVE) / keys
     for name in names:
@@ -185,21 +182,21 @@ def test_keys_that_never_stop_come_to_equal_shares(keys: int, sizes: tuple[int, 
         max_size=80,
     )
 )
-def test_counts_of_all_keys_come_home(acts: list[tuple[str, str, int]]) -> None:
+def test_counts_of_all_keys_return_to_zero(actions: list[tuple[str, str, int]]) -> None:
     now = 0.0
     admission = Admission(20, 100, METRICS, lambda: now, is_shared=True)
     slots: dict[str, list[AdmissionSlot]] = {key: [] for key in "abc"}
-    for key, act, number in acts:
+    for key, action, number in actions:
         with contextlib.suppress(ApiError):
-            if act == "ask":
+            if action == "ask":
                 slots[key] += admission.reserve([number] * (1 + number % 4), client=key)
-            elif act == "wait":
+            elif action == "wait":
                 now += number
-            elif slots[key] and act == "size":
+            elif slots[key] and action == "size":
                 admission.resize(slots[key][-1:], [number])
             elif slots[key]:
                 slot = slots[key][number % len(slots[key])]
-                slot.started() if act == "start" else slot.ended()
+                slot.started() if action == "start" else slot.ended()
         assert admission.requests <= 20
         assert admission.tokens <= 100
     for slot in (slot for some in slots.values() for slot in some):
@@ -212,33 +209,44 @@ def test_counts_of_all_keys_come_home(acts: list[tuple[str, str, int]]) -> None:
         assert all(one.claim and not one.held for one in limit._clients.values())
 
 
-@pytest.mark.parametrize(("others", "right"), [({"b": 5.0}, 0.95), ({"b": 0.1}, 0.75), ({"b": 1.0}, 0.75)])
-def test_retry_after_of_a_key_over_its_share_is_true(others: dict[str, float], right: float) -> None:
-    """A flood of one key beside others, as parts of what the server can take. Nearly always the flood's key gets a
-    place in the time that it was told, unless others within their share took what came free."""
+@pytest.mark.parametrize(("others", "min_accurate"), [({"b": 5.0}, 0.95), ({"b": 0.1}, 0.75), ({"b": 1.0}, 0.75)])
+def test_retry_after_of_a_key_over_its_share_is_accurate(others: dict[str, float], min_accurate: float) -> None:
+    """Freed slots go to other keys within their share first.
+
+    Args:
+        others: Arrival rates of the other keys, as multiples of the capacity.
+        min_accurate: Minimum fraction of refusals whose Retry-After is long enough.
+    """
     queue, draw = Queue(), random.Random(3)
     rates = {"flood": 5.0, **others}
     made: deque[tuple[int, str]] = deque()
-    told: list[tuple[float, int]] = []
-    taken: list[float] = []
+    refusals: list[tuple[float, int]] = []
+    admissions: list[float] = []
     due = dict.fromkeys(rates, 0.0)
     while queue.now < 40:
         for key, rate in rates.items():
             while due[key] <= queue.now:
                 due[key] += draw.expovariate(rate * CAPACITY / (150 * (0.01 + 0.001 * CAPACITY)))
-                said = queue.ask(key)
-                if said is None:
+                retry_after_s = queue.ask(key)
+                if retry_after_s is None:
                     queue.slots[key][-1].started()
                     made.append((queue.steps + 150, key))
                 if key == "flood" and queue.now > 15:
-                    taken.append(queue.now) if said is None else told.append((queue.now, said))
+                    if retry_after_s is None:
+                        admissions.append(queue.now)
+                    else:
+                        refusals.append((queue.now, retry_after_s))
         queue.now += (0.01 + 0.001 * queue.used) * draw.uniform(0.8, 1.2)
         queue.steps += 1
         while made and made[0][0] <= queue.steps:
             queue.end(made.popleft()[1])
-    pairs = [(taken[at] - when, said) for when, said in told if (at := bisect_right(taken, when)) < len(taken)]
+    pairs = [
+        (admissions[at] - when, retry_after_s)
+        for when, retry_after_s in refusals
+        if (at := bisect_right(admissions, when)) < len(admissions)
+    ]
     assert len(pairs) > 100
-    assert sum(true <= said for true, said in pairs) >= right * len(pairs)
+    assert sum(true <= predicted for true, predicted in pairs) >= min_accurate * len(pairs)
 
 
 # -- over HTTP ----------------------------------------------------------------------------------------------------
@@ -253,7 +261,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 @pytest.mark.anyio
-async def test_sixteen_choices_of_one_key_leave_places_for_another(make_api: MakeApi) -> None:
+async def test_sixteen_choices_of_one_key_leave_slots_for_another(make_api: MakeApi) -> None:
     async with make_api(api_keys=("noisy", "quiet"), fair_by="key") as api:
         api.engine.paused = True
 
@@ -283,7 +291,7 @@ async def test_sixteen_choices_of_one_key_leave_places_for_another(make_api: Mak
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("settings", [{}, {"api_keys": ("a", "b")}, {"api_keys": ("a",), "fair_by": "key"}])
-async def test_without_keys_that_share_it_the_queue_is_one(make_api: MakeApi, settings: dict[str, Any]) -> None:
+async def test_queue_is_undivided_unless_several_keys_share_it(make_api: MakeApi, settings: dict[str, Any]) -> None:
     async with make_api(max_queued_requests=8, **settings) as api:
         answer = await api.http.post("/v1/completions", json={**FLOOD, "n": 8}, **key("a"))
         assert answer.status_code == 200

@@ -1,4 +1,4 @@
-"""No body, and no client that reads slowly, holds up the others: neither the event loop nor memory."""
+"""Large bodies and slow readers neither block the event loop nor exhaust memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ MEMORY = 128 << 20
 
 
 class Loop:
-    """The longest time for which the event loop did nothing else, by the clock or by this process's use of processors,
-    whichever is less: other processes do not count."""
+    """Measures how long the event loop was blocked.
+
+    Each time is the smaller of elapsed time and CPU time, so that other processes do not count.
+    """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -54,7 +56,7 @@ class Loop:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> Iterator[None]:
-    """As in a server, the garbage collector leaves objects alone that were there before."""
+    """Exclude existing objects from garbage collection, as a server does."""
     gc.collect()
     gc.freeze()
     yield
@@ -62,11 +64,10 @@ def _frozen() -> Iterator[None]:
 
 
 async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 5) -> float:
-    """The stall by some work on a machine with nothing else to do: each that is measured over how slow the machine was
-    before and after; the least of so many, if the first are too long."""
+    """Return the stall by some work, scaled to an idle machine. The minimum of up to `tries` measurements counts."""
     stalls: list[float] = []
     while len(stalls) < tries and min(stalls, default=STALL_S) >= STALL_S:
-        gc.freeze()  # the application, as in a server, and what the scripted engine keeps of the last try
+        gc.freeze()  # Skip the application and objects of earlier tries.
         before = slowness()
         async with Loop() as loop:
             await work()
@@ -75,7 +76,7 @@ async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 5) -> float:
 
 
 def peak_memory() -> int:
-    """The most memory of this process since the last call, in bytes."""
+    """Return the peak memory of this process since the last call in bytes."""
     status = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
@@ -108,7 +109,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize(("path", "body", "status"), BODIES.values(), ids=BODIES)
-async def test_no_body_stalls_the_others(api: Api, path: str, body: bytes, status: int) -> None:
+async def test_no_body_stalls_other_requests(api: Api, path: str, body: bytes, status: int) -> None:
     async def post() -> None:
         assert (await api.http.post(path, content=body, headers=JSON)).status_code == status
 
@@ -127,7 +128,7 @@ async def test_no_body_stalls_the_others(api: Api, path: str, body: bytes, statu
     ],
     ids=["texts", "choices", "echoes"],
 )
-async def test_no_number_of_prompts_stalls_the_others(api: Api, fields: dict[str, Any]) -> None:
+async def test_many_prompts_do_not_stall_other_requests(api: Api, fields: dict[str, Any]) -> None:
     api.service._info = replace(api.ready, max_model_len=8192)
 
     async def post() -> None:
@@ -142,8 +143,8 @@ HOSTILE = """{% set it = messages|length %}{% set case = messages[0].content %}
 {% if case == 'long' %}{{ 'x' * (it * 15 * 1024 * 1024) }}{% endif %}{{ case }}"""
 
 
-async def test_a_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, tmp_path: Path) -> None:
-    """Templates come with models. 15 MiB of text are within the bound of one and have too many tokens."""
+async def test_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, tmp_path: Path) -> None:
+    """The long text is within the limit of a template's output, but has too many tokens."""
     template = tmp_path / "template"
     template.write_text(HOSTILE)
     async with make_api() as api:
@@ -157,10 +158,10 @@ async def test_a_hostile_chat_template_stalls_no_other_request(make_api: MakeApi
             *answers, completed = await asyncio.gather(*chats, completion)
             assert completed.json()["usage"]["completion_tokens"] == 100
             assert [answer.status_code for answer in answers] == [400, 400, 400, 200]
-            told = [answer.json()["error"]["message"] for answer in answers[:3]]
-            assert told[0].endswith("this conversation: it needs more than 512 MiB of memory")
-            assert told[1].endswith("this conversation: it takes more than 0.5 s of processor time")
-            assert "messages must have at most" in told[2]
+            messages = [answer.json()["error"]["message"] for answer in answers[:3]]
+            assert messages[0].endswith("this conversation: it needs more than 512 MiB of memory")
+            assert messages[1].endswith("this conversation: it takes more than 0.5 s of processor time")
+            assert "messages must have at most" in messages[2]
 
         assert await stall_of(post) < STALL_S
         assert api.is_clean()
@@ -184,21 +185,21 @@ VALUES = [
 
 @given(st.sampled_from([(path, name) for path, names in PATHS.items() for name in names]), st.sampled_from(VALUES))
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_value_in_no_field_takes_time_or_memory(
-    loop_of_bodies: Callable[[str, bytes], tuple[int, float, int]], place: tuple[str, str], value: tuple[str, str, str]
+def test_no_field_value_takes_excessive_time_or_memory(
+    post_body: Callable[[str, bytes], tuple[int, float, int]], field: tuple[str, str], value: tuple[str, str, str]
 ) -> None:
-    (path, name), (begin, unit, end) = place, value
-    # /tokenize takes texts of a million tokens, and the tokenizer up to 160 bytes for each byte.
+    (path, name), (begin, unit, end) = field, value
+    # /tokenize accepts texts of a million tokens, and the tokenizer needs up to 160 bytes for each byte.
     size = LARGEST // 8 if path == "/tokenize" else LARGEST
-    status, stall_s, memory = loop_of_bodies(path, filled(f'{{"{name}":{begin}', unit, end + "}", size))
+    status, stall_s, memory = post_body(path, filled(f'{{"{name}":{begin}', unit, end + "}", size))
     assert status == 400 or path == "/tokenize"
     assert stall_s < STALL_S
     assert memory < MEMORY
 
 
 @pytest.fixture
-def loop_of_bodies(tokenizer_folder: Path) -> Any:
-    """Status, stall and memory of a body."""
+def post_body(tokenizer_folder: Path) -> Any:
+    """Return a function that posts a body and returns the status, the stall in seconds and the memory in bytes."""
     from skipjoin.config import ServerConfig  # noqa: PLC0415
 
     with asyncio.Runner() as runner:
@@ -214,7 +215,7 @@ def loop_of_bodies(tokenizer_folder: Path) -> Any:
             async def once() -> None:
                 statuses.append((await api.http.post(path, content=body, headers=JSON)).status_code)
 
-            for _ in range(3):  # each with what the one before has left
+            for _ in range(3):  # Memory that one try leaves allocated does not count in the next.
                 peak_memory()
                 before = peak_memory()
                 stall_s = runner.run(stall_of(once, 1))
@@ -232,7 +233,7 @@ def loop_of_bodies(tokenizer_folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_scores_of_prompts_are_formatted_beside_the_loop(
+async def test_prompt_logprobs_are_formatted_off_the_event_loop(
     api: Api, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top = tuple((token, -1.0 - token) for token in range(20))
@@ -249,7 +250,7 @@ async def test_scores_of_prompts_are_formatted_beside_the_loop(
         assert [len(choice["logprobs"]["tokens"]) for choice in answers[0].json()["choices"]] == [501] * 24
 
 
-async def test_an_answer_has_a_bounded_number_of_scores(make_api: MakeApi) -> None:
+async def test_number_of_prompt_logprobs_is_bounded(make_api: MakeApi) -> None:
     async with make_api(max_prompt_scores=100) as api:
         scored = {"prompt": ["x" * 10, "y" * 15], "echo": True, "max_tokens": 1}
         assert (await api.complete(**scored, logprobs=1, n=2)).status_code == 200
@@ -260,7 +261,7 @@ async def test_an_answer_has_a_bounded_number_of_scores(make_api: MakeApi) -> No
         assert api.is_clean()
 
 
-def test_scores_pass_the_link_in_pieces(start_server: StartServer) -> None:
+def test_prompt_logprobs_are_sent_in_parts(start_server: StartServer) -> None:
     server = start_server(context=4096)
     prompt = [65 + number % 26 for number in range(3000)]
     body = {"prompt": [prompt, prompt[:700]], "echo": True, "logprobs": 2, "max_tokens": 2}
@@ -273,7 +274,7 @@ def test_scores_pass_the_link_in_pieces(start_server: StartServer) -> None:
 # -- the queue --------------------------------------------------------------------------------------------------
 
 
-async def test_tokenizing_counts_in_the_queue(make_api: MakeApi) -> None:
+async def test_tokenization_counts_toward_the_queue_limits(make_api: MakeApi) -> None:
     async with make_api(max_queued_requests=1, max_queued_tokens=1000) as api:
         long = {"messages": [{"role": "user", "content": "x" * 4100}]}
         for path, body, param in (
@@ -295,9 +296,7 @@ async def test_tokenizing_counts_in_the_queue(make_api: MakeApi) -> None:
         assert api.is_clean()
 
 
-async def test_a_full_queue_refuses_at_once_and_before_anything_is_tokenized(
-    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_full_queue_refuses_before_tokenization(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_api(max_queued_requests=8, max_queued_tokens=1 << 20) as api:
         api.engine.paused = True
         running = asyncio.create_task(api.complete(n=8))
@@ -320,7 +319,7 @@ async def test_a_full_queue_refuses_at_once_and_before_anything_is_tokenized(
 
 
 async def time_of(work: Callable[[], Awaitable[None]]) -> float:
-    """Seconds, by the clock or of a processor, whichever are fewer; the least of three."""
+    """Return the minimum time of three runs, without that of other processes."""
     times = []
     for _ in range(3):
         begin, used = time.perf_counter(), time.process_time()
@@ -333,10 +332,10 @@ async def time_of(work: Callable[[], Awaitable[None]]) -> float:
 
 
 class Reader:
-    """A client of the application itself that takes nothing of an answer after its head before it is told to."""
+    """ASGI client that reads no part of a response's body before `reads` is set."""
 
     def __init__(self, api: Api, **body: Any) -> None:
-        self.taken = b""
+        self.body = b""
         self.reads = asyncio.Event()
         self._parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         scope = {
@@ -354,11 +353,11 @@ class Reader:
     async def _send(self, message: Any) -> None:
         if message["type"] == "http.response.body":
             await self.reads.wait()
-            self.taken += message["body"]
+            self.body += message["body"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_holds_its_places_in_the_queue_until_it_is_taken(api: Api, stream: bool) -> None:
+async def test_response_holds_its_queue_slots_until_it_is_read(api: Api, stream: bool) -> None:
     reader = Reader(api, prompt="abc", n=3, max_tokens=50, stream=stream)
     async with asyncio.timeout(10):
         while not api.engine.added or api.engine.live:
@@ -368,10 +367,10 @@ async def test_an_answer_holds_its_places_in_the_queue_until_it_is_taken(api: Ap
         reader.reads.set()
         await reader.task
     assert api.is_clean()
-    assert reader.taken.count(b"length") == 3
+    assert reader.body.count(b"length") == 3
 
 
-async def test_output_that_nobody_reads_ends_the_stream_before_it_fills_the_memory(api: Api) -> None:
+async def test_unread_output_ends_the_stream(api: Api) -> None:
     reader = Reader(api, prompt="abc", n=16, max_tokens=tiny.CONTEXT - 3, stream=True, logprobs=20, ignore_eos=True)
     async with asyncio.timeout(20):
         while not api.engine.aborted:
@@ -381,23 +380,23 @@ async def test_output_that_nobody_reads_ends_the_stream_before_it_fills_the_memo
         assert api.service.admission.requests == 16
         reader.reads.set()
         await reader.task
-    *_, last, end = reader.taken.split(b"\n\n")
+    *_, last, end = reader.body.split(b"\n\n")
     assert end == b""
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "slow_reader"
     assert api.is_clean()
 
 
-async def test_a_mailbox_is_bounded_and_taken_in_parts() -> None:
+async def test_mailbox_is_bounded_and_read_in_parts() -> None:
     full = []
     mailbox = Mailbox(lambda: full.append(1))
     detail = TokenDetail(TokenLogprob(1, -1.0, ((1, -1.0),) * 14))
-    most = (MAX_WAITING + MAX_OF_SEQUENCE) // 16
-    for number in range(2 * most):
+    max_outputs = (MAX_WAITING + MAX_OF_SEQUENCE) // 16
+    for number in range(2 * max_outputs):
         mailbox.put(Output(number, 1, detail))
     await asyncio.sleep(0)
     assert full == [1]
     taken: list[Output] = []
-    while len(taken) <= most:
+    while len(taken) <= max_outputs:
         part = await mailbox.get()
         assert 0 < len(part) <= 256
         taken += part
@@ -405,4 +404,4 @@ async def test_a_mailbox_is_bounded_and_taken_in_parts() -> None:
     mailbox.put(Output(0, 1, detail))
     with pytest.raises(KeyError, match="it is full"):
         await mailbox.get()
-    assert [output.choice for output in taken] == list(range(most + 1))
+    assert [output.choice for output in taken] == list(range(max_outputs + 1))

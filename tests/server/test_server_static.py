@@ -1,4 +1,4 @@
-"""What must not stand anywhere in the source: code that runs what it reads, and sockets open to everybody."""
+"""The source deserializes no code and opens no socket to all addresses."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ SOURCE = Path(skipjoin.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "joblib"}
 CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "__import__", "torch.load", "compile"}
-# The one place that reads pickled weights: it makes safetensors of them, and reads them with weights_only.
+# It reads pickled weights with weights_only and converts them to safetensors.
 CONVERTER = SOURCE / "model" / "convert.py"
-# Simulations run in processes that it starts itself, over pipes that nobody else has; no server imports it.
+# It runs simulations in its own child processes over private pipes. No server imports it.
 SWEEP = SOURCE / "sim" / "experiments" / "sweep.py"
-# Connections with a challenge, on which bytes go as they are.
+# Its connections are authenticated by a challenge and carry plain bytes.
 LINKS = SOURCE / "exec" / "ranks" / "links.py"
 
 
-def test_there_is_source() -> None:
+def test_source_files_are_found() -> None:
     assert len(FILES) > 40
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
-def test_nothing_dangerous(file: Path) -> None:
+def test_source_has_no_dangerous_imports_or_calls(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             _check_import({alias.name.split(".")[0] for alias in node.names}, file)
@@ -42,7 +42,7 @@ def test_nothing_dangerous(file: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "tools"])
-def test_no_code_of_a_model_runs_beside_the_package(folder: str) -> None:
+def test_benchmarks_and_tools_do_not_trust_remote_code(folder: str) -> None:
     for file in (SOURCE.parents[1] / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
@@ -54,14 +54,14 @@ def _keywords(node: ast.Call) -> dict[str | None, str]:
 
 
 def _check_trust(name: str, keywords: dict[str | None, str]) -> None:
-    """Without the argument transformers asks on standard input whether to run a folder's own code."""
+    """Without the argument, auto classes of transformers ask on standard input whether to run a folder's code."""
     trusts = keywords.get("trust_remote_code")
     assert trusts in ((None, "False") if not re.fullmatch(r"(\w+\.)?Auto\w+\.from_pretrained", name) else ("False",))
 
 
 def _check_import(modules: set[str], file: Path) -> None:
     if file == CONVERTER:
-        # For the name of the exception that torch.load raises, and nothing else.
+        # It uses pickle only for the exception of torch.load.
         source = file.read_text(encoding="utf-8")
         assert source.count("pickle.") == source.count("pickle.UnpicklingError")
         modules -= {"pickle"}
@@ -77,5 +77,5 @@ def _check_call(node: ast.Call, file: Path) -> None:
         return
     assert name not in CALLS
     if file == LINKS:
-        assert not name.endswith((".recv", ".send"))  # those would pickle
+        assert not name.endswith((".recv", ".send"))  # These would pickle.
     assert not name.endswith((".recv_pyobj", ".send_pyobj"))

@@ -1,4 +1,4 @@
-"""Stop strings and the outputs of one sequence, whatever way tokens cut the text."""
+"""Stop strings and detokenized output of one sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skipjoin.model.tokenizer import load_tokenizer
 
 
 def first_complete(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """Where the stop string that is complete first begins and ends."""
+    """Return the start and end of the stop string that is complete first."""
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return (min(ends)[1], min(ends)[0]) if ends else None
 
@@ -26,23 +26,23 @@ def first_complete(text: str, stops: list[str]) -> tuple[int, int] | None:
     st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
     st.booleans(),
 )
-def test_what_is_shown_is_the_text_up_to_the_first_stop(pieces: list[str], stops: list[str], include: bool) -> None:
-    text = "".join(pieces)
+def test_text_ends_at_the_first_stop_string(parts: list[str], stops: list[str], include: bool) -> None:
+    text = "".join(parts)
     hit = first_complete(text, stops)
     strings = StopStrings(stops, include=include)
-    shown = "".join([strings.add(piece) for piece in pieces])
+    shown = "".join([strings.add(part) for part in parts])
     assert strings.found == (hit is not None)
     shown += strings.flush()
     assert shown == (text if hit is None else text[: hit[1] if include else hit[0]])
 
 
 @given(st.lists(st.text("ab", max_size=3), max_size=12), st.text("ab", min_size=1, max_size=5))
-def test_no_more_is_held_back_than_may_begin_a_stop(pieces: list[str], stop: str) -> None:
+def test_only_a_possible_stop_prefix_is_held_back(parts: list[str], stop: str) -> None:
     strings = StopStrings([stop], include=False)
     text = shown = ""
-    for piece in pieces:
-        text += piece
-        shown += strings.add(piece)
+    for part in parts:
+        text += part
+        shown += strings.add(part)
         if strings.found:
             return
         held = text[len(shown) :]
@@ -56,24 +56,24 @@ def make_choice(folder: Path, rules: TextRules, text: str = "x") -> Choice:
 
 
 @pytest.mark.parametrize("text", ["plain", "ünïcödé €", "👩‍👩‍👧 family", "mixed 😀 and a"])
-def test_pieces_join_to_the_text(tokenizer_folder: Path, text: str) -> None:
+def test_streamed_parts_join_to_the_text(tokenizer_folder: Path, text: str) -> None:
     choice = make_choice(tokenizer_folder, TextRules())
     ids = load_tokenizer(tokenizer_folder).encode(text)
-    pieces = [choice.take(Output(0, token, None, None)) for token in ids[:-1]]
-    pieces.append(choice.take(Output(0, ids[-1], None, FinishReason.LENGTH)))
-    assert "".join(pieces) == text
+    parts = [choice.take(Output(0, token, None, None)) for token in ids[:-1]]
+    parts.append(choice.take(Output(0, ids[-1], None, FinishReason.LENGTH)))
+    assert "".join(parts) == text
     assert choice.finish_reason == "length"
     assert choice.tokens == len(ids)
 
 
-def test_an_unfinished_character_shows_at_the_end(tokenizer_folder: Path) -> None:
+def test_incomplete_character_is_replaced_at_the_end(tokenizer_folder: Path) -> None:
     choice = make_choice(tokenizer_folder, TextRules())
     first = load_tokenizer(tokenizer_folder).encode("€")[0]
     assert choice.take(Output(0, first, None, None)) == ""
     assert choice.take(Output(0, None, None, FinishReason.LENGTH)) == "\ufffd"
 
 
-def test_a_stop_string_in_the_last_text_counts(tokenizer_folder: Path) -> None:
+def test_stop_string_is_found_in_the_last_token(tokenizer_folder: Path) -> None:
     choice = make_choice(tokenizer_folder, TextRules(stop=("b",)))
     a, b = load_tokenizer(tokenizer_folder).encode("ab")
     assert choice.take(Output(0, a, None, None)) == "a"
@@ -81,7 +81,7 @@ def test_a_stop_string_in_the_last_text_counts(tokenizer_folder: Path) -> None:
     assert choice.finish_reason == "stop"
 
 
-def test_held_text_is_shown_when_nothing_follows(tokenizer_folder: Path) -> None:
+def test_held_text_is_flushed_at_the_end(tokenizer_folder: Path) -> None:
     choice = make_choice(tokenizer_folder, TextRules(stop=("abc",)))
     a, b = load_tokenizer(tokenizer_folder).encode("ab")
     assert choice.take(Output(0, a, None, None)) == ""
@@ -89,13 +89,13 @@ def test_held_text_is_shown_when_nothing_follows(tokenizer_folder: Path) -> None
     assert choice.finish_reason == "length"
 
 
-def test_special_tokens_are_skipped_unless_wanted(tokenizer_folder: Path) -> None:
+def test_special_tokens_are_skipped_by_default(tokenizer_folder: Path) -> None:
     for skip, shown in ((True, ""), (False, "<eos>")):
         choice = make_choice(tokenizer_folder, TextRules(skip_special=skip))
         assert choice.take(Output(0, tiny.EOS, None, FinishReason.LENGTH)) == shown
 
 
-def test_a_template_file_takes_the_place_of_the_models_own(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_template_file_overrides_the_models_template(tokenizer_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     tokenizer = load_tokenizer(tokenizer_folder, chat_template=file)

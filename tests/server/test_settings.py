@@ -1,4 +1,4 @@
-"""Settings of a server that are refused before it starts."""
+"""Validation of a server's settings before it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_FORECASTS = ForecastConfig()
         ({"timeline": "FOLDER/no/timeline"}, {}, "timeline FOLDER/no/timeline cannot be written: No such file"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(
+def test_unusable_settings_are_refused(
     tmp_path: Path, engine: dict[str, object], server: dict[str, object], message: str
 ) -> None:
     def filled(settings: dict[str, object]) -> dict[str, object]:
@@ -36,7 +36,7 @@ def test_settings_that_cannot_be_used_are_refused(
     assert str(refused.value).startswith(message.replace("FOLDER", str(tmp_path)))
 
 
-def test_keys_of_files_and_the_weight_of_outputs_arrive(tmp_path: Path) -> None:
+def test_key_files_and_output_weight_are_applied(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a\nb\n")
     server = ServerConfig(api_key_file=str(keys), fair_by="key", fair_output_weight=3.0)

@@ -1,4 +1,4 @@
-"""The recipe bros over HTTP, with far too little KV: two requests fill a block, and no token differs for it."""
+"""Bidirectional block sharing (BROS section 5) over HTTP does not change outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[str]:
-    """The url of a server."""
+    """Run a server and yield its URL."""
     command = [str(SKIPJOIN), "serve", str(folder), *OPTIONS, *options]
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
         try:
@@ -42,7 +42,7 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
 
 
 def loads() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Best-effort requests, and real-time ones."""
+    """Return the bodies of best-effort and of real-time requests."""
     draw = random.Random(18)
 
     def bodies(count: int, tier: str, tokens: tuple[int, int]) -> list[dict[str, object]]:
@@ -72,7 +72,7 @@ async def burst(url: str) -> None:
             return str((await http.post("/v1/completions", json=body)).json()["choices"][0]["text"])
 
         best_effort, real_time = loads()
-        # Best effort takes little of a server that has had real-time requests within a minute.
+        # Send all as best-effort requests, because real-time requests reduce best-effort capacity for a minute.
         alone = [await text_of(body | {"service_tier": "flex"}) for body in (*best_effort, *real_time)]
         before = await metrics(http)
         tasks = [asyncio.create_task(text_of(body)) for body in best_effort]
@@ -88,7 +88,7 @@ async def burst(url: str) -> None:
         assert after["kv_checkpointed_slots_total"] > 0
         assert after["kv_restores_total"] > 0
         assert after["recomputed_tokens_total"] == before["recomputed_tokens_total"] == 0
-        # Clients that leave while blocks are shared, or just after that.
+        # Disconnect all clients while blocks are shared or soon after.
         tasks = [asyncio.create_task(text_of(body)) for body in (*best_effort, *real_time)]
         while (await metrics(http))["kv_checkpointed_slots_total"] == after["kv_checkpointed_slots_total"]:
             assert not all(task.done() for task in tasks)
@@ -103,6 +103,6 @@ async def burst(url: str) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--attention", "torch")], ids=["auto", "torch"])
-def test_a_flood_and_bursts_get_the_tokens_of_an_idle_server(folder: Path, options: tuple[str, ...]) -> None:
+def test_tokens_under_memory_pressure_match_those_of_an_idle_server(folder: Path, options: tuple[str, ...]) -> None:
     with serving(folder, *options) as url:
         asyncio.run(asyncio.wait_for(burst(url), 200))

@@ -1,4 +1,4 @@
-"""An engine whose requests wait although nothing is in flight."""
+"""Stalled engines: requests wait although no work is in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 5.0
 
 
 class Stubborn(Callbacks, ChunkedBuilder):
-    """A defective batcher: it refuses requests that have KV, or all of them."""
+    """Defective batcher that refuses all requests or those with KV."""
 
     cap = 8
 
@@ -59,7 +59,7 @@ def watch() -> StallWatch:
     return StallWatch(LIMIT_S, clock=count(0.0, RESTART_AFTER_S / 2).__next__)
 
 
-def test_a_stalled_engine_drops_all_kv_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_stalled_engine_drops_all_kv_and_continues(caplog: pytest.LogCaptureFixture) -> None:
     core, stalls = stalled(refuses_all=False), watch()
     for _ in range(2):
         stalls.check(core)
@@ -68,11 +68,11 @@ def test_a_stalled_engine_drops_all_kv_and_goes_on(caplog: pytest.LogCaptureFixt
     assert "all KV is dropped: 1 requests wait" in caplog.text
     plan = core.start_step(1.0)
     assert plan is not None
-    assert [piece.start for piece in plan.slices] == [0]
+    assert [item.start for item in plan.slices] == [0]
     stalls.check(core)
 
 
-def test_an_engine_that_stays_stalled_ends() -> None:
+def test_engine_that_stays_stalled_raises() -> None:
     core, stalls = stalled(refuses_all=True), watch()
     for _ in range(int(2 * LIMIT_S / RESTART_AFTER_S)):
         stalls.check(core)

@@ -1,4 +1,4 @@
-"""A server tells how large its host pool is."""
+"""A server reports the size of its CPU pool."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Serves a small model with random weights on a free port."""
+    """Command that serves a small model with random weights on a free port."""
     folder = tiny.write_model(tmp_path_factory.mktemp("model"))
     options = ["--port", "0", "--device", "cpu", "--profile", "off", "--threads", "1", "--kv-cache-gib", "0.01"]
     return [str(SKIPJOIN), "serve", str(folder), *options]
 
 
-def test_the_start_line_and_the_metrics_tell_the_host_pool(command: list[str]) -> None:
+def test_startup_line_and_metrics_report_the_cpu_pool(command: list[str]) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     options = ["--swap-space", "0.02", "--swap-dtype", "int8", "--dtype", "bfloat16"]
     with subprocess.Popen([*command, *options], text=True, **pipes) as server:
@@ -29,15 +29,15 @@ def test_the_start_line_and_the_metrics_tell_the_host_pool(command: list[str]) -
             assert server.stdout is not None
             ready = server.stdout.readline()
             words = ready.split()
-            device, host = (int(words[words.index(word) - 1]) for word in ("KV", "on"))
-            # Twice the device pool, to some blocks, each of which takes five eighths of one on the device.
-            assert host == pytest.approx(2 * device / 0.625, abs=3), ready
+            device, cpu = (int(words[words.index(word) - 1]) for word in ("KV", "on"))
+            # The CPU pool is twice as large, and its blocks take five eighths of a device block.
+            assert cpu == pytest.approx(2 * device / 0.625, abs=3), ready
             assert " on the host as int8, " in ready
             text = httpx.get(f"{ready.split(' at ')[1].split()[0]}/metrics").text
         finally:
             server.terminate()
             server.communicate(timeout=20)
     (line,) = (line for line in text.splitlines() if line.startswith("skipjoin:cache_config_info"))
-    assert f'num_cpu_blocks="{host}"' in line
+    assert f'num_cpu_blocks="{cpu}"' in line
     assert f'num_gpu_blocks="{device}"' in line
     assert 'swap_dtype="int8"' in line

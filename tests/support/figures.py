@@ -1,4 +1,4 @@
-"""The figures of an evaluation under `benchmarks`: as commands, as modules and as folders."""
+"""Helpers for tests of the figures under `benchmarks/papers`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def run_figure(evaluation: str, figure: str, out: Path, *options: str) -> dict[str, Any]:
-    """Run the command of a figure; returns the result that it wrote."""
+    """Run the command of a figure and return its result."""
     command = [sys.executable, str(BENCHMARKS / "papers" / evaluation / figure / "run.py"), "--out", str(out), *options]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     return json.loads((out / "result.json").read_text(encoding="utf-8"))
 
 
 def figure_module(evaluation: str, figure: str) -> ModuleType:
-    """The `run.py` of a figure."""
+    """Import the `run.py` of a figure."""
     path = BENCHMARKS / "papers" / evaluation / figure / "run.py"
     spec = importlib.util.spec_from_file_location(f"{evaluation}_{figure}", path)
     assert spec is not None
@@ -33,7 +33,7 @@ def figure_module(evaluation: str, figure: str) -> ModuleType:
 
 
 def assert_documented(evaluation: str, figures: Sequence[str]) -> None:
-    """Every figure has a README with its command, and the evaluation's names its folder."""
+    """Fail if a figure's README lacks its command, or the evaluation's README lacks the figure."""
     overview = (BENCHMARKS / "papers" / evaluation / "README.md").read_text(encoding="utf-8")
     for name in figures:
         assert f"`{name}`" in overview

@@ -1,4 +1,4 @@
-"""Packages that pip builds and installs, for tests of what users plug in through entry points."""
+"""Packages that pip builds and installs, for tests of plugins with entry points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ py-modules = [{modules}]
 def project(
     name: str, modules: Mapping[str, str], entry_points: Mapping[str, Mapping[str, str]] | None = None
 ) -> dict[str, str]:
-    """Return the files of a distribution of single-file modules, by path.
+    """Return the files of a distribution by path.
 
     Args:
         modules: Source by module name.
@@ -58,7 +58,7 @@ def install(files: Mapping[str, str], folder: Path) -> Path:
 
 @contextmanager
 def importable(site: Path) -> Iterator[None]:
-    """Put a directory of `install` on `sys.path`; afterwards its modules are forgotten."""
+    """Put a directory of `install` on `sys.path`, and remove it and its modules afterwards."""
     sys.path.insert(0, str(site))
     importlib.invalidate_caches()
     try:

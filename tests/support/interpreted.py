@@ -1,4 +1,4 @@
-"""Imported before triton: its kernels are interpreted where there is no CUDA device."""
+"""Select Triton's interpreter on a machine without a CUDA device. Import this module before triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs leave behind: processes are known by a mark in their environment, which they inherit."""
+"""Detection of processes that a program leaves running, by a mark in the environment that they inherit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = "SKIPJOIN_TEST_MARK"
 
 
 class Mark:
-    """`environment` marks a program and all that it starts, however far away from it."""
+    """A mark for a program that is started with `environment`, and for all its descendants."""
 
     def __init__(self) -> None:
         self._value = secrets.token_hex(8)
@@ -22,20 +22,20 @@ class Mark:
         return {**os.environ, _NAME: self._value}
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Those that run, and have this in their names."""
+        """Return the marked processes whose names contain `name`."""
         found = []
         for process in psutil.process_iter():
             try:
                 if name in process.name() and process.environ().get(_NAME) == self._value:
                     found.append(process)
-            except (psutil.Error, OSError):  # gone, or on its way
+            except (psutil.Error, OSError):  # It has exited or is exiting.
                 continue
         return found
 
-    def seconds_until_gone(self, most: float) -> float:
-        """Until none of them runs. Raises AssertionError after `most`."""
+    def seconds_until_gone(self, limit_s: float) -> float:
+        """Wait until no marked process runs and return the time that this took; fail after `limit_s`."""
         begin = time.monotonic()
-        while left := self.processes():
-            assert time.monotonic() - begin < most, f"after {most:g} s there are {left}"
+        while remaining := self.processes():
+            assert time.monotonic() - begin < limit_s, f"after {limit_s:g} s these processes run: {remaining}"
             time.sleep(0.05)
         return time.monotonic() - begin

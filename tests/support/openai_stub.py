@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that does as a test says, in a thread of the test's own process."""
+"""A scripted OpenAI-compatible server in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def usage(tokens: int) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-async def stream(request: web.Request, *pieces: bytes) -> web.StreamResponse:
-    """Answer with those chunks."""
+async def stream(request: web.Request, *chunks: bytes) -> web.StreamResponse:
+    """Respond with a stream of chunks."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for piece in pieces:
-        await response.write(piece)
+    for chunk in chunks:
+        await response.write(chunk)
     return response
 
 
 def whole(tokens: int) -> tuple[bytes, ...]:
-    """A complete answer."""
+    """Return the chunks of a complete response."""
     return (*[token()] * (tokens - 1), token("length"), usage(tokens), DONE)
 
 
@@ -48,7 +48,15 @@ async def complete(stub: OpenAiStub, request: web.Request, body: dict[str, Any])
 
 
 class OpenAiStub:
-    """A context manager. handler: what becomes of a completion. bodies: of the completions so far."""
+    """Server that runs within a `with` statement.
+
+    Args:
+        handler: Responds to completions.
+        metrics: Text of /metrics, which is not found if it is empty.
+
+    Attributes:
+        bodies: Bodies of all completions so far.
+    """
 
     def __init__(self, handler: Handler = complete, *, api_key: str | None = None, metrics: str = "") -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -73,7 +81,7 @@ class OpenAiStub:
         self._loop.close()
 
     def die(self) -> None:
-        """From a handler: refuse connections from now on and cut those that are there."""
+        """Close all connections and refuse new ones. Call this from a handler."""
         self._site._server.close()  # type: ignore[union-attr]
         for transport in self._connections:
             transport.abort()

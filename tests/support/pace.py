@@ -1,4 +1,4 @@
-"""How long the event loop may be held, on a machine that may have other things to do."""
+"""The limit for blocking the event loop, adapted to the current speed of the machine."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 import statistics
 import time
 
-STALL_S = 0.05  # docs/api.md
-# What the machine that STALL_S is for takes for `_BODY`, when it has nothing else to do.
+STALL_S = 0.05  # documented in docs/api.md
+# Time for parsing `_BODY` on an idle machine of the kind that STALL_S is meant for.
 _USUAL_S = 0.003
 _BODY = b"[" + b'{"a":1},' * 20_000 + b"1]"
 
 
 def slowness() -> float:
-    """How many times longer than usual this machine takes at present for the same work; at least 1."""
+    """Return the current slowdown of this machine, at least 1."""
     return max(1.0, statistics.median(_seconds() for _ in range(5)) / _USUAL_S)
 
 
 def max_stall_s() -> float:
-    """STALL_S, or as many times longer as this machine is slow at present."""
+    """Return STALL_S times the current slowdown of this machine."""
     return STALL_S * slowness()
 
 

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own: a process, a temporary folder with its socket, any number of databases."""
+"""A private PostgreSQL server in a temporary folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USER = "skipjoin"
 
 
 def binaries() -> Path | None:
-    """The folder of initdb and postgres, the newest; None where there is none."""
+    """Return the folder of the newest initdb and postgres, or None if PostgreSQL is not installed."""
     if found := shutil.which("initdb"):
         return Path(found).resolve().parent
     known = Path("/usr/lib/postgresql").glob("*/bin/initdb")
@@ -26,7 +26,7 @@ def binaries() -> Path | None:
 
 
 class Postgres:
-    """A server that runs. It can be stopped and started, as one that fails is."""
+    """A running PostgreSQL server, which tests may stop and start to simulate a failure."""
 
     def __init__(self, folder: Path, programs: Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class Postgres:
         self.start()
 
     def start(self) -> None:
-        """Start, and wait until it answers."""
+        """Start the server and wait until it accepts connections."""
         settings = ["listen_addresses=", f"unix_socket_directories={self.folder}", "fsync=off", "max_connections=50"]
         options = [part for setting in settings for part in ("-c", setting)]
         command = [*_unprivileged(), str(self._programs / "postgres"), "-D", str(self.folder / "data"), *options]
@@ -52,13 +52,13 @@ class Postgres:
         raise AssertionError("PostgreSQL does not answer")
 
     def stop(self) -> None:
-        """End it at once; connections break."""
+        """Stop the server immediately, without closing its connections cleanly."""
         assert self._process is not None
         self._run("pg_ctl", "stop", "-D", str(self.folder / "data"), "-m", "immediate")
         self._process.wait(30)
 
     def new_database(self) -> str:
-        """The URL of an empty database."""
+        """Create an empty database and return its URL."""
         self._count += 1
         name = f"test{self._count}"
         asyncio.run(self._execute(f"CREATE DATABASE {name}"))
@@ -77,7 +77,7 @@ class Postgres:
 
 
 def _unprivileged() -> list[str]:
-    """What runs a program as another user: PostgreSQL refuses to be root."""
+    """Return a command prefix that drops root's privileges, because PostgreSQL refuses to run as root."""
     if os.geteuid() != 0:
         return []
     return ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", "--"]
@@ -85,12 +85,12 @@ def _unprivileged() -> list[str]:
 
 @contextmanager
 def running() -> Iterator[Postgres | None]:
-    """A server for the time of the block; None where PostgreSQL is not installed."""
+    """Run a server during the block; yield None if PostgreSQL is not installed."""
     programs = binaries()
     if programs is None:
         yield None
         return
-    # A short name: that of a socket has a bound. Not below a folder that is closed to other users.
+    # The path of a socket has a maximum length, and the server's user must be able to reach it.
     with TemporaryDirectory(prefix="pg", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         if os.geteuid() == 0:

@@ -1,4 +1,4 @@
-"""A profile that tests write, read and serve from."""
+"""A profile of step costs for tests."""
 
 from __future__ import annotations
 

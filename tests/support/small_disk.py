@@ -1,4 +1,4 @@
-"""A small disk that tests fill: a tmpfs in a mount namespace of its own, which needs root and Linux."""
+"""A small disk that tests can fill. It is a tmpfs in its own mount namespace, which needs root and Linux."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _CHUNK = b"x" * (64 << 10)
 
 
 class SmallDisk:
-    """A disk at a folder, which only processes see whose command begins with `enter`. Raises OSError where a disk
-    cannot be mounted."""
+    """A disk mounted on a folder, visible only to commands that begin with `enter`.
+
+    Raises:
+        OSError: The disk cannot be mounted.
+    """
 
     def __init__(self, folder: Path, size: str) -> None:
         if shutil.which("unshare") is None or shutil.which("nsenter") is None:
@@ -34,17 +37,17 @@ class SmallDisk:
         self._filler = self.seen / "filler"
 
     def fill(self) -> None:
-        """Leave no byte."""
+        """Fill the disk completely."""
         with self._filler.open("ab", buffering=0) as file:
             for size in (len(_CHUNK), 1):
                 _write_all(file.fileno(), _CHUNK[:size])
 
     def empty(self) -> None:
-        """Give back what was filled."""
+        """Free the space that `fill` used."""
         self._filler.unlink()
 
     def close(self) -> None:
-        """Remove the disk."""
+        """Unmount the disk."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdout is not None
@@ -52,7 +55,7 @@ class SmallDisk:
 
 
 def _write_all(file: int, data: bytes) -> None:
-    """Write the data until there is no space."""
+    """Write the data repeatedly until the disk is full."""
     try:
         while True:
             os.write(file, data)

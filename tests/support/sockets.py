@@ -11,8 +11,7 @@ import psutil
 
 
 def open_sockets(processes: Iterable[psutil.Process]) -> dict[str, bool]:
-    """Return the TCP and UDP sockets on which these processes receive, by a description of each, and whether it is on a
-    loopback address."""
+    """Return whether each TCP or UDP socket on which the processes receive has a loopback address, by description."""
     found = {}
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -24,7 +23,7 @@ def open_sockets(processes: Iterable[psutil.Process]) -> dict[str, bool]:
 
 
 def assert_only_local(processes: Iterable[psutil.Process], *names: str) -> None:
-    """Check that all their sockets are on loopback addresses, and that a process of each of these names has one."""
+    """Fail if a socket is not on a loopback address, or if a name has no process with a socket."""
     found = open_sockets(processes)
     assert not (reachable := [one for one, is_local in found.items() if not is_local]), reachable
     assert all(any(one.startswith(name) for one in found) for name in names), found

@@ -1,4 +1,4 @@
-"""The ranks of a model as threads of this process: the fake of `Group`."""
+"""A fake of `Group` that runs the ranks of a model as threads of this process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from skipjoin.model.parallel import GroupError, Shard
 
 T = TypeVar("T")
-# Longest that one rank waits for another, in seconds.
-PATIENCE_S = 30.0
+# How long one rank waits for another.
+TIMEOUT_S = 30.0
 
 
 class Meeting:
-    """Where the ranks of one model meet."""
+    """Shared state of all ranks of one model."""
 
     def __init__(self, tp_size: int, pp_size: int) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
@@ -27,13 +27,13 @@ class Meeting:
         self.inboxes = [queue.SimpleQueue[torch.Tensor | None]() for _ in range(tp_size * pp_size)]
 
     def groups(self) -> list[ThreadGroup]:
-        """Of all ranks."""
+        """Return the group of each rank."""
         ranks = range(self.tp_size * self.pp_size)
         return [ThreadGroup(Shard.of_rank(rank, self.tp_size, self.pp_size), self) for rank in ranks]
 
 
 class ThreadGroup:
-    """See `Group`. calls: how often it was asked for what."""
+    """Fake of `Group` that counts the calls of each operation in `calls`."""
 
     def __init__(self, shard: Shard, meeting: Meeting) -> None:
         self.shard = shard
@@ -61,7 +61,7 @@ class ThreadGroup:
     def receive(self, x: torch.Tensor) -> None:
         self.calls["receive"] += 1
         try:
-            found = self._meeting.inboxes[self.shard.rank].get(timeout=PATIENCE_S)
+            found = self._meeting.inboxes[self.shard.rank].get(timeout=TIMEOUT_S)
         except queue.Empty:
             raise GroupError(f"{self.shard.name}: nothing to receive") from None
         if found is None:
@@ -76,20 +76,20 @@ class ThreadGroup:
             inbox.put(None)
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """What all ranks of the stage brought."""
+        """Return the tensors of all ranks of the stage."""
         barrier, table = self._meeting.barriers[self.shard.pp_rank], self._meeting.tables[self.shard.pp_rank]
         table[self.shard.tp_rank] = x.clone()
         try:
-            barrier.wait(PATIENCE_S)
+            barrier.wait(TIMEOUT_S)
             found = [one for one in table if one is not None]
-            barrier.wait(PATIENCE_S)
+            barrier.wait(TIMEOUT_S)
         except threading.BrokenBarrierError:
             raise GroupError(f"{self.shard.name}: another rank of the stage is gone") from None
         return found
 
 
 def on_ranks(tp_size: int, pp_size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """What `work` returns on every rank, all at once. Raises what the first of them raises."""
+    """Run `work` on all ranks concurrently and return its results, or raise the first cause of a failure."""
     groups = Meeting(tp_size, pp_size).groups()
 
     def guarded(group: ThreadGroup) -> T:
@@ -102,9 +102,9 @@ def on_ranks(tp_size: int, pp_size: int, work: Callable[[ThreadGroup], T]) -> li
 
     with ThreadPoolExecutor(len(groups)) as pool:
         futures = [pool.submit(guarded, group) for group in groups]
-        wait(futures, PATIENCE_S)
+        wait(futures, TIMEOUT_S)
         failures = [future.exception() for future in futures]
-    # Those who only lost the others say less.
+    # A `GroupError` is usually a consequence of another rank's failure.
     for failure in sorted(filter(None, failures), key=lambda failure: isinstance(failure, GroupError)):
         raise failure
     return [future.result() for future in futures]

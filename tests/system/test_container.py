@@ -1,4 +1,4 @@
-"""Memory limits of a container, read from a copy of the files that the kernel shows."""
+"""Memory and CPU limits of a container, read from copies of the kernel's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_LIMIT = str((1 << 63) - 4096)
 
 
 def system(root: Path, own: str, mounts: list[str], files: dict[str, str]) -> Path:
-    """A root whose process is in the cgroups `own`, with these mounts and files."""
+    """Create and return a root folder whose process is in the cgroups `own`."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(own)
     (root / "proc/self/mountinfo").write_text("\n".join(mounts))
@@ -24,7 +24,7 @@ def system(root: Path, own: str, mounts: list[str], files: dict[str, str]) -> Pa
 
 
 def folder(path: str, limit: str, used: int, cache: int, kills: int = 0, *, version: int) -> dict[str, str]:
-    """The files of one cgroup."""
+    """Return the memory files of one cgroup."""
     if version == 2:
         names = ("memory.max", "memory.current", "inactive_file", "memory.events")
     else:
@@ -38,25 +38,25 @@ def folder(path: str, limit: str, used: int, cache: int, kills: int = 0, *, vers
 
 
 CASES = {
-    "v2, in a namespace of its own": (
+    "v2, in its own namespace": (
         "0::/\n",
         [f"9 8 0:1 / /sys/fs/cgroup rw - {V2}"],
         folder("sys/fs/cgroup", "1000", 700, 200, 3, version=2),
         (500, 3),
     ),
-    "v2, where a group above has less left": (
+    "v2, with less memory in the parent group": (
         "0::/a/b\n",
         [f"9 8 0:1 / /sys/fs/cgroup rw - {V2}"],
         folder("sys/fs/cgroup/a/b", "max", 700, 0, 1, version=2) | folder("sys/fs/cgroup/a", "1000", 900, 0, version=2),
         (100, 1),
     ),
-    "v1, seen from the inside of a container": (
+    "v1, inside a container": (
         "4:memory:/docker/x\n1:cpu:/docker/x\n0::/\n",
         [f"9 8 0:1 /docker/x /sys/fs/cgroup/memory rw - {V1}", f"9 8 0:1 / /sys/fs/cgroup/unified rw - {V2}"],
         folder("sys/fs/cgroup/memory", "1000", 1200, 100, 2, version=1),
         (0, 2),
     ),
-    "v1, from the outside, below a group without a limit": (
+    "v1, outside a container, below a group without a limit": (
         "4:memory:/docker/x\n",
         [f"9 8 0:1 / /sys/fs/cgroup/memory rw - {V1}"],
         folder("sys/fs/cgroup/memory/docker/x", "1000", 10, 0, version=1)
@@ -68,13 +68,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_limits_of_both_versions(tmp_path: Path, case: tuple[str, list[str], dict[str, str], tuple[int, int]]) -> None:
+def test_memory_limits_of_both_cgroup_versions(
+    tmp_path: Path, case: tuple[str, list[str], dict[str, str], tuple[int, int]]
+) -> None:
     own, mounts, files, found = case
     root = system(tmp_path, own, mounts, files)
     assert (free_memory(root), oom_kills(root)) == found
 
 
-def test_files_that_make_no_sense_are_no_limit(tmp_path: Path) -> None:
+def test_malformed_memory_limit_is_ignored(tmp_path: Path) -> None:
     files = folder("sys/fs/cgroup", "many", 1, 1, version=2)
     assert free_memory(system(tmp_path, "0::/\n", [f"9 8 0:1 / /sys/fs/cgroup rw - {V2}"], files)) is None
 
@@ -103,7 +105,7 @@ def quota_files(path: str, limit: str, *, version: int) -> dict[str, str]:
         ("", "", {}, 8),
     ],
 )
-def test_processors_that_a_quota_leaves(case, tmp_path: Path, monkeypatch) -> None:
+def test_cpu_quota_limits_usable_cpus(case, tmp_path: Path, monkeypatch) -> None:
     own, mount, files, cpus = case
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     mounts = [f"9 8 0:1 {mount}"] if mount else []

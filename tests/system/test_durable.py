@@ -1,4 +1,4 @@
-"""Files that power losses, full disks and killed writers leave whole."""
+"""Files stay intact after power losses, full disks and killed writers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from skipjoin.system.durable import is_sealed, locked, scratch_folder, sealed, write_durably
 
 
-def test_a_file_is_synchronized_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its folder afterwards."""
+def test_file_is_synced_before_rename_and_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("fsync"), fsync(handle)))
@@ -22,7 +21,7 @@ def test_a_file_is_synchronized_before_it_gets_its_name(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     def fail(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -34,7 +33,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"old"]
 
 
-def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+def test_stale_temporary_files_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".new-file").touch()
     (tmp_path / ".new-folder").mkdir()
     (tmp_path / ".new-folder" / "part").touch()
@@ -47,7 +46,7 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == [".new-young", "file"]
 
 
-def test_a_seal_is_broken_by_any_loss() -> None:
+def test_seal_detects_truncation_and_corruption() -> None:
     whole = sealed(b"content")
     assert is_sealed(whole)
     assert not any(is_sealed(whole[:size]) for size in range(len(whole)))
@@ -55,8 +54,8 @@ def test_a_seal_is_broken_by_any_loss() -> None:
     assert not is_sealed(b"C" + whole[1:])
 
 
-def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
-    """Opening it would empty the file that somebody linked there."""
+def test_lock_does_not_follow_a_symbolic_link(tmp_path: Path) -> None:
+    """Opening a link would truncate the file that another user linked."""
     victim = tmp_path / "victim"
     victim.write_text("content")
     (tmp_path / "cache.lock").symlink_to(victim)

@@ -1,4 +1,4 @@
-"""Where the user's files are kept."""
+"""Locations of the user's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skipjoin.system import folders
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A user without a home folder, and where its temporary files are."""
+    """Remove the home folder, and return the folder for temporary files."""
 
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -31,21 +31,21 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     folders._temporary.cache_clear()
 
 
-def test_without_a_home_folder_all_is_kept_in_a_temporary_one_after_a_warning(
+def test_without_a_home_folder_a_temporary_folder_is_used_with_a_warning(
     temporary: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = temporary / f"skipjoin-{os.getuid()}"
-    places = (folders.cache_folder(), default_folder(), batch_folder(ServerConfig()), table_path("gpu", "1").parent)
-    assert places == (kept, kept / "forecasts", kept / "batches", kept / "kernels")
-    assert kept.stat().st_mode & 0o777 == 0o700
+    root = temporary / f"skipjoin-{os.getuid()}"
+    found = (folders.cache_folder(), default_folder(), batch_folder(ServerConfig()), table_path("gpu", "1").parent)
+    assert found == (root, root / "forecasts", root / "batches", root / "kernels")
+    assert root.stat().st_mode & 0o777 == 0o700
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        f"no home folder is found: caches, forecasts and batches are kept in {kept}; "
+        f"no home folder is found: caches, forecasts and batches are kept in {root}; "
     )
 
 
 @pytest.mark.parametrize("kind", ["open to others", "a link"])
-def test_a_folder_that_others_can_write_to_is_not_used(temporary: Path, kind: str) -> None:
+def test_temporary_folder_writable_by_others_is_not_used(temporary: Path, kind: str) -> None:
     taken = temporary / f"skipjoin-{os.getuid()}"
     if kind == "a link":
         (temporary / "elsewhere").mkdir(mode=0o700)

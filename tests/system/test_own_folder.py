@@ -17,16 +17,16 @@ MAKE = (
 )
 
 
-def test_folders_of_killed_processes_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no others: of processes that live, ones that are being made, links to elsewhere, and files."""
+def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of live processes, new folders, links and files are kept."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     command, environment = [sys.executable, "-c", MAKE], {**os.environ, "TMPDIR": str(tmp_path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as killed, subprocess.Popen(command, **pipes) as alive:  # type: ignore[call-overload]
-        left, kept = (Path(process.stdout.readline().strip()) for process in (killed, alive))
+        stale, kept = (Path(process.stdout.readline().strip()) for process in (killed, alive))
         killed.kill()
         killed.wait()
-        (left / "engine").touch()
+        (stale / "engine").touch()
         for name in ("test-unlocked", "other-folder", "new-test-young", "new-test-old"):
             (tmp_path / name).mkdir()
         (tmp_path / "test-file").touch()
@@ -42,7 +42,7 @@ def test_folders_of_killed_processes_are_removed_by_the_next(tmp_path: Path, mon
         alive.communicate("\n")
 
 
-def test_a_name_that_another_user_has_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_folder_name_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rename, taken = Path.rename, []
 

@@ -1,4 +1,4 @@
-"""Caches that another user can change are not used: neither libraries nor decisions are loaded from them."""
+"""Caches that another user can change are not trusted."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from skipjoin.system.folders import why_untrusted
 from support.profiles import KEY, PROFILE
 
 OTHER = 12345
-needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root to change the owner of files"
+)
 
 
-def give_away(path: Path) -> None:
+def change_owner(path: Path) -> None:
     os.chown(path, OTHER, OTHER, follow_symlinks=False)
 
 
@@ -45,19 +47,19 @@ def replace_by_link(path: Path) -> None:
     path.symlink_to(moved)
 
 
-WAYS = [
-    pytest.param(give_away, rf"belongs to user {OTHER}, not to root \(0\) or root; .*chown", marks=needs_root),
+UNTRUSTED_CASES = [
+    pytest.param(change_owner, rf"belongs to user {OTHER}, not to root \(0\) or root; .*chown", marks=needs_root),
     pytest.param(open_to_group, r"has mode 07[27]0|has mode 06[26]0", id="group"),
     pytest.param(open_to_all, r"has mode 0[67]02, so other users may write to it; run: chmod go-w", id="all"),
     pytest.param(replace_by_link, r"is a symbolic link; remove it", id="link"),
 ]
-SPOILS = [pytest.param(give_away, marks=needs_root), open_to_group, open_to_all, replace_by_link]
-Spoil = Callable[[Path], None]
+TAMPERERS = [pytest.param(change_owner, marks=needs_root), open_to_group, open_to_all, replace_by_link]
+Tamper = Callable[[Path], None]
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A private cache folder, with a file; warnings of before are forgotten."""
+    """A private cache folder with one file. Warnings that are logged once are reset."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / ".cache"))
     for name in ("SKIPJOIN_PROFILE_CACHE", "SKIPJOIN_KERNEL_CACHE", "SKIPJOIN_FORECAST_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -71,29 +73,29 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     build.say_once.cache_clear()
 
 
-@pytest.mark.parametrize(("spoil", "reason"), WAYS)
+@pytest.mark.parametrize(("tamper", "reason"), UNTRUSTED_CASES)
 @pytest.mark.parametrize("which", ["file", "folder"])
-def test_what_another_user_can_change_is_not_trusted(cache: Path, spoil: Spoil, reason: str, which: str) -> None:
+def test_path_writable_by_another_user_is_untrusted(cache: Path, tamper: Tamper, reason: str, which: str) -> None:
     path = cache / "file" if which == "file" else cache
     assert why_untrusted(path) is None
-    spoil(path)
+    tamper(path)
     found = why_untrusted(path)
     assert found is not None
     assert found.startswith(str(path))
     assert re.search(reason, found), found
 
 
-@pytest.mark.parametrize("spoil", SPOILS[:3])
-def test_nor_is_what_lies_below_a_folder_that_another_user_can_change(cache: Path, spoil: Spoil) -> None:
-    """Whether it exists or not: another user could make it first."""
+@pytest.mark.parametrize("tamper", TAMPERERS[:3])
+def test_path_below_an_untrusted_folder_is_untrusted(cache: Path, tamper: Tamper) -> None:
+    """Another user could create a missing path first."""
     above = cache.parent
-    spoil(above)
+    tamper(above)
     for path in (cache / "file", cache / "new", above / "elsewhere" / "new"):
         assert (why_untrusted(path) or "").startswith(str(above)), path
 
 
-def test_a_path_may_lead_through_links_and_sticky_folders_of_this_user(cache: Path) -> None:
-    """As many lead through /tmp, and home folders on another disk. What a link leads through counts as well."""
+def test_own_links_and_sticky_folders_are_trusted(cache: Path) -> None:
+    """Paths below /tmp and linked home folders are like this."""
     shared = cache.parent / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -108,15 +110,15 @@ def test_a_path_may_lead_through_links_and_sticky_folders_of_this_user(cache: Pa
 
 
 @needs_root
-def test_a_link_of_another_user_is_not_followed(cache: Path) -> None:
+def test_link_of_another_user_is_untrusted(cache: Path) -> None:
     (cache / "target").mkdir(mode=0o700)
     (cache / "link").symlink_to("target")
     assert why_untrusted(cache / "link" / "file") is None
-    give_away(cache / "link")
+    change_owner(cache / "link")
     assert "link belongs to user 12345" in (why_untrusted(cache / "link" / "file") or "")
 
 
-def test_folders_above_the_home_folder_do_not_count(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_above_the_home_folder_are_ignored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_to_all(cache.parents[2])
     assert why_untrusted(cache) is not None
     monkeypatch.setenv("HOME", str(cache.parents[1]))
@@ -126,13 +128,13 @@ def test_folders_above_the_home_folder_do_not_count(cache: Path, monkeypatch: py
 
 
 def test_files_of_root_are_trusted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an administrator may put them there."""
+    """An administrator may install them."""
     owner = cache.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     assert (why_untrusted(cache / "file") is None) == (owner == 0)
 
 
-def test_new_folders_are_private_whatever_the_umask_is(tmp_path: Path) -> None:
+def test_new_folders_are_private_under_any_umask(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
         make_private(tmp_path / "one" / "two")
@@ -144,11 +146,11 @@ def test_new_folders_are_private_whatever_the_umask_is(tmp_path: Path) -> None:
         make_private(tmp_path / "file")
 
 
-# -- what is loaded -----------------------------------------------------------------------------------------------
+# -- caches of the engine ----------------------------------------------------------------------------------------
 
 
 class Compiler:
-    """Stands where the C++ compiler would; its libraries have its mark."""
+    """Fake C++ compiler with recognizable output."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs = 0
@@ -169,15 +171,15 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     build._own_folder.cache_clear()
 
 
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_library_that_another_user_can_change_is_built_again(
-    cache: Path, compiler: Compiler, spoil: Spoil, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("tamper", TAMPERERS)
+def test_untrusted_library_is_rebuilt(
+    cache: Path, compiler: Compiler, tamper: Tamper, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = build.compiled_library()
-    library.write_bytes(sealed(b"with a checksum, but of another user"))
+    library.write_bytes(sealed(b"has a checksum, but belongs to another user"))
     assert build.compiled_library() == library
     assert compiler.runs == 1
-    spoil(library)
+    tamper(library)
     assert build.compiled_library() == library
     assert library.read_bytes() == sealed(b"compiled here")
     assert why_untrusted(library) is None
@@ -185,13 +187,12 @@ def test_a_library_that_another_user_can_change_is_built_again(
     assert warning.startswith(f"the compiled operations' library {library} is not used: {library}")
 
 
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_cache_that_another_user_can_change_is_left_alone(
-    cache: Path, compiler: Compiler, spoil: Spoil, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("tamper", TAMPERERS)
+def test_untrusted_cache_is_replaced_by_a_private_folder(
+    cache: Path, compiler: Compiler, tamper: Tamper, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The process compiles into a folder of its own, and says so."""
     library = build.compiled_library()
-    spoil(cache)
+    tamper(cache)
     private = build.compiled_library()
     assert private == build.compiled_library()
     assert compiler.runs == 2
@@ -204,13 +205,13 @@ def test_a_cache_that_another_user_can_change_is_left_alone(
     assert instead == f"CPU operations are compiled for this process alone, in {private.parent}"
 
 
-def test_without_any_trusted_folder_torch_computes(
+def test_torch_operations_are_used_without_a_trusted_folder(
     cache: Path, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_to_all(cache)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    temporary.chmod(0o777)  # not sticky: another user can replace what is in it
+    temporary.chmod(0o777)  # It is not sticky, so another user can replace its files.
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     assert list(build.libraries()) == []
     assert compiler.runs == 0
@@ -218,7 +219,7 @@ def test_without_any_trusted_folder_torch_computes(
     assert str(temporary) in caplog.messages[-1]
 
 
-def test_profiles(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_untrusted_profiles_are_not_used(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache_profile(PROFILE)
     assert cached_profile(KEY) == PROFILE
     open_to_group(cache / "profiles")
@@ -229,7 +230,7 @@ def test_profiles(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert f"{cache / 'profiles'} has mode 0720" in warning
 
 
-def test_ways_to_multiply(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_untrusted_matmul_choices_are_not_used(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     def seconds(way: str, rows: int) -> float:
         return 1.0 if way == "floats" else 2.0
 
@@ -243,7 +244,7 @@ def test_ways_to_multiply(cache: Path, caplog: pytest.LogCaptureFixture) -> None
     assert f"{path} has mode 0620" in warning
 
 
-def test_kernel_sizes(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_untrusted_kernel_table_is_not_used_or_written(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = table_path("gpu", "1")
     configs = [{"size": 1}, {"size": 2}]
     TunedTable(path, lambda call, turns: 1.0).measure("name", "source", [], configs, lambda config, turn: None)
@@ -258,7 +259,7 @@ def test_kernel_sizes(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("which", ["folder", "state"])
-def test_forecasts(cache: Path, which: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_untrusted_forecasts_are_not_used_or_written(cache: Path, which: str, caplog: pytest.LogCaptureFixture) -> None:
     parent, identity, restored = cache / "forecasts", Identity("model", "knn", "bag", 4), []
     arrays = {"one": np.zeros(3)}
     assert save_state(parent, identity, arrays, {"requests": 1})
@@ -271,7 +272,7 @@ def test_forecasts(cache: Path, which: str, caplog: pytest.LogCaptureFixture) ->
     assert len(caplog.messages) == 1
 
 
-def test_triton_has_a_cache_of_its_own(
+def test_triton_gets_a_private_cache_if_its_cache_is_untrusted(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))

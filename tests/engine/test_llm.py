@@ -316,7 +316,7 @@ def test_recipes_give_the_same_texts_for_200_mixed_requests() -> None:
         lambda: f"Spell {draw.choice(['river', 'stone', 'pencil'])}",
         lambda: f"Repeat the word {draw.choice(['cat', 'tree'])} {draw.randint(1, 12)} times",
         lambda: f"The {draw.randint(2, 12)} times table",
-        lambda: draw.choice(["hello", "Who are you?", "what is the capital of france"]),
+        lambda: draw.choice(["hello", "Where are you?", "what is the capital of france"]),
     ]
     conversations = [user(draw.choice(makers)()) for _ in range(200)]
     texts: dict[str, list[str]] = {}

@@ -16,6 +16,9 @@ import asyncpg
 
 USER = "skipjoin"
 
+# User and group without rights, whatever their names.
+_UNPRIVILEGED = 65534
+
 
 def binaries() -> Path | None:
     """Return the folder of the newest initdb and postgres, or None if PostgreSQL is not installed."""
@@ -80,7 +83,7 @@ def _unprivileged() -> list[str]:
     """Return a command prefix that drops root's privileges, because PostgreSQL refuses to run as root."""
     if os.geteuid() != 0:
         return []
-    return ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", "--"]
+    return ["setpriv", f"--reuid={_UNPRIVILEGED}", f"--regid={_UNPRIVILEGED}", "--clear-groups", "--"]
 
 
 @contextmanager
@@ -94,7 +97,7 @@ def running() -> Iterator[Postgres | None]:
     with TemporaryDirectory(prefix="pg", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         if os.geteuid() == 0:
-            shutil.chown(folder, "nobody")
+            os.chown(folder, _UNPRIVILEGED, -1)
         server = Postgres(folder, programs)
         try:
             yield server

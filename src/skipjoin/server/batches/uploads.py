@@ -20,15 +20,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 class Form:
-    """Body of type multipart/form-data.
-
-    Attributes:
-        fields: Complete fields by name, without the file.
-        filename: Label of the file. None until the file begins.
-
-    Raises:
-        ApiError: The form is invalid, or too large apart from its file.
-    """
+    """Body of type multipart/form-data: complete `fields` by name, and a `filename`, None until the file begins."""
 
     def __init__(self, content_type: str | None) -> None:
         kind, options = parse_options_header(content_type)

@@ -17,7 +17,7 @@ def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
         is_idle: True if there are no requests, plans or swaps in flight, so that any held block is leaked.
 
     Raises:
-        LedgerError: Blocks are counted twice, so two requests may write to one block and outputs may be wrong.
+        LedgerError: Two requests may write to one block, so outputs may be wrong.
     """
     forgotten = list(kv.holders()) if is_idle else []
     if not forgotten and kv.leaked == (0, 0):

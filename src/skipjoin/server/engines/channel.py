@@ -19,12 +19,7 @@ _TURN_S = 0.005
 
 
 class Channel:
-    """Sends messages to one engine without blocking, and receives its messages. Create it on the event loop.
-
-    Args:
-        socket: Bound socket of type PAIR.
-        on_message: Called with each message of the engine.
-    """
+    """Sends messages to one engine without blocking, and receives its messages. Create it on the event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[FromEngine], None]) -> None:
         self._socket = socket
@@ -38,11 +33,9 @@ class Channel:
 
     @property
     def closed(self) -> bool:
-        """True if the channel is closed."""
         return bool(self._socket.closed)
 
     def send(self, message: ToEngine) -> bool:
-        """Queue a message. Return False if no engine is connected."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -68,7 +61,7 @@ class Channel:
                 logger.exception("a message from the engine was not handled")
 
     def read_last(self) -> None:
-        """Handle all remaining messages without yielding, before the channel is closed."""
+        """Handle all remaining messages without yielding."""
         self.read(math.inf)
 
     def close(self) -> None:
@@ -79,5 +72,5 @@ class Channel:
 
 
 def signal_of(socket: zmq.Socket[bytes]) -> int:
-    """Return the file descriptor that becomes readable when the state of the socket changes."""
+    """Return the file descriptor that becomes readable when the socket's state changes."""
     return int(socket.getsockopt(zmq.FD))

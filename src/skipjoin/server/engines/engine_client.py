@@ -1,7 +1,6 @@
 """Client of the engines in the API process: dispatch, token delivery and failover.
 
-`EngineClient` is independent of the transport: `join` takes a function that sends to an engine, and `receive` takes
-messages from it. The transports are `EngineHandle` and `ReplicaSet`. Tests use scripted engines.
+It is independent of the transport (`EngineHandle` or `ReplicaSet`; tests use scripted engines).
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class ConnectedEngine:
     """Engine that accepts requests.
 
     Attributes:
-        send: Sends a message to the engine. It must not block or raise.
-        stats: Latest metrics of the engine.
+        send: Must not block or raise.
         sequences: Sequences at the engine, by id.
         questions: Pending `DescribeRequests`, by id.
         is_hung: True while the engine makes no progress.
@@ -72,7 +70,6 @@ class ConnectedEngine:
         self.is_hung = False
 
     def ask(self, question: int) -> asyncio.Future[list[RequestState]]:
-        """Ask for the states of the engine's requests. The future is cancelled if the engine is lost."""
         answer = self.questions[question] = asyncio.get_running_loop().create_future()
         self.send(DescribeRequests(question))
         return answer
@@ -83,8 +80,7 @@ class LiveRequest(NamedTuple):
 
     Attributes:
         label: Id of its response.
-        choice: Index of its choice in the response.
-        replica: Number of its engine, or None while it waits for one.
+        replica: None while it waits for an engine.
         owner: Hash of the client's API key.
     """
 
@@ -96,22 +92,14 @@ class LiveRequest(NamedTuple):
 
 
 class LiveRequests(NamedTuple):
-    """Unfinished sequences of all engines.
-
-    Attributes:
-        silent: Replicas that did not answer in time. Their requests are missing.
-    """
+    """Unfinished sequences of all engines, without those of `silent` replicas, which did not answer in time."""
 
     requests: list[LiveRequest]
     silent: list[int]
 
 
 class EngineLoad(NamedTuple):
-    """Total load of all engines.
-
-    Attributes:
-        usage: Fraction of the device KV blocks that are in use.
-    """
+    """Total load of all engines. `usage` is the fraction of device KV blocks in use."""
 
     running: int
     waiting: int
@@ -128,10 +116,8 @@ class EngineClient:
         wanted: Number of engines that the server should have.
         seed: Seed from which requests without their own seed derive one.
         patience_s: Time that a sequence waits for an engine before it fails.
-        clock: Returns monotonic seconds.
 
     Attributes:
-        steps: Number of steps that all engines have reported.
         dead: True if no engine is running and none will start.
     """
 
@@ -165,21 +151,17 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Number of unfinished sequences."""
         return len(self._places)
 
     @property
     def alive(self) -> int:
-        """Number of engines that accept requests."""
         return len(self._replicas)
 
     @property
     def is_hung(self) -> bool:
-        """True if there are engines, and all of them hang."""
         return bool(self._replicas) and all(replica.is_hung for replica in self._replicas.values())
 
     def load(self) -> EngineLoad:
-        """Return the total load according to the latest metrics of the engines."""
         replicas = self._replicas.values()
         stats = [replica.stats for replica in replicas]
         blocks = sum(replica.info.device_blocks for replica in replicas)
@@ -192,7 +174,6 @@ class EngineClient:
     # -- engines ------------------------------------------------------------------------------------------
 
     def join(self, info: Ready, send: Callable[[ToEngine], None]) -> ConnectedEngine:
-        """Add an engine and dispatch the sequences that wait for one."""
         number = next(number for number in itertools.count() if number not in self._replicas)
         replica = self._replicas[number] = ConnectedEngine(number, info, send)
         self._dispatch.join(number, info.cost, info.cache_blocks, info.block_size)
@@ -207,7 +188,7 @@ class EngineClient:
         return replica
 
     def lose(self, replica: ConnectedEngine) -> int:
-        """Remove an engine that has exited, move its sequences to others and return their number."""
+        """Remove an engine that has exited, and return the number of sequences that move to others."""
         if self._replicas.get(replica.number) is not replica:
             return 0
         del self._replicas[replica.number]
@@ -228,7 +209,7 @@ class EngineClient:
         return len(orphans)
 
     def died(self) -> None:
-        """Fail all sequences, because no engine is running and none will start."""
+        """Fail all sequences, because no engine will start."""
         self.dead = True
         self._metrics.lost("engine_dead", self.active)
         self.fail_all(EngineDeadError())
@@ -236,7 +217,6 @@ class EngineClient:
             self.lose(replica)
 
     def receive(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        """Handle a message from an engine. Messages from a removed engine are ignored."""
         if isinstance(message, StepOutputs):
             self.steps += 1
             self._deliver(replica, message)
@@ -275,9 +255,7 @@ class EngineClient:
 
         Args:
             params: Parameters with a number as `max_tokens`; see `SamplingParams.resolved`.
-            mailbox: Receives the outputs.
             index: Index of the choice, which each output carries.
-            forecast: Predicted output length. See `reforecast`.
             label: Id of the response that the sequence belongs to.
             owner: Hash of the client's API key.
             like: Sequence with the same prompt and options, whose prefix hashes are reused.
@@ -315,7 +293,6 @@ class EngineClient:
         return sequence
 
     def reforecast(self, sequence: EngineSequence, forecast: Forecast) -> None:
-        """Replace the forecast of a sequence."""
         sequence.request.forecast = forecast
         if (replica := self._places.get(sequence.id)) is not None:
             replica.send(Reforecast(sequence.id, forecast))
@@ -329,7 +306,6 @@ class EngineClient:
         self._end([sequence], FinishReason.STOP)
 
     def fail_all(self, error: Exception) -> None:
-        """Abort all sequences and pass the error to their jobs."""
         held = [replica.sequences for replica in self._replicas.values()]
         sequences = [sequence for some in (*held, self._waiting, self._isolation.held) for sequence in some.values()]
         for sequence in sequences:
@@ -339,7 +315,7 @@ class EngineClient:
     # -- questions ----------------------------------------------------------------------------------------
 
     async def describe(self, timeout_s: float) -> LiveRequests:
-        """Return the states of all unfinished sequences. Wait for the engines for at most `timeout_s`."""
+        """Return the unfinished sequences. Wait for the engines for at most `timeout_s`."""
         number = next(self._questions)
         asked = {replica: replica.ask(number) for replica in self._replicas.values()}
         if asked:
@@ -364,10 +340,7 @@ class EngineClient:
     def _prefix(
         self, info: Ready, params: SamplingParams, options: RequestOptions, like: EngineSequence | None
     ) -> ContentPrefix | None:
-        """Return the prefix hashes for dispatch.
-
-        None if there is only one engine, or if the sequence cannot reuse cached KV.
-        """
+        """Return the prefix hashes for dispatch, or None if there is one engine or no cached KV to reuse."""
         if self.wanted == 1 or not info.caches_prefixes or params.prompt_logprobs is not None:
             return None
         if like is not None and isinstance(like.request.prefix, ContentPrefix):
@@ -393,7 +366,6 @@ class EngineClient:
         replica.send(sequence.message(now))
 
     def _blame(self, orphans: Collection[EngineSequence]) -> None:
-        """Fail sequences that have crashed too many engines."""
         for sequence in self._isolation.blame(orphans):
             self._metrics.lost("engine_lost")
             text = "%s is not tried again: engines ended %d times while they ran it, %d of them without a token since"
@@ -455,7 +427,6 @@ class EngineClient:
                 replica.send(Abort(ids, reason))
 
     def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
-        """Remove a finished sequence and return its engine, or None if it waited for one."""
         replica = self._places.pop(sequence.id)
         if sequence.alarm is not None:
             sequence.alarm.cancel()
@@ -480,7 +451,6 @@ class EngineClient:
 
 
 def _without_engine(sequence: EngineSequence) -> RequestState:
-    """Return the state of a sequence that waits for an engine."""
     request = sequence.request
     return RequestState(
         number=request.id,

@@ -29,11 +29,7 @@ class EngineHungError(EngineError):
 
 
 class RefusedError(EngineError):
-    """The engine refused the request. The text may be shown to clients.
-
-    Attributes:
-        param: Invalid field of the request.
-    """
+    """The engine refused the request. The text may be shown to clients."""
 
     def __init__(self, text: str, param: str | None) -> None:
         super().__init__(text)

@@ -1,9 +1,8 @@
 """Heartbeat of an engine process: bytes on a pipe to its parent while the engine loop makes progress.
 
-A thread of the engine writes a byte every `HEARTBEAT_INTERVAL_S`, so that a long step does not look like a hang. It
-pauses while an iteration of the loop takes longer than `HangLimits.step_s`. A stopped process or a blocked interpreter
-sends no heartbeats either. After `HangLimits.hang_s` without one, the parent makes the process print its stacks and
-kills it.
+A thread writes them, so that a long step does not look like a hang. It pauses while an iteration of the loop takes
+longer than `HangLimits.step_s`. After `HangLimits.hang_s` without one, the parent makes the process print its stacks
+and kills it.
 """
 
 from __future__ import annotations
@@ -30,12 +29,7 @@ _MAX_BEATS = 1 << 16
 
 
 class Heartbeat:
-    """Engine side of the heartbeat.
-
-    Args:
-        fd: File descriptor of the pipe. None disables the heartbeat.
-        limit_s: Duration of a loop iteration after which the heartbeat pauses.
-    """
+    """Engine side of the heartbeat, disabled without a pipe `fd`. It pauses if an iteration takes `limit_s`."""
 
     def __init__(self, fd: int | None, limit_s: float) -> None:
         self._fd = fd
@@ -43,14 +37,13 @@ class Heartbeat:
         self._turned_at = time.monotonic()
 
     def start(self) -> None:
-        """Send the first heartbeat and start the thread that sends the others. Call once, when the loop begins."""
+        """Send the first heartbeat and start the thread. Call once, when the loop begins."""
         if self._fd is not None:
             self.turned()
             self._beat(self._fd)
             threading.Thread(target=self._run, args=(self._fd,), name="skipjoin-heartbeat", daemon=True).start()
 
     def turned(self) -> None:
-        """Record an iteration of the engine loop."""
         self._turned_at = time.monotonic()
 
     def _run(self, fd: int) -> None:
@@ -65,7 +58,7 @@ class Heartbeat:
 
 
 class HeartbeatReader:
-    """Parent side of the heartbeat. `engine_fd` is the `Setup.heartbeat_fd` of the engine process."""
+    """Parent side of the heartbeat. `engine_fd` is the engine's `Setup.heartbeat_fd`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -76,7 +69,7 @@ class HeartbeatReader:
         self._silent_s = 0.0
 
     def started(self) -> None:
-        """Close this process's copy of `engine_fd` after the engine process has inherited it."""
+        """Close this process's copy of `engine_fd` after the engine has inherited it."""
         os.close(self.engine_fd)
 
     def wait(self) -> bool:
@@ -86,9 +79,9 @@ class HeartbeatReader:
         return found
 
     def silent_s(self) -> float:
-        """Return the seconds since the last heartbeat. Call at least every `HEARTBEAT_INTERVAL_S`.
+        """Return the seconds since the last heartbeat, without those in which this process did not run.
 
-        Time in which this process itself did not run does not count.
+        Call at least every `HEARTBEAT_INTERVAL_S`.
         """
         os.set_blocking(self._pipe.fileno(), False)
         now = self._clock()
@@ -100,21 +93,17 @@ class HeartbeatReader:
         return self._silent_s
 
     def close(self) -> None:
-        """Close the pipe. Idempotent."""
         self._pipe.close()
 
 
 def print_stacks() -> None:
-    """Make this process print the stacks of its threads on a crash and on `ask_for_stacks`."""
+    """Make this process print its threads' stacks on a crash and on `ask_for_stacks`."""
     faulthandler.enable()
     faulthandler.register(_DUMP_SIGNAL)
 
 
 def ask_for_stacks(pid: int) -> None:
-    """Make an engine process print the stacks of its threads on standard error within `DUMP_S`.
-
-    A stopped process is continued, so that it can.
-    """
+    """Make an engine process, even a stopped one, print its threads' stacks within `DUMP_S`."""
     with suppress(ProcessLookupError):
         os.kill(pid, _DUMP_SIGNAL)
         os.kill(pid, signal.SIGCONT)

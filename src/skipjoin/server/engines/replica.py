@@ -22,7 +22,6 @@ class EngineReplica:
     """
 
     def place(self) -> str:
-        """Return Ray's id of the node of this process."""
         node: str = import_ray().get_runtime_context().get_node_id()
         return node
 
@@ -30,11 +29,7 @@ class EngineReplica:
         """Start the engine and wait until it accepts requests.
 
         Args:
-            command: Command line of the engine process.
             setup: `Setup` as JSON. `parent` and `heartbeat_fd` are filled in here.
-
-        Raises:
-            RuntimeError: The engine did not start.
         """
         self._oom_kills = oom_kills()
         self._heartbeat = HeartbeatReader()
@@ -56,11 +51,7 @@ class EngineReplica:
             raise RuntimeError(self._describe_end(self._process.wait()))
 
     def check_health(self) -> None:
-        """Check the engine, and kill it if it hangs. Call every `HEARTBEAT_INTERVAL_S`.
-
-        Raises:
-            RuntimeError: The engine has exited or was killed.
-        """
+        """Kill the engine if it hangs, and raise if it has exited. Call every `HEARTBEAT_INTERVAL_S`."""
         if self._heartbeat.silent_s() >= self._limits.hang_s and self._process.poll() is None:
             end_hung(self._process)
             raise RuntimeError(describe_hang(self._limits))
@@ -68,7 +59,6 @@ class EngineReplica:
             raise RuntimeError(self._describe_end(code))
 
     def close(self) -> None:
-        """Kill the engine. Not needed if this process exits, too."""
         self._process.kill()
         self._process.wait()
         self._heartbeat.close()

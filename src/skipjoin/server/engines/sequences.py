@@ -25,9 +25,7 @@ _TAKEN = 256
 class Mailbox:
     """Bounded queue of the outputs of one job.
 
-    Args:
-        on_full: Called on the event loop when the bound is exceeded. Further outputs are dropped.
-        sequences: Number of sequences of the job.
+    When the bound is exceeded, `on_full` is called on the event loop, and further outputs are dropped.
     """
 
     __slots__ = ("_error", "_items", "_most", "_on_full", "_size", "_waiter")
@@ -41,11 +39,7 @@ class Mailbox:
         self._error: Exception | None = None
 
     async def get(self) -> list[Output]:
-        """Return the next outputs, waiting for at least one.
-
-        Raises:
-            Exception: The error that was passed to `fail`, after all outputs before it.
-        """
+        """Return the next outputs, waiting for at least one. After them, raise the error of `fail`."""
         if not self._items and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -91,9 +85,6 @@ class EngineSequence:
     Attributes:
         request: Prompt, output so far, options, and arrival on this process's monotonic clock.
         params: Sampling parameters, with a seed so that another engine samples the same tokens.
-        index: Index of its choice.
-        label: Id of the response that it belongs to.
-        owner: Hash of the client's API key.
         patience: Timer of its wait for an engine.
         alarm: Timer of its deadline.
         has_begun: True if it has run at its current engine.
@@ -143,7 +134,6 @@ class EngineSequence:
         return self.request.id
 
     def started(self, cached_tokens: int) -> None:
-        """Record that the sequence runs at its engine for the first time."""
         self.has_begun = True
         if not self.request.output:  # otherwise another engine reported the hits
             self.cached_tokens = cached_tokens
@@ -151,11 +141,7 @@ class EngineSequence:
             self.on_start()
 
     def message(self, now: float) -> Add:
-        """Return the message that makes an engine continue after the tokens generated so far.
-
-        Args:
-            now: Time in seconds on this process's monotonic clock.
-        """
+        """Return the message that makes an engine continue after the tokens generated so far."""
         request, params = self.request, self.params
         if request.output and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # the client got them with the first token

@@ -37,7 +37,6 @@ class Needs(NamedTuple):
     """Resources of one replica.
 
     Attributes:
-        cpus: Number of CPUs of the engine.
         device: "auto", "cpu" or "cuda". An engine on a GPU takes one.
         ranks: Number of rank processes that the engine starts, each with a CPU and, if GPUs are used, a GPU. With 0 it
             runs the model in its own process.
@@ -49,12 +48,10 @@ class Needs(NamedTuple):
 
     @property
     def all_cpus(self) -> int:
-        """Number of CPUs of the replica including its ranks."""
         return 1 + self.ranks if self.ranks else self.cpus
 
     @property
     def own_cpus(self) -> int:
-        """Number of CPUs of the replica without its ranks."""
         return 1 if self.ranks else self.cpus
 
 
@@ -71,7 +68,6 @@ class _Slot:
         self.watched_s = 0.0  # since the last warning or reachability check
 
     def ask(self, call: Any) -> None:
-        """Set the pending call."""
         self.call, self.waited_s, self.watched_s = call, 0.0, 0.0
 
 
@@ -88,11 +84,7 @@ class ReplicaSupervisor:
         self._reason = ""  # of the last failed start
 
     def deploy(self, command: tuple[str, ...], setup: bytes, *, replicas: int, needs: Needs) -> None:
-        """Start replicas. See `EngineReplica.start` for `command` and `setup`.
-
-        Raises:
-            ClusterError: The cluster has too few CPUs or GPUs.
-        """
+        """Start replicas, or raise `ClusterError` if the cluster has too few CPUs or GPUs."""
         ray = import_ray()
         gpus = check_room(replicas, needs, [node.has for node in known_nodes()])
         self._needs = needs
@@ -120,7 +112,6 @@ class ReplicaSupervisor:
         return f"{self._failures} starts in a row failed, the last one: {self._reason}"
 
     def close(self) -> None:
-        """Kill the replicas."""
         for slot in self._slots:
             self._end(slot)
 
@@ -149,7 +140,6 @@ class ReplicaSupervisor:
             self._wait(slot, passed_s)
 
     def _go_on(self, slot: _Slot, answer: Any) -> None:
-        """Make the next call after `answer` to the pending one."""
         if slot.node is None:
             slot.node = next((node for node in known_nodes() if node.name == answer), None)
             if slot.node is None:
@@ -177,7 +167,7 @@ class ReplicaSupervisor:
                 self._replace(slot, f"node {slot.node.ip} cannot be reached")
 
     def _replace(self, slot: _Slot, reason: str) -> None:
-        """Kill a replica and schedule another start, immediately if it was running, else after a backoff."""
+        """Schedule another start, immediately if the replica was running, else after a backoff."""
         if slot.is_running:
             slot.rest_s = 0.0
             logger.warning("a replica ended (%s); another is started", reason)
@@ -196,16 +186,10 @@ class ReplicaSupervisor:
 
 
 def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Check that an otherwise idle cluster has room for the replicas.
+    """Return how many GPUs each engine's own process takes, or raise `ClusterError` if an idle cluster is too small.
 
     Args:
         nodes: Resources of each node.
-
-    Returns:
-        Number of GPUs that each engine's own process takes.
-
-    Raises:
-        ClusterError: The cluster is too small.
     """
     wants_gpus = needs.device == "cuda" or (needs.device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
     each = {"CPU": needs.all_cpus} | ({"GPU": needs.ranks or 1} if wants_gpus else {})

@@ -80,11 +80,7 @@ class Engines(Protocol):
     cause: str
 
     async def start(self, config: EngineConfig, limits: HangLimits) -> Ready:
-        """Start the engines and wait until they accept requests.
-
-        Raises:
-            EngineStartError: An engine could not start.
-        """
+        """Start the engines and wait until they accept requests, or raise `EngineStartError`."""
         ...
 
     async def stop(self) -> None:
@@ -116,7 +112,6 @@ def run_server(
     """Run a server until it is stopped, and return its exit code.
 
     Args:
-        engine_command: Command line of the engine process.
         spell: Converts setting names in errors to the operator's names for them.
     """
     logs.configure(server_config.log_level, server_config.log_format, spell)
@@ -137,7 +132,7 @@ def run_server(
 
 
 class Server:
-    """Components of a running server, with their start and shutdown."""
+    """Components of a running server."""
 
     def __init__(self, settings: Settings, command: Sequence[str], make_engines: MakeEngines) -> None:
         self._config = config = settings.server
@@ -197,7 +192,6 @@ class Server:
                 http.force_exit = True
 
     async def _serve(self, urls: Sequence[str]) -> int:
-        """Start the engine and serve until shutdown. Return the exit code."""
         try:
             tokenizer = await self._start()
         except (EngineStartError, ModelError) as error:
@@ -254,18 +248,13 @@ class Server:
         return tokenizer
 
     async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
-        """Wait until `work` is done or the server is stopped. Return whether it is done."""
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         return work.done()
 
     async def _try_questions(self) -> bool:
-        """Check the server of `forecast_url` with one request. Return False if this server is stopped meanwhile.
-
-        Raises:
-            ConfigError: The other server cannot be used.
-        """
+        """Check the server of `forecast_url` with one request. Return False if this server is stopped meanwhile."""
         # Imported only when needed, because it imports aiohttp.
         from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, Questions  # noqa: PLC0415
 
@@ -296,7 +285,6 @@ class Server:
         return f"{replicas} replicas, each with " if replicas > 1 else ""
 
     def _example(self, url: str) -> str:
-        """Return a curl command to try the server."""
         if self._service.tokenizer.chat_template is None:
             path, body = "completions", '{"prompt": "Hello", "max_tokens": 16}'
         else:

@@ -32,6 +32,5 @@ class ProgressDisplay:
         self._bars.update(self._tasks[what], completed=share)
 
     def close(self) -> None:
-        """Remove the bars."""
         if self._bars is not None:
             self._bars.stop()

@@ -30,12 +30,9 @@ class AccessGuard:
     Args:
         api_keys: Accepted keys. If empty, no key is needed.
         max_header_bytes: Maximum size of the target and all headers.
-        max_body_bytes: Maximum size of a body.
         body_limits: Maximum sizes of bodies for other routes, by method and path.
-        rules: Hosts and origins that are accepted.
         cors_origins: Origins whose pages may read responses.
-        metrics_keys: Keys that are accepted for /metrics in addition to `api_keys`.
-        on_status: Called with the status of each response.
+        metrics_keys: Further keys that are accepted for /metrics.
     """
 
     def __init__(
@@ -91,7 +88,6 @@ class AccessGuard:
         await self.app(scope, _bounded(receive, limit), send_with_id)
 
     def _check(self, scope: Scope, limit: int) -> str:
-        """Check a request and return its owner."""
         headers = scope["headers"]
         target = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if target + sum(len(name) + len(value) for name, value in headers) > self._max_header:
@@ -110,11 +106,7 @@ class AccessGuard:
 
 
 def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> str | None:
-    """Return the hash of the request's key, or None if it has no valid key.
-
-    Args:
-        owners: Hashes of the accepted keys. If empty, no key is needed.
-    """
+    """Return the hash of the request's key, or None if it is not valid. Without `owners`, no key is needed."""
     if not owners:
         return ANONYMOUS
     values = [value for name, value in headers if name == b"authorization"]

@@ -30,11 +30,11 @@ _MAX_AGE_S = 600
 
 
 class SiteRules(NamedTuple):
-    """Hosts and origins that the server accepts.
+    """Hosts and origins that the server accepts. None accepts any.
 
     Attributes:
-        hosts: Host names in addition to localhost and IP addresses, which no other site can have. None accepts any.
-        origins: Origins of other sites. None accepts any.
+        hosts: Host names besides localhost and IP addresses, which no other site can have.
+        origins: Origins of other sites.
     """
 
     hosts: frozenset[str] | None
@@ -81,7 +81,7 @@ ANY_SITE = SiteRules(None, None)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Add CORS middleware that lets pages of `origins` read responses. Without origins, return `app` itself."""
+    """Add CORS middleware that lets pages of `origins` read responses."""
     if not origins:
         return app
     return CORSMiddleware(

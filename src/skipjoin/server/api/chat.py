@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: convert conversations to prompts, and choices to OpenAI's chat.completion objects."""
+"""POST /v1/chat/completions."""
 
 from __future__ import annotations
 

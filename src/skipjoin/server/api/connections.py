@@ -27,9 +27,8 @@ class ConnectionLimits:
 
     Attributes:
         max_header_bytes: Maximum size of a request's head, and of the trailers and chunk framing of its body.
-        max_connections: Maximum number of connections. One more closes a connection that waits for its client.
+        max_connections: One more closes a connection that waits for its client.
         max_per_address: Maximum number of connections of a client address that have not shown a key.
-        max_per_key: Maximum number of connections of an API key.
         head_s: Time limit for a head, from the start of the connection or the head's first byte.
         body_s: Time limit for a body, extended by a second for each `body_bytes_per_s` that arrive.
         write_s: Time limit for a client to read `MIN_READ_BYTES` of a response, or the rest of it.
@@ -82,7 +81,6 @@ class Connections:
     connections is closed.
 
     Args:
-        limits: Limits on the connections.
         refused: Called with one of `CONNECTION_REFUSALS` (`metric_table.py`) for each refused or closed connection.
     """
 
@@ -110,16 +108,12 @@ class Connections:
 
     @property
     def is_over(self) -> bool:
-        """True if only spare connections are left."""
         return len(self._open) > self._max_open
 
     def assign(self, connection: Connection, kind: Kind, name: str) -> bool:
-        """Count a connection for an address, a key or the trusted proxies.
+        """Count a connection for an address, a key or the trusted proxies, instead of an earlier assignment.
 
-        Replaces an earlier assignment of the connection.
-
-        Returns:
-            False if the account has too many connections and none of them can be closed.
+        Returns False if the account has too many connections and none of them can be closed.
         """
         whose = (kind, name)
         before = self._open.get(connection)
@@ -139,7 +133,6 @@ class Connections:
         return has_room
 
     def leave(self, connection: Connection) -> None:
-        """Remove a connection."""
         self.set_busy(connection)
         if (account := self._open.pop(connection, None)) is not None:
             account.open -= 1
@@ -147,7 +140,6 @@ class Connections:
                 del self._accounts[account.whose]
 
     def set_busy(self, connection: Connection) -> None:
-        """Mark a connection as busy with a request."""
         if connection in self._waiting:
             del self._waiting[connection]
             account = self._open[connection]
@@ -157,11 +149,7 @@ class Connections:
                 self._crowds.discard(account)
 
     def set_waiting(self, connection: Connection, *, first: bool = False) -> None:
-        """Mark a connection as waiting for its client.
-
-        Args:
-            first: True to close it before the others of its account.
-        """
+        """Mark a connection as waiting for its client. If `first`, it is closed before the others."""
         if (account := self._open.get(connection)) is None:
             return
         waiting = account.waiting
@@ -181,7 +169,7 @@ class Connections:
 
 
 def client_of(address: str) -> str:
-    """Return the client identity of an IP address: the address itself, or the /64 network of an IPv6 address."""
+    """Return the IP address of a client, or the /64 network of an IPv6 address."""
     if ":" not in address:
         return address
     try:

@@ -35,12 +35,7 @@ _LONGEST_TEXT = 1000
 
 
 class ApiError(Exception):
-    """Error response.
-
-    Args:
-        param: Invalid field of the request.
-        headers: Headers of the response.
-    """
+    """Error response. `param` is the invalid field of the request."""
 
     def __init__(
         self,
@@ -66,7 +61,6 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error}) if _is_clean(error) else _encode_replaced(error)
 
     def response(self) -> Response:
-        """Return the whole response."""
         return Response(self.body(), self.status, self.headers, "application/json")
 
 
@@ -100,13 +94,13 @@ def model_not_found(name: str, served: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """Return 429 for a full queue. `retry_after_s` estimates when it has room."""
+    """Return 429 for a full queue, which is expected to have room in `retry_after_s`."""
     seconds = str(max(1, math.ceil(retry_after_s)))
     return ApiError(429, message, code="queue_full", headers={"Retry-After": seconds})
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    """Return 503 for a request that the server cannot accept at this time."""
+    """Return 503 for a request that the server cannot accept now."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
@@ -117,10 +111,7 @@ def too_many_connections(whose: str, most: float) -> ApiError:
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """Return the response to an engine error.
-
-    It is 400 for a request that the engine refused, 500 for one that crashed engines, and 503 otherwise.
-    """
+    """Return 400 for a request that the engine refused, 500 for one that crashed engines, 503 otherwise."""
     if isinstance(error, RefusedError):
         return bad_request(str(error), error.param)
     if isinstance(error, LostRequestError):
@@ -148,11 +139,7 @@ def too_slow() -> ApiError:
 
 
 def given_up(why: str) -> ApiError:
-    """Return 500 for a request that the engine could not compute. It forbids a retry, which would fail as well.
-
-    Args:
-        why: Cause and remedy.
-    """
+    """Return 500 for a request that the engine could not compute. It forbids a retry, which would fail as well."""
     return ApiError(500, why, code="given_up", headers={"x-should-retry": "false"})
 
 
@@ -187,7 +174,6 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:
-    """Return the path in the body, without pydantic's names of union members."""
     parts = [str(part) for part in location if isinstance(part, int) or not part.startswith(_INTERNAL)]
     return ".".join(parts) or None
 
@@ -197,7 +183,7 @@ _INTERNAL = ("~", "[key]")
 
 
 def install(app: FastAPI) -> None:
-    """Install exception handlers, so that all errors, including the framework's, have OpenAI's format."""
+    """Install handlers that give all errors, including the framework's, OpenAI's format."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

@@ -1,6 +1,6 @@
 """Forecasts of output lengths in the API process, made in a thread or by another server.
 
-Forecasts that arrive late are sent to the engine after their requests.
+Late forecasts are sent to the engine after their requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Expectation:
             is cancelled when the last one finishes.
 
     Attributes:
-        forecast: Best forecast so far. None without one.
+        forecast: Best forecast so far.
         predicted: Prediction of the forecaster, from which it learns.
     """
 
@@ -78,7 +78,6 @@ class Expectation:
             self._question, self._ask = self._ask(self._revise), None
 
     def settle(self, predicted: Predicted) -> None:
-        """Set the prediction of the forecaster."""
         self.predicted = predicted
         if self._revised is None:
             self._tell(predicted.forecast)
@@ -87,7 +86,6 @@ class Expectation:
         self._ends.clear()
 
     def ended(self, reason: FinishReason, tokens: int) -> None:
-        """Record the end of a request with `tokens` output tokens."""
         self._requests -= 1
         if not self._requests:
             self._followers.clear()
@@ -116,11 +114,7 @@ class Expectation:
 
 
 class Forecasting:
-    """Makes expectations with a forecaster that runs in its own thread. Create it on the event loop.
-
-    Args:
-        ask: Requests forecasts from another server, which take precedence.
-    """
+    """Makes expectations with a forecaster that runs in its own thread. Create it on the event loop."""
 
     def __init__(self, keeper: ForecastKeeper, metrics: Metrics, ask: AskFor | None = None) -> None:
         self._keeper = keeper
@@ -211,7 +205,6 @@ class Forecasting:
         self._keeper.close()
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for the next work and return it, or None at shutdown."""
         with self._changed:
             while True:
                 if self._is_closing:

@@ -5,7 +5,7 @@
         async for deltas in run:
             ...
 
-`replies` does this for HTTP requests, and `batches` for lines of batches.
+`replies` does this for HTTP, and `batches` for lines.
 """
 
 from __future__ import annotations
@@ -40,16 +40,12 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class Format(Protocol):
-    """Formatter of the responses of an endpoint. Events and bodies are JSON.
-
-    Attributes:
-        id: Id of the response.
-    """
+    """Formatter of the responses of an endpoint. Events and bodies are JSON."""
 
     id: str
 
     def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """Return the stream events for new `text` of a choice. The list may be empty."""
+        """Return the stream events for new `text` of a choice, if any."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -62,11 +58,7 @@ class Format(Protocol):
 
 
 class Prompt(NamedTuple):
-    """Tokenized prompt with its sampling parameters.
-
-    Attributes:
-        text: Text of the prompt. None if the client sent token ids or messages.
-    """
+    """Tokenized prompt with its sampling parameters. `text` is None if the client sent token ids or messages."""
 
     ids: list[int]
     text: str | None
@@ -99,7 +91,6 @@ class Job:
     owner: str = ANONYMOUS
 
     def close(self) -> None:
-        """Release the admission slots. Idempotent."""
         _free(self.slots)
 
 
@@ -107,9 +98,6 @@ class JobRun:
     """Running job, used as a context manager and as an iterator over new text.
 
     On exit the job is aborted at the engine and its admission slots are released.
-
-    Attributes:
-        first_token_at: Time of the first token in seconds on the monotonic clock, or None.
 
     Raises:
         ApiError: The deadline has passed on entry.
@@ -168,10 +156,8 @@ class JobRun:
     async def __anext__(self) -> dict[Choice, str]:
         """Return the choices with new tokens or a finish reason, each with its new text, which may be empty.
 
-        Raises:
-            ApiError: The job was aborted or failed.
-            EngineError: The engine was lost.
-            Exception: The error that was passed to `fail`.
+        Raises `ApiError` if the job was aborted or failed, `EngineError` if the engine was lost, or the error of
+        `fail`.
         """
         if not self._unfinished:
             raise StopAsyncIteration
@@ -195,11 +181,10 @@ class JobRun:
 
     @property
     def is_over(self) -> bool:
-        """True if all choices are finished."""
         return not self._unfinished
 
     async def whole(self) -> bytes:
-        """Generate all choices and return the response body. Raises what the iterator raises."""
+        """Generate all choices and return the response body."""
         texts = dict.fromkeys(self.job.choices, "")
         async for deltas in self:
             for choice, text in deltas.items():
@@ -228,17 +213,14 @@ class JobRun:
 
     @property
     def finish_reason(self) -> str:
-        """Distinct finish reasons of the choices, separated by commas."""
         return ",".join(sorted({choice.finish_reason for choice in self.job.choices if choice.finish_reason}))
 
     def usage(self) -> Usage:
-        """Return the usage so far. Cached tokens of a prompt are those of its first choice."""
         prompt, output = self.prompt_tokens, self.output_tokens
         cached = sum(sequence.cached_tokens for sequence in self._sequences[:: self.job.copies])
         return Usage(prompt, output, prompt + output, PromptDetails(cached))
 
     def fail(self, error: Exception) -> None:
-        """Make the iterator raise `error`."""
         self._mailbox.fail(error)
 
     def stop(self) -> None:
@@ -251,18 +233,12 @@ class JobRun:
         self.job.close()
 
     def _give_up(self) -> None:
-        """Fail the job because its client reads too slowly."""
         self.fail(too_slow())
         self.stop()
 
 
 class Endpoint(ABC, Generic[BodyT]):
-    """Base class of generation endpoints. A subclass converts bodies to prompts and formats responses.
-
-    Attributes:
-        path: URL path.
-        body_type: Type of the request body.
-    """
+    """Base class of generation endpoints. A subclass converts bodies to prompts and formats responses."""
 
     path: ClassVar[str]
     body_type: type[BodyT]
@@ -327,7 +303,6 @@ class Endpoint(ABC, Generic[BodyT]):
             raise
 
     def run(self, job: Job) -> JobRun:
-        """Return the run of a job. It starts when its context is entered."""
         return JobRun(job, self.service)
 
     @abstractmethod
@@ -336,18 +311,13 @@ class Endpoint(ABC, Generic[BodyT]):
 
     @abstractmethod
     async def tokenize(self, body: BodyT) -> list[Prompt]:
-        """Return the tokenized prompts, one per estimate.
-
-        Raises:
-            ApiError: The model cannot process the body.
-        """
+        """Return the tokenized prompts, one per estimate."""
 
     @abstractmethod
     def format(self, body: BodyT, options: RequestOptions) -> Format:
         """Return the formatter of the response to `body`."""
 
     def text_rules(self, body: BodyT) -> TextRules:
-        """Return the rules by which tokens become text."""
         return TextRules(
             stop=body.stop_strings,
             include_stop=bool(body.include_stop_str_in_output),
@@ -369,7 +339,7 @@ def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:
 
 
 def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
-    """Return the options with the remaining time as the deadline. Raise 408 if it has passed."""
+    """Replace the deadline by the remaining time. Raise 408 if it has passed."""
     if options.deadline_s is None:
         return options
     left = options.deadline_s - (time.monotonic() - arrived)

@@ -53,8 +53,8 @@ class BoundedProtocol(HttpToolsProtocol):
     It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies: sizes,
     extensions and trailers. One timer runs while the client has to send, another while it has to read.
 
-    A connection whose request is answered early is not reused, but closed by a `LingeringClose`. For this purpose the
-    protocol poses as the transport of uvicorn's request cycles (`write` to `resume_reading`).
+    A connection whose request is answered early is closed by a `LingeringClose`. For this purpose the protocol poses as
+    the transport of uvicorn's request cycles (`write` to `resume_reading`).
     """
 
     limits: ConnectionLimits
@@ -124,23 +124,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super().shutdown()
 
     def abort(self) -> None:
-        """Close the connection immediately without a response."""
         self.transport.abort()
 
     @property
     def is_unread(self) -> bool:
-        """See `Connection.is_unread`."""
         return self._is_unread and self.loop.time() - self._made_at < _UNREAD_S
 
     def _count_for(self, kind: Any, name: str) -> None:
         self._is_excess = not self.pool.assign(self, kind, name)
 
     def _on_owner(self, owner: str) -> None:
-        """Count the connection for the API key of its request.
-
-        Raises:
-            ApiError: The key, or the address of a client without a key, has too many connections.
-        """
+        """Count the connection for its API key. Raise `ApiError` if the key or address has too many connections."""
         if owner != ANONYMOUS:
             self._count_for("key", owner)
         if self._is_excess:
@@ -183,7 +177,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_done(self) -> bool:
-        """True if no further request is accepted."""
         return self._lingering is not None or self.transport.is_closing()
 
     def _parse(self, data: bytes | memoryview) -> None:
@@ -296,7 +289,6 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- in place of the transport -------------------------------------------------------------------------
 
     def is_closing(self) -> bool:
-        """Return whether the transport is closing."""
         return self.transport.is_closing()
 
     def close(self) -> None:
@@ -307,7 +299,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def pause_reading(self) -> None:
-        """Pause reading."""
         self.transport.pause_reading()
 
     def resume_reading(self) -> None:
@@ -410,7 +401,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _end_after_answer(self) -> None:
-        """Accept no further request, and close after the response to the running one."""
         self._drop_from_now(_REFUSED_HEADS * self.limits.max_header_bytes)
         self._expect_nothing()
         assert self._running is not None
@@ -419,11 +409,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def _linger(self, max_bytes: int | None = None) -> None:
-        """Close after a while in which the client can read the response.
-
-        Args:
-            max_bytes: Maximum number of bytes to drop. None means `linger_bytes`.
-        """
+        """Close after a while in which the client can read the response."""
         lingering = self._drop_from_now(self.limits.linger_bytes if max_bytes is None else max_bytes)
         self._unset_keepalive_if_required()
         self._expect_nothing()
@@ -449,7 +435,6 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.flow.pause_reading()
 
     def _close(self) -> None:
-        """Close after the written data has been sent."""
         self._expect_nothing()
         if self._lingering is not None:
             self._lingering.cancel()
@@ -465,7 +450,7 @@ async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _no_app(scope: Any, receive: Any, send: Any) -> None:
-    """Do nothing. `ProxyHeadersMiddleware` needs an application, but only its address parsing is used."""
+    """Do nothing. Only the address parsing of `ProxyHeadersMiddleware` is used."""
 
 
 def bounded_protocol(
@@ -487,7 +472,6 @@ class HttpServer(uvicorn.Server):
     """uvicorn server without signal handlers, because `lifecycle` decides when the server stops.
 
     Args:
-        refused: See `Connections`.
         trusted_proxies: Addresses and networks whose `X-Forwarded-For` names the client.
     """
 
@@ -514,5 +498,4 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do not capture signals."""
         yield

@@ -49,11 +49,7 @@ _LONGEST_QUOTE = 100
 
 
 class NoLengthError(Exception):
-    """The server returned no length.
-
-    Attributes:
-        outcome: One of `FORECAST_OUTCOMES`.
-    """
+    """The server returned no length. `outcome` is one of `FORECAST_OUTCOMES`."""
 
     def __init__(self, outcome: str, text: str) -> None:
         super().__init__(text)
@@ -61,14 +57,7 @@ class NoLengthError(Exception):
 
 
 class LengthServer:
-    """Client of the server of `--forecast-url`. Create and close it on the event loop.
-
-    Args:
-        key: API key. None sends none.
-
-    Raises:
-        ConfigError: The key cannot be sent.
-    """
+    """Client of the server of `--forecast-url`. Create and close it on the event loop."""
 
     def __init__(self, config: ServerConfig, key: str | None = None) -> None:
         assert config.forecast_url is not None
@@ -86,11 +75,7 @@ class LengthServer:
         )
 
     async def tokens(self, text: str) -> float:
-        """Return the predicted number of tokens of the answer to a text, in [1, 2^20].
-
-        Raises:
-            NoLengthError: The server returned no length.
-        """
+        """Return the predicted number of tokens of the answer to a text, in [1, 2^20], or raise `NoLengthError`."""
         body = {
             **self._model,
             "messages": [{"role": "user", "content": _INSTRUCTION + text}],
@@ -110,18 +95,13 @@ class LengthServer:
         return _length(answer)
 
     async def check(self) -> None:
-        """Make one trial request.
-
-        Raises:
-            ConfigError: The server returned no length.
-        """
+        """Make one trial request, or raise `ConfigError`."""
         try:
             await self.tokens(_TRIAL)
         except NoLengthError as error:
             raise ConfigError(f"forecast_url {self._given} cannot be used: {error}") from error
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._session.close()
 
 
@@ -137,15 +117,10 @@ class Questions:
     def ask(
         self, text_of: TextOf, prompt: Sequence[int], max_tokens: int, tell: Callable[[Forecast], None]
     ) -> asyncio.Task[None] | None:
-        """Start to request the forecast of a prompt. Cancel the returned task to drop the request.
+        """Request the forecast of a prompt, unless too many requests are pending. Cancel the task to drop it.
 
         Args:
-            text_of: Decodes token ids.
-            max_tokens: Maximum number of output tokens.
             tell: Called with the forecast, if there is one.
-
-        Returns:
-            None if too many requests are pending.
         """
         if len(self._open) >= MAX_QUESTIONS:
             self._metrics.asked("skipped")
@@ -156,7 +131,6 @@ class Questions:
         return question
 
     async def close(self) -> None:
-        """Cancel pending requests and close the connections."""
         for question in self._open:
             question.cancel()
         if self._open:
@@ -208,7 +182,6 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _length(answer: bytes) -> float:
-    """Parse the number in a chat completion."""
     try:
         text: Any = json.loads(answer)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -221,6 +194,5 @@ def _length(answer: bytes) -> float:
 
 
 def _quote(text: object) -> str:
-    """Return the other server's text on one line, truncated."""
     shown = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
     return repr(shown if len(shown) <= _LONGEST_QUOTE else shown[:_LONGEST_QUOTE] + "...")

@@ -1,4 +1,4 @@
-"""Lingering close: how a connection whose request is answered early ends."""
+"""Lingering close of a connection whose request is answered early."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ class LingeringClose:
 
     @property
     def is_exhausted(self) -> bool:
-        """True if the client has sent more than may be dropped."""
         return self._remaining_bytes < 0
 
     def drop(self, n_bytes: int) -> None:
-        """Count dropped input."""
         self._dropped_at = self._loop.time()
         self._remaining_bytes -= n_bytes
 
@@ -54,7 +52,6 @@ class LingeringClose:
             self._transport.resume_reading()
 
     def cancel(self) -> None:
-        """Stop waiting for the client."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

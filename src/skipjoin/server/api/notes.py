@@ -29,7 +29,6 @@ class Note:
     """Facts about a finished request.
 
     Attributes:
-        run: None if nothing was generated.
         reason: Code of the error that ended the request, or "".
     """
 

@@ -50,7 +50,7 @@ def client_of(owner: str, config: ServerConfig) -> str:
 
 
 def cache_salt(body: GenerationBody, owner: str) -> str:
-    """Return the salt that isolates prefix caching: the body's salt, and the owner (a hash of the API key).
+    """Return the salt of prefix caching: the body's salt, and the owner (a hash of the API key).
 
     The TTFT thus reveals nothing about the prompts of other keys.
     """
@@ -87,7 +87,6 @@ def _priority(asked: int, config: ServerConfig, owner: str) -> int:
 
 
 def _has_own(config: ServerConfig, owner: str, right: str) -> bool:
-    """Return whether the key file sets `right`, a field of `KeyRights`, for the owner's key."""
     return getattr(config.key_rights.get(owner, AS_ALL), right) is not None
 
 
@@ -123,7 +122,6 @@ def _check_flex(slo: Slo) -> None:
 
 
 def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerConfig) -> float | None:
-    """Return the objective `name` of a request in milliseconds, or None. Raise 400 if it is out of bounds."""
     header = f"x-slo-{name}-ms"
     field, asked_ms = f"slo.{name}_ms", getattr(slo, f"{name}_ms")
     if asked_ms is None:
@@ -138,7 +136,6 @@ def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerCon
 
 
 def _number(text: str) -> float:
-    """Parse a number. Return NaN for any other text."""
     try:
         return float(text) if text.isascii() else math.nan
     except ValueError:

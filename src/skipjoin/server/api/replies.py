@@ -34,11 +34,7 @@ class DisconnectedError(Exception):
 
 
 async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
-    """Prepare the job of a request, and return the response that runs it.
-
-    Raises:
-        ApiError: See `Endpoint.prepare`.
-    """
+    """Prepare the job of a request, and return the response that runs it."""
     arrived = time.monotonic()
     service = endpoint.service
     body = await service.parse(await json_body(request), endpoint.body_type)
@@ -50,7 +46,7 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
 
 
 class JsonReply(Response):
-    """JSON response that is not streamed.
+    """JSON response, sent in pieces so that at most one of them is buffered for a client that does not read.
 
     Args:
         on_end: Called after the last byte was passed on, or sending failed.
@@ -63,7 +59,6 @@ class JsonReply(Response):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the body in pieces, so that at most one of them is buffered for a client that does not read."""
         body = bytes(self.body)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

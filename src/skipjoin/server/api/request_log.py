@@ -19,10 +19,7 @@ _LABEL = 8
 
 
 class RequestLog:
-    """ASGI middleware that logs each request.
-
-    Successful GET requests, such as probes, are logged at level debug, all others at level info.
-    """
+    """ASGI middleware that logs each request, at level debug if it is a successful GET such as a probe."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -13,11 +13,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """Details of the prompt tokens.
-
-    Attributes:
-        cached_tokens: Number of prefix-cache hit tokens.
-    """
+    """Details of the prompt tokens."""
 
     cached_tokens: int = 0
 
@@ -171,12 +167,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Response of POST /tokenize.
-
-    Attributes:
-        tokens: JSON list of integers.
-        token_strs: JSON list of strings.
-    """
+    """Response of POST /tokenize."""
 
     tokens: msgspec.Raw
     count: int

@@ -1,4 +1,4 @@
-"""State and services that all routes share: engine client, tokenizer, admission limits and phase of the server."""
+"""State and services that all routes share."""
 
 from __future__ import annotations
 
@@ -113,7 +113,6 @@ class Service:
             self.phase = Phase.OPEN
 
     def drain(self) -> None:
-        """Refuse new requests. Running requests continue."""
         self.phase = Phase.DRAINING
 
     def close(self) -> None:
@@ -129,14 +128,12 @@ class Service:
 
     @property
     def info(self) -> Ready:
-        """Description of the engine. Raises 503 before the engine is ready."""
         if self._info is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model. Raises 503 before the engine is ready."""
         if self._tokenizer is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._tokenizer
@@ -152,7 +149,6 @@ class Service:
             raise EngineHungError
 
     def count_replicas(self) -> dict[str, int]:
-        """Return the number of running and wanted engines, or nothing for a server with one engine."""
         client = self.client
         return {"replicas_alive": client.alive, "replicas": client.wanted} if client.wanted > 1 else {}
 
@@ -171,7 +167,6 @@ class Service:
     # -- reading requests ---------------------------------------------------------------------------------
 
     async def in_thread(self, work: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """Run blocking work in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     async def parse(self, body: bytes, kind: type[BodyT]) -> BodyT:
@@ -193,11 +188,10 @@ class Service:
     async def encode(
         self, text: str, param: str, *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text.
+        """Return the token ids of a text. Raise 400 for more than `most` (None: `max_prompt_tokens`).
 
         Args:
             param: Field of the request that has the text.
-            most: Maximum number of tokens, above which this raises 400. None means `max_prompt_tokens`.
         """
         encode, most = self.tokenizer.encode, self.max_prompt_tokens if most is None else most
         try:
@@ -208,7 +202,6 @@ class Service:
             raise self._too_long(param, most, error.found) from None
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids."""
         if len(ids) > _LARGE:
             return await self.in_thread(self.tokenizer.decode_long, ids, skip_special_tokens)
         return self.tokenizer.decode(ids, skip_special_tokens)
@@ -220,11 +213,7 @@ class Service:
         )
 
     async def encode_chat(self, body: ChatRequest | TokenizeRequest, most: int | None = None) -> list[int]:
-        """Return the token ids of a conversation. Raise 400 if the chat template refuses it.
-
-        Args:
-            most: See `encode`.
-        """
+        """Return the token ids of a conversation. Raise 400 if the chat template refuses it."""
         messages = [message.as_template_input() for message in body.messages or ()]
         options = body.chat_template_kwargs
         variables = {} if options is None else options.model_dump(exclude_none=True)
@@ -237,7 +226,6 @@ class Service:
         return await self.encode(text, "messages", add_special_tokens=False, most=most)
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Raise 400 for token ids outside the vocabulary."""
         if ids and max(ids) >= self.info.vocab_size:
             raise bad_request(f"{name} must be token ids in [0, {self.info.vocab_size - 1}], got {max(ids)}", name)
 
@@ -261,7 +249,6 @@ class Service:
             )
 
     async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]], owner: str) -> list[Expectation]:
-        """Return the expected output lengths of an owner's prompts. See `Forecasting.expect`."""
         if self._forecasting is None:
             return [Expectation() for _ in prompts]
         return await self._forecasting.expect([(ids, params.output_limit) for ids, params in prompts], owner)

@@ -1,8 +1,8 @@
 """Structural check of large bodies before validation.
 
 pydantic parses a whole JSON text before it checks the first field, and then reports all errors. 4 MB of empty lists or
-of unknown fields block the interpreter for half a second. msgspec decodes by type, skips untyped values (`Raw`) and
-stops at the first error.
+of unknown fields block the interpreter for half a second. msgspec skips untyped values (`Raw`) and stops at the first
+error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INNER = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def checked(body: bytes, kind: type[BaseModel]) -> bytes:
-    """Return the body with duplicate fields removed. Raise 400 at the first undeclared or too large field of `kind`."""
+    """Return the body with duplicate fields removed. Raise 400 at the first undeclared or too large field."""
     fields = _read(body, _struct(kind), "")
     for name in kind.model_fields:
         value = getattr(fields, name)
@@ -55,7 +55,6 @@ def _struct(kind: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
 
 
 def _read(data: bytes | Raw, kind: Any, at: str) -> Any:
-    """Decode JSON at the path `at` of the body. Raise 400 if it is invalid."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -67,7 +66,6 @@ def _read(data: bytes | Raw, kind: Any, at: str) -> Any:
 
 
 def _fault(text: str, at: str) -> ApiError:
-    """Return 400 for an error of msgspec in the value at the path `at`."""
     found = _FAULT.fullmatch(text)
     assert found is not None
     what, inner = found[1], found[3] or ""
@@ -80,7 +78,7 @@ def _fault(text: str, at: str) -> ApiError:
 
 
 def _path(*parts: str) -> str:
-    """Join paths and convert them from msgspec's notation ([3].content) to that of this API (3.content)."""
+    """Convert msgspec's notation of paths ([3].content) to that of this API (3.content)."""
     return ".".join(part for part in re.split(r"[.\[\]]+", ".".join(parts)) if part)
 
 

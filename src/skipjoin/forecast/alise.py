@@ -48,7 +48,6 @@ class Alise:
             self._index.add(prompt.vector, tokens, exact)
 
     def __len__(self) -> int:
-        """Return the number of indexed requests."""
         return len(self._index)
 
     def state(self) -> dict[str, Array]:

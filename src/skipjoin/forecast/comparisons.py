@@ -35,7 +35,6 @@ class ProxyClassifier:
         self._spread = self._seen(lengths)
 
     def _seen(self, lengths: Array) -> Array:
-        """Return the distribution over the bins for each class."""
         counts = np.zeros((len(self._borders) + 1, BINS))
         np.add.at(counts, (self._class(lengths), np.searchsorted(EDGES, lengths, side="right") - 1), 1.0)
         return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0))

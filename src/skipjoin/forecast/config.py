@@ -37,9 +37,6 @@ def make_forecaster(
         clock: Seconds, for the age of past requests.
         folder: Folder of that model, for its embeddings.
         text_of: Returns the text of a prompt's tokens, for an encoder with its own tokenizer.
-
-    Raises:
-        ConfigError: The encoder cannot be read, or the entries need usearch and it is missing.
     """
     encoder = _encoder(config.forecast_encoder, folder, text_of)
     return Forecaster(encoder, _model(config, encoder, clock), served)
@@ -51,7 +48,6 @@ def make_owner_forecasters(
     """Return a forecaster per owner, whose limits on kept requests are divided by the number of owners.
 
     Args:
-        served: See `make_forecaster`.
         owners: Expected number of owners, at least 1.
         kept_in: Folder of the states; None does not save them.
     """

@@ -39,10 +39,7 @@ class MeanEmbeddings:
     """Encoder that averages the input embeddings of a prompt's tokens, centered over the vocabulary.
 
     Args:
-        folder: Folder of the served model.
-
-    Raises:
-        ConfigError: The folder has no embedding matrix in safetensors.
+        folder: Folder of the served model, with safetensors.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -61,7 +58,6 @@ class MeanEmbeddings:
 
 
 def _find(folder: Path) -> tuple[Path, str]:
-    """Return the file with the embedding matrix and the matrix's name."""
     if not folder.is_dir():
         raise ConfigError(f"forecast_encoder: embeddings of {folder}: there is no such folder")
     try:
@@ -76,7 +72,6 @@ def _find(folder: Path) -> tuple[Path, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files to search; those with an embedding matrix if the folder has an index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         where = json.loads(index.read_text()).get("weight_map", {})
@@ -126,9 +121,6 @@ class HuggingFaceEncoder:
 
     Args:
         folder: Folder with configuration, safetensors weights and tokenizer.
-
-    Raises:
-        ConfigError: The folder cannot be read.
     """
 
     def __init__(self, folder: str | Path, text_of: TextOf) -> None:

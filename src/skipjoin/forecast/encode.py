@@ -91,18 +91,13 @@ class Encoder(Protocol):
 
     Attributes:
         name: Identifies the vectors; a forecaster state with another encoder is rejected.
-        width: Width of the vectors.
     """
 
     name: str
     width: int
 
     def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
-        """Return a (width,) float32 vector of norm 1 or 0.
-
-        Args:
-            features: Hashed features of the prompt.
-        """
+        """Return a (width,) float32 vector of norm 1 or 0."""
         ...
 
 

@@ -40,9 +40,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Accuracy of forecasts.
-
-    Fields are None where they do not apply.
+    """Accuracy of forecasts. Fields are None where they do not apply.
 
     Attributes:
         r, r_log: Pearson correlation of lengths and of log lengths; 0 if all forecasts are equal.
@@ -111,7 +109,6 @@ class Evaluation:
     def _predict(
         self, model: Model, train: Sequence[Sample], name: str, progress: Progress
     ) -> tuple[list[Predicted], list[float]]:
-        """Return the forecasts of the test rows after training, and their durations in seconds."""
         forecaster = Forecaster(self.encoder, model)
         rows = len(train) + len(self.test)
         for place, sample in enumerate(train):

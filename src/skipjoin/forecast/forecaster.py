@@ -60,7 +60,6 @@ class Forecaster:
 
     @property
     def identity(self) -> Identity:
-        """Identity that a stored state must match."""
         return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width, self._owner)
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
@@ -106,14 +105,10 @@ class Forecaster:
                 self._prior.learn(end, exact)
 
     def __len__(self) -> int:
-        """Return the number of indexed requests, 0 if the model keeps none."""
         return len(self.model) if isinstance(self.model, Sized) else 0
 
     def save(self, folder: str | Path, *, quiet: bool = False) -> bool:
-        """Save the state below a folder atomically, and return whether that succeeded.
-
-        A failure keeps the previous state and logs a warning unless `quiet`.
-        """
+        """Save the state atomically, and return whether that succeeded. A failure keeps the previous state."""
         with self._lock:
             arrays = self._state()
         return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests}, quiet=quiet)

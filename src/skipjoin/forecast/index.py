@@ -20,11 +20,7 @@ class Found(NamedTuple):
 
 
 class VectorIndex:
-    """Ring buffer of at most `entries` vectors, without those older than `max_age_s` seconds of `clock`.
-
-    Raises:
-        ConfigError: There are too many entries to search; see `vectors_of`.
-    """
+    """Ring buffer of at most `entries` vectors, without those older than `max_age_s` seconds of `clock`."""
 
     def __init__(self, width: int, entries: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self._entries, self._max_age_s, self._clock = entries, max_age_s, clock
@@ -70,11 +66,7 @@ class VectorIndex:
         return ring | {"times": self._times[places], "room": np.array([self._entries])} | self._vectors.state(places)
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the latest entries that fit from the `state` of an index of any size.
-
-        Raises:
-            ValueError, KeyError: The arrays do not fit.
-        """
+        """Restore the latest entries that fit from the `state` of an index of any size."""
         tokens, exact, times = state["tokens"], state["exact"], state["times"]
         if not len(tokens) == len(exact) == len(times) or (len(tokens) and tokens.min() < 1):
             raise ValueError("an index whose entries do not fit together")

@@ -49,11 +49,7 @@ class Model(Protocol):
         ...
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """Learn that the predicted output ended after `tokens` tokens, in bin `end`.
-
-        Args:
-            exact: False if the output was cut off there.
-        """
+        """Learn that the predicted output ended after `tokens` tokens, in bin `end`; not `exact` if it was cut off."""
         ...
 
     def state(self) -> dict[str, Array]:
@@ -61,11 +57,7 @@ class Model(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the arrays of `state`.
-
-        Raises:
-            ValueError, KeyError: The arrays are not of this model.
-        """
+        """Restore the arrays of `state`, or raise ValueError or KeyError if they are not of this model."""
         ...
 
 
@@ -79,11 +71,6 @@ class Learned:
     name = "learned"
 
     def __init__(self, index: VectorIndex, replayed: int = REPLAYED) -> None:
-        """Create the model.
-
-        Args:
-            replayed: Size of the head's replay buffer, in requests.
-        """
         self._index = index
         self._head = Head(FEATURES, replayed)
         self._shares: Array = np.full(3, 1 / 3)
@@ -101,7 +88,7 @@ class Learned:
         self._index.add(prompt.vector, tokens, exact)
 
     def _mix(self, found: Array) -> None:
-        """Update the shares by a step of online expectation maximization, given the components' likelihoods."""
+        """Update the shares by a step of online expectation maximization."""
         self._learned += 1
         step = max(_MIXING, 1.0 / (self._learned + 2))
         shares = self._shares * (1 - step + step * found / (self._shares @ found))
@@ -109,7 +96,6 @@ class Learned:
         self._shares = shares / shares.sum()
 
     def __len__(self) -> int:
-        """Return the number of indexed requests."""
         return len(self._index)
 
     def state(self) -> dict[str, Array]:

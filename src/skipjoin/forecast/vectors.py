@@ -38,23 +38,12 @@ class Vectors(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
-        """Restore the last `kept` vectors of a `state` and return their places.
-
-        Args:
-            same: Whether the state has the same capacity.
-
-        Raises:
-            ValueError, KeyError: The arrays do not fit.
-        """
+        """Restore the last `kept` vectors of a `state`, with the `same` capacity or not, and return their places."""
         ...
 
 
 def vectors_of(entries: int, width: int) -> Vectors:
-    """Return a store for `entries` vectors.
-
-    Raises:
-        ConfigError: There are too many for exact search and usearch is missing.
-    """
+    """Return a store for `entries` vectors, of which many need usearch."""
     if entries <= EXACT_ENTRIES:
         return ExactVectors(entries, width)
     return GraphVectors(width)
@@ -72,7 +61,6 @@ def _graph(width: int) -> Any:
 
 
 def _stored(state: Mapping[str, Array], width: int) -> Array:
-    """Return the vectors of a state of either kind, in order."""
     if "vectors" in state:
         found = state["vectors"]
     else:

@@ -1,4 +1,4 @@
-"""HTTP client of a server's files and batches, for `skipjoin batch`."""
+"""HTTP client of a server's files and batches."""
 
 from __future__ import annotations
 
@@ -41,14 +41,10 @@ class BatchPage(NamedTuple):
 
 
 class BatchClient:
-    """Client of one server, as an asynchronous context manager.
+    """Client of one server, as an asynchronous context manager. Methods raise `BatchClientError`.
 
     Args:
         url: Without /v1.
-        api_key: None sends no key.
-
-    Raises:
-        BatchClientError: From all methods.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -68,7 +64,6 @@ class BatchClient:
         await self._session.close()
 
     async def upload(self, path: Path) -> str:
-        """Upload a file and return its id."""
         try:
             with path.open("rb") as file:
                 form = aiohttp.FormData()
@@ -95,7 +90,6 @@ class BatchClient:
         return await self._json("POST", f"/v1/batches/{quote(batch_id, safe='')}/cancel")
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Yield the content of a file in chunks."""
         async with self._answer("GET", f"/v1/files/{file_id}/content") as response:
             async for piece in response.content.iter_chunked(_PIECE):
                 yield piece

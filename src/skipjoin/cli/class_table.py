@@ -26,7 +26,6 @@ def class_table(head: Sequence[str | Column], groups: Iterable[tuple[Sequence[st
     """Return a table of each stream's latencies, and of its throughput while requests were submitted.
 
     Args:
-        head: The first columns, or their names.
         groups: Cells of the first columns, and records that differ only in their seeds.
     """
     # The longest recipe names must fit into 120 columns.
@@ -55,7 +54,7 @@ def mean_text(records: Iterable[Record], field: str) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Format a number with four significant digits, or all before the point; None as -."""
+    """Format a number with four significant digits, or all before the point."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

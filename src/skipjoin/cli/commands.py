@@ -17,7 +17,6 @@ class Commands(typer.Typer):
         super().__init__(help=help, no_args_is_help=True, rich_markup_mode=None, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-        """Return a decorator that adds a command."""
         return super().command(name, cls=_GroupedCommand, **options)
 
 

@@ -56,17 +56,11 @@ class Goal(NamedTuple):
 
     @property
     def replicas(self) -> bool:
-        """True for a search for the number of replicas."""
         return self.search is ReplicaSearch
 
 
 class SimulationReport:
-    """Writes each finished run to the file, shows the progress of the others, and prints tables at the end.
-
-    Args:
-        results: Output file, if any.
-        goal: Goal of a search, if any.
-    """
+    """Writes each finished run to the file, shows the progress of the others, and prints tables at the end."""
 
     def __init__(self, results: ResultsFile | None, goal: Goal | None) -> None:
         self._results = results
@@ -121,7 +115,6 @@ class SimulationReport:
         self._bars.update(self._runs, completed=len(self._records))
 
     def _tried(self, cell: Cell) -> str:
-        """Describe the latest run of a search."""
         if self._goal is None:
             return "runs"
         replicas, rate = cell.system.replicas, cell.extent.rate_rps
@@ -267,11 +260,7 @@ def _minima(groups: _Groups, bound: Bound) -> Table:
 
 
 def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: OnRequests | None) -> None:
-    """Run one cell in this process and write its timeline to `path`.
-
-    Raises:
-        ConfigError: If the file cannot be written.
-    """
+    """Run one cell in this process and write its timeline to `path`."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("w", encoding="utf-8"))
@@ -292,7 +281,7 @@ def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: On
 
 @contextmanager
 def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
-    """Yield the callback that writes the requests of a sweep to a file, or None without a file."""
+    """Yield the callback that writes the requests of a sweep to a file."""
     if file is None:
         yield None
         return

@@ -50,8 +50,7 @@ class Exchange:
 
     Attributes:
         facts: Observations; the arrival is the job's due time, so that client lag counts as latency.
-        sent: Send time, or None if not sent.
-        output: Text received so far.
+        sent: None if not sent.
         failure: None if the response is complete.
     """
 
@@ -141,11 +140,6 @@ class Client:
         await self._stack.aclose()
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Return status and text.
-
-        Raises:
-            ConfigError: If the server cannot be reached.
-        """
         url = self.target.base_url + path
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)) as response:
@@ -155,11 +149,6 @@ class Client:
             raise ConfigError(f"cannot reach {url}: {reason.detail}; is the server running?") from error
 
     async def models(self) -> list[dict[str, Any]]:
-        """Return the entries of /v1/models.
-
-        Raises:
-            ConfigError: If there are none.
-        """
         status, text = await self.get("/v1/models")
         where = f"{self.target.base_url}/v1/models"
         if status == 401:
@@ -209,11 +198,7 @@ class Client:
 
 @dataclass(slots=True)
 class ClosedLoad:
-    """Closed-loop stream with its infinite jobs and their bodies.
-
-    Attributes:
-        until: Time in seconds from which no job is sent.
-    """
+    """Closed-loop stream with its infinite jobs and their bodies. No job is sent after `until` seconds."""
 
     stream: Closed
     jobs: Iterator[WorkloadRequest]
@@ -223,9 +208,6 @@ class ClosedLoad:
 
 class ClientRun:
     """One run of a client over jobs and closed-loop streams.
-
-    Args:
-        on_progress: Called twice a second.
 
     Attributes:
         gone: True if the run was aborted because the server failed all connections.
@@ -281,7 +263,6 @@ class ClientRun:
             group.create_task(self._ask(exchange, body))
 
     def _keep_going(self, group: asyncio.TaskGroup, load: ClosedLoad) -> None:
-        """Start a closed-loop stream: one lane of batches, or `size` lanes of single jobs."""
         together = load.stream.mode is ClosedMode.BATCH
         lanes, width = (1, load.stream.size) if together else (load.stream.size, 1)
         for _ in range(lanes):
@@ -343,11 +324,7 @@ class ClientRun:
 
 
 async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodies) -> None:
-    """Send jobs one after the other.
-
-    Raises:
-        ConfigError: If all of them fail.
-    """
+    """Send jobs one after the other, and raise if all of them fail."""
     failures: list[Failure] = []
     for number, job in enumerate(jobs):
         exchange = exchange_of(number, job._replace(at=0.0))
@@ -376,7 +353,6 @@ def explain(error: BaseException) -> Failure:
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error body in OpenAI's form, or else the whole body."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -34,7 +34,6 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
     def content(self) -> str:
-        """Return the text that the event adds."""
         return self.text or (self.delta.content if self.delta is not None else None) or ""
 
     def shows_token(self) -> bool:
@@ -62,8 +61,7 @@ class Answer:
     """Parser of the server-sent events of a completion or chat.
 
     Attributes:
-        first_token, last_token: Times of the first and last event with a token. An event may hold several tokens or a
-            part of one.
+        first_token, last_token: Times of events with a token. An event may hold several tokens or a part of one.
         prompt_tokens, output_tokens: The server's counts, None until reported.
         ended: Time of [DONE].
     """
@@ -107,12 +105,7 @@ class Answer:
         self.feed(b"\n", now)
 
     def problem(self, wanted: int, *, may_stop: bool) -> Failure | None:
-        """Return why the response is incomplete, or None.
-
-        Args:
-            wanted: Requested number of tokens.
-            may_stop: Whether the model may stop earlier.
-        """
+        """Return why the response is incomplete. `may_stop` allows fewer tokens than `wanted`."""
         if self.error is not None:
             return self.error
         if self.ended is None:

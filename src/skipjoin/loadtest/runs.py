@@ -54,12 +54,9 @@ class LoadWatcher(Protocol):
 
 
 def measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
-    """Run the plan, and return the reason if it ended early, else None.
+    """Run the plan, and return the reason if it ended early.
 
     KeyboardInterrupt ends the current run, which leaves no record.
-
-    Raises:
-        ConfigError: If the workload cannot be drawn, or the server is unreachable or fails all warm-up requests.
     """
     # The server's event loop; benchmarks/performance/load_client measures it.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -113,7 +110,6 @@ def _closed(target: Target, plan: LoadPlan, rate: float | None, seed: int) -> li
 
 
 async def _unreachable(client: Client) -> str | None:
-    """Return the error if the server cannot be reached, else None."""
     try:
         await client.get("/v1/models")
     except ConfigError as error:
@@ -139,11 +135,7 @@ def _quiet_memory() -> Iterator[None]:
 
 
 async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
-    """Return the fields shared by all records, and choose the target's model if none is set.
-
-    Args:
-        texts: Whether prompts are texts of a trace.
-    """
+    """Return the fields shared by all records, and choose the target's model if none is set."""
     models = await client.models()
     target = client.target
     if target.model is None:
@@ -177,7 +169,6 @@ def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s
     """Return the figures of a record.
 
     Args:
-        seconds: Duration of the run.
         window_s: Time during which jobs were sent, as in `summarize`.
     """
     record = summarize(

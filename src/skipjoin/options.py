@@ -44,7 +44,7 @@ def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
 
 
 def nearest(got: str, known: Iterable[str]) -> str:
-    """Return the end of an error that suggests the known names resembling `got`, or an empty string."""
+    """Return the end of an error that suggests the known names resembling `got`, if any."""
     near = difflib.get_close_matches(got.strip().lower(), list(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -55,14 +55,10 @@ class Option:
 
     Attributes:
         help: Sentence for users.
-        low: Minimum.
         above: Exclusive lower bound.
-        high: Maximum.
-        choices: All allowed values, which the help lists.
         flags: Command-line flags; empty derives one from the name.
         metavar: Name of the value in the help, for example its unit.
         group: Group in the help.
-        envvar: Environment variable that also sets the value.
         is_positional: Whether it is a positional argument instead of a flag.
         separator: Separator of several values in one text; empty if only repeating the flag gives several.
         is_common: Whether `--help` shows it. `--help-all` shows every option.
@@ -92,7 +88,6 @@ class Setting:
     Attributes:
         kind: Type without None and literals.
         words: Literal strings allowed besides `kind`, as in `int | Literal["all"]`.
-        is_optional: Whether None is allowed.
         default: MISSING if there is none.
     """
 
@@ -105,7 +100,6 @@ class Setting:
 
     @property
     def help(self) -> str:
-        """Help text with the choices."""
         if not self.option.choices:
             return self.option.help
         *most, last = self.option.choices
@@ -129,7 +123,6 @@ class Setting:
         return "" if low is None else f"at least {_text(low)}"
 
     def check(self, value: Any) -> None:
-        """Raise `ConfigError` for a value of another type or out of bounds."""
         if (value is None and self.is_optional) or (isinstance(value, str) and value in self.words):
             return
         if self.kind in _KINDS:
@@ -141,11 +134,6 @@ class Setting:
             raise ConfigError(f"{self.name} must be {self.bounds}, got {shown}")
 
     def read(self, text: str) -> Value:
-        """Parse a value from text.
-
-        Raises:
-            ConfigError: The text is not of the setting's type.
-        """
         if text in self.words:
             return text
         try:
@@ -170,7 +158,7 @@ class Setting:
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """Return the fields of a dataclass that have an `Option`, by name in their order."""
+    """Return the fields of a dataclass that have an `Option`, by name."""
     if cls not in _FOUND:
         _FOUND[cls] = _find_settings(cls)
     return _FOUND[cls]

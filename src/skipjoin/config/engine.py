@@ -31,9 +31,6 @@ class EngineConfig:
     """Engine configuration: model, memory and scheduling.
 
     Each field is described by its `Option`. None selects the default that the help gives in brackets.
-
-    Raises:
-        ConfigError: A value is out of bounds.
     """
 
     model: Annotated[
@@ -289,7 +286,6 @@ class EngineConfig:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that each hold a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -26,13 +26,10 @@ _DIGEST = hashlib.sha256
 
 
 def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replace a file atomically and durably.
+    """Replace a file atomically and durably. After an error the old content remains.
 
     Args:
         mode: Permissions of the file, before the umask.
-
-    Raises:
-        OSError: If the file cannot be written. The old content remains.
     """
     _remove_abandoned(path.parent)
     temporary = path.parent / f"{_PREFIX}{secrets.token_hex(8)}"
@@ -58,7 +55,7 @@ def make_private(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[str]:
-    """Hold an exclusive lock of a cache file among processes of this machine, so that only one creates its content.
+    """Hold an exclusive lock of a cache file, so that only one process creates its content.
 
     Yields an error text, or an empty one. If files cannot be locked, it does not wait.
     """
@@ -80,7 +77,7 @@ def scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def sealed(content: bytes) -> bytes:
-    """Append a checksum, for detection of lost data."""
+    """Append a checksum."""
     return content + _DIGEST(content).digest()
 
 

@@ -209,11 +209,7 @@ class LLM:
         return results
 
     def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
-        """Run the loop until all requests have finished.
-
-        Args:
-            ahead: Submit the next step before detokenizing the tokens of the current one.
-        """
+        """Run the loop until all requests have finished; `ahead` submits the next step before detokenizing."""
         cached: dict[int, int] = {}
         while running:
             events = self._loop.step()

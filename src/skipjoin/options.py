@@ -37,7 +37,7 @@ class ConfigError(ValueError):
 
 
 def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for a name that is not in `known`, with the nearest names or, failing that, all of them."""
+    """Return the error for a name that is not in `known`, with the nearest names or all of them."""
     names = list(known)
     hint = nearest(got, names) or f"; choose from {', '.join(names)}"
     return ConfigError(f"{field}: there is no {got!r}{hint}")
@@ -58,8 +58,6 @@ class Option:
         above: Exclusive lower bound.
         flags: Command-line flags; empty derives one from the name.
         metavar: Name of the value in the help, for example its unit.
-        group: Group in the help.
-        is_positional: Whether it is a positional argument instead of a flag.
         separator: Separator of several values in one text; empty if only repeating the flag gives several.
         is_common: Whether `--help` shows it. `--help-all` shows every option.
         is_internal: Whether only code sets it, so that it is no option of a command.
@@ -88,7 +86,6 @@ class Setting:
     Attributes:
         kind: Type without None and literals.
         words: Literal strings allowed besides `kind`, as in `int | Literal["all"]`.
-        default: MISSING if there is none.
     """
 
     name: str
@@ -107,7 +104,7 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """Allowed values, such as "in [1, 1024]", "above 0" or "at least 1 or all"; empty if unrestricted."""
+        """Allowed values, such as "in [1, 1024]", "above 0" or "at least 1 or all"."""
         return self._or_words(self._bounds)
 
     @property

@@ -118,11 +118,7 @@ class SamplingParams:
                 _integer(name, value, 0, MAX_LOGPROBS)
 
     def resolved(self, room: int) -> SamplingParams:
-        """Return the parameters with a number as `max_tokens`, which engines need.
-
-        Args:
-            room: Number of tokens that the context leaves after the prompt, at least 1.
-        """
+        """Return the parameters with a number as `max_tokens`, by default `room`, the rest of the context."""
         if self.max_tokens is not None:
             return self
         return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))

@@ -22,11 +22,7 @@ _AWAY = (502, 503, 504)
 
 
 class BatchClientError(Exception):
-    """Error of an unreachable or refusing server, with a text for users.
-
-    Attributes:
-        is_lost: The server may be available again later.
-    """
+    """Error of an unreachable or refusing server. It may be available again later if `is_lost`."""
 
     def __init__(self, text: str, *, is_lost: bool = False) -> None:
         super().__init__(text)
@@ -41,11 +37,7 @@ class BatchPage(NamedTuple):
 
 
 class BatchClient:
-    """Client of one server, as an asynchronous context manager. Methods raise `BatchClientError`.
-
-    Args:
-        url: Without /v1.
-    """
+    """Client of one server, as an asynchronous context manager. `url` is without /v1."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._base = url
@@ -123,7 +115,6 @@ def _reason(error: Exception) -> str:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Return the message of an error response in OpenAI's form or any other."""
     try:
         return f"{msgspec.json.decode(body)['error']['message']} (HTTP status {status})"
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -35,7 +35,6 @@ class Speed:
             self._seen.popleft()
 
     def per_second(self) -> tuple[float, float]:
-        """Return lines and tokens per second."""
         (begin, *first), (end, *last) = self._seen[0], self._seen[-1]
         span = max(end - begin, 1e-9)
         return (last[0] - first[0]) / span, (last[1] - first[1]) / span

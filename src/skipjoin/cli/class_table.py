@@ -23,7 +23,7 @@ _COLUMNS = {
 
 
 def class_table(head: Sequence[str | Column], groups: Iterable[tuple[Sequence[str], Sequence[Record]]]) -> Table:
-    """Return a table of each stream's latencies, and of its throughput while requests were submitted.
+    """Return a table of the latencies and throughput of each stream.
 
     Args:
         groups: Cells of the first columns, and records that differ only in their seeds.
@@ -39,7 +39,7 @@ def class_table(head: Sequence[str | Column], groups: Iterable[tuple[Sequence[st
 
 
 def finished(records: Iterable[Record]) -> str:
-    """Return the number of finished and of submitted requests as text."""
+    """Return the numbers of finished and of submitted requests as text."""
     counts = [record["requests"] for record in records]
     done, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
     return f"{done}/{submitted}"

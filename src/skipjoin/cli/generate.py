@@ -74,7 +74,6 @@ class Task:
         check(self)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters, on top of `defaults`."""
         return replace(
             defaults,
             max_tokens=self.max_tokens,

@@ -32,7 +32,7 @@ Values = dict[str, Any]
 
 @contextmanager
 def plain_errors(flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Print invalid input as one line on stderr and exit with code 2, without a traceback."""
+    """Print invalid input as one line on stderr and exit with code 2."""
     try:
         yield
     except (ConfigError, ModelError, ParameterError) as error:
@@ -43,7 +43,7 @@ def plain_errors(flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[No
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
     """Replace names of settings in an error by their flags.
 
-    A name without an underscore, such as model, may be an ordinary word and is replaced only at the beginning.
+    A name without an underscore may be an ordinary word and is replaced only at the beginning.
     """
 
     def flag(found: re.Match[str]) -> str:
@@ -60,8 +60,7 @@ class Section:
 
     Attributes:
         names: Fields to use; None uses all that are command-line options.
-        finish: Converts the values before the command gets them. It may raise `ConfigError`.
-        from_environment: Whether environment variables can set the options.
+        finish: Converts the values before the command gets them.
     """
 
     source: type
@@ -78,8 +77,7 @@ class Section:
 def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options to a command: those of each section, and `--config` for a file with values of any options.
 
-    The command gets the values of a section as a dictionary, in the argument of the section's name. Errors such as
-    `ConfigError` are printed as one line, with exit code 2.
+    The command gets the values of a section as a dictionary, in the argument of the section's name.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

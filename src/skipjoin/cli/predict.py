@@ -150,7 +150,6 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _bars() -> Iterator[Any]:
-    """Yield a function that shows each forecaster's progress."""
     terminal = sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bars:
         tasks: dict[str, Any] = {}

@@ -166,7 +166,6 @@ class RunOptions:
         return values if self.decision_ms is None else values | {"decision_s": self.decision_ms / 1000}
 
     def objectives(self, single: Slo) -> Slo:
-        """Combine the objectives with the individual ones in `single`, which they may exclude."""
         if self.slo_scale is not None and single != NO_SLO:
             raise ConfigError("slo_scale and the single objectives exclude each other")
         if self.slo_jct_scale is None:

@@ -49,7 +49,7 @@ _PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 
 
 
 class Goal(NamedTuple):
-    """Goal of a search: the maximum rate or minimum number of replicas that satisfies a bound."""
+    """Maximum rate or minimum number of replicas that satisfies a bound."""
 
     search: type[BoundSearch]
     bound: Bound
@@ -60,7 +60,7 @@ class Goal(NamedTuple):
 
 
 class SimulationReport:
-    """Writes each finished run to the file, shows the progress of the others, and prints tables at the end."""
+    """Writes finished runs to the file, shows the progress of the others, and prints tables at the end."""
 
     def __init__(self, results: ResultsFile | None, goal: Goal | None) -> None:
         self._results = results
@@ -202,7 +202,6 @@ def _classes(groups: _Groups) -> Table:
 
 
 def _predictions(groups: _Groups) -> Table:
-    """Return a table of the accuracy of predictions and of the linear model of execution time."""
     table = Table(_recipe_column(), "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
     for group, records in groups:
         if "prediction" not in records[0]:
@@ -217,7 +216,6 @@ def _predictions(groups: _Groups) -> Table:
 
 
 def _roles(groups: _Groups) -> Table:
-    """Return a table of the replicas of each kind and of KV transfers between them."""
     table = Table(_recipe_column(), "req/s", "replicas", *_ROLES, *_TRANSFER, box=None)
     for group, records in groups:
         sent = [mean_text(records, f"transfer.{field}") for field in _TRANSFER.values()]
@@ -260,7 +258,7 @@ def _minima(groups: _Groups, bound: Bound) -> Table:
 
 
 def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: OnRequests | None) -> None:
-    """Run one cell in this process and write its timeline to `path`."""
+    """Run one cell in this process and write its timeline."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("w", encoding="utf-8"))

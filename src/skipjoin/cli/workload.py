@@ -162,7 +162,7 @@ class LoadOptions:
         return "replace" if self.overwrite else "extend" if self.append else "refuse"
 
     def workload(self, *, reads: Collection[str] = ()) -> Synthetic | Replay:
-        """Return the workload. `reads` are additional trace columns that are used."""
+        """Return the workload, which also uses the trace columns `reads`."""
         if self.trace is not None:
             if self.stream:
                 raise ConfigError("stream goes with lengths, not with trace")

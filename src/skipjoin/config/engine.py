@@ -28,10 +28,7 @@ from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, absolut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Engine configuration: model, memory and scheduling.
-
-    Each field is described by its `Option`. None selects the default that the help gives in brackets.
-    """
+    """Engine configuration: model, memory and scheduling. None selects the default that the help gives in brackets."""
 
     model: Annotated[
         str, Option("Hugging Face folder or hub id, or 'tally', the built-in model.", group=MODEL, is_positional=True)
@@ -290,11 +287,10 @@ class EngineConfig:
 
     @property
     def is_distributed(self) -> bool:
-        """True if the model runs on ranks outside the engine's process."""
         return self.ranks > 1 or self.distributed_executor_backend == "ray"
 
     def plans_in_flight(self, device: str) -> int:
-        """Return the maximum number of plans in flight on a `device` of kind cpu or cuda."""
+        """Return the maximum number of plans in flight on a device of kind cpu or cuda."""
         if self.pipeline_parallel_size > 1:
             return self.pipeline_parallel_size
         return self.pipeline_depth or (2 if device == "cuda" else 1)

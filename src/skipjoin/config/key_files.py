@@ -46,7 +46,7 @@ class _Line(NamedTuple):
 
 
 def owner_of_key(key: bytes) -> str:
-    """Return a hash of the key, which identifies the owner of requests and files."""
+    """Return a hash of the key, the owner of requests and files."""
     return hashlib.sha256(key).hexdigest()
 
 

@@ -36,11 +36,8 @@ class ProfileKey:
 
     Attributes:
         model: Model name for messages, not part of the identity.
-        shape: Hash of the model's configuration, so that a renamed folder or other weights of the same shape share a
-            profile.
-        device_kind: cpu or cuda.
+        shape: Hash of the model's configuration, so that folders with the same shape share a profile.
         device: Model name of the CPU or GPU.
-        swap_dtype: Type of KV on the CPU tier, auto or int8.
         operators: Backend of the other operations, such as amx, avx512-bf16, torch or triton.
     """
 
@@ -104,7 +101,6 @@ class Profile:
         host_s: CPU time between two steps.
         stage_shares: Share of each pipeline stage in a step; a single 1 without stages.
         kv_bytes_per_block, weight_bytes: Totals over all devices.
-        host_bytes_per_block: Size of a KV block on the CPU tier.
         date: ISO 8601 in UTC.
     """
 
@@ -127,22 +123,18 @@ class Profile:
     date: str
 
     def cost_for(self, block_size: int) -> LinearCost:
-        """Return the cost model for KV blocks of `block_size` tokens."""
         return dataclasses.replace(self.cost, block=self.cost.block * block_size / self.block_size)
 
 
 def cache_path(key: ProfileKey) -> Path:
-    """Return the path of a cached profile, in $SKIPJOIN_PROFILE_CACHE or the user's cache folder."""
+    """Return the path of a cached profile."""
     folder = os.environ.get(CACHE_VARIABLE)
     return (cache_folder() / "profiles" if folder is None else Path(folder)) / f"{key.digest}.json"
 
 
 @contextmanager
 def one_at_a_time(key: ProfileKey) -> Iterator[None]:
-    """Hold a lock per key among the processes of this machine, if files can be locked.
-
-    Engines that start together then measure once and undisturbed, and the others read the result.
-    """
+    """Hold a lock per key, so that one of several engines that start measures, undisturbed, and the others read."""
     if not _is_cache_trusted(key):
         yield
         return

@@ -35,12 +35,7 @@ LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json"
 
 
 class HangLimits(NamedTuple):
-    """Limits in seconds after which an engine process counts as hung.
-
-    Attributes:
-        step_s: Maximum time of a step.
-        hang_s: Maximum time without a sign of life, after which the process is killed.
-    """
+    """Limits in seconds of a step and of the time without a heartbeat, after which an engine is killed."""
 
     step_s: float = 600.0
     hang_s: float = 30.0
@@ -50,7 +45,6 @@ HANG_LIMITS = HangLimits()
 
 
 def _objective(what: str, default: str = "none", group: str = OBJECTIVES, *, is_common: bool = False) -> Option:
-    """Return the `Option` of a soft objective or its bound; `default` is how the help describes None."""
     return Option(
         f"{what} (default: {default}).",
         above=0,
@@ -373,7 +367,7 @@ class ServerConfig(AccessConfig):
 
     @property
     def _may_have_priority_tier(self) -> bool:
-        """True if some requests may use service_tier priority, also if an unread key file may allow it."""
+        """True if requests may use service_tier priority, or if an unread key file may allow it."""
         some = self.priority_tier == "all" or any(rights.tier for rights in self.key_rights.values())
         return some or self.api_key_file is not None
 
@@ -403,7 +397,7 @@ class ServerConfig(AccessConfig):
         return own if own is not None or default is None else default * PRIORITY_SHARE
 
     def asked_bounds_ms(self, name: str) -> tuple[float | None, float]:
-        """Return the bounds of a requested objective; a minimum of None allows any above 0."""
+        """Return the bounds of a requested objective; None allows any above 0."""
         if name == "jct":
             return None, MAX_DEADLINE_MS
         return getattr(self, f"min_slo_{name}_ms"), getattr(self, f"max_slo_{name}_ms") or MAX_DEADLINE_MS

@@ -59,7 +59,6 @@ class Alise:
 
 
 def _weighted(found: Found, similar: Array) -> Estimate:
-    """Return the log of the weighted mean length and the weighted deviation of the log lengths."""
     weights = found.similarity[similar] / found.similarity[similar].sum()
     lengths = found.tokens[similar].astype(np.float64)
     logs = np.log(lengths)

@@ -1,7 +1,7 @@
 """Loads numpy with single-threaded linear algebra, unless the environment sets a number of threads.
 
-A forecast's products are small. OpenBLAS would spread them over one thread per core, which wait for each other and for
-cores that the engine uses: this raises the cost from 2.2 to 3.0 ms per request, and to 12 ms on shared cores.
+OpenBLAS would spread a forecast's small products over threads, which wait for each other and for cores that the engine
+uses: 3.0 instead of 2.2 ms per request, and up to 12 ms on shared cores.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _TRUST = 40
 class Calibrator:
     """Maps cumulative probabilities to the observed shares of past requests with prompts of similar length.
 
-    Requests that were cut off enter as censored observations of a Kaplan-Meier estimate.
+    Requests that were cut off are censored observations of a Kaplan-Meier estimate.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,6 @@ class Calibrator:
 
 
 def _places(seen: Array) -> Array:
-    """Return the uncalibrated probabilities below which the shares `_LEVELS` of the requests `seen` lie."""
     order = seen[np.argsort(seen[:, 1])]
     at_risk = np.arange(len(order), 0, -1)
     below = 1.0 - np.cumprod(1.0 - order[:, 2] / at_risk)

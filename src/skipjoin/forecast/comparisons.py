@@ -18,12 +18,9 @@ _RATE, _FIRST_SQUARES = 0.1, 1e-2
 
 
 class ProxyClassifier:
-    """Multinomial logistic regression from hashed features to equally frequent length classes.
+    """Multinomial logistic regression from hashed features to equally frequent classes of `lengths`.
 
     The papers fine-tune a BERT instead. Within a class, lengths are distributed as in the training data.
-
-    Args:
-        lengths: Output tokens that determine the class boundaries.
     """
 
     name = "proxy"

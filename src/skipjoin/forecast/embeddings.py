@@ -1,4 +1,4 @@
-"""Encoders that need files: the served model's input embeddings, or a separate encoder."""
+"""Encoders that need files."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ _FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f
 
 
 class MeanEmbeddings:
-    """Encoder that averages the input embeddings of a prompt's tokens, centered over the vocabulary.
-
-    Args:
-        folder: Folder of the served model, with safetensors.
-    """
+    """Encoder that averages the input embeddings of a prompt's tokens, centered over the vocabulary."""
 
     def __init__(self, folder: str | Path) -> None:
         file, name = _find(Path(folder))
@@ -118,9 +114,6 @@ class HuggingFaceEncoder:
     """Encoder that averages the last hidden states of a model such as BERT on the CPU.
 
     The served model's tokens mean nothing to it, so `text_of` turns a prompt back into text.
-
-    Args:
-        folder: Folder with configuration, safetensors weights and tokenizer.
     """
 
     def __init__(self, folder: str | Path, text_of: TextOf) -> None:

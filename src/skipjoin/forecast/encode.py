@@ -25,7 +25,7 @@ _MIX_1, _MIX_2, _GOLDEN = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB
 
 
 def words(text: str) -> list[int]:
-    """Return stable hashes of the lowercased words and punctuation marks, as tokens where there is no tokenizer."""
+    """Return stable hashes of the lowercased words and punctuation marks, in place of tokens."""
     return [crc32(word.encode()) for word in _WORD.findall(text.lower())]
 
 
@@ -87,11 +87,7 @@ def _length_features(tokens: int) -> tuple[Array, Array]:
 
 
 class Encoder(Protocol):
-    """Encoder of prompts as vectors for similarity search.
-
-    Attributes:
-        name: Identifies the vectors; a forecaster state with another encoder is rejected.
-    """
+    """Encoder of prompts as vectors. Its `name` identifies them in stored states."""
 
     name: str
     width: int

@@ -70,8 +70,7 @@ class Figures:
 class Evaluation:
     """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`.
 
-    Attributes:
-        most: max_tokens of every request. Longer outputs are cut off, also in training.
+    Outputs longer than `most` are cut off, also in training.
     """
 
     train: Sequence[Sample]
@@ -81,11 +80,7 @@ class Evaluation:
     most: int
 
     def run(self, progress: Progress) -> list[Figures]:
-        """Return the figures of every forecaster, in table order.
-
-        Args:
-            progress: Called with the forecaster's name and its progress from 0 to 1.
-        """
+        """Return the figures of every forecaster. `progress` gets its name and a fraction from 0 to 1."""
         lengths = self._lengths(self.train)
         models: list[Model] = [
             ProxyClassifier(lengths),
@@ -124,12 +119,12 @@ class Evaluation:
         return found, seconds
 
     def _oracle(self) -> Figures:
-        """Return the figures of predicting the second output's length or, without one, the true length."""
+        """Predict the second output's length or, without one, the true length."""
         known = [min(sample.second or sample.tokens, self.most) for sample in self.test]
         return self._figures(ORACLE, [Forecast(float(tokens), ORACLE) for tokens in known])
 
     def _control(self, progress: Progress) -> Figures:
-        """Return the mean figures of training on permuted lengths, from which nothing can be learned."""
+        """Train on permuted lengths, from which nothing can be learned."""
         drawn = np.random.default_rng(0)
         return _mean_of([self._permuted(drawn, run, progress) for run in range(_CONTROLS)])
 

@@ -23,7 +23,7 @@ LOW, HIGH = 0.1, 0.9
 
 
 class Predicted(NamedTuple):
-    """Forecast with the data that `Forecaster.learn` needs later: some kilobytes of hashes and probabilities.
+    """Forecast with some kilobytes that `Forecaster.learn` needs later.
 
     Attributes:
         interval: Bounds in tokens of the 80 % interval, capped at `most`.
@@ -76,17 +76,13 @@ class Forecaster:
         return Predicted(forecast, _interval(mass, max_tokens), max_tokens, seen, guess)
 
     def prior(self, max_tokens: int) -> Forecast:
-        """Return the forecast without knowledge of the prompt.
-
-        This takes some microseconds, even while another thread forecasts, learns or saves.
-        """
+        """Return the forecast without the prompt. Takes microseconds, even while another thread learns or saves."""
         with self._brief_lock:
             mass = self._prior.mass()
             self.stats.made("prior")
         return capped(mass, max_tokens, "prior")
 
     def lengths(self) -> tuple[Array, float]:
-        """Return the distribution of all lengths and the number of requests that it was learned from."""
         with self._brief_lock:
             return self._prior.mass(), self._prior.requests
 
@@ -116,7 +112,7 @@ class Forecaster:
     def load(self, folder: str | Path) -> bool:
         """Load the state saved for the same models and encoder, and return whether there was one.
 
-        An invalid state is moved aside with a warning, and the forecaster stays untrained.
+        An invalid state is moved aside with a warning.
         """
         with self._lock:
             return load_state(Path(folder), self.identity, self._restore)

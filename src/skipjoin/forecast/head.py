@@ -57,7 +57,6 @@ class Head:
         return np.asarray(1.0 / (1.0 + np.exp(-np.clip(logits, -20.0, 20.0))))
 
     def learn(self, example: Example) -> None:
-        """Learn from a request and replay some past ones."""
         self._step(example)
         self._keep(example)
         for _ in range(_REPLAYS):

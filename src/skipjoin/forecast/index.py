@@ -20,7 +20,7 @@ class Found(NamedTuple):
 
 
 class VectorIndex:
-    """Ring buffer of at most `entries` vectors, without those older than `max_age_s` seconds of `clock`."""
+    """Ring buffer of at most `entries` vectors, none older than `max_age_s`."""
 
     def __init__(self, width: int, entries: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self._entries, self._max_age_s, self._clock = entries, max_age_s, clock
@@ -34,7 +34,7 @@ class VectorIndex:
         return self._size
 
     def add(self, vector: Array, tokens: int, exact: bool) -> None:
-        """Add a prompt and its output length; not `exact` if the output was cut off there."""
+        """Add a prompt and its output length; not `exact` if the output was cut off."""
         now = self._clock()
         self._forget(now - self._max_age_s)
         place = (self._oldest + self._size) % self._entries

@@ -27,8 +27,6 @@ class Guess(NamedTuple):
     """Prediction of a model.
 
     Attributes:
-        mass: Distribution over the bins.
-        source: Name of what it was made from.
         parts: Data that the model needs for learning.
         tokens: Expected length, if it is not the mean of the calibrated distribution.
     """
@@ -88,7 +86,6 @@ class Learned:
         self._index.add(prompt.vector, tokens, exact)
 
     def _mix(self, found: Array) -> None:
-        """Update the shares by a step of online expectation maximization."""
         self._learned += 1
         step = max(_MIXING, 1.0 / (self._learned + 2))
         shares = self._shares * (1 - step + step * found / (self._shares @ found))
@@ -129,8 +126,7 @@ class PriorOnly:
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
         return Guess(prior.mass(), self.name)
 
-    def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """Do nothing, since the forecaster's prior learns."""
+    def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None: ...
 
     def state(self) -> dict[str, Array]:
         return {}

@@ -23,8 +23,7 @@ class OwnerForecasters:
 
     A new forecaster starts from the shared distribution. This is the mean of the first guess, with weight 1, and of the
     distributions of owners in memory, with weights below 1. So one owner changes it by at most 1/2 in total variation,
-    and by at most 1/(m + 2) besides `m` owners with many requests. Existing forecasters are not affected by other
-    owners.
+    and by at most 1/(m + 2) besides `m` owners with many requests.
 
     Args:
         make: Returns the forecaster of an owner, given the hazards of the shared distribution.
@@ -46,7 +45,6 @@ class OwnerForecasters:
             self._changed.add(owner)
 
     def prior(self, owner: str, max_tokens: int) -> Forecast:
-        """Return the forecast for a request of which only the owner is known. Takes some microseconds."""
         with self._lock:
             found = self._owners.get(owner)
         return capped(self.shared(), max_tokens, "prior") if found is None else found.prior(max_tokens)

@@ -48,15 +48,12 @@ class Stats:
 
     @property
     def error(self) -> float:
-        """Recent mean absolute error in tokens."""
         return self._error / max(self._weight, 1.0)
 
     @property
     def relative_error(self) -> float:
-        """Recent mean of error over length."""
         return self._relative / max(self._weight, 1.0)
 
     @property
     def coverage(self) -> float:
-        """Recent share of requests inside their 80 % interval."""
         return self._covered / max(self._weight, 1.0)

@@ -103,7 +103,7 @@ class ExactVectors:
 
 
 class GraphVectors:
-    """Approximate nearest-neighbor graph (HNSW) of usearch, whose search visits a few hundred vectors of any number."""
+    """Approximate nearest-neighbor graph (HNSW) of usearch."""
 
     def __init__(self, width: int) -> None:
         self._width = width

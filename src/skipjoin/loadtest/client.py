@@ -1,6 +1,6 @@
 """Open-loop load client: requests are sent at their arrival times, regardless of earlier responses.
 
-Only requests of closed-loop streams wait for others.
+Only closed-loop streams wait.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Exchange:
 
     Attributes:
         facts: Observations; the arrival is the job's due time, so that client lag counts as latency.
-        sent: None if not sent.
         failure: None if the response is complete.
     """
 
@@ -87,12 +86,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class ClientProgress:
-    """Progress of a run in requests.
-
-    Attributes:
-        total: Number of known requests; closed-loop streams add to it.
-        lag: Maximum since the previous report.
-    """
+    """Progress of a run in requests. `lag` is the maximum since the previous report."""
 
     total: int
     sent: int = 0
@@ -165,11 +159,7 @@ class Client:
     async def ask(
         self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a request and record its outcome in `exchange`, including errors of the server.
-
-        Args:
-            on_sign: Called whenever data arrives from the server.
-        """
+        """Send a request and record its outcome, calling `on_sign` whenever data arrives."""
         facts = exchange.facts
         answer = Answer()
         exchange.sent = clock()
@@ -207,11 +197,7 @@ class ClosedLoad:
 
 
 class ClientRun:
-    """One run of a client over jobs and closed-loop streams.
-
-    Attributes:
-        gone: True if the run was aborted because the server failed all connections.
-    """
+    """One run of a client over jobs and closed-loop streams, aborted (`gone`) if the server fails all connections."""
 
     def __init__(
         self,
@@ -234,7 +220,6 @@ class ClientRun:
         self.gone = False  # the run was aborted
 
     async def go(self) -> float:
-        """Send all requests, wait for their responses, and return the elapsed seconds."""
         self._start = time.monotonic()
         ticker = asyncio.create_task(self._report()) if self._on_progress is not None else None
         try:
@@ -269,7 +254,6 @@ class ClientRun:
             group.create_task(self._follow(load, width))
 
     async def _follow(self, load: ClosedLoad, width: int) -> None:
-        """Repeatedly send `width` jobs of a closed-loop stream and wait for all of them."""
         while self._now() < load.until:
             async with asyncio.TaskGroup() as batch:
                 for job in islice(load.jobs, width):

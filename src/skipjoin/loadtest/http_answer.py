@@ -11,14 +11,14 @@ _LONGEST_DETAIL = 200
 
 
 class Failure(NamedTuple):
-    """Reason why a request failed: a category for counting, and the error's text."""
+    """Category and text of a request's error."""
 
     kind: str
     detail: str
 
 
 def failure(kind: str, detail: object) -> Failure:
-    """Create a failure whose detail is on one line of limited length."""
+    """Create a failure whose detail is one short line."""
     text = " ".join(str(detail).split())
     return Failure(kind, text if len(text) <= _LONGEST_DETAIL else text[:_LONGEST_DETAIL] + "...")
 
@@ -62,7 +62,6 @@ class Answer:
 
     Attributes:
         first_token, last_token: Times of events with a token. An event may hold several tokens or a part of one.
-        prompt_tokens, output_tokens: The server's counts, None until reported.
         ended: Time of [DONE].
     """
 
@@ -94,7 +93,6 @@ class Answer:
         return "".join(self._pieces)
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parse the next bytes, received at `now`."""
         *lines, self._tail = (self._tail + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

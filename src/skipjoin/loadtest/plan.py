@@ -66,7 +66,6 @@ class LoadPlan:
         check(self)
 
     def runs(self) -> list[tuple[float | None, int]]:
-        """Return rate and seed of each run, in order."""
         return list(product(self.rates, self.seeds))
 
     def draw(self, rate: float | None, seed: int) -> list[WorkloadRequest]:

@@ -73,14 +73,13 @@ class Engines(Protocol):
 
     Attributes:
         died: Set when no engine is left and none will start.
-        cause: Why, and the remedy.
     """
 
     died: asyncio.Event
     cause: str
 
     async def start(self, config: EngineConfig, limits: HangLimits) -> Ready:
-        """Start the engines and wait until they accept requests, or raise `EngineStartError`."""
+        """Start the engines and wait until they accept requests."""
         ...
 
     async def stop(self) -> None:
@@ -109,11 +108,7 @@ def run_server(
     make_engines: MakeEngines = one_engine,
     spell: Callable[[str], str] = str,
 ) -> int:
-    """Run a server until it is stopped, and return its exit code.
-
-    Args:
-        spell: Converts setting names in errors to the operator's names for them.
-    """
+    """Run a server until it is stopped, and return its exit code."""
     logs.configure(server_config.log_level, server_config.log_format, spell)
     try:
         settings = check_settings(engine_config, server_config, forecast_config)
@@ -157,11 +152,6 @@ class Server:
         self._stop = asyncio.Event()
 
     async def run(self, *listeners: socket.socket) -> int:
-        """Start, serve and shut down. Return the exit code.
-
-        Args:
-            listeners: Sockets of the API, and of /metrics if it has its own port.
-        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -216,7 +206,6 @@ class Server:
         return EXIT_OK
 
     async def _start(self) -> Tokenizer | None:
-        """Open the batches, start the engine and load the tokenizer. Return None if the server is stopped meanwhile."""
         await self._batches.open()
         if self._config.forecast_url is not None and not await self._try_questions():
             return None
@@ -254,7 +243,6 @@ class Server:
         return work.done()
 
     async def _try_questions(self) -> bool:
-        """Check the server of `forecast_url` with one request. Return False if this server is stopped meanwhile."""
         # Imported only when needed, because it imports aiohttp.
         from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, Questions  # noqa: PLC0415
 
@@ -293,7 +281,6 @@ class Server:
         return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
 
     async def _drain(self) -> None:
-        """Wait for running requests until the time limit or a second signal, then fail the others."""
         service = self._service
         limit_s = self._config.shutdown_timeout_s
         closing = asyncio.create_task(self._batches.close())  # returns their lines to the store
@@ -310,7 +297,6 @@ class Server:
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait for the first of `waits` to finish and cancel the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

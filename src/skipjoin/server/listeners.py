@@ -1,4 +1,4 @@
-"""Listening sockets of a server, and the number of connections that the operating system allows."""
+"""Listening sockets of a server, and its limit of connections."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def connection_limits(config: ServerConfig) -> ConnectionLimits:
 
 
 def raise_descriptor_limit(connections: int, engines: int) -> int:
-    """Raise the limit of open files for the connections, and return how many it allows (at least 1)."""
+    """Raise the limit of open files, and return how many connections it allows (at least 1)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = SPARE + RESERVED_DESCRIPTORS + engines * DESCRIPTORS_PER_ENGINE
     needed = connections + others

@@ -1,7 +1,4 @@
-"""Prometheus metrics of the server: those that the engines report, and those that the API process counts.
-
-All names have the prefix `skipjoin:`. `compat="vllm"` also exports metrics under vLLM's names and label.
-"""
+"""Prometheus metrics of the server, all with the prefix `skipjoin:`."""
 
 from __future__ import annotations
 
@@ -78,11 +75,11 @@ class Metrics(Collector):
         self._statuses[HTTP_STATUSES.index(name if name in HTTP_STATUSES else OTHER_STATUS)] += 1
 
     def connection_refused(self, reason: str) -> None:
-        """Count a refused or closed connection by one of `CONNECTION_REFUSALS`."""
+        """Count a connection closed for one of `CONNECTION_REFUSALS`."""
         self._connections[CONNECTION_REFUSALS.index(reason)] += 1
 
     def rejected(self, reason: str) -> None:
-        """Count a refused request. `reason` is a label value of `admission_rejected_total`."""
+        """Count a request refused for a label value of `admission_rejected_total`."""
         self._refusals[self._rejected[reason]] += 1
 
     def choices(self, n: int) -> None:
@@ -106,11 +103,10 @@ class Metrics(Collector):
             row[0] = number
 
     def moved(self, requests: int) -> None:
-        """Count requests that were moved because their engine exited."""
         self._moved[0] += requests
 
     def lost(self, reason: str, requests: int = 1) -> None:
-        """Count requests that failed because engines exited, by one of `LOSSES`."""
+        """Count requests that failed for one of `LOSSES`."""
         self._lost[LOSSES.index(reason)] += requests
 
     def forecast(self, forecast: Forecast, seconds: float) -> None:
@@ -118,20 +114,19 @@ class Metrics(Collector):
         self._forecast_s.observe(seconds)
 
     def forecast_unready(self, forecast: Forecast, *, is_late: bool) -> None:
-        """Count a request sent with the prior's forecast. `is_late` if another forecast will follow."""
+        """Count a request sent with the prior's forecast, before another if `is_late`."""
         if is_late:
             self._late[0] += 1
         else:
             self._count_source(forecast)
 
     def answered(self, forecast: Forecast, seconds: float) -> None:
-        """Count a forecast by another server and its response time."""
         self._count_source(forecast)
         self._answer_s.observe(seconds)
         self.asked("answered")
 
     def asked(self, outcome: str) -> None:
-        """Count a forecast request to another server by one of `FORECAST_OUTCOMES`."""
+        """Count a request to another server with one of `FORECAST_OUTCOMES`."""
         self._outcomes[FORECAST_OUTCOMES.index(outcome)] += 1
 
     def batch_tokens(self, tokens: int) -> None:
@@ -145,7 +140,6 @@ class Metrics(Collector):
         self._batch_ends[BATCH_ENDS.index(state)] += lines
 
     def batches(self, lines: Mapping[str, int], batches: Mapping[str, int]) -> None:
-        """Set the number of unfinished lines per state, and of batches per status."""
         self._batch_lines[:] = [lines.get(state, 0) for state in BATCH_OPEN]
         self._batches[:] = [batches.get(status, 0) for status in BATCH_STATUSES]
 
@@ -153,12 +147,7 @@ class Metrics(Collector):
         self._entries[0] = entries
 
     def learned(self, predicted: Predicted, revised: Forecast | None, tokens: int, *, exact: bool) -> None:
-        """Compare the length of an output with its forecast.
-
-        Args:
-            revised: Forecast of another server that replaced the predicted one. It has no interval.
-            exact: True if the output ended by itself.
-        """
+        """Compare the length of an output with its forecast, which `revised` of another server may have replaced."""
         self._learned[not exact] += 1
         if exact or tokens >= predicted.most:
             expected = (revised or predicted.forecast).tokens

@@ -12,7 +12,7 @@ from skipjoin.engine.forecasting import chosen_forecasts
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Checked settings of a server. `forecasts` is None if the recipe reads none, or another server makes them."""
+    """Checked settings. `forecasts` is None if the recipe reads none, or another server makes them."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -20,7 +20,7 @@ class Settings:
 
 
 def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig) -> Settings:
-    """Return the settings with keys from files, after checking what no single configuration can check."""
+    """Check settings across configurations, and add the keys from files."""
     if server.chat_template is not None and not Path(server.chat_template).is_file():
         raise ConfigError(f"chat_template {server.chat_template} is not a file")
     server = with_keys_of_files(server)

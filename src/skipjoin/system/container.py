@@ -49,7 +49,6 @@ def usable_cpus(root: Path = ROOT) -> int:
 
 
 def _quota(folder: Path, kind: str) -> float | None:
-    """Return the number of CPUs that a cgroup may use."""
     try:
         if kind == "cgroup2":
             limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
@@ -79,7 +78,6 @@ def _table(file: Path) -> dict[str, int]:
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
-    """Yield the mounted folders, with version, of this process's cgroup and ancestors in each possible hierarchy."""
     paths = _own_paths(root, controller)
     for kind, top, mount in _mounts(root, controller):
         own = paths.get(kind)

@@ -1,7 +1,4 @@
-"""Atomic and durable files: written to a temporary name, synced, then renamed.
-
-A killed writer leaves its temporary file or folder, which a later writer removes.
-"""
+"""Atomic and durable files. A killed writer leaves a temporary file, which a later writer removes."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ _DIGEST = hashlib.sha256
 
 
 def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replace a file atomically and durably. After an error the old content remains.
-
-    Args:
-        mode: Permissions of the file, before the umask.
-    """
+    """Replace a file atomically and durably, with permissions `mode` before the umask."""
     _remove_abandoned(path.parent)
     temporary = path.parent / f"{_PREFIX}{secrets.token_hex(8)}"
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -47,7 +40,7 @@ def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and its missing parents with access for this user only, regardless of the umask."""
+    """Create a folder and its parents with access for this user only, regardless of the umask."""
     for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(exist_ok=True)  # raises where it is a file

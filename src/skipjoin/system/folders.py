@@ -24,10 +24,7 @@ _MAX_LINKS = 40
 
 
 def cache_folder() -> Path:
-    """Return Skipjoin's folder in $XDG_CACHE_HOME or ~/.cache, which may not exist.
-
-    Without a home folder, it is a private temporary folder.
-    """
+    """Return Skipjoin's folder in $XDG_CACHE_HOME or ~/.cache, or a private temporary folder."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "skipjoin"
     try:
@@ -58,11 +55,7 @@ def _shared_by_processes() -> Path | None:
 
 
 def is_trusted(path: Path, what: str) -> bool:
-    """Return whether only this user and root can change a path, which need not exist. If not, warn once.
-
-    Args:
-        what: Name for the warning, such as "the cached profile".
-    """
+    """Return whether only this user and root can change a path. If not, warn once that `what` is ignored."""
     reason = why_untrusted(path)
     if reason is not None:
         _warn_once(f"{what} {path} is not used: {reason}")

@@ -97,7 +97,6 @@ def _add_endpoint(app: FastAPI, endpoint: Endpoint[Any]) -> None:
 
 
 def _openapi(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
-    """Return FastAPI's schema with the body types, by path, of routes that parse bodies themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         pairs = [(model, "validation") for model in bodies.values()]

@@ -28,11 +28,10 @@ class AccessGuard:
     owner, which may raise `ApiError`.
 
     Args:
-        api_keys: Accepted keys. If empty, no key is needed.
+        api_keys: If empty, no key is needed.
         max_header_bytes: Maximum size of the target and all headers.
         body_limits: Maximum sizes of bodies for other routes, by method and path.
-        cors_origins: Origins whose pages may read responses.
-        metrics_keys: Further keys that are accepted for /metrics.
+        metrics_keys: Further keys for /metrics.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class AccessGuard:
 
 
 def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> str | None:
-    """Return the hash of the request's key, or None if it is not valid. Without `owners`, no key is needed."""
+    """Return the hash of the request's key if it is valid."""
     if not owners:
         return ANONYMOUS
     values = [value for name, value in headers if name == b"authorization"]
@@ -119,7 +118,7 @@ def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> s
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
-    """Wrap `receive` to limit the actual size of the body, whatever its headers claim."""
+    """Limit the actual size of the body, whatever its headers claim."""
     taken = 0
 
     async def bounded() -> Message:

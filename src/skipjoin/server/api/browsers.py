@@ -30,11 +30,9 @@ _MAX_AGE_S = 600
 
 
 class SiteRules(NamedTuple):
-    """Hosts and origins that the server accepts. None accepts any.
+    """Hosts and origins of other sites that the server accepts. None accepts any.
 
-    Attributes:
-        hosts: Host names besides localhost and IP addresses, which no other site can have.
-        origins: Origins of other sites.
+    Localhost and IP addresses are accepted as hosts, because no other site can have them.
     """
 
     hosts: frozenset[str] | None
@@ -56,7 +54,6 @@ class SiteRules(NamedTuple):
         )
 
     def check(self, headers: Headers) -> None:
-        """Raise 403 for a request that another site may have caused."""
         hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
         host = hosts[0] if len(hosts) == 1 else ""
         if self.hosts is not None and not _is_known(host, self.hosts):
@@ -95,7 +92,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 async def json_body(request: Request) -> bytes:
-    """Return the body of a request. Raise 415 if its content type is not JSON.
+    """Return the body of a request, or raise 415 if its content type is not JSON.
 
     Pages of other sites cannot send that type without a CORS preflight.
     """
@@ -112,7 +109,7 @@ async def json_body(request: Request) -> bytes:
 
 
 def is_local(host: str) -> bool:
-    """Return whether a server that listens on `host` is reachable from its own machine only."""
+    """Return whether only this machine can reach a server that listens on `host`."""
     return is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
 
 

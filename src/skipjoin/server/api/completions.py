@@ -134,7 +134,7 @@ class CompletionFormat:
 
 
 def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:
-    """Convert the unsent log-probabilities of a choice to the completions format."""
+    """Convert the unsent log-probabilities of a choice."""
     found = CompletionLogprobs()
     for scored in choice.take_scored():
         text = token_name(tokenizer, scored.token)
@@ -156,7 +156,7 @@ def _alternatives(tokenizer: Tokenizer, scored: TokenLogprob, text: str) -> dict
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as text, or in OpenAI's "bytes:" notation if it is not valid UTF-8."""
+    """Return a token as text, or in OpenAI's "bytes:" notation if it is not UTF-8."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

@@ -26,7 +26,7 @@ class ConnectionLimits:
     """Limits on connections.
 
     Attributes:
-        max_header_bytes: Maximum size of a request's head, and of the trailers and chunk framing of its body.
+        max_header_bytes: Maximum size of a head, and of the trailers and chunk framing of a body.
         max_connections: One more closes a connection that waits for its client.
         max_per_address: Maximum number of connections of a client address that have not shown a key.
         head_s: Time limit for a head, from the start of the connection or the head's first byte.
@@ -81,7 +81,7 @@ class Connections:
     connections is closed.
 
     Args:
-        refused: Called with one of `CONNECTION_REFUSALS` (`metric_table.py`) for each refused or closed connection.
+        refused: Called with one of `CONNECTION_REFUSALS` for each refused or closed connection.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:
@@ -98,7 +98,7 @@ class Connections:
         self._crowds: set[Account] = set()  # accounts with more than `_CROWD` waiting connections
 
     def enter(self, connection: Connection) -> bool:
-        """Make room for a new connection and return whether there is room. Call `assign` next."""
+        """Return whether there is room for a new connection. Call `assign` next."""
         if len(self._open) >= self._max_open:
             crowd = max(self._crowds, key=lambda account: len(account.waiting), default=None)
             waiting = self._waiting if crowd is None else crowd.waiting
@@ -111,7 +111,7 @@ class Connections:
         return len(self._open) > self._max_open
 
     def assign(self, connection: Connection, kind: Kind, name: str) -> bool:
-        """Count a connection for an address, a key or the trusted proxies, instead of an earlier assignment.
+        """Count a connection for an address, a key or the trusted proxies.
 
         Returns False if the account has too many connections and none of them can be closed.
         """
@@ -149,7 +149,7 @@ class Connections:
                 self._crowds.discard(account)
 
     def set_waiting(self, connection: Connection, *, first: bool = False) -> None:
-        """Mark a connection as waiting for its client. If `first`, it is closed before the others."""
+        """Mark a connection as waiting, and if `first` as the first to close."""
         if (account := self._open.get(connection)) is None:
             return
         waiting = account.waiting
@@ -169,7 +169,7 @@ class Connections:
 
 
 def client_of(address: str) -> str:
-    """Return the IP address of a client, or the /64 network of an IPv6 address."""
+    """Return an IP address, or the /64 network of an IPv6 address."""
     if ":" not in address:
         return address
     try:

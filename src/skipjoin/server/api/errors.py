@@ -54,7 +54,6 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
-        """Return the JSON body, which is also the last event of a failed stream."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         # A message may quote text that is not valid Unicode.
@@ -94,18 +93,18 @@ def model_not_found(name: str, served: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """Return 429 for a full queue, which is expected to have room in `retry_after_s`."""
+    """Return 429 for a full queue."""
     seconds = str(max(1, math.ceil(retry_after_s)))
     return ApiError(429, message, code="queue_full", headers={"Retry-After": seconds})
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    """Return 503 for a request that the server cannot accept now."""
+    """Return 503 for a server that accepts no requests now."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def too_many_connections(whose: str, most: float) -> ApiError:
-    """Return 429 for a client whose connections are all busy. `whose` is "address" or "key"."""
+    """Return 429 for an "address" or "key" whose connections are all busy."""
     text = f"there are {most:g} connections of this {whose}, the most that this server allows: use fewer"
     return ApiError(429, text, code="too_many_connections", headers={"Retry-After": "1"})
 
@@ -124,7 +123,7 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def deadline_exceeded() -> ApiError:
-    """Return 408 for a missed deadline. It forbids a retry, which would have the same deadline."""
+    """Return 408 for a missed deadline. It forbids a retry, which would have the same one."""
     return ApiError(
         408,
         "the request's deadline passed before it was done",
@@ -134,27 +133,23 @@ def deadline_exceeded() -> ApiError:
 
 
 def too_slow() -> ApiError:
-    """Return 503 for a stream whose client reads too slowly."""
+    """Return 503 for a client that reads too slowly."""
     return unavailable("the client reads too slowly: too much of the output waits to be sent", "slow_reader")
 
 
 def given_up(why: str) -> ApiError:
-    """Return 500 for a request that the engine could not compute. It forbids a retry, which would fail as well."""
+    """Return 500 for a request that the engine could not compute. It forbids a retry."""
     return ApiError(500, why, code="given_up", headers={"x-should-retry": "false"})
 
 
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
-    """Return 400 for a value outside its bounds.
-
-    Args:
-        names: Public names of fields that have another name internally.
-    """
+    """Return 400 for a value outside its bounds. `names` are public names of fields."""
     name = (names or {}).get(error.param, error.param)
     return bad_request(str(error).replace(error.param, name, 1), name)
 
 
 def unknown_field(param: str) -> ApiError:
-    """Return 400 for an unknown field at the path `param`."""
+    """Return 400 for an unknown field."""
     return bad_request(f"unknown or unsupported field {param!r}", param, "unknown_parameter")
 
 
@@ -183,7 +178,7 @@ _INTERNAL = ("~", "[key]")
 
 
 def install(app: FastAPI) -> None:
-    """Install handlers that give all errors, including the framework's, OpenAI's format."""
+    """Install handlers that give all errors OpenAI's format."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

@@ -1,7 +1,4 @@
-"""Forecasts of output lengths in the API process, made in a thread or by another server.
-
-Late forecasts are sent to the engine after their requests.
-"""
+"""Forecasts of output lengths, made in a thread or by another server. Late ones follow their requests."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class Expectation:
             is cancelled when the last one finishes.
 
     Attributes:
-        forecast: Best forecast so far.
         predicted: Prediction of the forecaster, from which it learns.
     """
 
@@ -131,11 +127,9 @@ class Forecasting:
         self._thread.start()
 
     async def expect(self, prompts: Sequence[tuple[Sequence[int], int]], owner: str = "") -> list[Expectation]:
-        """Return the expectations of prompts after at most `PATIENCE_S`.
+        """Return the expectations of prompts (token ids and maximum output tokens) after at most `PATIENCE_S`.
 
-        Args:
-            prompts: Token ids and maximum number of output tokens of each prompt.
-            owner: Hash of the client's API key. Forecasts learn only from requests of the same owner.
+        Forecasts learn only from requests of the same owner.
         """
         asked = [self._ask(prompt, max_tokens, owner) for prompt, max_tokens in prompts]
         waiting = [answer for _, answer in asked if answer is not None]
@@ -148,7 +142,6 @@ class Forecasting:
         return [expectation for expectation, _ in asked]
 
     def close(self) -> None:
-        """Learn from the remaining requests, save, and join the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

@@ -49,16 +49,16 @@ class Format(Protocol):
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the event that carries only the usage."""
+        """Return the event with only the usage."""
         ...
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
-        """Return the body of a response that is not streamed, from the texts of all choices in order."""
+        """Return the body of a response that is not streamed."""
         ...
 
 
 class Prompt(NamedTuple):
-    """Tokenized prompt with its sampling parameters. `text` is None if the client sent token ids or messages."""
+    """Tokenized prompt, with its `text` if the client sent one."""
 
     ids: list[int]
     text: str | None
@@ -97,11 +97,8 @@ class Job:
 class JobRun:
     """Running job, used as a context manager and as an iterator over new text.
 
-    On exit the job is aborted at the engine and its admission slots are released.
-
-    Raises:
-        ApiError: The deadline has passed on entry.
-        EngineError: There is no engine on entry.
+    On exit the job is aborted at the engine and its admission slots are released. Entry raises `ApiError` if the
+    deadline has passed, and `EngineError` without an engine.
     """
 
     def __init__(self, job: Job, service: Service) -> None:
@@ -114,7 +111,7 @@ class JobRun:
         self.first_token_at: float | None = None
 
     async def __aenter__(self) -> JobRun:
-        """Submit the choices to the engine, and yield in between so that other clients are served."""
+        """Submit the choices, and yield in between so that other clients are served."""
         try:
             options = _remaining(self.job.options, self.job.arrived)
             for number in range(len(self.job.choices)):
@@ -154,11 +151,7 @@ class JobRun:
         return self
 
     async def __anext__(self) -> dict[Choice, str]:
-        """Return the choices with new tokens or a finish reason, each with its new text, which may be empty.
-
-        Raises `ApiError` if the job was aborted or failed, `EngineError` if the engine was lost, or the error of
-        `fail`.
-        """
+        """Return the choices with new tokens or a finish reason, each with its new text."""
         if not self._unfinished:
             raise StopAsyncIteration
         deltas: dict[Choice, str] = {}
@@ -184,7 +177,6 @@ class JobRun:
         return not self._unfinished
 
     async def whole(self) -> bytes:
-        """Generate all choices and return the response body."""
         texts = dict.fromkeys(self.job.choices, "")
         async for deltas in self:
             for choice, text in deltas.items():
@@ -195,7 +187,7 @@ class JobRun:
         return form.whole(texts, self.usage())
 
     async def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """Return `Format.events`, computed in a thread if there are many log-probabilities."""
+        """Return `Format.events`, from a thread if there are many log-probabilities."""
         form = self.job.format
         if len(choice.scored) > _MANY_SCORED:
             return await self._service.in_thread(form.events, choice, text, usage)
@@ -203,12 +195,10 @@ class JobRun:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens, with each prompt counted once."""
         return self.job.prompt_tokens
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens generated so far, over all choices."""
         return sum(choice.tokens for choice in self.job.choices)
 
     @property
@@ -224,7 +214,6 @@ class JobRun:
         self._mailbox.fail(error)
 
     def stop(self) -> None:
-        """Abort unfinished choices. The admission slots stay reserved."""
         self._client.abort(self._sequences)
 
     def close(self) -> None:
@@ -238,7 +227,7 @@ class JobRun:
 
 
 class Endpoint(ABC, Generic[BodyT]):
-    """Base class of generation endpoints. A subclass converts bodies to prompts and formats responses."""
+    """Base class of generation endpoints, which convert bodies to prompts and format responses."""
 
     path: ClassVar[str]
     body_type: type[BodyT]
@@ -256,11 +245,6 @@ class Endpoint(ABC, Generic[BodyT]):
         owner: str = ANONYMOUS,
     ) -> Job:
         """Validate a body, reserve admission slots and tokenize its prompts.
-
-        Args:
-            arrived: Arrival in seconds on the monotonic clock, from which the deadline counts. None means now.
-            queue: Admission limits. None means those of HTTP requests.
-            owner: Hash of the client's API key.
 
         Raises:
             ApiError: 400 for an invalid body, 404 for another model, 429 if the queue is full, 503 if the server
@@ -314,8 +298,7 @@ class Endpoint(ABC, Generic[BodyT]):
         """Return the tokenized prompts, one per estimate."""
 
     @abstractmethod
-    def format(self, body: BodyT, options: RequestOptions) -> Format:
-        """Return the formatter of the response to `body`."""
+    def format(self, body: BodyT, options: RequestOptions) -> Format: ...
 
     def text_rules(self, body: BodyT) -> TextRules:
         return TextRules(
@@ -332,7 +315,7 @@ def _free(slots: Iterable[AdmissionSlot]) -> None:
 
 
 def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:
-    """Return the parameters of one of n choices, with a reproducible seed of its own if the request has a seed."""
+    """Return the parameters of a choice, with a reproducible seed of its own if the request has a seed."""
     if params.seed is None or copy == 0:
         return params
     return replace(params, seed=SEED_MIN + (params.seed - SEED_MIN + copy) % 2**64)

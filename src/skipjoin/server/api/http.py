@@ -134,7 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_excess = not self.pool.assign(self, kind, name)
 
     def _on_owner(self, owner: str) -> None:
-        """Count the connection for its API key. Raise `ApiError` if the key or address has too many connections."""
+        """Count the connection for its API key. Raise `ApiError` if the key or address has too many."""
         if owner != ANONYMOUS:
             self._count_for("key", owner)
         if self._is_excess:
@@ -163,7 +163,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._note_missing_body()
 
     def _parse_slices(self) -> None:
-        """Parse the received bytes until a request has to wait for an earlier one."""
         self._parsing = None
         while self._unparsed and not (self.pipeline or self._is_done):
             piece, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
@@ -234,7 +233,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise self._fault
 
     def _count_forwarded(self) -> None:
-        """Count the connection of a trusted proxy for the client that the request names."""
+        """Count the connection of a trusted proxy for the client that it names."""
         values = [value for name, value in self.headers if name == _FORWARDED_FOR]
         forwarded = b", ".join(values).decode("latin-1")
         host = self.proxies.trusted_hosts.get_trusted_client_address(forwarded)[0] if forwarded.strip() else ""
@@ -292,7 +291,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection after its response, or linger if the client may still send."""
         if self._in_head and not (self._head_bytes or self._unparsed or self.pipeline or self._lingering is not None):
             self.transport.close()  # the client has nothing left to send
         else:
@@ -376,7 +374,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _refuse(self, error: ApiError, reason: str, *, lingers: bool = True) -> None:
-        """Respond with an error and accept no further request."""
         self.pool.refused(reason)
         self._expect_nothing()
         running = self._running
@@ -409,7 +406,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def _linger(self, max_bytes: int | None = None) -> None:
-        """Close after a while in which the client can read the response."""
         lingering = self._drop_from_now(self.limits.linger_bytes if max_bytes is None else max_bytes)
         self._unset_keepalive_if_required()
         self._expect_nothing()
@@ -456,7 +452,7 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None:
 def bounded_protocol(
     limits: ConnectionLimits, refused: Callable[[str], None], trusted_proxies: Sequence[str] = ()
 ) -> type[BoundedProtocol]:
-    """Return the protocol class of one server's connections."""
+    """Return the protocol class of a server."""
     pieces: list[bytes] = []
     parts = {
         "limits": limits,

@@ -1,6 +1,6 @@
 """Forecasts of output lengths by a model on another server (EconoServe section 3.3.2).
 
-The forecast arrives while the request waits or its prompt is computed. Until then, or without one, the prior serves.
+They arrive while the request waits or its prompt is computed. Until then, or without one, the prior serves.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LengthServer:
         )
 
     async def tokens(self, text: str) -> float:
-        """Return the predicted number of tokens of the answer to a text, in [1, 2^20], or raise `NoLengthError`."""
+        """Return the predicted number of tokens of the answer, in [1, 2^20], or raise `NoLengthError`."""
         body = {
             **self._model,
             "messages": [{"role": "user", "content": _INSTRUCTION + text}],
@@ -95,7 +95,6 @@ class LengthServer:
         return _length(answer)
 
     async def check(self) -> None:
-        """Make one trial request, or raise `ConfigError`."""
         try:
             await self.tokens(_TRIAL)
         except NoLengthError as error:
@@ -117,11 +116,7 @@ class Questions:
     def ask(
         self, text_of: TextOf, prompt: Sequence[int], max_tokens: int, tell: Callable[[Forecast], None]
     ) -> asyncio.Task[None] | None:
-        """Request the forecast of a prompt, unless too many requests are pending. Cancel the task to drop it.
-
-        Args:
-            tell: Called with the forecast, if there is one.
-        """
+        """Request a forecast for `tell`, unless too many requests are pending. Cancel the task to drop it."""
         if len(self._open) >= MAX_QUESTIONS:
             self._metrics.asked("skipped")
             return None
@@ -164,7 +159,7 @@ class Questions:
 
 
 def excerpt(prompt: Sequence[int], text_of: TextOf) -> str:
-    """Return the text of a prompt, or the start and end of a long one (see `MAX_CHARACTERS`)."""
+    """Return the text of a prompt, or the start and end of a long one."""
     half, tokens = MAX_CHARACTERS // 2, MAX_TOKENS // 2
     if len(prompt) > MAX_TOKENS:
         return f"{text_of(prompt[:tokens])[:half]} ... {text_of(prompt[-tokens:])[-half:]}"

@@ -1,4 +1,4 @@
-"""Admission control: limits on the requests and prompt tokens in the server, applied before tokenization."""
+"""Admission control, applied before tokenization."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ class Throughput:
         return max(self.by_rate(amount), self._gap_s, self._clock() - self._latest)
 
     def by_rate(self, amount: float) -> float:
-        """Estimate the time for `amount` from the average rate. Return 0 if nothing has left yet."""
         return (self._clock() - self._since) * amount / self._sum if self._sum else 0.0
 
 
@@ -96,7 +95,7 @@ class Pace:
         self._before = self._mark = (self._clock(), self._steps())
 
     def seconds(self) -> float:
-        """Return the seconds per step. While no step finishes, return the elapsed time if that is longer."""
+        """Return the seconds per step, or of an unfinished step if that is longer."""
         now = (self._clock(), self._steps())
         if now[0] - self._mark[0] >= _PACE_S:
             self._before, self._mark = self._mark, now
@@ -123,7 +122,6 @@ class Runs:
         return len(self._live)
 
     def begin(self, slot: AdmissionSlot) -> None:
-        """Record that a sequence runs. Idempotent."""
         if not self._live:
             self._pace.start()
         self._live.setdefault(slot, self._steps())
@@ -134,10 +132,7 @@ class Runs:
             self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
-        """Predict the time in seconds until `count` running sequences (or all) have finished.
-
-        None if no sequence has finished yet, or none is running.
-        """
+        """Predict the seconds until `count` running sequences (or all) have finished, from finished ones."""
         every = -(-len(self._live) // _MAX_SAMPLES)  # sample every n-th sequence
         starts = list(islice(self._live.values(), 0, None, every or 1))
         if not (self._lengths and starts):
@@ -174,19 +169,17 @@ class AdmissionSlot:
         return self._tokens
 
     def resize(self, tokens: int) -> None:
-        """Replace the estimated number of prompt tokens. `Admission.resize` also checks the limits."""
+        """Replace the estimate without a check of the limits, unlike `Admission.resize`."""
         if self._open:
             self._admission.note_size(self, tokens - self._tokens)
             self._tokens = tokens
 
     def started(self) -> None:
-        """Release the prompt tokens, because the sequence runs."""
         if self._open:
             self._admission.note_start(self, self._tokens)
             self._tokens = 0
 
     def ended(self) -> None:
-        """Release the slot, because the sequence has finished or will not start."""
         if self._open:
             self._open = False
             self._admission.note_end(self, self._tokens)
@@ -234,7 +227,6 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        """Number of prompt tokens of sequences that have not run yet."""
         return self._tokens.used
 
     def reserve(
@@ -243,7 +235,6 @@ class Admission:
         """Reserve slots for all sequences of a request.
 
         Args:
-            prompt_tokens: Estimated prompt tokens of each sequence.
             client: Client that is charged if clients share the limits.
             param: Request field of the prompts, for errors.
 
@@ -283,10 +274,7 @@ class Admission:
     def resize(
         self, slots: Sequence[AdmissionSlot], prompt_tokens: Sequence[int], *, is_best_effort: bool = False
     ) -> None:
-        """Replace the estimates by the actual numbers of prompt tokens, which may be much larger.
-
-        Raises as `reserve`. The slots keep their estimates then.
-        """
+        """Replace the estimates by the actual numbers of tokens. The slots keep their estimates if this raises."""
         _, max_tokens, whose = self._limits(is_best_effort)
         tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
         if tokens > before:
@@ -331,7 +319,6 @@ class Admission:
             raise overloaded(self._full(self._tokens, capacity, "prompt tokens wait", whose, named), retry_s)
 
     def _full(self, shares: Shares, capacity: int, what: str, whose: str, client: str | None) -> str:
-        """Return the error text of a full queue. `client` is the client that exceeds its share, if it does."""
         text = f"{shares.used} of {capacity} {what}"
         if client is None or not self._is_shared:
             return f"the queue is full{whose}: {text}"

@@ -13,10 +13,6 @@ class LingeringClose:
 
     A connection that is closed while bytes arrive is reset, and the client may lose unread data. Input is dropped from
     the start; `begin` is called after the response is written.
-
-    Args:
-        max_bytes: Maximum number of bytes to drop.
-        close: Called when the client has been silent or sending for too long.
     """
 
     def __init__(
@@ -42,7 +38,6 @@ class LingeringClose:
         self._remaining_bytes -= n_bytes
 
     def begin(self) -> None:
-        """Send the end of the stream, and close after a pause of the client or a time limit."""
         self.has_begun = True
         self._dropped_at = self._loop.time()
         self._end = self._dropped_at + self._limits.linger_s

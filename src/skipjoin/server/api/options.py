@@ -1,4 +1,4 @@
-"""Conversion of scheduling fields and headers of requests to `RequestOptions`."""
+"""Scheduling options of requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,8 @@ def request_options(
 ) -> RequestOptions:
     """Return the options of a request from its body, or else its headers, or else the server's defaults.
 
-    Args:
-        owner: Hash of the client's API key.
-
     Raises:
-        ApiError: 400 for a header out of bounds, a tier, priority or objective that the operator does not allow, or an
-            objective that the tier does not support.
+        ApiError: 400 for a header out of bounds, or an option that the operator does not allow.
     """
     slo, tier = body.slo or _NO_SLO, _tier(body, config, owner)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
@@ -45,7 +41,7 @@ def request_options(
 
 
 def client_of(owner: str, config: ServerConfig) -> str:
-    """Return the identity by which capacity is shared: the owner, or "" if it is not shared by key."""
+    """Return the owner, by which capacity is shared, or "" if it is not."""
     return owner if config.fair_by == "key" else ""
 
 

@@ -1,4 +1,4 @@
-"""HTTP layer of the endpoints: turn a request into a job, and send its response as a whole or as a stream."""
+"""HTTP layer of the endpoints: responses as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
 class JsonReply(Response):
     """JSON response, sent in pieces so that at most one of them is buffered for a client that does not read.
 
-    Args:
-        on_end: Called after the last byte was passed on, or sending failed.
+    `on_end` is called after the last byte was passed on, or sending failed.
     """
 
     media_type = "application/json"
@@ -114,12 +113,7 @@ class WholeReply(Response):
 
 
 class StreamReply(Response):
-    """Response that streams tokens as server-sent events. An error becomes the last event.
-
-    Args:
-        usage_at_end: True to send the usage as an additional last event.
-        usage_always: True to include the usage in every event.
-    """
+    """Response that streams tokens as server-sent events. An error becomes the last event."""
 
     def __init__(self, endpoint: Endpoint[BodyT], job: Job, *, usage_at_end: bool, usage_always: bool) -> None:
         super().__init__()
@@ -151,7 +145,6 @@ class StreamReply(Response):
             return
 
     async def _send_all(self, run: JobRun, send: Send) -> bytes:
-        """Send events until all choices are finished. Return the unsent bytes that end the stream."""
         body = b""
         async for deltas in run:
             usage = run.usage() if self._usage_always else None

@@ -31,7 +31,7 @@ _INNER = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def checked(body: bytes, kind: type[BaseModel]) -> bytes:
-    """Return the body with duplicate fields removed. Raise 400 at the first undeclared or too large field."""
+    """Return the body without duplicate fields. Raise 400 at the first undeclared or too large field."""
     fields = _read(body, _struct(kind), "")
     for name in kind.model_fields:
         value = getattr(fields, name)
@@ -46,7 +46,6 @@ def checked(body: bytes, kind: type[BaseModel]) -> bytes:
 
 @cache
 def _struct(kind: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
-    """Return a struct type with the fields of a body. Fields are `Raw` unless `known` has their type."""
     fields = [
         (name, known.get(name, Raw)) if field.is_required() else (name, known.get(name, Raw) | UnsetType, UNSET)
         for name, field in kind.model_fields.items()
@@ -78,7 +77,6 @@ def _fault(text: str, at: str) -> ApiError:
 
 
 def _path(*parts: str) -> str:
-    """Convert msgspec's notation of paths ([3].content) to that of this API (3.content)."""
     return ".".join(part for part in re.split(r"[.\[\]]+", ".".join(parts)) if part)
 
 
@@ -124,7 +122,6 @@ def _messages(value: Raw, name: str) -> Raw:
 
 
 def _unread(message: Any) -> int:
-    """Return the size in bytes of the untyped fields of a message."""
     return sum(
         len(bytes(value)) for name in message.__struct_fields__ if isinstance(value := getattr(message, name), Raw)
     )

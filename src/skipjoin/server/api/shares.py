@@ -57,8 +57,7 @@ class Shares:
     def excess(self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0) -> int:
         """Return the amount that must be freed before the client can take `amount`, not positive if it can now.
 
-        Args:
-            instead_of: Amount that the client holds and exchanges for `amount`.
+        `instead_of` is what the client holds and exchanges for `amount`.
         """
         self._drop_expired(now)
         mine = self._clients.get(client) or _Client()
@@ -73,7 +72,6 @@ class Shares:
     def refuse(
         self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0, expected_in_s: float
     ) -> bool:
-        """Record a claim if the client is entitled to `amount`, and return whether it is."""
         is_entitled = self._is_within_share(client, amount - instead_of, capacity) or self._is_first(
             client, amount, capacity, instead_of
         )

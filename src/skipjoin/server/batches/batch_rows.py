@@ -52,7 +52,7 @@ class BatchRows(Base):
         max_active: int | None = None,
         max_bytes: int | None = None,
     ) -> BatchRow:
-        """Add a batch to be validated, or return the owner's earlier batch with this idempotency key."""
+        """Add a batch, or return the owner's earlier batch with this idempotency key."""
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             if idempotency_key is not None:
@@ -112,11 +112,7 @@ class BatchRows(Base):
         """Hold and return the oldest batch to validate, after deleting lines of an earlier validation.
 
         A batch that this server already holds was interrupted while the database was unavailable, and is returned
-        again.
-
-        Args:
-            runs: False returns only cancelled batches. Their lines are validated too, because the error file lists
-                them.
+        again. Without `runs`, return only cancelled batches, because the error file lists their lines.
         """
         is_new = sa.and_(batches.c.status == BatchStatus.VALIDATING, is_for(model), sa.true() if runs else sa.false())
         waiting = sa.select(batches).where(sa.or_(is_new, _CANCELLED_EARLY), self._is_free())
@@ -172,7 +168,7 @@ class BatchRows(Base):
     # -- the end -------------------------------------------------------------------------------------------
 
     async def due(self) -> list[BatchRow]:
-        """Return the batches that this server may finalize: finished, expired, or CANCELLING and validated."""
+        """Return the batches to finalize: finished, expired, or CANCELLING and validated."""
         status = batches.c.status
         ended = batches.c.completed + batches.c.failed >= batches.c.total
         over = sa.and_(status == BatchStatus.IN_PROGRESS, sa.or_(ended, batches.c.expires_at <= self.now()))

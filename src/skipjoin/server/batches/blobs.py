@@ -63,7 +63,6 @@ class Blobs:
             file.close()
 
     async def read_at(self, file_id: str, offset: int, length: int) -> bytes:
-        """Read up to `length` bytes."""
         return await self._run(_read_at, self.path(file_id), offset, length)
 
     async def size(self, file_id: str) -> int:
@@ -82,7 +81,7 @@ class Blobs:
         await self._run(self.path(file_id).unlink, True)
 
     async def sweep(self, known: set[str], min_age_s: float = 0) -> int:
-        """Delete unknown and incomplete files of `min_age_s`. Another server may be writing younger ones."""
+        """Delete unknown and incomplete files older than `min_age_s`. Another server may be writing younger ones."""
         return await self._run(_sweep, self._folder, known, time.time() - min_age_s)
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -114,7 +113,7 @@ class _OpenFile:
         self.when_idle(self._close)
 
     def when_idle(self, work: Callable[[], None]) -> None:
-        """Call `work` once no thread uses the file: now, or in the thread that uses it."""
+        """Call `work` once no thread uses the file."""
         self._last.add_done_callback(lambda _: work())
 
     async def _result(self, work: Future[T]) -> T:

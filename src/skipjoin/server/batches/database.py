@@ -138,7 +138,7 @@ class Database:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """Run a transaction that is committed after the block unless it raises."""
+        """Run a transaction, committed after the block unless it raises."""
         with self._watched("writing"):
             self._check_file()
             if not self.is_sqlite:
@@ -164,7 +164,6 @@ class Database:
             self._identity = _identity(self._path)
 
     async def empty_log(self) -> None:
-        """Checkpoint SQLite's log to free disk space."""
         with self._watched("emptying the log"):
             async with self._writer, self._engine.connect() as connection:
                 driver = (await connection.get_raw_connection()).driver_connection

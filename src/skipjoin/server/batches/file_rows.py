@@ -89,7 +89,7 @@ class FileRows(Base):
                 await connection.execute(sa.delete(files).where(files.c.id.in_(ids[start : start + 1000])))
 
     async def known_files(self) -> set[str]:
-        """Return the ids of all files. Contents with other ids are leftovers of a crash."""
+        """Return the ids of all files."""
         async with self._db.reading() as connection:
             return set(await connection.scalars(sa.select(files.c.id)))
 

@@ -68,7 +68,6 @@ class LineRows(Base):
         return {row["id"]: row for row in rows}
 
     async def _take(self, connection: AsyncConnection, batch: RowMapping, share: int) -> list[Line]:
-        """Take the first READY lines of a batch, except those that another server is taking."""
         ready = sa.select(lines).where(lines.c.batch_id == batch["id"], lines.c.state == LineState.READY)
         query = ready.order_by(lines.c.number).limit(share).with_for_update(skip_locked=True)
         rows = (await connection.execute(query)).mappings().all()

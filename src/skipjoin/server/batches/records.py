@@ -149,7 +149,6 @@ class Line:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Batch, number and attempt."""
         return self.batch_id, self.number, self.attempt
 
 

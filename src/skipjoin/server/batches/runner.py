@@ -103,7 +103,6 @@ class Runner:
         await self.drop([key for key in self._live if key[0] == batch_id])
 
     async def close(self) -> None:
-        """Stop taking lines, and requeue the unfinished ones."""
         self._is_closing = True
         self._changed.set()
         await self._return_all()
@@ -241,7 +240,6 @@ class Runner:
     # -- lines that fail ----------------------------------------------------------------------------------------
 
     def _failed(self, line: Line, error: Exception, *, has_own_deadline: bool = False) -> None:
-        """Write an error response or requeue the line, unless its window is over."""
         answer = _answer(error)
         if answer is None or answer.status in _RETRIED:
             self._put_back(line, str(error))
@@ -263,7 +261,6 @@ class Runner:
         self._back_off(f"a line is tried again: {why}")
 
     def _back_off(self, why: str) -> None:
-        """Pause with exponential backoff until a line succeeds."""
         now = asyncio.get_running_loop().time()
         if now < self._resume_at:
             return

@@ -175,7 +175,6 @@ class _Work:
 
 
 def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
-    """Create the tasks of an open store."""
     results = ResultWriter(store, service.metrics, max_bytes=service.config.batch_max_bytes_per_key)
     runner = Runner(service, store, blobs, results, most=most)
     finalizer = OutputFinalizer(store, blobs, runner, results, service.metrics)

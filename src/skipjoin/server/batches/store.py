@@ -1,7 +1,7 @@
 """Durable store of files, batches, lines and results in SQLite or PostgreSQL.
 
-A running line, and a batch in validation or finalization, belong to a server in the table of servers. On PostgreSQL
-a server's row is a lease of `LEASE_S` by the database's clock. On SQLite the only server holds the folder's lock. Lines
+A running line, and a batch in validation or finalization, belong to a server in the table of servers. On PostgreSQL a
+server's row is a lease of `LEASE_S` by the database's clock. On SQLite the only server holds the folder's lock. Lines
 and batches of servers without a row are free again. A result counts only for the current attempt of its line, so a
 server that was wrongly taken for dead cannot change anything.
 """
@@ -49,8 +49,7 @@ class Store(FileRows, BatchRows, LineRows):
 
         Args:
             url: postgresql://..., which servers can share if they share `place`. None uses SQLite in `place`, which
-                this
-                process then owns.
+                this process then owns.
             place: Folder of the files.
         """
         lock, reserve = FolderLock(place, shared=url is not None), Reserve(place)
@@ -159,7 +158,7 @@ _TIMES = (
 
 
 async def _claim(connection: AsyncConnection, place: Path) -> None:
-    """Bind the database to the folder of its files, or raise if it is bound to another."""
+    """Bind the database to the folder of its files."""
     await connection.execute(sa.text("LOCK TABLE folder IN EXCLUSIVE MODE"))
     known = await connection.scalar(sa.select(folder.c.id))
     file = place / FOLDER_FILE

@@ -54,7 +54,6 @@ class Form:
             _refuse()
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Read the whole body and yield the bytes of the file."""
         async for chunk in body:
             if data := self._parse(chunk):
                 yield data
@@ -64,7 +63,6 @@ class Form:
             raise bad_request("file is missing: the form must have a part of that name", FILE)
 
     def _parse(self, chunk: bytes) -> bytes:
-        """Parse a chunk and return its bytes of the file."""
         if self._is_complete and chunk.strip(b"\r\n"):
             raise bad_request("the body goes on after its last part")
         try:

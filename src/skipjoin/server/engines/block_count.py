@@ -14,7 +14,7 @@ def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
     """Free leaked blocks and return their number, which is 0 unless there is a bug.
 
     Args:
-        is_idle: True if there are no requests, plans or swaps in flight, so that any held block is leaked.
+        is_idle: True if no request, plan or swap is in flight, so that any held block is leaked.
 
     Raises:
         LedgerError: Two requests may write to one block, so outputs may be wrong.

@@ -1,4 +1,4 @@
-"""Crash isolation: find the sequences that crash engines, and resubmit the others."""
+"""Crash isolation: find the sequences that crash engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ TRIAL_S = 2.0
 
 
 class CrashIsolation:
-    """Crash isolation for sequences that were running when an engine crashed.
+    """Resubmits sequences of a crashed engine one at a time through `go_on`.
 
-    Such sequences are resubmitted one at a time through `go_on`. Each is on trial until it generates another token, so
-    that the next crash has one suspect.
+    Each is on trial until it generates another token, so that the next crash has one suspect.
     """
 
     def __init__(self, go_on: Callable[[EngineSequence], None]) -> None:
@@ -28,7 +27,7 @@ class CrashIsolation:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, sequence: EngineSequence) -> bool:
-        """Return True if `sequence` may be submitted now. Otherwise hold it until its trial begins."""
+        """Return whether `sequence` may be submitted now. Otherwise hold it until its trial begins."""
         if not sequence.stuck:
             return True
         if self._trial is not None:
@@ -39,9 +38,9 @@ class CrashIsolation:
         return True
 
     def blame(self, orphans: Collection[EngineSequence]) -> list[EngineSequence]:
-        """Count an engine crash against the suspects, and return those that must fail.
+        """Count a crash against the suspects, and return those that must fail.
 
-        The caller resubmits the remaining sequences and then calls `next`.
+        The caller resubmits the others and then calls `next`.
         """
         begun = [sequence for sequence in orphans if sequence.has_begun]
         trial = self._trial
@@ -57,7 +56,6 @@ class CrashIsolation:
         return [one for one in begun if one.stuck >= most or one.deaths >= _MAX_DEATHS]
 
     def passed(self, sequence: EngineSequence) -> None:
-        """Clear the suspicion against a sequence that generated a token."""
         sequence.stuck = 0
         self._end(sequence)
 

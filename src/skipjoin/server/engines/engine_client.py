@@ -1,7 +1,4 @@
-"""Client of the engines in the API process: dispatch, token delivery and failover.
-
-It is independent of the transport (`EngineHandle` or `ReplicaSet`; tests use scripted engines).
-"""
+"""Client of the engines in the API process: dispatch, token delivery and failover, whatever the transport."""
 
 from __future__ import annotations
 
@@ -53,7 +50,6 @@ class ConnectedEngine:
 
     Attributes:
         send: Must not block or raise.
-        sequences: Sequences at the engine, by id.
         questions: Pending `DescribeRequests`, by id.
         is_hung: True while the engine makes no progress.
     """
@@ -76,13 +72,7 @@ class ConnectedEngine:
 
 
 class LiveRequest(NamedTuple):
-    """Unfinished sequence.
-
-    Attributes:
-        label: Id of its response.
-        replica: None while it waits for an engine.
-        owner: Hash of the client's API key.
-    """
+    """Unfinished sequence, without `replica` while it waits for one."""
 
     label: str
     choice: int
@@ -92,14 +82,14 @@ class LiveRequest(NamedTuple):
 
 
 class LiveRequests(NamedTuple):
-    """Unfinished sequences of all engines, without those of `silent` replicas, which did not answer in time."""
+    """Unfinished sequences, without those of `silent` replicas, which did not answer in time."""
 
     requests: list[LiveRequest]
     silent: list[int]
 
 
 class EngineLoad(NamedTuple):
-    """Total load of all engines. `usage` is the fraction of device KV blocks in use."""
+    """Total load of all engines. `usage` is the used fraction of device KV blocks."""
 
     running: int
     waiting: int
@@ -110,10 +100,9 @@ class EngineClient:
     """Submits sequences to engines, delivers their tokens and moves them to another engine after a crash.
 
     `PrefixAware` chooses the engine. A moved sequence continues after the tokens that it has, so its output does not
-    change. Sequences that may have crashed an engine are resubmitted one at a time (see `CrashIsolation`).
+    change. Suspects of a crash are resubmitted one at a time (see `CrashIsolation`).
 
     Args:
-        wanted: Number of engines that the server should have.
         seed: Seed from which requests without their own seed derive one.
         patience_s: Time that a sequence waits for an engine before it fails.
 
@@ -188,7 +177,6 @@ class EngineClient:
         return replica
 
     def lose(self, replica: ConnectedEngine) -> int:
-        """Remove an engine that has exited, and return the number of sequences that move to others."""
         if self._replicas.get(replica.number) is not replica:
             return 0
         del self._replicas[replica.number]
@@ -209,7 +197,6 @@ class EngineClient:
         return len(orphans)
 
     def died(self) -> None:
-        """Fail all sequences, because no engine will start."""
         self.dead = True
         self._metrics.lost("engine_dead", self.active)
         self.fail_all(EngineDeadError())
@@ -254,13 +241,13 @@ class EngineClient:
         """Submit a sequence.
 
         Args:
-            params: Parameters with a number as `max_tokens`; see `SamplingParams.resolved`.
+            params: Resolved parameters.
             index: Index of the choice, which each output carries.
-            label: Id of the response that the sequence belongs to.
+            label: Id of the response.
             owner: Hash of the client's API key.
             like: Sequence with the same prompt and options, whose prefix hashes are reused.
-            on_start: Called when the sequence first runs at an engine, once for each engine it is moved to.
-            on_end: Called once at the end with the reason and the total number of output tokens.
+            on_start: Called when the sequence first runs at each engine.
+            on_end: Called once with the reason and the total number of output tokens.
 
         Raises:
             EngineDeadError: No engine is running, and none will start.
@@ -298,7 +285,6 @@ class EngineClient:
             replica.send(Reforecast(sequence.id, forecast))
 
     def abort(self, sequences: list[EngineSequence]) -> None:
-        """Abort the unfinished ones of `sequences`. They get no more outputs."""
         self._end(sequences, FinishReason.ABORT)
 
     def complete(self, sequence: EngineSequence) -> None:
@@ -315,7 +301,7 @@ class EngineClient:
     # -- questions ----------------------------------------------------------------------------------------
 
     async def describe(self, timeout_s: float) -> LiveRequests:
-        """Return the unfinished sequences. Wait for the engines for at most `timeout_s`."""
+        """Return the unfinished sequences after at most `timeout_s`."""
         number = next(self._questions)
         asked = {replica: replica.ask(number) for replica in self._replicas.values()}
         if asked:
@@ -340,7 +326,6 @@ class EngineClient:
     def _prefix(
         self, info: Ready, params: SamplingParams, options: RequestOptions, like: EngineSequence | None
     ) -> ContentPrefix | None:
-        """Return the prefix hashes for dispatch, or None if there is one engine or no cached KV to reuse."""
         if self.wanted == 1 or not info.caches_prefixes or params.prompt_logprobs is not None:
             return None
         if like is not None and isinstance(like.request.prefix, ContentPrefix):
@@ -348,7 +333,6 @@ class EngineClient:
         return ContentPrefix(info.block_size, options.cache_salt.encode())
 
     def _place(self, sequence: EngineSequence) -> None:
-        """Send the sequence to an engine, or hold it until an engine starts or its trial begins."""
         sequence.scores.clear()
         request, now = sequence.request, self._clock()
         if not self._replicas:

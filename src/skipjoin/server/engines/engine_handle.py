@@ -1,4 +1,4 @@
-"""Start, connect and stop a single engine process on this machine."""
+"""Single engine process on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EngineStartError(RuntimeError):
 
 
 class EngineHandle:
-    """Engine process that runs as a child of this process."""
+    """Engine process as a child of this process."""
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class EngineHandle:
         return None if self._process is None else self._process.pid
 
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
-        """Start the process and wait until it accepts requests, or raise `EngineStartError`."""
         loop = asyncio.get_running_loop()
         # Only this user can open the folder.
         self._folder = OwnFolder("skipjoin-engine-")
@@ -100,7 +99,6 @@ class EngineHandle:
         return await self._ready
 
     async def stop(self) -> None:
-        """Stop the process, by force if it does not exit on request."""
         process = self._process
         if process is not None and process.returncode is None:
             self._send(Shutdown())
@@ -119,7 +117,7 @@ class EngineHandle:
         self._close_folder()
 
     def kill(self) -> None:
-        """Kill the process immediately, or once it is created if that is under way."""
+        """Kill the process immediately, or once it is created."""
         self._is_killed = True
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)

@@ -1,7 +1,4 @@
-"""Main loop of the engine process: turn messages into requests, and step events into messages.
-
-It does not import torch, so tests can use it with a scripted engine.
-"""
+"""Main loop of the engine process: turn messages into requests, and step events into messages. Without torch."""
 
 from __future__ import annotations
 
@@ -105,8 +102,7 @@ LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 class Digest:
     """Builds the `StepOutputs` messages of engine steps.
 
-    A step that starts requests has a message before it too, so that the API process knows the suspects if the step
-    crashes the engine.
+    A step that starts requests has a message before it too, which names the suspects if the step crashes the engine.
     """
 
     def __init__(self) -> None:
@@ -116,7 +112,6 @@ class Digest:
         self._new.add(request_id)
 
     def begin(self, plan: StepPlan) -> StepOutputs | None:
-        """Return the message about the requests that start in this plan."""
         new = [piece for piece in plan.slices if piece.request.id in self._new] if self._new else []
         started = [piece.request.id for piece in new]
         self._new.difference_update(started)
@@ -186,7 +181,7 @@ def _state_name(core: EngineCore, request: Request) -> str:
 
 
 class TimelineWriter:
-    """Writes a timeline to a file. A failed write is logged once and ends the timeline, not the engine."""
+    """Writes a timeline. A failed write is logged once and ends the timeline, not the engine."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -224,8 +219,6 @@ class EngineServer:
     """Moves messages between the socket and the engine loop.
 
     Args:
-        is_linked: Returns whether the API process is connected.
-        heartbeat: None sends none.
         stall_s: Time without a plan after which an engine with requests exits.
     """
 
@@ -264,7 +257,6 @@ class EngineServer:
 
     @property
     def is_alone(self) -> bool:
-        """True if the API process has exited or has closed the link."""
         return self._is_cut or not self._is_linked()
 
     def run(self, loop: Loop, metrics: EngineMetrics, recorder: TimelineWriter | None = None) -> None:
@@ -366,10 +358,7 @@ class EngineServer:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits.
-
-    On other systems than Linux, `EngineServer.run` notices within `HEARTBEAT_S`.
-    """
+    """Make the kernel kill this process when its parent exits. Only Linux does; others notice within `HEARTBEAT_S`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Engine errors that end a sequence. `server.api.errors` maps them to responses."""
+"""Engine errors that end a sequence."""
 
 from __future__ import annotations
 

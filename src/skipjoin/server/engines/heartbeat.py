@@ -1,8 +1,7 @@
 """Heartbeat of an engine process: bytes on a pipe to its parent while the engine loop makes progress.
 
-A thread writes them, so that a long step does not look like a hang. It pauses while an iteration of the loop takes
-longer than `HangLimits.step_s`. After `HangLimits.hang_s` without one, the parent makes the process print its stacks
-and kills it.
+A thread writes them, so that a long step does not look like a hang. It pauses while an iteration takes longer than
+`HangLimits.step_s`. After `HangLimits.hang_s` without one, the process prints its stacks and is killed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MAX_BEATS = 1 << 16
 
 
 class Heartbeat:
-    """Engine side of the heartbeat, disabled without a pipe `fd`. It pauses if an iteration takes `limit_s`."""
+    """Engine side of the heartbeat, disabled without a pipe `fd`."""
 
     def __init__(self, fd: int | None, limit_s: float) -> None:
         self._fd = fd
@@ -37,7 +36,7 @@ class Heartbeat:
         self._turned_at = time.monotonic()
 
     def start(self) -> None:
-        """Send the first heartbeat and start the thread. Call once, when the loop begins."""
+        """Start the thread. Call once, when the loop begins."""
         if self._fd is not None:
             self.turned()
             self._beat(self._fd)
@@ -79,10 +78,7 @@ class HeartbeatReader:
         return found
 
     def silent_s(self) -> float:
-        """Return the seconds since the last heartbeat, without those in which this process did not run.
-
-        Call at least every `HEARTBEAT_INTERVAL_S`.
-        """
+        """Return the seconds without a heartbeat in which this process ran. Call every `HEARTBEAT_INTERVAL_S`."""
         os.set_blocking(self._pipe.fileno(), False)
         now = self._clock()
         if self._pipe.read(_MAX_BEATS):  # None if the pipe is empty, b"" if the engine has closed it
@@ -97,13 +93,13 @@ class HeartbeatReader:
 
 
 def print_stacks() -> None:
-    """Make this process print its threads' stacks on a crash and on `ask_for_stacks`."""
+    """Print this process's stacks on a crash and on `ask_for_stacks`."""
     faulthandler.enable()
     faulthandler.register(_DUMP_SIGNAL)
 
 
 def ask_for_stacks(pid: int) -> None:
-    """Make an engine process, even a stopped one, print its threads' stacks within `DUMP_S`."""
+    """Make an engine process, even a stopped one, print its stacks within `DUMP_S`."""
     with suppress(ProcessLookupError):
         os.kill(pid, _DUMP_SIGNAL)
         os.kill(pid, signal.SIGCONT)
@@ -118,7 +114,7 @@ def end_hung(process: subprocess.Popen[bytes]) -> None:
 
 
 def describe_hang(limits: HangLimits) -> str:
-    """Return the error text for an engine that was killed because it hung."""
+    """Return the error text for an engine that hung."""
     return (
         f"the engine process gave no sign of life for {limits.hang_s:g} s (--hang-timeout), or computed a step for "
         f"more than {limits.step_s:g} s (--step-timeout), and was killed; the log above has the stacks of its threads"

@@ -1,13 +1,11 @@
 """Encrypted TCP links between the API process and engines on any machine of a cluster.
 
 An engine connects to the `EngineListener` and gets its own socket, an `EngineLink`. CurveZMQ encrypts and authenticates
-both sides with keys that each start generates. The exit of a process is noticed within milliseconds, the loss of a
-machine or the network within `SILENCE_S`.
+both sides with keys that each start generates, because prompts cross the network. The exit of a process is noticed
+within milliseconds, the loss of a machine or the network within `SILENCE_S`.
 
 A broken link is never restored: its socket is closed and its engine exits. Otherwise a lost engine could return with
 tokens that another engine generates by then.
-
-CurveZMQ is used because prompts cross the network, and because ZeroMQ's own thread sends while the engine computes.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ class EngineListener:
 
 
 class EngineLink:
-    """Connection to one engine. The owner sets `on_message`, and `on_lost`, which is called after the last message."""
+    """Connection to one engine. The owner sets `on_message`, and `on_lost`, called after the last message."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, on_end: Callable[[EngineLink], None]) -> None:
         self.on_message: Callable[[FromEngine], None] = lambda message: None
@@ -114,7 +112,6 @@ class EngineLink:
         self._timer = self._loop.call_later(CONNECT_S, self._lose)
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message without blocking."""
         if not self._channel.closed and not self._channel.send(message) and self._is_connected:
             self._loop.call_soon(self._lose)
 
@@ -165,7 +162,6 @@ class _Allowed:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether `key`, the proven public key of a client, is the engines' key."""
         return hmac.compare_digest(key, self._public)
 
 
@@ -177,9 +173,9 @@ class NoAnswerError(Exception):
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], key: ListenerKey) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """Connect to the API process. Return the socket and a function that returns whether it is connected.
+    """Connect to the API process, or raise `NoAnswerError` after `CONNECT_S`.
 
-    Raises `NoAnswerError` after `CONNECT_S`.
+    Returns the socket and a function that returns whether it is connected.
     """
     listener = context.socket(zmq.REQ)
     _lock(listener, key)

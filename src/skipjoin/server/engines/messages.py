@@ -16,7 +16,7 @@ from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
 
 class ListenerKey(msgspec.Struct, frozen=True):
-    """Address of the API process's listener, its public key, and the engines' key pair, all keys in Z85. See `link`."""
+    """Address and public key of the listener, and the engines' key pair, all keys in Z85. See `link`."""
 
     host: str
     port: int
@@ -26,12 +26,12 @@ class ListenerKey(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Complete input of an engine process, read as JSON from its standard input.
+    """Input of an engine process, as JSON on its standard input.
 
     Attributes:
         at: Address of the API process's local socket, or the key to its listener.
         parent: Process id of the parent. The engine exits when the parent does.
-        heartbeat_fd: File descriptor of the heartbeat pipe. None disables the heartbeat.
+        heartbeat_fd: Heartbeat pipe. None disables the heartbeat.
     """
 
     config: EngineConfig
@@ -49,7 +49,7 @@ class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
 
     Attributes:
         id: Unique for the lifetime of the engine.
-        output: Tokens that another engine has generated already. This engine continues after them.
+        output: Tokens from another engine, after which this engine continues.
         age_s: Seconds since the first engine received the request. The deadline in `options` counts from then.
         forecast: Predicted length of the whole output, including `output`.
     """
@@ -94,7 +94,7 @@ ToEngine = Add | Reforecast | Abort | DescribeRequests | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
-    """Completed fraction, from 0 to 1, of a stage of the startup."""
+    """Fraction of a startup stage, from 0 to 1."""
 
     what: str
     share: float
@@ -109,7 +109,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
         device_blocks: Number of KV blocks on the device, each of `block_size` tokens.
         host_blocks: Number of KV blocks on the CPU tier.
         host_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
-        caches_prefixes: True if requests reuse the KV of common prompt prefixes.
     """
 
     model: str
@@ -145,10 +144,9 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
     Attributes:
         ids: Distinct ids of the requests that generated a token.
-        tokens: Generated token of each request in `ids`.
-        details: Token details by index into `ids`. `PromptScores` may have carried log-probabilities of the prompt.
+        details: Token details by index into `ids`, without log-probabilities of prompts sent as `PromptScores`.
         ended: (id, `FinishReason`) of requests that finished after this step's token.
-        started: Ids of requests that run for the first time. They are sent before the step runs.
+        started: Ids of requests that run for the first time, sent before the step runs.
         errors: Error text for the client, by id of the failed request.
         cached: Number of prefix-cache hit tokens of `started` requests by id, if not 0.
     """
@@ -192,7 +190,6 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
 
     @property
     def waiting(self) -> int:
-        """Number of requests outside the running batch."""
         return int(sum(self.metrics.row("num_requests_waiting")))
 
 
@@ -205,9 +202,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
         is_urgent: True if it ranks before the other requests of its service class.
         place: Rank in the scheduler's order, from 0.
         computed_tokens: Number of tokens that have KV.
-        wait_reason: See `core.scheduling.waits.WaitReason`.
-        wait_s: Seconds since it began to wait for that reason.
-        short_blocks: Number of KV blocks that were missing when it began to wait for them.
+        wait_s: Seconds since it began to wait for `wait_reason`.
+        short_blocks: Number of KV blocks that were missing then.
         predicted_tokens: Predicted length of its whole output.
     """
 

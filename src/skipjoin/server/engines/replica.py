@@ -17,8 +17,7 @@ from skipjoin.system.container import oom_kills
 class EngineReplica:
     """Replica of the engine. Call `place`, `start` and then `check_health`, all from one thread.
 
-    The engine is a child of this process and exits with it. Tokens do not pass through the actor, because the engine
-    has its own link to the API process.
+    The engine is a child of this process and exits with it. It has its own link to the API process.
     """
 
     def place(self) -> str:
@@ -26,11 +25,7 @@ class EngineReplica:
         return node
 
     def start(self, command: tuple[str, ...], setup: bytes) -> None:
-        """Start the engine and wait until it accepts requests.
-
-        Args:
-            setup: `Setup` as JSON. `parent` and `heartbeat_fd` are filled in here.
-        """
+        """Start the engine with a `Setup` as JSON, of which `parent` and `heartbeat_fd` are filled in here."""
         self._oom_kills = oom_kills()
         self._heartbeat = HeartbeatReader()
         notify = self._heartbeat.engine_fd

@@ -1,7 +1,4 @@
-"""Data parallel engines behind one server, placed by Ray.
-
-Requests and tokens do not pass through Ray. Each engine has its own link to the API process (see `link`).
-"""
+"""Data parallel engines behind one server, placed by Ray. Tokens do not pass through Ray (see `link`)."""
 
 from __future__ import annotations
 
@@ -61,13 +58,11 @@ class ReplicaSet:
         self._is_ending = False
 
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
-        """Start the engines and wait until all accept requests, or raise `EngineStartError`."""
         self._started = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live(config, limits))
         return await self._started
 
     async def stop(self) -> None:
-        """Stop the engines and leave the cluster, or shut it down if this server started it."""
         self._is_ending = True
         if self._life is not None:
             self._life.cancel()
@@ -78,7 +73,6 @@ class ReplicaSet:
             self._listener.close()
 
     def kill(self) -> None:
-        """Abort a start. `stop` then ends the engines."""
         self._is_ending = True
         self._fail_start("the server was stopped")
 
@@ -189,8 +183,6 @@ class ReplicaSet:
 
 
 class _Engine:
-    """Handler of the messages of one link."""
-
     def __init__(self, owner: ReplicaSet, link: EngineLink, number: int) -> None:
         self._owner = owner
         self._link = link

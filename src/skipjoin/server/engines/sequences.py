@@ -1,4 +1,4 @@
-"""Sequences in the API process: their outputs, and the state that another engine needs to continue them."""
+"""Sequences in the API process, with the state that another engine needs to continue them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Mailbox:
         self._error: Exception | None = None
 
     async def get(self) -> list[Output]:
-        """Return the next outputs, waiting for at least one. After them, raise the error of `fail`."""
+        """Return at least one output. After the last, raise the error of `fail`."""
         if not self._items and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -56,7 +56,6 @@ class Mailbox:
         raise self._error
 
     def put(self, output: Output) -> None:
-        """Add an output. Drop it if the mailbox is full or has failed."""
         if self._error is not None or self._size > self._most:
             return
         self._items.append(output)
@@ -91,7 +90,6 @@ class EngineSequence:
         deaths: Number of engines that crashed while it was running.
         stuck: Number of crashes since its last token that it may have caused.
         scores: Log-probabilities of the prompt that arrived before the first token.
-        cached_tokens: Number of prefix-cache hit tokens at the engine that generated the first token.
     """
 
     __slots__ = (
@@ -130,7 +128,6 @@ class EngineSequence:
 
     @property
     def id(self) -> int:
-        """Id, which is the same at all engines."""
         return self.request.id
 
     def started(self, cached_tokens: int) -> None:

@@ -1,6 +1,6 @@
 """Detection of a stalled engine: requests wait although nothing is in flight that they could wait for.
 
-The scheduler always finds something to run (`StepPlanner._force`), so a stall is a bug of the scheduler or a policy.
+The scheduler always finds something to run, so a stall is a bug of the scheduler or a policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StallError(RuntimeError):
 
 
 class StallWatch:
-    """Restarts a stalled engine core, and raises `StallError` if no step was planned for `limit_s`."""
+    """Restarts a stalled engine core, and raises `StallError` after `limit_s` without a plan."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s

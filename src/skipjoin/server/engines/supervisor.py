@@ -1,7 +1,7 @@
-"""Supervision of replicas: start them as Ray actors, check their health and replace those that fail.
+"""Supervision of replicas, which are Ray actors.
 
-Ray does not restart the actors itself, because it does not notice a hung engine, and notices an unreachable machine
-only after a minute or more.
+Ray does not restart them itself, because it does not notice a hung engine, and notices an unreachable machine only
+after a minute or more.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class Needs(NamedTuple):
 
     Attributes:
         device: "auto", "cpu" or "cuda". An engine on a GPU takes one.
-        ranks: Number of rank processes that the engine starts, each with a CPU and, if GPUs are used, a GPU. With 0 it
-            runs the model in its own process.
+        ranks: Number of rank processes, each with a CPU and, if GPUs are used, a GPU. With 0 the engine runs the model.
     """
 
     cpus: int
@@ -84,7 +83,7 @@ class ReplicaSupervisor:
         self._reason = ""  # of the last failed start
 
     def deploy(self, command: tuple[str, ...], setup: bytes, *, replicas: int, needs: Needs) -> None:
-        """Start replicas, or raise `ClusterError` if the cluster has too few CPUs or GPUs."""
+        """Start replicas, or raise `ClusterError` if the cluster is too small."""
         ray = import_ray()
         gpus = check_room(replicas, needs, [node.has for node in known_nodes()])
         self._needs = needs
@@ -97,7 +96,7 @@ class ReplicaSupervisor:
             self._start(slot)
 
     def check(self) -> str | None:
-        """Replace failed replicas. Return why replicas cannot start, or None if they can."""
+        """Replace failed replicas. Return why replicas cannot start, if so."""
         now = self._clock()
         # Time in which this process itself did not run does not count.
         passed_s = min(now - self._checked_at, 2 * CHECK_S)
@@ -152,7 +151,6 @@ class ReplicaSupervisor:
         slot.ask(slot.actor.check_health.remote())
 
     def _wait(self, slot: _Slot, passed_s: float) -> None:
-        """Replace a running replica that has not answered for too long. A start may take any time."""
         slot.waited_s += passed_s
         slot.watched_s += passed_s
         if slot.node is None:
@@ -167,7 +165,6 @@ class ReplicaSupervisor:
                 self._replace(slot, f"node {slot.node.ip} cannot be reached")
 
     def _replace(self, slot: _Slot, reason: str) -> None:
-        """Schedule another start, immediately if the replica was running, else after a backoff."""
         if slot.is_running:
             slot.rest_s = 0.0
             logger.warning("a replica ended (%s); another is started", reason)
@@ -186,11 +183,7 @@ class ReplicaSupervisor:
 
 
 def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return how many GPUs each engine's own process takes, or raise `ClusterError` if an idle cluster is too small.
-
-    Args:
-        nodes: Resources of each node.
-    """
+    """Return how many GPUs each engine's own process takes, or raise `ClusterError` if an idle cluster is too small."""
     wants_gpus = needs.device == "cuda" or (needs.device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
     each = {"CPU": needs.all_cpus} | ({"GPU": needs.ranks or 1} if wants_gpus else {})
     if needs.ranks:  # ranks may be on other nodes than the engine

@@ -77,6 +77,10 @@ class LLM:
 
     Attributes:
         default_params: Parameters of prompts without their own, from the model's generation_config.json.
+
+    Raises:
+        ModelError: As `assemble`.
+        ConfigError: As `assemble`.
     """
 
     def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:

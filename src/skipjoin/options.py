@@ -44,7 +44,7 @@ def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
 
 
 def nearest(got: str, known: Iterable[str]) -> str:
-    """Return the end of an error that suggests the known names resembling `got`, if any."""
+    """Return the end of an error that suggests the known names resembling `got`."""
     near = difflib.get_close_matches(got.strip().lower(), list(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 

@@ -127,14 +127,14 @@ class Profile:
 
 
 def cache_path(key: ProfileKey) -> Path:
-    """Return the path of a cached profile."""
+    """Return the path of a cached profile, in $SKIPJOIN_PROFILE_CACHE or the user's cache folder."""
     folder = os.environ.get(CACHE_VARIABLE)
     return (cache_folder() / "profiles" if folder is None else Path(folder)) / f"{key.digest}.json"
 
 
 @contextmanager
 def one_at_a_time(key: ProfileKey) -> Iterator[None]:
-    """Hold a lock per key, so that one of several engines that start measures, undisturbed, and the others read."""
+    """Hold a lock per key, so that engines that start together measure once and undisturbed."""
     if not _is_cache_trusted(key):
         yield
         return

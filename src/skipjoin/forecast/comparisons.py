@@ -1,4 +1,4 @@
-"""Baselines for evaluation: a proxy classifier over length classes, and the linear head alone."""
+"""Baselines for evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index of past prompts and their output lengths, bounded in number and age."""
+"""Index of past prompts and their output lengths."""
 
 from __future__ import annotations
 

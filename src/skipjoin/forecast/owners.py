@@ -1,4 +1,4 @@
-"""Separate forecasters for clients that must not learn from each other, with a bounded shared prior."""
+"""Separate forecasters for clients that must not learn from each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class OwnerForecasters:
 
     A new forecaster starts from the shared distribution. This is the mean of the first guess, with weight 1, and of the
     distributions of owners in memory, with weights below 1. So one owner changes it by at most 1/2 in total variation,
-    and by at most 1/(m + 2) besides `m` owners with many requests.
+    and by at most 1/(m + 2) besides `m` owners with many requests. Existing forecasters are not affected by other
+    owners.
 
     Args:
         make: Returns the forecaster of an owner, given the hazards of the shared distribution.

@@ -25,7 +25,7 @@ def _is_state(folder: Path) -> bool:
 
 
 def exported(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the contents of a state, which has no text: identity and length distribution, then each past request."""
+    """Yield a state, which has no text: identity and length distribution, then each past request."""
     described = read_description(folder)
     arrays = read_arrays(folder, described)
     yield {"state": folder.name, "description": described} | _summary(arrays)

@@ -147,7 +147,7 @@ def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Ar
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the JSON file of a state, or raise `StateError` or OSError."""
+    """Return the JSON file of a state."""
     try:
         found = json.loads((folder / STATE).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -167,7 +167,7 @@ def _read(folder: Path, identity: Identity) -> dict[str, Array]:
 
 
 def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:
-    """Return the arrays of a state, or raise `StateError` or OSError."""
+    """Return the arrays of a state."""
     name = str(described.get("arrays"))
     if Path(name).name != name or not (folder / name).is_file():
         raise StateError(f"{name} is missing")

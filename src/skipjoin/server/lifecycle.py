@@ -8,8 +8,8 @@
 
 The first signal drains the server: /ready and new requests get 503, running requests continue for at most
 `shutdown_timeout_s`, and batch lines return to the store. The second signal stops everything immediately. When the
-engine dies, all requests and /health fail with 503. The process stays for `DEATH_GRACE_S`, so that clients and probes
-see this, and then exits for its supervisor to restart it.
+engine dies, all requests and /health fail with 503 for `DEATH_GRACE_S`, so that clients and probes see this. Then the
+process exits for its supervisor to restart it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Engines(Protocol):
     cause: str
 
     async def start(self, config: EngineConfig, limits: HangLimits) -> Ready:
-        """Start the engines and wait until they accept requests."""
+        """Start the engines and wait until they accept requests, or raise `EngineStartError`."""
         ...
 
     async def stop(self) -> None:

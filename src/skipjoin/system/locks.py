@@ -13,7 +13,11 @@ HAS_LOCKS = fcntl is not None
 
 
 def lock_file(file: IO[str] | int, *, is_shared: bool = False, waits: bool = True) -> bool:
-    """Lock an open file until it is closed. Return False if it is locked, or if the system has no locks."""
+    """Lock an open file until it is closed. Return False if another process holds it, or if there are no locks here.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
     if not HAS_LOCKS:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Access guard: ASGI middleware that checks the API key, size and origin of each request."""
+"""Access guard."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
 
 class AccessGuard:
-    """ASGI middleware that checks each request, and adds an `x-request-id` header to each response.
+    """ASGI middleware that checks API key, size and origin of each request, and adds an `x-request-id` to the response.
 
-    It sets `scope["state"]["owner"]` to a hash of the key. It calls `scope["state"]["on_owner"]`, if present, with the
-    owner, which may raise `ApiError`.
+    It sets `scope["state"]["owner"]` to a hash of the key, and calls `scope["state"]["on_owner"]`, if present, with it.
+    That may raise `ApiError`.
 
     Args:
         api_keys: If empty, no key is needed.

@@ -1,7 +1,7 @@
 """Protection against requests that web pages cause: Host and Origin checks, JSON content types, and CORS.
 
-A page of any site can make the browser send requests to servers on its own machine and network. The browser sends the
-page's site in Origin, asks before it sends JSON (CORS), and names the server in Host, which reveals DNS rebinding.
+A page of any site can make the browser send requests to servers on its own network. The browser names the page's site
+in Origin, asks before it sends JSON (CORS), and names the server in Host, which reveals DNS rebinding.
 """
 
 from __future__ import annotations

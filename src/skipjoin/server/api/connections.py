@@ -1,4 +1,4 @@
-"""Limits on open connections, in total and per client."""
+"""Limits on open connections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ConnectionLimits:
     Attributes:
         max_header_bytes: Maximum size of a head, and of the trailers and chunk framing of a body.
         max_connections: One more closes a connection that waits for its client.
-        max_per_address: Maximum number of connections of a client address that have not shown a key.
+        max_per_address: Maximum number of connections of an address that have not shown a key.
         head_s: Time limit for a head, from the start of the connection or the head's first byte.
         body_s: Time limit for a body, extended by a second for each `body_bytes_per_s` that arrive.
         write_s: Time limit for a client to read `MIN_READ_BYTES` of a response, or the rest of it.
@@ -77,11 +77,10 @@ class Connections:
     """Open connections of a server.
 
     A connection waits while its client has to send a request, the rest of one, or data that is dropped after an early
-    response. If there are too many connections, the longest waiting one of the address or key with the most waiting
-    connections is closed.
+    response. If there are too many, the longest waiting one of the address or key with the most waiting ones is closed.
 
     Args:
-        refused: Called with one of `CONNECTION_REFUSALS` for each refused or closed connection.
+        refused: Called with one of `CONNECTION_REFUSALS` for each closed connection.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:

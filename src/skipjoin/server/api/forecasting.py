@@ -41,8 +41,7 @@ class Expectation:
 
     Args:
         learn: Called with the actual length of each output.
-        ask: Requests a forecast of another server, which takes precedence, when the first request starts. The request
-            is cancelled when the last one finishes.
+        ask: Requests a forecast of another server, which takes precedence, while requests of the prompt run.
 
     Attributes:
         predicted: Prediction of the forecaster, from which it learns.
@@ -110,7 +109,7 @@ class Expectation:
 
 
 class Forecasting:
-    """Makes expectations with a forecaster that runs in its own thread. Create it on the event loop."""
+    """Makes expectations with a forecaster in its own thread. Create it on the event loop."""
 
     def __init__(self, keeper: ForecastKeeper, metrics: Metrics, ask: AskFor | None = None) -> None:
         self._keeper = keeper

@@ -1,11 +1,8 @@
 """Generation independent of HTTP: an endpoint turns a request body into a job, and runs the job at the engine.
 
-    job = await endpoint.prepare(body)
-    async with endpoint.run(job) as run:
-        async for deltas in run:
-            ...
-
-`replies` does this for HTTP, and `batches` for lines.
+job = await endpoint.prepare(body) async with endpoint.run(job) as run:
+    async for deltas in run:
+        ...
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ class Job:
         choices: Sequences to generate, grouped by prompt.
         copies: Number of choices per prompt.
         prompt_tokens: Total tokens of the prompts, each counted once.
-        arrived: Arrival in seconds on the monotonic clock, from which the deadline in `options` counts.
+        arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
         owner: Hash of the client's API key.
     """
 
@@ -97,8 +94,8 @@ class Job:
 class JobRun:
     """Running job, used as a context manager and as an iterator over new text.
 
-    On exit the job is aborted at the engine and its admission slots are released. Entry raises `ApiError` if the
-    deadline has passed, and `EngineError` without an engine.
+    On exit the job is aborted at the engine and its admission slots are released. Entry and iteration raise `ApiError`
+    and `EngineError`.
     """
 
     def __init__(self, job: Job, service: Service) -> None:
@@ -214,6 +211,7 @@ class JobRun:
         self._mailbox.fail(error)
 
     def stop(self) -> None:
+        """Abort unfinished choices. The admission slots stay reserved."""
         self._client.abort(self._sequences)
 
     def close(self) -> None:

@@ -50,8 +50,8 @@ _TRAILERS = _Trailers()
 class BoundedProtocol(HttpToolsProtocol):
     """HTTP/1.1 connection with limits on sizes and times.
 
-    It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies: sizes,
-    extensions and trailers. One timer runs while the client has to send, another while it has to read.
+    It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies. One timer
+    runs while the client has to send, another while it has to read.
 
     A connection whose request is answered early is closed by a `LingeringClose`. For this purpose the protocol poses as
     the transport of uvicorn's request cycles (`write` to `resume_reading`).

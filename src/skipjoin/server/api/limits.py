@@ -41,7 +41,7 @@ _RETURN_S = 2.0
 
 
 def estimate_tokens(prompt: str | Sequence[int]) -> int:
-    """Estimate the number of tokens of a prompt without tokenizing it. Exact for token ids."""
+    """Estimate the number of tokens of a prompt without tokenizing it."""
     if isinstance(prompt, str):
         return -(-len(prompt.encode()) // _BYTES_PER_TOKEN)
     return len(prompt)

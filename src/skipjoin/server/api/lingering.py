@@ -11,8 +11,8 @@ from skipjoin.server.api.connections import ConnectionLimits
 class LingeringClose:
     """Drops input of a connection that accepts no further request, so that its client reads the response.
 
-    A connection that is closed while bytes arrive is reset, and the client may lose unread data. Input is dropped from
-    the start; `begin` is called after the response is written.
+    A connection that is closed while bytes arrive is reset, and the client may lose unread data. Call `begin` after the
+    response is written.
     """
 
     def __init__(

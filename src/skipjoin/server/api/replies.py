@@ -1,4 +1,4 @@
-"""HTTP layer of the endpoints: responses as a whole or as a stream."""
+"""HTTP responses of the endpoints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class JsonReply(Response):
 
 
 def json_response(content: Any) -> Response:
-    """Return a JSON response for a struct or any JSON value."""
+    """Return a JSON response."""
     return JsonReply(encode(content))
 
 

@@ -1,4 +1,4 @@
-"""Request log: one line per HTTP request."""
+"""Log of HTTP requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LABEL = 8
 
 
 class RequestLog:
-    """ASGI middleware that logs each request, at level debug if it is a successful GET such as a probe."""
+    """ASGI middleware that logs each request, at level debug if it is a successful GET."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

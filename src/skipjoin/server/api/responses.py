@@ -182,12 +182,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 class LoadAnswer(msgspec.Struct, frozen=True):
-    """Response of GET /load.
-
-    Attributes:
-        server_load: Number of sequences in the server.
-        queued_tokens: Number of prompt tokens of sequences that have not run yet.
-    """
+    """Response of GET /load: sequences in the server, and prompt tokens of those that have not run yet."""
 
     server_load: int
     running: int

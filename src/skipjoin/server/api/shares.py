@@ -1,4 +1,4 @@
-"""Fair sharing of a capacity: a client over its share leaves room for others."""
+"""Fair sharing of a capacity."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class _Client:
 class Shares:
     """Fair shares of one capacity.
 
-    A fraction of the capacity is a reserve. The rest, divided by the number of clients that hold or claim something, is
-    the share of each client. A request for `amount` is one of three kinds:
+    A fraction of the capacity, in [0, 1), is a reserve. The rest, divided by the number of clients that hold or claim
+    something, is the share of each client. A request for `amount` is one of three kinds:
 
     - Within the share: it may use all free capacity.
     - First request of a client that holds nothing, and at most the reserve: it leaves room for the claims of others.
@@ -29,9 +29,6 @@ class Shares:
 
     A refused request of the first two kinds becomes a claim until the client is expected to retry. Borrowers thus never
     take the reserve, nor capacity that a refused client waits for.
-
-    Args:
-        reserve: Reserved fraction of the capacity, in [0, 1).
     """
 
     def __init__(self, reserve: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Batches in the store, from creation to their final state."""
+"""Batches in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contents of files, in a folder and named by id. Names from clients are never used as paths."""
+"""Contents of files. Names from clients are never used as paths."""
 
 from __future__ import annotations
 

@@ -21,11 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchContext:
-    """Store and files of a server while they are open.
-
-    Attributes:
-        folder: None if this server has no batches.
-    """
+    """Store and files of a server while they are open. `folder` is None without batches."""
 
     def __init__(self, config: ServerConfig, folder: Path | None) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Transactions on SQLite or PostgreSQL, conversion of their errors, and migration of the tables."""
+"""Transactions on SQLite or PostgreSQL, with errors of the store."""
 
 from __future__ import annotations
 
@@ -151,6 +151,7 @@ class Database:
                     yield connection
 
     async def migrate(self) -> None:
+        """Migrate the tables, or raise `StoreError` if a newer version has."""
         from alembic.util import CommandError  # noqa: PLC0415 (servers without batches do without)
 
         try:

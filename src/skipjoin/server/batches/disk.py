@@ -1,4 +1,4 @@
-"""Full disks: detection, and reserved space so that files can still be deleted."""
+"""Full disks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_store_error(error: OSError, folder: Path) -> StoreError:
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the disk of a folder has almost no space or no inodes left."""
+    """Return whether a folder's disk has almost no space or inodes left."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Validation of the input files of new batches, one at a time."""
+"""Validation of new batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of batches in the store: selection, requeueing and results."""
+"""Lines of batches in the store."""
 
 from __future__ import annotations
 

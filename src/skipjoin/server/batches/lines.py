@@ -1,4 +1,4 @@
-"""Conversion of batch lines to jobs, and of their results to lines of the output and error files."""
+"""Conversion of batch lines to jobs, and of their results to lines of files."""
 
 from __future__ import annotations
 

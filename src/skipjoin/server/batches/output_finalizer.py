@@ -1,4 +1,4 @@
-"""Finalization of batches: close remaining lines, and write the output and error files."""
+"""Finalization of batches."""
 
 from __future__ import annotations
 

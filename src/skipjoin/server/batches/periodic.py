@@ -1,4 +1,4 @@
-"""Periodic background tasks that survive failures."""
+"""Periodic background tasks."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """Position of a valid line in an input file: number from 1, offset and length in bytes without the newline."""
+    """Position of a line: number from 1, offset and length in bytes without the newline."""
 
     number: int
     custom_id: str

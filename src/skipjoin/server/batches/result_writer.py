@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class ResultWriter:
     """Writes finished and requeued lines to the store in groups.
 
-    While the store fails, they are kept and retried. Writes are idempotent. A response that exceeds the owner's
-    `max_bytes` becomes an error.
+    While the store fails, they are kept and retried. Writes are idempotent. A response over the owner's `max_bytes`
+    becomes an error.
     """
 
     def __init__(self, store: Store, metrics: Metrics, *, max_bytes: int) -> None:

@@ -45,7 +45,7 @@ class Store(FileRows, BatchRows, LineRows):
 
     @classmethod
     async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
-        """Open and migrate the database.
+        """Open and migrate the database, or raise `FolderLocked`.
 
         Args:
             url: postgresql://..., which servers can share if they share `place`. None uses SQLite in `place`, which

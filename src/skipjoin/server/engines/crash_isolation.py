@@ -1,4 +1,4 @@
-"""Crash isolation: find the sequences that crash engines."""
+"""Crash isolation."""
 
 from __future__ import annotations
 

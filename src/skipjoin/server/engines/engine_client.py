@@ -1,4 +1,4 @@
-"""Client of the engines in the API process: dispatch, token delivery and failover, whatever the transport."""
+"""Client of the engines in the API process, whatever the transport."""
 
 from __future__ import annotations
 
@@ -285,6 +285,7 @@ class EngineClient:
             replica.send(Reforecast(sequence.id, forecast))
 
     def abort(self, sequences: list[EngineSequence]) -> None:
+        """Abort the unfinished ones of `sequences`. They get no more outputs."""
         self._end(sequences, FinishReason.ABORT)
 
     def complete(self, sequence: EngineSequence) -> None:

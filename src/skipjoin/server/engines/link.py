@@ -1,8 +1,8 @@
 """Encrypted TCP links between the API process and engines on any machine of a cluster.
 
-An engine connects to the `EngineListener` and gets its own socket, an `EngineLink`. CurveZMQ encrypts and authenticates
-both sides with keys that each start generates, because prompts cross the network. The exit of a process is noticed
-within milliseconds, the loss of a machine or the network within `SILENCE_S`.
+Each engine gets its own `EngineLink`. CurveZMQ encrypts and authenticates both sides with keys that each start
+generates, because prompts cross the network. The exit of a process is noticed within milliseconds, the loss of a
+machine or the network within `SILENCE_S`.
 
 A broken link is never restored: its socket is closed and its engine exits. Otherwise a lost engine could return with
 tokens that another engine generates by then.

@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine processes: msgspec structs, encoded as msgpack.
+"""Messages between the API process and the engine processes, encoded as msgpack.
 
 One `StepOutputs` carries all tokens of an engine step, so the number of messages does not grow with the batch.
 """

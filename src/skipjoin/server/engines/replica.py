@@ -1,4 +1,4 @@
-"""Ray actor that runs one engine process on its node and reports its health."""
+"""Ray actor that runs one engine process."""
 
 from __future__ import annotations
 

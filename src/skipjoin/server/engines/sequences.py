@@ -1,4 +1,4 @@
-"""Sequences in the API process, with the state that another engine needs to continue them."""
+"""Sequences in the API process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skipjoin batch`: submit a file of requests to a server, watch the batch and fetch its results."""
+"""`skipjoin batch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of streams of `simulate` and `bench`, and number formats of tables."""
+"""Table of streams of `simulate` and `bench`."""
 
 from __future__ import annotations
 

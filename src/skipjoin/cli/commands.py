@@ -1,4 +1,4 @@
-"""Typer commands whose help groups options, with untruncated names on a terminal of 80 columns."""
+"""Typer commands with grouped options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 
 class Commands(typer.Typer):
-    """Typer application of such commands."""
+    """Typer application whose help groups options, with untruncated names on a terminal of 80 columns."""
 
     def __init__(self, help: str, **options: Any) -> None:
         # Typer's rich help would truncate names on a narrow terminal.

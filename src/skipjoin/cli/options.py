@@ -1,4 +1,4 @@
-"""Command-line options made from annotated dataclass fields, and error reporting of commands."""
+"""Command-line options made from annotated dataclass fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress, files and tables of `skipjoin simulate`."""
+"""Output of `skipjoin simulate`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Goal(NamedTuple):
 
 
 class SimulationReport:
-    """Writes finished runs to the file, shows the progress of the others, and prints tables at the end."""
+    """Writes finished runs to the file, shows the progress of the others, and prints tables."""
 
     def __init__(self, results: ResultsFile | None, goal: Goal | None) -> None:
         self._results = results

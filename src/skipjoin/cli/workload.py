@@ -1,4 +1,4 @@
-"""Options that `simulate` and `bench` share: workload, objectives and results."""
+"""Options that `simulate` and `bench` share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access settings of a server, a part of `ServerConfig`."""
+"""Access settings of a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine configuration: model, memory and scheduling."""
+"""Engine configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API key files: one key per line, with sections like `[priority-range=0:5]` that set rights of the keys below."""
+"""API key files: one key per line, with sections like `[priority-range=0:5]` for the keys below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: measured costs of steps and transfers on a machine, stored as JSON. Reading one needs no torch."""
+"""Profiles: measured costs of steps and transfers, stored as JSON. Reading one needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the HTTP server around an engine."""
+"""Server configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Construction of forecasters from their configuration."""
+"""Construction of forecasters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding of prompts as features and vectors. Only hashes are kept, neither text nor tokens."""
+"""Encoding of prompts. Only hashes are kept, neither text nor tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MIX_1, _MIX_2, _GOLDEN = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB
 
 
 def words(text: str) -> list[int]:
-    """Return stable hashes of the lowercased words and punctuation marks, in place of tokens."""
+    """Return stable hashes of lowercased words and punctuation marks."""
     return [crc32(word.encode()) for word in _WORD.findall(text.lower())]
 
 

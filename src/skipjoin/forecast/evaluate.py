@@ -80,7 +80,6 @@ class Evaluation:
     most: int
 
     def run(self, progress: Progress) -> list[Figures]:
-        """Return the figures of every forecaster. `progress` gets its name and a fraction from 0 to 1."""
         lengths = self._lengths(self.train)
         models: list[Model] = [
             ProxyClassifier(lengths),
@@ -119,7 +118,7 @@ class Evaluation:
         return found, seconds
 
     def _oracle(self) -> Figures:
-        """Predict the second output's length or, without one, the true length."""
+        """Predict the second output's length or the true length."""
         known = [min(sample.second or sample.tokens, self.most) for sample in self.test]
         return self._figures(ORACLE, [Forecast(float(tokens), ORACLE) for tokens in known])
 

@@ -1,4 +1,4 @@
-"""Forecaster of output lengths, learned from finished requests."""
+"""Forecaster of output lengths."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class Predicted(NamedTuple):
     """Forecast with some kilobytes that `Forecaster.learn` needs later.
 
     Attributes:
-        interval: Bounds in tokens of the 80 % interval, capped at `most`.
-        most: max_tokens of the request.
+        interval: Bounds in tokens of the 80 % interval, capped at `most`, the request's max_tokens.
     """
 
     forecast: Forecast
@@ -43,7 +42,6 @@ class Forecaster:
     It is thread-safe. A request is predicted before it is learned, so no forecast knows its own length.
 
     Args:
-        served: Name of the served model; states of other models are rejected.
         owner: Hash of the API key whose requests are learned; empty for all requests.
         first: Initial hazards; see `Prior`.
     """
@@ -63,7 +61,7 @@ class Forecaster:
         return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width, self._owner)
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
-        """Return the forecast for a prompt whose output has at most `max_tokens` (at least 1) tokens."""
+        """Return the forecast for a prompt whose output has at least one and at most `max_tokens` tokens."""
         features = hashed(prompt)
         vector = self.encoder.encode(prompt, features).astype(np.float16)
         seen = Prompt(features, vector, len(prompt))
@@ -89,8 +87,7 @@ class Forecaster:
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
         """Learn from a request that finished after `tokens` (at least 1) output tokens.
 
-        Args:
-            exact: False if it was cut off by max_tokens, an abort or a deadline, so that `tokens` is a lower bound.
+        `exact` is False if max_tokens, an abort or a deadline cut it off, so that `tokens` is a lower bound.
         """
         end = length_bin(tokens)
         with self._lock:
@@ -104,7 +101,7 @@ class Forecaster:
         return len(self.model) if isinstance(self.model, Sized) else 0
 
     def save(self, folder: str | Path, *, quiet: bool = False) -> bool:
-        """Save the state atomically, and return whether that succeeded. A failure keeps the previous state."""
+        """Save the state atomically, and return whether that succeeded."""
         with self._lock:
             arrays = self._state()
         return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests}, quiet=quiet)
@@ -112,7 +109,7 @@ class Forecaster:
     def load(self, folder: str | Path) -> bool:
         """Load the state saved for the same models and encoder, and return whether there was one.
 
-        An invalid state is moved aside with a warning.
+        An invalid state is moved aside.
         """
         with self._lock:
             return load_state(Path(folder), self.identity, self._restore)
@@ -140,7 +137,7 @@ class Forecaster:
 
 
 def _check_alike(state: dict[str, Array], own: dict[str, Array]) -> None:
-    """Raise ValueError for non-finite numbers and other shapes or types; an index may have any size."""
+    """Raise ValueError for non-finite numbers and other shapes or types, except the size of an index."""
     for name, array in state.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{name} has numbers that are none")

@@ -1,4 +1,4 @@
-"""Linear model of the hazards over length bins."""
+"""Linear model of hazards."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class VectorIndex:
         return ring | {"times": self._times[places], "room": np.array([self._entries])} | self._vectors.state(places)
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the latest entries that fit from the `state` of an index of any size."""
+        """Restore the latest entries that fit from an index of any size."""
         tokens, exact, times = state["tokens"], state["exact"], state["times"]
         if not len(tokens) == len(exact) == len(times) or (len(tokens) and tokens.min() < 1):
             raise ValueError("an index whose entries do not fit together")

@@ -1,4 +1,4 @@
-"""Small perceptron that regresses lengths on prompts: ALISE's "all-MLP decoder" (section 3.1)."""
+"""ALISE's "all-MLP decoder" (section 3.1)."""
 
 from __future__ import annotations
 

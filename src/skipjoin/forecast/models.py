@@ -16,7 +16,7 @@ from skipjoin.forecast.prior import Prior
 
 
 class Prompt(NamedTuple):
-    """Prompt as models see it: hashed features, the encoder's vector and the number of tokens."""
+    """Prompt as models see it."""
 
     features: Hashed
     vector: Array
@@ -28,7 +28,7 @@ class Guess(NamedTuple):
 
     Attributes:
         parts: Data that the model needs for learning.
-        tokens: Expected length, if it is not the mean of the calibrated distribution.
+        tokens: Expected length, if it is not the calibrated mean.
     """
 
     mass: Array
@@ -38,7 +38,7 @@ class Guess(NamedTuple):
 
 
 class Model(Protocol):
-    """Predicts output lengths from prompts and learns from finished requests."""
+    """Predicts output lengths and learns from finished requests."""
 
     name: str
 

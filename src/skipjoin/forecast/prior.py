@@ -1,4 +1,4 @@
-"""Prior length distribution: the survival curve of recent requests."""
+"""Prior length distribution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_guess() -> Array:
 class Prior:
     """Online Kaplan-Meier estimate over the bins with exponential decay, started from the hazards `first`.
 
-    For each bin it counts the requests that ended there, and those that reached it and were not cut off in it.
+    It counts the requests that ended in each bin, and those that reached it and were not cut off in it.
     """
 
     def __init__(self, first: Array | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Inspection and removal of stored forecaster states."""
+"""Stored forecaster states."""
 
 from __future__ import annotations
 

@@ -52,7 +52,6 @@ class Identity:
 
     Attributes:
         served: Model whose requests were learned.
-        forecaster: Name of the length model.
         owner: Hash of the API key whose requests were learned; empty for all requests, on a server without keys.
     """
 
@@ -130,7 +129,7 @@ def _is_orphan(file: Path) -> bool:
 def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Array]], None]) -> bool:
     """Pass the arrays of this identity to `restore`, and return whether that succeeded.
 
-    An unusable state, also if `restore` raises ValueError or KeyError, is moved aside with a warning.
+    An unusable state, also if `restore` raises ValueError or KeyError, is moved aside.
     """
     folder = identity.folder(parent)
     if not _is_trusted(folder):

@@ -27,7 +27,7 @@ class Vectors(Protocol):
         ...
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
-        """Return the places of up to `count` most similar vectors in any order, and their cosines, (n,) each.
+        """Return places of up to `count` most similar vectors in any order, and their cosines, (n,) each.
 
         Empty places may be included with a cosine of 0.
         """
@@ -43,7 +43,7 @@ class Vectors(Protocol):
 
 
 def vectors_of(entries: int, width: int) -> Vectors:
-    """Return a store for `entries` vectors, of which many need usearch."""
+    """Return a store for `entries` vectors. A large one needs usearch."""
     if entries <= EXACT_ENTRIES:
         return ExactVectors(entries, width)
     return GraphVectors(width)

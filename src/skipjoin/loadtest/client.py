@@ -1,7 +1,4 @@
-"""Open-loop load client: requests are sent at their arrival times, regardless of earlier responses.
-
-Only closed-loop streams wait.
-"""
+"""Open-loop load client: requests are sent at their arrival times, regardless of earlier responses."""
 
 from __future__ import annotations
 
@@ -188,7 +185,7 @@ class Client:
 
 @dataclass(slots=True)
 class ClosedLoad:
-    """Closed-loop stream with its infinite jobs and their bodies. No job is sent after `until` seconds."""
+    """Closed-loop stream with its infinite jobs, none sent after `until` seconds."""
 
     stream: Closed
     jobs: Iterator[WorkloadRequest]
@@ -197,7 +194,7 @@ class ClosedLoad:
 
 
 class ClientRun:
-    """One run of a client over jobs and closed-loop streams, aborted (`gone`) if the server fails all connections."""
+    """One run over jobs and closed-loop streams, aborted (`gone`) if the server fails all connections."""
 
     def __init__(
         self,

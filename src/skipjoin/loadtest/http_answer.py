@@ -1,4 +1,4 @@
-"""Incremental parser of streamed responses, with token times and errors."""
+"""Incremental parser of streamed responses."""
 
 from __future__ import annotations
 

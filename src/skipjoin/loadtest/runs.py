@@ -1,4 +1,4 @@
-"""Consecutive load runs against a server, and their records."""
+"""Consecutive load runs against a server."""
 
 from __future__ import annotations
 

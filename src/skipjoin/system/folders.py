@@ -1,4 +1,4 @@
-"""Folders of the user's files, and checks that other users cannot change them."""
+"""Folders that other users cannot change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machine description for results, without host names and paths, and memory of this process."""
+"""Machine description for results, without host names and paths."""
 
 from __future__ import annotations
 

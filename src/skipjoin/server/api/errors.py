@@ -78,7 +78,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def unauthorized() -> ApiError:
-    """Return 401 with the code that clients map to their authentication error."""
+    """Return 401 with OpenAI's code."""
     return ApiError(
         401,
         "this server needs an API key: send it as 'Authorization: Bearer KEY'",
@@ -88,7 +88,7 @@ def unauthorized() -> ApiError:
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    """Return 404 with the code that clients map to their not-found error."""
+    """Return 404 with OpenAI's code."""
     return ApiError(404, f"the model {name!r} does not exist; this server serves {served!r}", code="model_not_found")
 
 
@@ -110,7 +110,7 @@ def too_many_connections(whose: str, most: float) -> ApiError:
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """Return 400 for a request that the engine refused, 500 for one that crashed engines, 503 otherwise."""
+    """Return 400 for a refused request, 500 for one that crashed engines, 503 otherwise."""
     if isinstance(error, RefusedError):
         return bad_request(str(error), error.param)
     if isinstance(error, LostRequestError):

@@ -1,8 +1,11 @@
 """Generation independent of HTTP: an endpoint turns a request body into a job, and runs the job at the engine.
 
-job = await endpoint.prepare(body) async with endpoint.run(job) as run:
-    async for deltas in run:
-        ...
+    job = await endpoint.prepare(body)
+    async with endpoint.run(job) as run:
+        async for deltas in run:
+            ...
+
+`replies` does this for HTTP requests, and `batches` for lines of batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP server: uvicorn with limits on connections and without its signal handlers."""
+"""HTTP server."""
 
 from __future__ import annotations
 

@@ -132,7 +132,10 @@ class Runs:
             self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
-        """Predict the seconds until `count` running sequences (or all) have finished, from finished ones."""
+        """Predict the seconds until `count` running sequences (or all) have finished.
+
+        None if no sequence has finished yet, or none is running.
+        """
         every = -(-len(self._live) // _MAX_SAMPLES)  # sample every n-th sequence
         starts = list(islice(self._live.values(), 0, None, every or 1))
         if not (self._lengths and starts):

@@ -22,8 +22,7 @@ def request_options(
 ) -> RequestOptions:
     """Return the options of a request from its body, or else its headers, or else the server's defaults.
 
-    Raises:
-        ApiError: 400 for a header out of bounds, or an option that the operator does not allow.
+    Raises 400 for a header out of bounds, or an option that the operator does not allow.
     """
     slo, tier = body.slo or _NO_SLO, _tier(body, config, owner)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms

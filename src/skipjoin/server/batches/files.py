@@ -194,7 +194,7 @@ def listed(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
 
 
 def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default: str | None) -> str | None:
-    """Return a query parameter, or raise 400 if it is not in `known`."""
+    """Return a query parameter in `known`, or raise 400."""
     if name not in query:
         return default
     if query[name] not in known:
@@ -203,7 +203,7 @@ def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default:
 
 
 def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
-    """Return the page size of a query, or raise 400 if it is not in [1, most]."""
+    """Return the page size of a query in [1, most], or raise 400."""
     text = query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
         raise bad_request(f"limit must be an integer in [1, {most}], got {text!r}", "limit")
@@ -219,7 +219,7 @@ async def find(store: Store, request: Request, file_id: str) -> FileRow:
 
 
 def not_found(file_id: str) -> ApiError:
-    """Return the error for a file that does not exist, or belongs to another key."""
+    """Return 404 for a missing file, or one of another key."""
     return ApiError(404, f"there is no file {file_id!r}", param="file_id")
 
 

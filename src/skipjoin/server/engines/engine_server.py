@@ -1,4 +1,4 @@
-"""Main loop of the engine process: turn messages into requests, and step events into messages. Without torch."""
+"""Main loop of the engine process, without torch."""
 
 from __future__ import annotations
 

@@ -52,7 +52,6 @@ class Generation:
     cached_tokens: int = 0
 
     def add(self, output: Output, text: str) -> None:
-        """Append an output token, if there is one, and the text that it completes."""
         self.text += text
         if output.token is not None:
             self.token_ids.append(output.token)
@@ -63,8 +62,6 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """Unfinished request and the prediction of its output length (None without a forecaster)."""
-
     generation: Generation
     choice: Choice
     predicted: Predicted | None
@@ -126,10 +123,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine and save the learned output lengths.
-
-        Further calls have no effect; `generate` and `chat` raise RuntimeError afterwards.
-        """
+        """Stop the engine and save the learned output lengths. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -219,11 +213,7 @@ class LLM:
         return results
 
     def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
-        """Run the loop until all requests have finished.
-
-        Args:
-            ahead: Submit the next step before detokenizing the tokens of the current one.
-        """
+        """Run the loop until all requests have finished; `ahead` submits the next step before detokenizing."""
         cached: dict[int, int] = {}
         while running:
             events = self._loop.step()
@@ -247,7 +237,6 @@ class LLM:
                     bars.advance(task)
 
     def _forecast(self, request_id: int, prompt: list[int], params: SamplingParams) -> Predicted | None:
-        """Predict the output length of a submitted request, or return None without a forecaster."""
         if self._forecasts is None:
             return None
         predicted = self._forecasts.forecast(prompt, params.output_limit)
@@ -312,7 +301,6 @@ def _outputs(events: Iterable[Event]) -> dict[int, Output]:
 
 
 def _as_list(prompts: Any) -> list[str | list[int]]:
-    """Normalize one or many prompts to a list of texts and token id lists."""
     if isinstance(prompts, str):
         return [prompts]
     items = _items(prompts)

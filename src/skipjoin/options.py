@@ -37,14 +37,14 @@ class ConfigError(ValueError):
 
 
 def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for a name that is not in `known`, with the nearest names or, failing that, all of them."""
+    """Return the error for a name that is not in `known`, with the nearest names or all of them."""
     names = list(known)
     hint = nearest(got, names) or f"; choose from {', '.join(names)}"
     return ConfigError(f"{field}: there is no {got!r}{hint}")
 
 
 def nearest(got: str, known: Iterable[str]) -> str:
-    """Return the end of an error that suggests the known names resembling `got`, or an empty string."""
+    """Return the end of an error that suggests the known names resembling `got`."""
     near = difflib.get_close_matches(got.strip().lower(), list(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -55,15 +55,9 @@ class Option:
 
     Attributes:
         help: Sentence for users.
-        low: Minimum.
         above: Exclusive lower bound.
-        high: Maximum.
-        choices: All allowed values, which the help lists.
         flags: Command-line flags; empty derives one from the name.
         metavar: Name of the value in the help, for example its unit.
-        group: Group in the help.
-        envvar: Environment variable that also sets the value.
-        is_positional: Whether it is a positional argument instead of a flag.
         separator: Separator of several values in one text; empty if only repeating the flag gives several.
         is_common: Whether `--help` shows it. `--help-all` shows every option.
         is_internal: Whether only code sets it, so that it is no option of a command.
@@ -92,8 +86,6 @@ class Setting:
     Attributes:
         kind: Type without None and literals.
         words: Literal strings allowed besides `kind`, as in `int | Literal["all"]`.
-        is_optional: Whether None is allowed.
-        default: MISSING if there is none.
     """
 
     name: str
@@ -105,7 +97,6 @@ class Setting:
 
     @property
     def help(self) -> str:
-        """Help text with the choices."""
         if not self.option.choices:
             return self.option.help
         *most, last = self.option.choices
@@ -113,7 +104,7 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """Allowed values, such as "in [1, 1024]", "above 0" or "at least 1 or all"; empty if unrestricted."""
+        """Allowed values, such as "in [1, 1024]", "above 0" or "at least 1 or all"."""
         return self._or_words(self._bounds)
 
     @property
@@ -129,7 +120,6 @@ class Setting:
         return "" if low is None else f"at least {_text(low)}"
 
     def check(self, value: Any) -> None:
-        """Raise `ConfigError` for a value of another type or out of bounds."""
         if (value is None and self.is_optional) or (isinstance(value, str) and value in self.words):
             return
         if self.kind in _KINDS:
@@ -141,11 +131,6 @@ class Setting:
             raise ConfigError(f"{self.name} must be {self.bounds}, got {shown}")
 
     def read(self, text: str) -> Value:
-        """Parse a value from text.
-
-        Raises:
-            ConfigError: The text is not of the setting's type.
-        """
         if text in self.words:
             return text
         try:
@@ -170,7 +155,7 @@ class Setting:
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """Return the fields of a dataclass that have an `Option`, by name in their order."""
+    """Return the fields of a dataclass that have an `Option`, by name."""
     if cls not in _FOUND:
         _FOUND[cls] = _find_settings(cls)
     return _FOUND[cls]

@@ -22,11 +22,7 @@ MIN_REPETITION_PENALTY = 0.01
 
 
 class ParameterError(ValueError):
-    """Parameter value outside its bounds. The message names the bound.
-
-    Attributes:
-        param: Public name of the field.
-    """
+    """Parameter value outside its bounds. `param` is the public name of the field."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -34,7 +30,7 @@ class ParameterError(ValueError):
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    """Raise `ParameterError` unless `value` is a finite number in [low, high], or in (low, high] with `above`."""
+    """Raise unless `value` is a finite number in [low, high], or in (low, high] with `above`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ParameterError(name, f"{name} must be a finite number, got {value!r}")
     if value > high or value < low or (above and value == low):
@@ -122,22 +118,14 @@ class SamplingParams:
                 _integer(name, value, 0, MAX_LOGPROBS)
 
     def resolved(self, room: int) -> SamplingParams:
-        """Return the parameters with a number as `max_tokens`, which engines need.
-
-        Args:
-            room: Number of tokens that the context leaves after the prompt, at least 1.
-        """
+        """Return the parameters with a number as `max_tokens`, by default `room`, the rest of the context."""
         if self.max_tokens is not None:
             return self
         return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
 
     @property
     def output_limit(self) -> int:
-        """`max_tokens` of resolved parameters.
-
-        Raises:
-            ParameterError: If it is None.
-        """
+        """`max_tokens` of resolved parameters."""
         if self.max_tokens is None:
             raise ParameterError("max_tokens", "max_tokens must be a number, got None: call SamplingParams.resolved")
         return self.max_tokens

@@ -1,4 +1,4 @@
-"""Command line, one module per command. Flags have vLLM's names where it has them.
+"""Command line, one module per command.
 
 Commands import their dependencies when they run, so that `skipjoin --help` and the API process do not load torch.
 """

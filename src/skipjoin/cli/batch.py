@@ -1,4 +1,4 @@
-"""`skipjoin batch`: submit a file of requests to a server, watch the batch and fetch its results."""
+"""`skipjoin batch`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Server and its API key.
-
-    Raises:
-        ConfigError: If a value is invalid.
-    """
+    """Server and its API key."""
 
     url: Annotated[str, Option("URL of the server.", metavar="URL", group=_GROUP, is_common=True)] = (
         "http://127.0.0.1:8000"
@@ -144,7 +140,6 @@ def _follow(connection: Connection, batch_id: str) -> None:
 
 
 def _call(connection: Connection, work: Callable[[BatchClient], Awaitable[T]]) -> T:
-    """Run `work` with a client, and return its result. Errors are printed and exit the program."""
     from skipjoin.cli.batch_client import BatchClient, BatchClientError  # noqa: PLC0415
 
     async def inside() -> T:

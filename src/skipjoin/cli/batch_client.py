@@ -1,4 +1,4 @@
-"""HTTP client of a server's files and batches, for `skipjoin batch`."""
+"""HTTP client of a server's files and batches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ _AWAY = (502, 503, 504)
 
 
 class BatchClientError(Exception):
-    """Error of an unreachable or refusing server, with a text for users.
-
-    Attributes:
-        is_lost: The server may be available again later.
-    """
+    """Error of an unreachable or refusing server. It may be available again later if `is_lost`."""
 
     def __init__(self, text: str, *, is_lost: bool = False) -> None:
         super().__init__(text)
@@ -41,15 +37,7 @@ class BatchPage(NamedTuple):
 
 
 class BatchClient:
-    """Client of one server, as an asynchronous context manager.
-
-    Args:
-        url: Without /v1.
-        api_key: None sends no key.
-
-    Raises:
-        BatchClientError: From all methods.
-    """
+    """Client of one server, as an asynchronous context manager. `url` is without /v1."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._base = url
@@ -68,7 +56,6 @@ class BatchClient:
         await self._session.close()
 
     async def upload(self, path: Path) -> str:
-        """Upload a file and return its id."""
         try:
             with path.open("rb") as file:
                 form = aiohttp.FormData()
@@ -95,7 +82,6 @@ class BatchClient:
         return await self._json("POST", f"/v1/batches/{quote(batch_id, safe='')}/cancel")
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Yield the content of a file in chunks."""
         async with self._answer("GET", f"/v1/files/{file_id}/content") as response:
             async for piece in response.content.iter_chunked(_PIECE):
                 yield piece
@@ -129,7 +115,6 @@ def _reason(error: Exception) -> str:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Return the message of an error response in OpenAI's form or any other."""
     try:
         return f"{msgspec.json.decode(body)['error']['message']} (HTTP status {status})"
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Progress display of `skipjoin batch watch`: progress, speed, and whether the batch ends within its window."""
+"""Progress display of `skipjoin batch watch`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ class Speed:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def add(self, now: float, lines: int, tokens: int) -> None:
-        """Record the current totals at `now` (seconds)."""
         self._seen.append((now, lines, tokens))
         while len(self._seen) > 2 and self._seen[0][0] < now - _SPEED_S:
             self._seen.popleft()
 
     def per_second(self) -> tuple[float, float]:
-        """Return lines and tokens per second."""
         (begin, *first), (end, *last) = self._seen[0], self._seen[-1]
         span = max(end - begin, 1e-9)
         return (last[0] - first[0]) / span, (last[1] - first[1]) / span
 
 
 class _Bar(Progress):
-    """Progress bar with a multi-line note below."""
-
     note = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -73,10 +69,7 @@ class Watch:
     async def follow(self, client: BatchClient, batch_id: str) -> dict[str, Any]:
         """Show a batch until it has ended, and return its final state.
 
-        If the server becomes unavailable, it is polled until it returns.
-
-        Raises:
-            BatchClientError: If the server refuses, or is unavailable from the start.
+        An unavailable server is polled until it returns, unless it was unavailable from the start.
         """
         from skipjoin.cli.batch_client import BatchClientError  # noqa: PLC0415
 
@@ -107,7 +100,6 @@ class Watch:
 
 
 def _outlook(lines: int, lines_s: float, left_s: float) -> str:
-    """Describe the estimated end of the remaining lines and the end of the window."""
     window = f"the window ends in {_spell(left_s)}"
     if not lines_s:
         return window

@@ -1,4 +1,4 @@
-"""Progress, files and table of `skipjoin bench`."""
+"""Output of `skipjoin bench`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MS = 1000
 
 
 class BenchReport:
-    """Writes each finished run to the files, shows the progress of the current one, and prints a table at the end."""
+    """Writes finished runs to the files, shows the progress of the current one, and prints a table."""
 
     def __init__(self, plan: LoadPlan, results: ResultsFile | None, requests: RequestsFile | None) -> None:
         self._total = len(plan.runs())
@@ -109,7 +109,6 @@ def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
 
 
 def _table(records: Sequence[Record]) -> Table:
-    """Return a table that fits into 80 columns."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for number, name in enumerate(_COLUMNS):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)

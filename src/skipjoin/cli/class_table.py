@@ -1,4 +1,4 @@
-"""Table of streams of `simulate` and `bench`, and number formats of tables."""
+"""Table of streams of `simulate` and `bench`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ _COLUMNS = {
 
 
 def class_table(head: Sequence[str | Column], groups: Iterable[tuple[Sequence[str], Sequence[Record]]]) -> Table:
-    """Return a table of each stream's latencies, and of its throughput while requests were submitted.
+    """Return a table of the latencies and throughput of each stream.
 
     Args:
-        head: The first columns, or their names.
         groups: Cells of the first columns, and records that differ only in their seeds.
     """
     # The longest recipe names must fit into 120 columns.
@@ -40,7 +39,7 @@ def class_table(head: Sequence[str | Column], groups: Iterable[tuple[Sequence[st
 
 
 def finished(records: Iterable[Record]) -> str:
-    """Return the number of finished and of submitted requests as text."""
+    """Return the numbers of finished and of submitted requests as text."""
     counts = [record["requests"] for record in records]
     done, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
     return f"{done}/{submitted}"
@@ -55,7 +54,7 @@ def mean_text(records: Iterable[Record], field: str) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Format a number with four significant digits, or all before the point; None as -."""
+    """Format a number with four significant digits, or all before the point."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Typer commands whose help groups options, with untruncated names on a terminal of 80 columns."""
+"""Typer commands with grouped options."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typer.core import TyperCommand
 
 
 class Commands(typer.Typer):
-    """Typer application of such commands."""
+    """Typer application whose help groups options, with untruncated names on a terminal of 80 columns."""
 
     def __init__(self, help: str, **options: Any) -> None:
         # Typer's rich help would truncate names on a narrow terminal.
         super().__init__(help=help, no_args_is_help=True, rich_markup_mode=None, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-        """Return a decorator that adds a command."""
         return super().command(name, cls=_GroupedCommand, **options)
 
 

@@ -74,14 +74,6 @@ class Task:
         check(self)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters.
-
-        Args:
-            defaults: Parameters that no option overrides.
-
-        Raises:
-            ParameterError: If an option is out of bounds.
-        """
         return replace(
             defaults,
             max_tokens=self.max_tokens,

@@ -1,4 +1,4 @@
-"""Command-line options made from annotated dataclass fields, and error reporting of commands."""
+"""Command-line options made from annotated dataclass fields."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ Values = dict[str, Any]
 
 @contextmanager
 def plain_errors(flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Print invalid input as one line on stderr and exit with code 2, without a traceback.
-
-    Args:
-        flags: As in `with_flags`.
-    """
+    """Print invalid input as one line on stderr and exit with code 2."""
     try:
         yield
     except (ConfigError, ModelError, ParameterError) as error:
@@ -47,10 +43,7 @@ def plain_errors(flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[No
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
     """Replace names of settings in an error by their flags.
 
-    A name without an underscore, such as model, may be an ordinary word and is replaced only at the beginning.
-
-    Args:
-        flags: Flags by setting name.
+    A name without an underscore may be an ordinary word and is replaced only at the beginning.
     """
 
     def flag(found: re.Match[str]) -> str:
@@ -67,8 +60,7 @@ class Section:
 
     Attributes:
         names: Fields to use; None uses all that are command-line options.
-        finish: Converts the values before the command gets them. It may raise `ConfigError`.
-        from_environment: Whether environment variables can set the options.
+        finish: Converts the values before the command gets them.
     """
 
     source: type
@@ -77,7 +69,6 @@ class Section:
     from_environment: bool = False
 
     def settings(self) -> list[Setting]:
-        """Return the selected fields in their order."""
         known = settings_of(self.source)
         wanted = known if self.names is None else self.names
         return [setting for name, setting in known.items() if name in wanted and not setting.option.is_internal]
@@ -86,11 +77,7 @@ class Section:
 def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options to a command: those of each section, and `--config` for a file with values of any options.
 
-    The command gets the values of a section as a dictionary, in the argument of the section's name. Its own parameters
-    come first in its help. Errors such as `ConfigError` are printed as one line, with exit code 2.
-
-    Raises:
-        ValueError: If two options share a name or flag.
+    The command gets the values of a section as a dictionary, in the argument of the section's name.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -140,7 +127,7 @@ def typed_flags(sections: Iterable[Sequence[Setting]]) -> dict[str, str]:
 
 
 def variables_of(sections: Iterable[Section]) -> list[str]:
-    """Return the environment variables that set options of these sections."""
+    """Return the environment variables of these sections."""
     settings = (setting for section in sections for setting in section.settings() if section.from_environment)
     return [name for setting in settings if (name := _variable(setting)) is not None]
 
@@ -154,7 +141,6 @@ def _variable(setting: Setting) -> str | None:
 
 
 def _use_file(context: typer.Context, path: Path | None) -> None:
-    """Use a file's settings as defaults of the options."""
     if path is not None:
         parameters = [one for one in context.command.params if one.name != _CONFIG.name]
         known = {flag.lstrip("-").lower(): str(one.name) for one in parameters for flag in one.opts}
@@ -182,7 +168,6 @@ _CONFIG = inspect.Parameter(
 
 
 def _help_all(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """Return the option `--help-all`, if `--help` omits any of these options."""
     omitted = sum(parameter.annotation.__metadata__[0].hidden for parameter in parameters)
     text = f"Show all options, {omitted} more than --help does."
     info = typer.Option("--help-all", is_eager=True, callback=_print_full_help, help=text)
@@ -200,7 +185,6 @@ def _print_full_help(context: typer.Context, is_wanted: bool) -> None:
 
 
 def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
-    """Return the parameter from which Typer makes an option or argument."""
     option, kind = setting.option, setting.kind
     envvar = _variable(setting) if from_environment else option.envvar
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
@@ -243,11 +227,6 @@ def _value(setting: Setting, given: Any) -> Any:
 
 
 def _from_environment(setting: Setting) -> tuple[str, ...]:
-    """Return the text of the setting's variable as its only value, or none if it is unset.
-
-    Raises:
-        ConfigError: If the variable is empty.
-    """
     name = setting.option.envvar
     if name is None or name not in os.environ:
         return ()
@@ -268,11 +247,7 @@ def _check_conflicts(parameters: Sequence[inspect.Parameter]) -> None:
 
 
 def engine_values(values: Values) -> Values:
-    """Parse the texts of `--set`, and validate the profile's file before slow work begins.
-
-    Raises:
-        ConfigError: If either is invalid.
-    """
+    """Parse the texts of `--set`, and validate the profile's file before slow work begins."""
     if values["profile"] not in ("auto", "off", ""):
         read_profile(Path(values["profile"]))
     texts = values["recipe_params"] or ()

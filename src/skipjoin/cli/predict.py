@@ -1,4 +1,4 @@
-"""`skipjoin predict`: accuracy of output-length predictions, and the learned state."""
+"""`skipjoin predict`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,7 @@ ForecastDir = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
-    """Options of an evaluation.
-
-    Raises:
-        ConfigError: If a value is out of bounds.
-    """
+    """Options of an evaluation."""
 
     trace: Annotated[
         Path, Option("JSONL file with prompts and with lengths or texts of outputs.", metavar="FILE", is_common=True)
@@ -118,7 +114,6 @@ def _evaluation(options: EvaluateOptions) -> Evaluation:
 
 
 def _samples(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict[tuple[int, ...], str]]:
-    """Return the rows as samples, and their texts by words."""
     from skipjoin.forecast.encode import words  # noqa: PLC0415
     from skipjoin.forecast.evaluate import Sample  # noqa: PLC0415
 
@@ -149,14 +144,12 @@ def _trains(described: dict[str, Any], place: int, rows: int) -> bool:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file that has been validated."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         yield from (json.loads(line) for line in file if line.strip())
 
 
 @contextmanager
 def _bars() -> Iterator[Any]:
-    """Yield a function that shows each forecaster's progress: a bar, or a line if stderr is not a terminal."""
     terminal = sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bars:
         tasks: dict[str, Any] = {}

@@ -70,7 +70,6 @@ def profile(
 
 
 def _measure(config: EngineConfig, effort: Effort) -> Profile:
-    """Return the profile, and show a bar per stage of the work on a terminal."""
     from skipjoin.engine.profiling.startup import profile_model  # noqa: PLC0415
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:

@@ -12,14 +12,7 @@ from skipjoin.report.results import Existing
 
 
 class RequestsFile:
-    """File of the requests of one or several runs.
-
-    Args:
-        existing: As in `ResultsFile`.
-
-    Raises:
-        ConfigError: If the file cannot be written.
-    """
+    """File of the requests of one or several runs."""
 
     def __init__(self, path: Path, existing: Existing) -> None:
         self.path = path
@@ -33,11 +26,6 @@ class RequestsFile:
             raise ConfigError(f"{path}: {error.strerror}") from error
 
     def append(self, run: Record, requests: Iterable[Record]) -> None:
-        """Write the requests of a run.
-
-        Args:
-            run: Fields that identify the run, added to each line.
-        """
         self._file.writelines(json.dumps(run | request) + "\n" for request in requests)
         self._file.flush()
 

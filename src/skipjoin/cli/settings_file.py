@@ -1,8 +1,4 @@
-"""Settings from a YAML file and from the environment.
-
-A setting has the name of its flag: `--max-num-seqs 64` is `max-num-seqs: 64` in a file and `SKIPJOIN_MAX_NUM_SEQS=64`
-in the environment. Flags take precedence over the environment, and the environment over a file.
-"""
+"""Settings from a YAML file and from the environment, named like their flags."""
 
 from __future__ import annotations
 
@@ -37,15 +33,11 @@ def unknown_variables(known: Iterable[str], environment: Mapping[str, str] = os.
 
 
 def read_settings(path: Path, known: Mapping[str, str], several: Collection[str] = ()) -> dict[str, Texts]:
-    """Return a file's settings as texts, by parameter name.
+    """Return a file's settings as texts, by parameter name. Errors have the line.
 
     Args:
         known: Parameter names by flag name.
         several: Parameters with a list of values.
-
-    Raises:
-        ConfigError: With the line, if the file is not a YAML mapping, a name is unknown or repeated, or a single value
-            is a list.
     """
     try:
         # BaseLoader does not guess types: otherwise `profile: off` would be false.
@@ -77,7 +69,7 @@ def _name(place: str, key: yaml.Node, known: Mapping[str, str]) -> str:
 
 
 def _texts(place: str, value: Any) -> list[str]:
-    """Return the elements of a list, a mapping's entries as NAME=VALUE, or a scalar as the only element."""
+    """Return the elements of a list, a mapping's entries as NAME=VALUE, or a scalar."""
     if isinstance(value, yaml.SequenceNode):
         return [_text(place, one) for one in value.value]
     if isinstance(value, yaml.MappingNode):

@@ -55,11 +55,7 @@ _CHOSEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Recipes to run, and options of the runs.
-
-    Raises:
-        ConfigError: If a value is out of bounds or options exclude each other.
-    """
+    """Recipes to run, and options of the runs."""
 
     recipes: Annotated[
         str,
@@ -160,23 +156,16 @@ class RunOptions:
             raise ConfigError("find_max_rate and find_min_replicas exclude each other")
 
     def goal(self) -> Goal | None:
-        """Return the goal of a search, if one is requested."""
         if self.find_max_rate:
             return Goal(RateSearch, parse_bound(self.find_max_rate))
         return Goal(ReplicaSearch, parse_bound(self.find_min_replicas)) if self.find_min_replicas else None
 
     def system_values(self) -> Values:
-        """Return the fields of `System` that these options set."""
         given = read_assignments([find(name) for name in names_in(self.recipes)], self.params, "set")
         values: Values = {"recipe_params": given}
         return values if self.decision_ms is None else values | {"decision_s": self.decision_ms / 1000}
 
     def objectives(self, single: Slo) -> Slo:
-        """Combine the objectives with the individual ones in `single`.
-
-        Raises:
-            ConfigError: If they exclude each other.
-        """
         if self.slo_scale is not None and single != NO_SLO:
             raise ConfigError("slo_scale and the single objectives exclude each other")
         if self.slo_jct_scale is None:

@@ -1,4 +1,4 @@
-"""Progress, files and tables of `skipjoin simulate`."""
+"""Output of `skipjoin simulate`."""
 
 from __future__ import annotations
 
@@ -49,24 +49,18 @@ _PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 
 
 
 class Goal(NamedTuple):
-    """Goal of a search: the maximum rate or minimum number of replicas that satisfies a bound."""
+    """Maximum rate or minimum number of replicas that satisfies a bound."""
 
     search: type[BoundSearch]
     bound: Bound
 
     @property
     def replicas(self) -> bool:
-        """True for a search for the number of replicas."""
         return self.search is ReplicaSearch
 
 
 class SimulationReport:
-    """Writes each finished run to the file, shows the progress of the others, and prints tables at the end.
-
-    Args:
-        results: Output file, if any.
-        goal: Goal of a search, if any.
-    """
+    """Writes finished runs to the file, shows the progress of the others, and prints tables."""
 
     def __init__(self, results: ResultsFile | None, goal: Goal | None) -> None:
         self._results = results
@@ -121,7 +115,6 @@ class SimulationReport:
         self._bars.update(self._runs, completed=len(self._records))
 
     def _tried(self, cell: Cell) -> str:
-        """Describe the latest run of a search."""
         if self._goal is None:
             return "runs"
         replicas, rate = cell.system.replicas, cell.extent.rate_rps
@@ -209,7 +202,6 @@ def _classes(groups: _Groups) -> Table:
 
 
 def _predictions(groups: _Groups) -> Table:
-    """Return a table of the accuracy of predictions and of the linear model of execution time."""
     table = Table(_recipe_column(), "req/s", "predictor", *_PREDICTIONS, "T = T0 s + n (alpha s + beta), ms", box=None)
     for group, records in groups:
         if "prediction" not in records[0]:
@@ -224,7 +216,6 @@ def _predictions(groups: _Groups) -> Table:
 
 
 def _roles(groups: _Groups) -> Table:
-    """Return a table of the replicas of each kind and of KV transfers between them."""
     table = Table(_recipe_column(), "req/s", "replicas", *_ROLES, *_TRANSFER, box=None)
     for group, records in groups:
         sent = [mean_text(records, f"transfer.{field}") for field in _TRANSFER.values()]
@@ -267,11 +258,7 @@ def _minima(groups: _Groups, bound: Bound) -> Table:
 
 
 def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: OnRequests | None) -> None:
-    """Run one cell in this process and write its timeline to `path`.
-
-    Raises:
-        ConfigError: If the file cannot be written.
-    """
+    """Run one cell in this process and write its timeline."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("w", encoding="utf-8"))
@@ -292,7 +279,7 @@ def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: On
 
 @contextmanager
 def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
-    """Yield the callback that writes the requests of a sweep to a file, or None without a file."""
+    """Yield the callback that writes the requests of a sweep to a file."""
     if file is None:
         yield None
         return

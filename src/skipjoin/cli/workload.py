@@ -1,4 +1,4 @@
-"""Options that `simulate` and `bench` share: workload, objectives and results."""
+"""Options that `simulate` and `bench` share."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ def _in_ms(flag: str) -> Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Workload, objectives and output file of a measurement.
-
-    Raises:
-        ConfigError: If a value is invalid.
-    """
+    """Workload, objectives and output file of a measurement."""
 
     lengths: Annotated[
         str,
@@ -163,18 +159,10 @@ class LoadOptions:
 
     @property
     def existing(self) -> Existing:
-        """How to treat an existing results file."""
         return "replace" if self.overwrite else "extend" if self.append else "refuse"
 
     def workload(self, *, reads: Collection[str] = ()) -> Synthetic | Replay:
-        """Return the workload.
-
-        Args:
-            reads: Additional trace columns that are used.
-
-        Raises:
-            ConfigError: If options exclude each other or the trace is invalid.
-        """
+        """Return the workload, which also uses the trace columns `reads`."""
         if self.trace is not None:
             if self.stream:
                 raise ConfigError("stream goes with lengths, not with trace")
@@ -190,7 +178,6 @@ class LoadOptions:
         return self._beside(synthetic(self.lengths, self.arrivals, self.stream, self.prefix))
 
     def _beside(self, workload: Classed) -> Classed:
-        """Add the best-effort share and closed-loop streams to a workload."""
         if self.best_effort_share is not None:
             workload = with_best_effort(workload, self.best_effort_share)
         return with_closed(workload, [parse_closed(text) for text in self.closed])

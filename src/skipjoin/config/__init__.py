@@ -1,4 +1,4 @@
-"""User configuration as frozen dataclasses, read by cli, server, llm and engine but not by core and policies."""
+"""User configuration as frozen dataclasses, not read by core and policies."""
 
 from __future__ import annotations
 

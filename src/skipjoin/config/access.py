@@ -1,4 +1,4 @@
-"""Access settings of a server, a part of `ServerConfig`."""
+"""Access settings of a server."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ class AccessConfig:
     key_rights: Mapping[str, KeyRights] = field(default_factory=dict, hash=False)
 
     def check_access(self) -> None:
-        """Raise `ConfigError` for invalid access settings."""
         for name, keys in (("api_key", self.api_keys), ("metrics_key", self.metrics_keys)):
             for key in keys:
                 check_key(name, key)
@@ -137,11 +136,7 @@ ConfigT = TypeVar("ConfigT", bound=AccessConfig)
 
 
 def with_keys_of_files(config: ConfigT) -> ConfigT:
-    """Return the configuration with the keys from its files added.
-
-    Raises:
-        ConfigError: A file has no keys, or keys have conflicting or invalid settings.
-    """
+    """Return the configuration with the keys from its files added."""
     found = read_keys("api_key_file", config.api_key_file)
     for_metrics = read_keys("metrics_key_file", config.metrics_key_file)
     if set(for_metrics.values()) - {AS_ALL}:

@@ -1,4 +1,4 @@
-"""Engine configuration: model, memory and scheduling."""
+"""Engine configuration."""
 
 from __future__ import annotations
 
@@ -28,13 +28,7 @@ from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, absolut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Engine configuration: model, memory and scheduling.
-
-    Each field is described by its `Option`. None selects the default that the help gives in brackets.
-
-    Raises:
-        ConfigError: A value is out of bounds.
-    """
+    """Engine configuration: model, memory and scheduling. None selects the default that the help gives in brackets."""
 
     model: Annotated[
         str, Option("Hugging Face folder or hub id, or 'tally', the built-in model.", group=MODEL, is_positional=True)
@@ -289,16 +283,14 @@ class EngineConfig:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that each hold a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def is_distributed(self) -> bool:
-        """True if the model runs on ranks outside the engine's process."""
         return self.ranks > 1 or self.distributed_executor_backend == "ray"
 
     def plans_in_flight(self, device: str) -> int:
-        """Return the maximum number of plans in flight on a `device` of kind cpu or cuda."""
+        """Return the maximum number of plans in flight on a device of kind cpu or cuda."""
         if self.pipeline_parallel_size > 1:
             return self.pipeline_parallel_size
         return self.pipeline_depth or (2 if device == "cuda" else 1)

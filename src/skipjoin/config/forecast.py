@@ -13,11 +13,7 @@ FORECASTERS = ("learned", "alise", "prior", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastConfig:
-    """Configuration of output length forecasts.
-
-    Raises:
-        ConfigError: A value is out of bounds.
-    """
+    """Configuration of output length forecasts."""
 
     forecaster: Annotated[
         str | None,

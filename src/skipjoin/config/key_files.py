@@ -1,4 +1,4 @@
-"""API key files: one key per line, with sections like `[priority-range=0:5]` that set rights of the keys below."""
+"""API key files: one key per line, with sections like `[priority-range=0:5]` for the keys below."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ AS_ALL = KeyRights()
 
 
 class _Line(NamedTuple):
-    """Line of a key file that is neither empty nor a comment; `where` names it in errors."""
-
     where: str
     text: str
 
@@ -48,17 +46,12 @@ class _Line(NamedTuple):
 
 
 def owner_of_key(key: bytes) -> str:
-    """Return a hash of the key, which identifies the owner of requests and files."""
+    """Return a hash of the key, the owner of requests and files."""
     return hashlib.sha256(key).hexdigest()
 
 
 def read_keys(field: str, file: str | None) -> dict[str, KeyRights]:
-    """Return the keys in a file with their rights; none for None. Errors name `field` and show no key.
-
-    Raises:
-        ConfigError: The file has no keys, an invalid key or section, a section without keys, or a key with different
-            rights.
-    """
+    """Return the keys in a file with their rights. Errors name `field` and show no key."""
     found: dict[str, KeyRights] = {}
     rights, section = AS_ALL, None
     for line in () if file is None else _lines(field, file):
@@ -85,11 +78,7 @@ def check_key(field: str, key: str) -> None:
 
 
 def priority_bounds(field: str, text: str) -> tuple[int, int]:
-    """Return the bounds of a priority range LOW:HIGH.
-
-    Raises:
-        ConfigError: The range is invalid; the error names `field`.
-    """
+    """Return the bounds of a priority range LOW:HIGH."""
     try:
         low, high = map(int, text.split(":"))
     except ValueError:
@@ -126,7 +115,6 @@ def _rights(line: _Line) -> KeyRights:
 
 
 def _given(line: _Line) -> Mapping[str, str]:
-    """Return the settings of a section by name."""
     pairs = [part.partition("=")[::2] for part in line.text[1:-1].split()]
     given = dict(pairs)
     if not line.text.endswith("]") or len(given) < len(pairs) or not given.keys() <= _SETTINGS:

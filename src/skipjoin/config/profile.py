@@ -1,4 +1,4 @@
-"""Profiles: measured costs of steps and transfers on a machine, stored as JSON. Reading one needs no torch."""
+"""Profiles: measured costs of steps and transfers, stored as JSON. Reading one needs no torch."""
 
 from __future__ import annotations
 
@@ -36,16 +36,9 @@ class ProfileKey:
 
     Attributes:
         model: Model name for messages, not part of the identity.
-        shape: Hash of the model's configuration, so that a renamed folder or other weights of the same shape share a
-            profile.
-        device_kind: cpu or cuda.
+        shape: Hash of the model's configuration, so that folders with the same shape share a profile.
         device: Model name of the CPU or GPU.
-        threads: CPU threads of the model.
-        swap_dtype: Type of KV on the CPU tier, auto or int8.
-        attention: Attention backend.
         operators: Backend of the other operations, such as amx, avx512-bf16, torch or triton.
-        tp, pp: Tensor and pipeline parallelism.
-        version: Skipjoin version.
     """
 
     model: str
@@ -63,7 +56,6 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """Hash of all fields except the model name, used as a file name."""
         identity = dataclasses.asdict(self) | {"model": ""}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -78,12 +70,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class FitErrors:
-    """Absolute relative errors of the cost model.
-
-    Attributes:
-        median, p95: Errors on the `held_out` shapes or, if there are none, on the fitted ones.
-        fitted, held_out: Numbers of shapes.
-    """
+    """Absolute relative errors of the cost model, on the `held_out` shapes or, if there are none, the fitted ones."""
 
     median: float
     p95: float
@@ -93,7 +80,7 @@ class FitErrors:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Measured step: its shape (see `StepShape`), the lower quartile of its seconds, and its number of runs."""
+    """Measured step: its shape, the lower quartile of its seconds, and its number of runs."""
 
     prefill: int
     attention: int
@@ -110,13 +97,10 @@ class Profile:
 
     Attributes:
         cost: Step costs, and transfer costs per block of `block_size` tokens in the slower direction.
-        transfer_out, transfer_in: Transfer costs in each direction.
         unrest: Mean over undisturbed time of a step. The fit uses undisturbed times, and `cost` includes this factor.
         host_s: CPU time between two steps.
         stage_shares: Share of each pipeline stage in a step; a single 1 without stages.
         kv_bytes_per_block, weight_bytes: Totals over all devices.
-        host_bytes_per_block: Size of a KV block on the CPU tier.
-        machine: Description for readers.
         date: ISO 8601 in UTC.
     """
 
@@ -139,23 +123,18 @@ class Profile:
     date: str
 
     def cost_for(self, block_size: int) -> LinearCost:
-        """Return the cost model for KV blocks of `block_size` tokens."""
         return dataclasses.replace(self.cost, block=self.cost.block * block_size / self.block_size)
 
 
 def cache_path(key: ProfileKey) -> Path:
-    """Return the path of the cached profile, in $SKIPJOIN_PROFILE_CACHE or the user's cache folder."""
+    """Return the path of a cached profile, in $SKIPJOIN_PROFILE_CACHE or the user's cache folder."""
     folder = os.environ.get(CACHE_VARIABLE)
     return (cache_folder() / "profiles" if folder is None else Path(folder)) / f"{key.digest}.json"
 
 
 @contextmanager
 def one_at_a_time(key: ProfileKey) -> Iterator[None]:
-    """Hold a lock per key among the processes of this machine.
-
-    Engines that start together then measure once and undisturbed, and the others read the result. Does not wait if
-    files cannot be locked.
-    """
+    """Hold a lock per key, so that engines that start together measure once and undisturbed."""
     if not _is_cache_trusted(key):
         yield
         return
@@ -166,10 +145,7 @@ def one_at_a_time(key: ProfileKey) -> Iterator[None]:
 
 
 def cached_profile(key: ProfileKey) -> Profile | None:
-    """Return the cached profile of this key, or None.
-
-    A file that is damaged or writable by another user is ignored with a warning.
-    """
+    """Return the cached profile of this key, unless it is damaged or writable by another user."""
     path = cache_path(key)
     if not (_is_cache_trusted(key) and path.is_file()):
         return None
@@ -182,11 +158,7 @@ def cached_profile(key: ProfileKey) -> Profile | None:
 
 
 def cache_profile(profile: Profile) -> None:
-    """Write the cached profile, unless another user can change it.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write the cached profile, unless another user can change it."""
     if _is_cache_trusted(profile.key):
         write_profile(profile, cache_path(profile.key))
 
@@ -196,11 +168,7 @@ def _is_cache_trusted(key: ProfileKey) -> bool:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write the file atomically.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write the file atomically."""
     try:
         make_private(path.parent)
         content = json.dumps({"format": FORMAT} | dataclasses.asdict(profile), indent=1) + "\n"
@@ -210,11 +178,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile.
-
-    Raises:
-        ConfigError: The file is missing or invalid; the error names file and field.
-    """
+    """Read a profile. Errors name file and field."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -245,14 +209,6 @@ def _check(profile: Profile) -> None:
 
 
 def _decode(kind: type[T], raw: object, where: str) -> T:
-    """Return a value of `kind` from parsed JSON.
-
-    Args:
-        where: Dotted name for errors.
-
-    Raises:
-        ValueError: The value is invalid; the error names the field.
-    """
     if dataclasses.is_dataclass(kind):
         return typing.cast("T", _decode_fields(kind, raw, where))
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

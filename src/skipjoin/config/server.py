@@ -1,4 +1,4 @@
-"""Configuration of the HTTP server around an engine."""
+"""Server configuration."""
 
 from __future__ import annotations
 
@@ -35,12 +35,7 @@ LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json"
 
 
 class HangLimits(NamedTuple):
-    """Limits in seconds after which an engine process counts as hung.
-
-    Attributes:
-        step_s: Maximum time of a step.
-        hang_s: Maximum time without a sign of life, after which the process is killed.
-    """
+    """Limits in seconds of a step and of the time without a heartbeat, after which an engine is killed."""
 
     step_s: float = 600.0
     hang_s: float = 30.0
@@ -50,7 +45,6 @@ HANG_LIMITS = HangLimits()
 
 
 def _objective(what: str, default: str = "none", group: str = OBJECTIVES, *, is_common: bool = False) -> Option:
-    """Return the `Option` of a soft objective or its bound; `default` is how the help describes None."""
     return Option(
         f"{what} (default: {default}).",
         above=0,
@@ -63,11 +57,7 @@ def _objective(what: str, default: str = "none", group: str = OBJECTIVES, *, is_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(AccessConfig):
-    """Configuration of the HTTP server around an engine.
-
-    Raises:
-        ConfigError: A value is out of bounds.
-    """
+    """Configuration of the HTTP server around an engine."""
 
     host: Annotated[str, Option("Address to listen on.", group=SERVER, is_common=True)] = "127.0.0.1"
     port: Annotated[
@@ -377,7 +367,7 @@ class ServerConfig(AccessConfig):
 
     @property
     def _may_have_priority_tier(self) -> bool:
-        """True if some requests may use service_tier priority, also if a key file that is not read yet may allow it."""
+        """True if requests may use service_tier priority, or if an unread key file may allow it."""
         some = self.priority_tier == "all" or any(rights.tier for rights in self.key_rights.values())
         return some or self.api_key_file is not None
 
@@ -387,15 +377,10 @@ class ServerConfig(AccessConfig):
 
     @property
     def priorities(self) -> tuple[int, int]:
-        """Lowest and highest priority that clients may set, besides 0.
-
-        Raises:
-            ConfigError: `priority_range` is invalid.
-        """
+        """Lowest and highest priority that clients may set, besides 0."""
         return (0, 0) if self.priority_range is None else priority_bounds("priority_range", self.priority_range)
 
     def rights_of(self, owner: str) -> KeyRights:
-        """Return the rights of an owner, which is a hash of its key, with defaults filled in."""
         own = self.key_rights.get(owner, AS_ALL)
         return KeyRights(
             self.priorities if own.priorities is None else own.priorities,
@@ -404,12 +389,7 @@ class ServerConfig(AccessConfig):
         )
 
     def default_ms(self, name: str, *, is_urgent: bool) -> float | None:
-        """Return the default objective in milliseconds, or None.
-
-        Args:
-            name: ttft, tpot or jct.
-            is_urgent: Whether it is for service_tier priority.
-        """
+        """Return the default of an objective (ttft, tpot or jct), for service_tier priority if `is_urgent`."""
         default: float | None = getattr(self, f"slo_{name}_ms")
         if not is_urgent or name == "jct":
             return default
@@ -417,7 +397,7 @@ class ServerConfig(AccessConfig):
         return own if own is not None or default is None else default * PRIORITY_SHARE
 
     def asked_bounds_ms(self, name: str) -> tuple[float | None, float]:
-        """Return the bounds of a requested objective (see `default_ms`); a minimum of None allows any above 0."""
+        """Return the bounds of a requested objective; None allows any above 0."""
         if name == "jct":
             return None, MAX_DEADLINE_MS
         return getattr(self, f"min_slo_{name}_ms"), getattr(self, f"max_slo_{name}_ms") or MAX_DEADLINE_MS
@@ -434,7 +414,6 @@ class ServerConfig(AccessConfig):
 
     @property
     def has_batches(self) -> bool:
-        """True if there is a folder for files and batches."""
         return self.batch_dir != NOWHERE
 
     def _check_batches(self) -> None:

@@ -70,11 +70,7 @@ SwapType = Annotated[
 
 
 def base_url(field: str, given: str) -> str:
-    """Return the URL of an OpenAI-compatible server without a trailing /v1.
-
-    Raises:
-        ConfigError: The URL is invalid; the error names `field`.
-    """
+    """Return the URL of an OpenAI-compatible server without a trailing /v1."""
     try:
         parts = urlsplit(given)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -86,7 +82,7 @@ def base_url(field: str, given: str) -> str:
 
 
 def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
-    """Raise `ConfigError` for int8 swapping without a CPU tier, whose size `size` is set by `field` (None: default)."""
+    """Raise `ConfigError` for int8 swapping without a CPU tier."""
     if swap_dtype == "int8" and size == 0:
         raise ConfigError(f"swap_dtype int8 is for KV on the host: {field} must be above 0, got {size:g}")
 

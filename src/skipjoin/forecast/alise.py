@@ -1,4 +1,4 @@
-"""ALISE's forecaster (section 3.1, Algorithm 1): similar past prompts, or a perceptron if there are none."""
+"""ALISE's forecaster (section 3.1, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _MIN_SPREAD = 0.2
 class Alise:
     """Weighted mean length of the `TOP_K` most similar prompts above `THRESHOLD`, else the perceptron's estimate.
 
-    Weights are similarities normalized to sum to one. Algorithm 1 omits the normalization, and its sum would grow with
-    k.
+    Weights are normalized similarities. Algorithm 1 omits the normalization, and its sum would grow with k.
 
     The paper predicts a mean without a distribution. Here it is lognormal, with the deviation of the neighbors or of
     the perceptron's errors, and calibration widens it. The index learns exact lengths only.
@@ -48,7 +47,6 @@ class Alise:
             self._index.add(prompt.vector, tokens, exact)
 
     def __len__(self) -> int:
-        """Return the number of indexed requests."""
         return len(self._index)
 
     def state(self) -> dict[str, Array]:
@@ -60,7 +58,6 @@ class Alise:
 
 
 def _weighted(found: Found, similar: Array) -> Estimate:
-    """Return the log of the weighted mean length and the weighted deviation of the log lengths."""
     weights = found.similarity[similar] / found.similarity[similar].sum()
     lengths = found.tokens[similar].astype(np.float64)
     logs = np.log(lengths)
@@ -68,6 +65,5 @@ def _weighted(found: Found, similar: Array) -> Estimate:
 
 
 def _guess(estimate: Estimate, source: str) -> Guess:
-    """Return a lognormal distribution around the estimate, plus a little mass for every length."""
     mass = np.exp(-0.5 * ((LOG_MIDDLES - estimate.log_tokens) / max(estimate.spread, _MIN_SPREAD)) ** 2)
     return Guess((mass + 1e-4) / (mass.sum() + 1e-4 * BINS), source, tokens=float(np.exp(estimate.log_tokens)))

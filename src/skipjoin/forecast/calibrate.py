@@ -22,7 +22,7 @@ _TRUST = 40
 class Calibrator:
     """Maps cumulative probabilities to the observed shares of past requests with prompts of similar length.
 
-    Requests that were cut off enter as censored observations of a Kaplan-Meier estimate.
+    Requests that were cut off are censored observations of a Kaplan-Meier estimate.
     """
 
     def __init__(self) -> None:
@@ -34,18 +34,13 @@ class Calibrator:
         self._places: Array = np.tile(_LEVELS, (_GROUPS, 1))
 
     def apply(self, mass: Array, prompt_tokens: int) -> Array:
-        """Return the calibrated distribution."""
         group = int(np.searchsorted(self._borders, prompt_tokens))
         below = np.interp(np.minimum(np.cumsum(mass), 1.0), self._places[group], _LEVELS)
         below[-1] = 1.0
         return np.diff(below, prepend=0.0)
 
     def learn(self, prompt_tokens: int, place: float, exact: bool) -> None:
-        """Learn the position in (0, 1) of a length in its uncalibrated forecast.
-
-        Args:
-            exact: False if the output was cut off there.
-        """
+        """Learn the position in (0, 1) of a length in its uncalibrated forecast; not `exact` if it was cut off."""
         self._seen[self._count % _REMEMBERED] = prompt_tokens, place, exact
         self._count += 1
         if self._count % _EVERY == 0:
@@ -60,7 +55,6 @@ class Calibrator:
             self._places[group] = _places(seen[groups == group])
 
     def state(self) -> dict[str, Array]:
-        """Return the arrays to save."""
         return {
             "seen": self._seen.copy(),
             "count": np.array([self._count]),
@@ -69,11 +63,6 @@ class Calibrator:
         }
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the arrays of `state`.
-
-        Raises:
-            ValueError, KeyError: The arrays do not fit.
-        """
         if state["seen"].shape != self._seen.shape or state["places"].shape != self._places.shape:
             raise ValueError("a calibration of another size")
         self._seen, self._places, self._borders = (state[name].copy() for name in ("seen", "places", "borders"))
@@ -81,7 +70,6 @@ class Calibrator:
 
 
 def _places(seen: Array) -> Array:
-    """Return the uncalibrated probabilities below which the shares `_LEVELS` of the requests `seen` lie."""
     order = seen[np.argsort(seen[:, 1])]
     at_risk = np.arange(len(order), 0, -1)
     below = 1.0 - np.cumprod(1.0 - order[:, 2] / at_risk)

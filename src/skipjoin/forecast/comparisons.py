@@ -1,4 +1,4 @@
-"""Baselines for evaluation: a proxy classifier over length classes, and the linear head alone."""
+"""Baselines for evaluation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ _RATE, _FIRST_SQUARES = 0.1, 1e-2
 
 
 class ProxyClassifier:
-    """Multinomial logistic regression from hashed features to equally frequent length classes.
+    """Multinomial logistic regression from hashed features to equally frequent classes of `lengths`.
 
     The papers fine-tune a BERT instead. Within a class, lengths are distributed as in the training data.
-
-    Args:
-        lengths: Output tokens that determine the class boundaries.
     """
 
     name = "proxy"
@@ -35,7 +32,6 @@ class ProxyClassifier:
         self._spread = self._seen(lengths)
 
     def _seen(self, lengths: Array) -> Array:
-        """Return the distribution over the bins for each class."""
         counts = np.zeros((len(self._borders) + 1, BINS))
         np.add.at(counts, (self._class(lengths), np.searchsorted(EDGES, lengths, side="right") - 1), 1.0)
         return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0))

@@ -1,4 +1,4 @@
-"""Construction of forecasters from their configuration."""
+"""Construction of forecasters."""
 
 from __future__ import annotations
 
@@ -34,12 +34,8 @@ def make_forecaster(
 
     Args:
         served: Name of the model whose requests are forecast.
-        clock: Seconds, for the age of past requests.
         folder: Folder of that model, for its embeddings.
         text_of: Returns the text of a prompt's tokens, for an encoder with its own tokenizer.
-
-    Raises:
-        ConfigError: The encoder cannot be read, or the entries need usearch and it is missing.
     """
     encoder = _encoder(config.forecast_encoder, folder, text_of)
     return Forecaster(encoder, _model(config, encoder, clock), served)
@@ -48,13 +44,7 @@ def make_forecaster(
 def make_owner_forecasters(
     config: ForecastConfig, served: str, encoder: Encoder, owners: int, kept_in: Path | None
 ) -> OwnerForecasters:
-    """Return a forecaster per owner, whose limits on kept requests are divided by the number of owners.
-
-    Args:
-        served: See `make_forecaster`.
-        owners: Expected number of owners, at least 1.
-        kept_in: Folder of the states; None does not save them.
-    """
+    """Return a forecaster per owner, whose limits on kept requests are divided by the expected `owners`."""
     parts = min(owners, MAX_OWNERS)
 
     def make(owner: str, first: Array) -> Forecaster:
@@ -64,7 +54,6 @@ def make_owner_forecasters(
 
 
 def _model(config: ForecastConfig, encoder: Encoder, clock: Callable[[], float], parts: int = 1) -> Model:
-    """Return the configured model with 1 / `parts` of the entries."""
     if config.forecaster == PriorOnly.name:
         return PriorOnly()
     entries = max(1, config.forecast_entries // parts)

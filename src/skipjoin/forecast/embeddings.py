@@ -1,4 +1,4 @@
-"""Encoders that need files: the served model's input embeddings, or a separate encoder."""
+"""Encoders that need files."""
 
 from __future__ import annotations
 
@@ -36,14 +36,7 @@ _FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f
 
 
 class MeanEmbeddings:
-    """Encoder that averages the input embeddings of a prompt's tokens, centered over the vocabulary.
-
-    Args:
-        folder: Folder of the served model.
-
-    Raises:
-        ConfigError: The folder has no embedding matrix in safetensors.
-    """
+    """Encoder that averages the input embeddings of a prompt's tokens, centered over the vocabulary."""
 
     def __init__(self, folder: str | Path) -> None:
         file, name = _find(Path(folder))
@@ -61,7 +54,6 @@ class MeanEmbeddings:
 
 
 def _find(folder: Path) -> tuple[Path, str]:
-    """Return the file with the embedding matrix and the matrix's name."""
     if not folder.is_dir():
         raise ConfigError(f"forecast_encoder: embeddings of {folder}: there is no such folder")
     try:
@@ -76,7 +68,6 @@ def _find(folder: Path) -> tuple[Path, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files to search; those with an embedding matrix if the folder has an index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         where = json.loads(index.read_text()).get("weight_map", {})
@@ -122,13 +113,7 @@ def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array
 class HuggingFaceEncoder:
     """Encoder that averages the last hidden states of a model such as BERT on the CPU.
 
-    The served model's tokens mean nothing to it, so `text_of` turns a prompt back into text.
-
-    Args:
-        folder: Folder with configuration, safetensors weights and tokenizer.
-
-    Raises:
-        ConfigError: The folder cannot be read.
+    The served model's tokens mean nothing to it, so it needs `text_of`.
     """
 
     def __init__(self, folder: str | Path, text_of: TextOf) -> None:

@@ -1,4 +1,4 @@
-"""Encoding of prompts as features and vectors. Only hashes are kept, neither text nor tokens."""
+"""Encoding of prompts. Only hashes are kept, neither text nor tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MIX_1, _MIX_2, _GOLDEN = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB
 
 
 def words(text: str) -> list[int]:
-    """Return stable hashes of the lowercased words and punctuation marks, as tokens where there is no tokenizer."""
+    """Return stable hashes of lowercased words and punctuation marks."""
     return [crc32(word.encode()) for word in _WORD.findall(text.lower())]
 
 
@@ -87,22 +87,13 @@ def _length_features(tokens: int) -> tuple[Array, Array]:
 
 
 class Encoder(Protocol):
-    """Encoder of prompts as vectors for similarity search.
-
-    Attributes:
-        name: Identifies the vectors; a forecaster state with another encoder is rejected.
-        width: Width of the vectors.
-    """
+    """Encoder of prompts as vectors. Its `name` identifies them in stored states."""
 
     name: str
     width: int
 
     def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
-        """Return a (width,) float32 vector of norm 1 or 0.
-
-        Args:
-            features: Hashed features of the prompt.
-        """
+        """Return a (width,) float32 vector of norm 1 or 0."""
         ...
 
 

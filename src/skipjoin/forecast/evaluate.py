@@ -40,9 +40,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Accuracy of forecasts.
-
-    Fields are None where they do not apply.
+    """Accuracy of forecasts. Fields are None where they do not apply.
 
     Attributes:
         r, r_log: Pearson correlation of lengths and of log lengths; 0 if all forecasts are equal.
@@ -72,8 +70,7 @@ class Figures:
 class Evaluation:
     """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`.
 
-    Attributes:
-        most: max_tokens of every request. Longer outputs are cut off, also in training.
+    Outputs longer than `most` are cut off, also in training.
     """
 
     train: Sequence[Sample]
@@ -83,11 +80,6 @@ class Evaluation:
     most: int
 
     def run(self, progress: Progress) -> list[Figures]:
-        """Return the figures of every forecaster, in table order.
-
-        Args:
-            progress: Called with the forecaster's name and its progress from 0 to 1.
-        """
         lengths = self._lengths(self.train)
         models: list[Model] = [
             ProxyClassifier(lengths),
@@ -111,7 +103,6 @@ class Evaluation:
     def _predict(
         self, model: Model, train: Sequence[Sample], name: str, progress: Progress
     ) -> tuple[list[Predicted], list[float]]:
-        """Return the forecasts of the test rows after training, and their durations in seconds."""
         forecaster = Forecaster(self.encoder, model)
         rows = len(train) + len(self.test)
         for place, sample in enumerate(train):
@@ -127,12 +118,12 @@ class Evaluation:
         return found, seconds
 
     def _oracle(self) -> Figures:
-        """Return the figures of predicting the second output's length or, without one, the true length."""
+        """Predict the second output's length or the true length."""
         known = [min(sample.second or sample.tokens, self.most) for sample in self.test]
         return self._figures(ORACLE, [Forecast(float(tokens), ORACLE) for tokens in known])
 
     def _control(self, progress: Progress) -> Figures:
-        """Return the mean figures of training on permuted lengths, from which nothing can be learned."""
+        """Train on permuted lengths, from which nothing can be learned."""
         drawn = np.random.default_rng(0)
         return _mean_of([self._permuted(drawn, run, progress) for run in range(_CONTROLS)])
 

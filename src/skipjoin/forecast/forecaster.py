@@ -1,4 +1,4 @@
-"""Forecaster of output lengths, learned from finished requests."""
+"""Forecaster of output lengths."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ LOW, HIGH = 0.1, 0.9
 
 
 class Predicted(NamedTuple):
-    """Forecast with the data that `Forecaster.learn` needs later: some kilobytes of hashes and probabilities.
+    """Forecast with some kilobytes that `Forecaster.learn` needs later.
 
     Attributes:
-        interval: Bounds in tokens of the 80 % interval, capped at `most`.
-        most: max_tokens of the request.
+        interval: Bounds in tokens of the 80 % interval, capped at `most`, the request's max_tokens.
     """
 
     forecast: Forecast
@@ -43,7 +42,6 @@ class Forecaster:
     It is thread-safe. A request is predicted before it is learned, so no forecast knows its own length.
 
     Args:
-        served: Name of the served model; states of other models are rejected.
         owner: Hash of the API key whose requests are learned; empty for all requests.
         first: Initial hazards; see `Prior`.
     """
@@ -60,11 +58,10 @@ class Forecaster:
 
     @property
     def identity(self) -> Identity:
-        """Identity that a stored state must match."""
         return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width, self._owner)
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
-        """Return the forecast for a prompt whose output has at most `max_tokens` (at least 1) tokens."""
+        """Return the forecast for a prompt whose output has at least one and at most `max_tokens` tokens."""
         features = hashed(prompt)
         vector = self.encoder.encode(prompt, features).astype(np.float16)
         seen = Prompt(features, vector, len(prompt))
@@ -77,25 +74,20 @@ class Forecaster:
         return Predicted(forecast, _interval(mass, max_tokens), max_tokens, seen, guess)
 
     def prior(self, max_tokens: int) -> Forecast:
-        """Return the forecast without knowledge of the prompt.
-
-        This takes some microseconds, even while another thread forecasts, learns or saves.
-        """
+        """Return the forecast without the prompt. Takes microseconds, even while another thread learns or saves."""
         with self._brief_lock:
             mass = self._prior.mass()
             self.stats.made("prior")
         return capped(mass, max_tokens, "prior")
 
     def lengths(self) -> tuple[Array, float]:
-        """Return the distribution of all lengths and the number of requests that it was learned from."""
         with self._brief_lock:
             return self._prior.mass(), self._prior.requests
 
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
         """Learn from a request that finished after `tokens` (at least 1) output tokens.
 
-        Args:
-            exact: False if it was cut off by max_tokens, an abort or a deadline, so that `tokens` is a lower bound.
+        `exact` is False if max_tokens, an abort or a deadline cut it off, so that `tokens` is a lower bound.
         """
         end = length_bin(tokens)
         with self._lock:
@@ -106,14 +98,10 @@ class Forecaster:
                 self._prior.learn(end, exact)
 
     def __len__(self) -> int:
-        """Return the number of indexed requests, 0 if the model keeps none."""
         return len(self.model) if isinstance(self.model, Sized) else 0
 
     def save(self, folder: str | Path, *, quiet: bool = False) -> bool:
-        """Save the state below a folder atomically, and return whether that succeeded.
-
-        A failure keeps the previous state and logs a warning unless `quiet`.
-        """
+        """Save the state atomically, and return whether that succeeded."""
         with self._lock:
             arrays = self._state()
         return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests}, quiet=quiet)
@@ -121,7 +109,7 @@ class Forecaster:
     def load(self, folder: str | Path) -> bool:
         """Load the state saved for the same models and encoder, and return whether there was one.
 
-        An invalid state is moved aside with a warning, and the forecaster stays untrained.
+        An invalid state is moved aside.
         """
         with self._lock:
             return load_state(Path(folder), self.identity, self._restore)
@@ -149,7 +137,7 @@ class Forecaster:
 
 
 def _check_alike(state: dict[str, Array], own: dict[str, Array]) -> None:
-    """Raise ValueError for non-finite numbers and other shapes or types; an index may have any size."""
+    """Raise ValueError for non-finite numbers and other shapes or types, except the size of an index."""
     for name, array in state.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{name} has numbers that are none")

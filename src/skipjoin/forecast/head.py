@@ -1,4 +1,4 @@
-"""Linear model of the hazards over length bins."""
+"""Linear model of hazards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class Head:
         self._drawn = Random(0)  # deterministic
 
     def mass(self, ids: Array, weights: Array) -> Array:
-        """Return the length distribution for these features."""
         return mass_of(self._hazards(ids, weights))
 
     def _hazards(self, ids: Array, weights: Array) -> Array:
@@ -58,7 +57,6 @@ class Head:
         return np.asarray(1.0 / (1.0 + np.exp(-np.clip(logits, -20.0, 20.0))))
 
     def learn(self, example: Example) -> None:
-        """Learn from a request and replay some past ones."""
         self._step(example)
         self._keep(example)
         for _ in range(_REPLAYS):
@@ -88,11 +86,6 @@ class Head:
         return {name: getattr(self, f"_{name}").copy() for name in names}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the arrays of `state`.
-
-        Raises:
-            ValueError, KeyError: The arrays do not fit.
-        """
         if state["weights"].shape != self._weights.shape:
             raise ValueError(f"weights of {state['weights'].shape}, not {self._weights.shape}")
         self._weights, self._squares = state["weights"].copy(), state["squares"].copy()

@@ -1,4 +1,4 @@
-"""Index of past prompts and their output lengths, bounded in number and age."""
+"""Index of past prompts and their output lengths."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ class Found(NamedTuple):
 
 
 class VectorIndex:
-    """Ring buffer of at most `entries` vectors, without those older than `max_age_s` seconds of `clock`.
-
-    Raises:
-        ConfigError: There are too many entries to search; see `vectors_of`.
-    """
+    """Ring buffer of at most `entries` vectors, none older than `max_age_s`."""
 
     def __init__(self, width: int, entries: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self._entries, self._max_age_s, self._clock = entries, max_age_s, clock
@@ -38,7 +34,7 @@ class VectorIndex:
         return self._size
 
     def add(self, vector: Array, tokens: int, exact: bool) -> None:
-        """Add a prompt and its output length; not `exact` if the output was cut off there."""
+        """Add a prompt and its output length; not `exact` if the output was cut off."""
         now = self._clock()
         self._forget(now - self._max_age_s)
         place = (self._oldest + self._size) % self._entries
@@ -70,11 +66,7 @@ class VectorIndex:
         return ring | {"times": self._times[places], "room": np.array([self._entries])} | self._vectors.state(places)
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the latest entries that fit from the `state` of an index of any size.
-
-        Raises:
-            ValueError, KeyError: The arrays do not fit.
-        """
+        """Restore the latest entries that fit from an index of any size."""
         tokens, exact, times = state["tokens"], state["exact"], state["times"]
         if not len(tokens) == len(exact) == len(times) or (len(tokens) and tokens.min() < 1):
             raise ValueError("an index whose entries do not fit together")

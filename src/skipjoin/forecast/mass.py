@@ -58,8 +58,7 @@ def place(mass: Array, tokens: int) -> float:
 def capped(mass: Array, most: int, source: str, tokens: float | None = None) -> Forecast:
     """Return the forecast of a request that may generate at most `most` tokens.
 
-    Args:
-        tokens: Expected length. None uses the mean, which orders pairs as well as the median and correlates better.
+    `tokens` is the expected length. None uses the mean, which orders pairs as well as the median and correlates better.
     """
     last = length_bin(most)
     kept = mass[: last + 1].copy()

@@ -1,4 +1,4 @@
-"""Small perceptron that regresses lengths on prompts: ALISE's "all-MLP decoder" (section 3.1)."""
+"""ALISE's "all-MLP decoder" (section 3.1)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class Mlp:
         self._variance = _FIRST_SPREAD**2
 
     def estimate(self, x: Array) -> Estimate:
-        """Return the estimate for a (width,) vector."""
         return Estimate(self._forward(x)[1], float(np.sqrt(self._variance)))
 
     def _forward(self, x: Array) -> tuple[Array, float]:
@@ -54,7 +53,6 @@ class Mlp:
         return hidden, float(own["w2"] @ hidden + own["b2"][0])
 
     def learn(self, x: Array, tokens: int, exact: bool) -> None:
-        """Learn that the output for this vector has `tokens` tokens, or at least as many if not `exact`."""
         hidden, expected = self._forward(x)
         error = expected - float(np.log(tokens))
         if not exact and error > 0:
@@ -64,7 +62,6 @@ class Mlp:
         self._descend({"w1": np.outer(back, x), "b1": back, "w2": error * hidden, "b2": np.array([error])})
 
     def _descend(self, slopes: dict[str, Array]) -> None:
-        """Take one Adam step."""
         self._steps += 1
         scale = _RATE * np.sqrt(1 - _BETA_2**self._steps) / (1 - _BETA_1**self._steps)
         for name, slope in slopes.items():
@@ -74,17 +71,11 @@ class Mlp:
             self._parameters[name] -= scale * mean / (np.sqrt(square) + _EPSILON)
 
     def state(self) -> dict[str, Array]:
-        """Return the arrays to save."""
         parts = {"parameters": self._parameters, "means": self._means, "squares": self._squares}
         arrays = {f"{part}.{name}": values[name].copy() for part, values in parts.items() for name in _NAMES}
         return arrays | {"progress": np.array([self._steps, self._variance])}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the arrays of `state`.
-
-        Raises:
-            ValueError, KeyError: The arrays do not fit.
-        """
         for part, values in (("parameters", self._parameters), ("means", self._means), ("squares", self._squares)):
             for name in _NAMES:
                 values[name][...] = state[f"{part}.{name}"]

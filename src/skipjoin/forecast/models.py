@@ -16,7 +16,7 @@ from skipjoin.forecast.prior import Prior
 
 
 class Prompt(NamedTuple):
-    """Prompt as models see it: hashed features, the encoder's vector and the number of tokens."""
+    """Prompt as models see it."""
 
     features: Hashed
     vector: Array
@@ -27,10 +27,8 @@ class Guess(NamedTuple):
     """Prediction of a model.
 
     Attributes:
-        mass: Distribution over the bins.
-        source: Name of what it was made from.
         parts: Data that the model needs for learning.
-        tokens: Expected length, if it is not the mean of the calibrated distribution.
+        tokens: Expected length, if it is not the calibrated mean.
     """
 
     mass: Array
@@ -40,7 +38,7 @@ class Guess(NamedTuple):
 
 
 class Model(Protocol):
-    """Predicts output lengths from prompts and learns from finished requests."""
+    """Predicts output lengths and learns from finished requests."""
 
     name: str
 
@@ -49,11 +47,7 @@ class Model(Protocol):
         ...
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """Learn that the predicted output ended after `tokens` tokens, in bin `end`.
-
-        Args:
-            exact: False if the output was cut off there.
-        """
+        """Learn that the predicted output ended after `tokens` tokens, in bin `end`; not `exact` if it was cut off."""
         ...
 
     def state(self) -> dict[str, Array]:
@@ -61,11 +55,7 @@ class Model(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the arrays of `state`.
-
-        Raises:
-            ValueError, KeyError: The arrays are not of this model.
-        """
+        """Restore the arrays of `state`, or raise ValueError or KeyError if they are not of this model."""
         ...
 
 
@@ -79,11 +69,6 @@ class Learned:
     name = "learned"
 
     def __init__(self, index: VectorIndex, replayed: int = REPLAYED) -> None:
-        """Create the model.
-
-        Args:
-            replayed: Size of the head's replay buffer, in requests.
-        """
         self._index = index
         self._head = Head(FEATURES, replayed)
         self._shares: Array = np.full(3, 1 / 3)
@@ -101,7 +86,6 @@ class Learned:
         self._index.add(prompt.vector, tokens, exact)
 
     def _mix(self, found: Array) -> None:
-        """Update the shares by a step of online expectation maximization, given the components' likelihoods."""
         self._learned += 1
         step = max(_MIXING, 1.0 / (self._learned + 2))
         shares = self._shares * (1 - step + step * found / (self._shares @ found))
@@ -109,7 +93,6 @@ class Learned:
         self._shares = shares / shares.sum()
 
     def __len__(self) -> int:
-        """Return the number of indexed requests."""
         return len(self._index)
 
     def state(self) -> dict[str, Array]:
@@ -143,8 +126,7 @@ class PriorOnly:
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
         return Guess(prior.mass(), self.name)
 
-    def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
-        """Do nothing, since the forecaster's prior learns."""
+    def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None: ...
 
     def state(self) -> dict[str, Array]:
         return {}

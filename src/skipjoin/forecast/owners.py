@@ -1,4 +1,4 @@
-"""Separate forecasters for clients that must not learn from each other, with a bounded shared prior."""
+"""Separate forecasters for clients that must not learn from each other."""
 
 from __future__ import annotations
 
@@ -38,23 +38,19 @@ class OwnerForecasters:
         self._lock = threading.Lock()  # guards the two above, so that `prior` does not wait for a search or a file
 
     def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted:
-        """See `Forecaster.forecast`."""
         return self._of(owner).forecast(prompt, max_tokens)
 
     def learn(self, owner: str, predicted: Predicted, tokens: int, *, exact: bool) -> None:
-        """See `Forecaster.learn`."""
         self._of(owner).learn(predicted, tokens, exact=exact)
         with self._lock:
             self._changed.add(owner)
 
     def prior(self, owner: str, max_tokens: int) -> Forecast:
-        """Return the forecast for a request of which only the owner is known. Takes some microseconds."""
         with self._lock:
             found = self._owners.get(owner)
         return capped(self.shared(), max_tokens, "prior") if found is None else found.prior(max_tokens)
 
     def shared(self) -> Array:
-        """Return the shared distribution over the bins."""
         with self._lock:
             found = list(self._owners.values())
         total, weight = first_guess(), 1.0
@@ -65,12 +61,10 @@ class OwnerForecasters:
         return total / weight
 
     def __len__(self) -> int:
-        """Return the number of indexed requests of all owners in memory."""
         with self._lock:
             return sum(map(len, self._owners.values()))
 
     def save(self, *, quiet: bool = False) -> bool:
-        """Save all forecasters changed since the last call; see `Forecaster.save`."""
         with self._lock:
             changed = {owner: self._owners[owner] for owner in self._changed if owner in self._owners}
             self._changed.clear()

@@ -1,4 +1,4 @@
-"""Prior length distribution: the survival curve of recent requests."""
+"""Prior length distribution."""
 
 from __future__ import annotations
 
@@ -24,36 +24,27 @@ def first_guess() -> Array:
 
 
 class Prior:
-    """Online Kaplan-Meier estimate over the bins with exponential decay.
+    """Online Kaplan-Meier estimate over the bins with exponential decay, started from the hazards `first`.
 
-    For each bin it counts the requests that ended there, and those that reached it and were not cut off in it.
+    It counts the requests that ended in each bin, and those that reached it and were not cut off in it.
     """
 
     def __init__(self, first: Array | None = None) -> None:
-        """Create the estimate.
-
-        Args:
-            first: Initial hazards; None uses those of `first_guess`.
-        """
         self._first = _FIRST_HAZARDS if first is None else first
         self._reached: Array = np.full(BINS, _FIRST_WEIGHT)
         self._ended: Array = _FIRST_WEIGHT * self._first
 
     @property
     def requests(self) -> float:
-        """Number of learned requests after decay."""
         return float(self._reached[0]) - _FIRST_WEIGHT
 
     def hazards(self) -> Array:
-        """Return the probability to end in each bin once it is reached."""
         return np.asarray(self._ended / self._reached)
 
     def mass(self) -> Array:
-        """Return the length distribution."""
         return mass_of(self.hazards())
 
     def learn(self, end: int, exact: bool) -> None:
-        """Learn a request that ended in bin `end`, or was cut off there if not `exact`."""
         self._reached *= _KEPT
         self._ended *= _KEPT
         self._reached[: end + exact] += 1.0
@@ -67,11 +58,9 @@ class Prior:
         self._ended += lost * self._first
 
     def state(self) -> dict[str, Array]:
-        """Return the arrays to save."""
         return {"reached": self._reached.copy(), "ended": self._ended.copy()}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the arrays of `state`."""
         self._reached, self._ended = state["reached"].copy(), state["ended"].copy()
 
 

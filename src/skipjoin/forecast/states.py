@@ -1,4 +1,4 @@
-"""Inspection and removal of stored forecaster states."""
+"""Stored forecaster states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipjoin.forecast.store import STATE, StateError, read_arrays, read_descrip
 
 
 def states(parent: Path) -> list[Path]:
-    """Return the state folders below `parent` sorted by name, including those moved aside."""
+    """Return the state folders below `parent`, including those moved aside."""
     if not parent.is_dir():
         return []
     return sorted(folder for folder in parent.iterdir() if folder.is_dir() and _is_state(folder))
@@ -25,13 +25,7 @@ def _is_state(folder: Path) -> bool:
 
 
 def exported(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the contents of a state as JSON objects: identity and length distribution, then each past request.
-
-    A state contains no text.
-
-    Raises:
-        StateError: The state is damaged.
-    """
+    """Yield a state, which has no text: identity and length distribution, then each past request."""
     described = read_description(folder)
     arrays = read_arrays(folder, described)
     yield {"state": folder.name, "description": described} | _summary(arrays)
@@ -50,18 +44,13 @@ def _summary(arrays: dict[str, Array]) -> dict[str, Any]:
 
 
 def _entries(name: str, arrays: dict[str, Array]) -> Iterator[dict[str, Any]]:
-    """Yield the past requests of an index, oldest first."""
     tokens, exact, times = (arrays[f"model.index.{key}"] for key in ("tokens", "exact", "times"))
     for length, ended, at in zip(tokens.tolist(), exact.tolist(), times.tolist(), strict=True):
         yield {"state": name, "output_tokens": length, "exact": bool(ended), "time_s": at}
 
 
 def remove_states(parent: Path, served: str | None = None) -> list[Path]:
-    """Remove the states below `parent`, or those of model `served`, and return their folders.
-
-    Raises:
-        OSError: A folder cannot be removed.
-    """
+    """Remove the states below `parent`, or those of model `served`, and return their folders."""
     gone = [folder for folder in states(parent) if served is None or _served(folder) == served]
     for folder in gone:
         shutil.rmtree(folder)

@@ -11,11 +11,10 @@ _KEPT = 0.995
 
 @dataclass(slots=True)
 class Stats:
-    """Total counts and recent averages.
+    """Total counts and recent averages, which are 0 before any request.
 
     Attributes:
         forecasts: Number of forecasts by source.
-        requests: Finished requests.
         known: Finished requests whose length is known, as they ended by themselves or at max_tokens.
         covered: Known requests inside their 80 % interval.
         error_tokens: Sum of absolute errors of known requests.
@@ -32,11 +31,9 @@ class Stats:
     _covered: float = 0.0
 
     def made(self, source: str) -> None:
-        """Count a forecast."""
         self.forecasts[source] += 1
 
     def learned(self, expected: float, interval: tuple[float, float], tokens: int, known: bool) -> None:
-        """Count a request that finished after `tokens` tokens."""
         self.requests += 1
         if not known:
             return
@@ -51,15 +48,12 @@ class Stats:
 
     @property
     def error(self) -> float:
-        """Recent mean absolute error in tokens, 0 before any request."""
         return self._error / max(self._weight, 1.0)
 
     @property
     def relative_error(self) -> float:
-        """Recent mean of error over length, 0 before any request."""
         return self._relative / max(self._weight, 1.0)
 
     @property
     def coverage(self) -> float:
-        """Recent share of requests inside their 80 % interval, 0 before any request."""
         return self._covered / max(self._weight, 1.0)

@@ -52,8 +52,6 @@ class Identity:
 
     Attributes:
         served: Model whose requests were learned.
-        forecaster: Name of the length model.
-        encoder, width: Name and width of the vectors.
         owner: Hash of the API key whose requests were learned; empty for all requests, on a server without keys.
     """
 
@@ -68,14 +66,13 @@ class Identity:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "owner" or value}
 
     def folder(self, parent: Path) -> Path:
-        """Return the folder of this state below `parent`."""
         digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"[^\w.-]+", "-", self.served)[-40:].strip("-.") or "model"
         return parent / f"{name}-{self.forecaster}-{digest}"
 
 
 def default_folder() -> Path:
-    """Return the default folder of states: $SKIPJOIN_FORECAST_DIR, or the user's cache folder."""
+    """Return the folder of states: $SKIPJOIN_FORECAST_DIR, or in the user's cache folder."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
     return cache_folder() / "forecasts"
@@ -84,10 +81,7 @@ def default_folder() -> Path:
 def save_state(
     parent: Path, identity: Identity, arrays: dict[str, Array], counts: dict[str, int], *, quiet: bool = False
 ) -> bool:
-    """Replace the state of this identity below `parent`, and return whether that succeeded.
-
-    A failure keeps the old state and logs a warning unless `quiet`.
-    """
+    """Replace the state of this identity, and return whether that succeeded. A failure keeps the old state."""
     folder = identity.folder(parent)
     if not _is_trusted(folder):
         return False
@@ -135,7 +129,7 @@ def _is_orphan(file: Path) -> bool:
 def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Array]], None]) -> bool:
     """Pass the arrays of this identity to `restore`, and return whether that succeeded.
 
-    An unusable state, for example one for which `restore` raises ValueError or KeyError, is moved aside with a warning.
+    An unusable state, also if `restore` raises ValueError or KeyError, is moved aside.
     """
     folder = identity.folder(parent)
     if not _is_trusted(folder):
@@ -152,12 +146,7 @@ def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Ar
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the JSON file of a state.
-
-    Raises:
-        StateError: The file is invalid.
-        OSError: The file cannot be read.
-    """
+    """Return the JSON file of a state."""
     try:
         found = json.loads((folder / STATE).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -177,12 +166,7 @@ def _read(folder: Path, identity: Identity) -> dict[str, Array]:
 
 
 def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:
-    """Return the arrays of a state.
-
-    Raises:
-        StateError: The file is missing, damaged or too large.
-        OSError: The file cannot be read.
-    """
+    """Return the arrays of a state."""
     name = str(described.get("arrays"))
     if Path(name).name != name or not (folder / name).is_file():
         raise StateError(f"{name} is missing")
@@ -198,7 +182,6 @@ def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:
 
 
 def _set_aside(folder: Path) -> str:
-    """Rename a folder, delete the oldest renamed ones, and return the end of the warning."""
     aside = folder.with_name(f"{folder.name}.bad-{time.time_ns()}")
     try:
         folder.rename(aside)

@@ -27,7 +27,7 @@ class Vectors(Protocol):
         ...
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
-        """Return the places of up to `count` most similar vectors in any order, and their cosines, (n,) each.
+        """Return places of up to `count` most similar vectors in any order, and their cosines, (n,) each.
 
         Empty places may be included with a cosine of 0.
         """
@@ -38,23 +38,12 @@ class Vectors(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
-        """Restore the last `kept` vectors of a `state` and return their places.
-
-        Args:
-            same: Whether the state has the same capacity.
-
-        Raises:
-            ValueError, KeyError: The arrays do not fit.
-        """
+        """Restore the last `kept` vectors of a `state`, with the `same` capacity or not, and return their places."""
         ...
 
 
 def vectors_of(entries: int, width: int) -> Vectors:
-    """Return a store for `entries` vectors.
-
-    Raises:
-        ConfigError: There are too many for exact search and usearch is missing.
-    """
+    """Return a store for `entries` vectors. A large one needs usearch."""
     if entries <= EXACT_ENTRIES:
         return ExactVectors(entries, width)
     return GraphVectors(width)
@@ -72,7 +61,6 @@ def _graph(width: int) -> Any:
 
 
 def _stored(state: Mapping[str, Array], width: int) -> Array:
-    """Return the vectors of a state of either kind, in order."""
     if "vectors" in state:
         found = state["vectors"]
     else:
@@ -115,7 +103,7 @@ class ExactVectors:
 
 
 class GraphVectors:
-    """Approximate nearest-neighbor graph (HNSW) of usearch, whose search visits a few hundred vectors of any number."""
+    """Approximate nearest-neighbor graph (HNSW) of usearch."""
 
     def __init__(self, width: int) -> None:
         self._width = width

@@ -1,7 +1,4 @@
-"""Open-loop load client: requests are sent at their arrival times, regardless of earlier responses.
-
-Only requests of closed-loop streams wait for others.
-"""
+"""Open-loop load client: requests are sent at their arrival times, regardless of earlier responses."""
 
 from __future__ import annotations
 
@@ -50,8 +47,6 @@ class Exchange:
 
     Attributes:
         facts: Observations; the arrival is the job's due time, so that client lag counts as latency.
-        sent: Send time, or None if not sent.
-        output: Text received so far.
         failure: None if the response is complete.
     """
 
@@ -88,12 +83,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class ClientProgress:
-    """Progress of a run in requests.
-
-    Attributes:
-        total: Number of known requests; closed-loop streams add to it.
-        lag: Maximum since the previous report.
-    """
+    """Progress of a run in requests. `lag` is the maximum since the previous report."""
 
     total: int
     sent: int = 0
@@ -141,11 +131,6 @@ class Client:
         await self._stack.aclose()
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Return status and text.
-
-        Raises:
-            ConfigError: If the server cannot be reached.
-        """
         url = self.target.base_url + path
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)) as response:
@@ -155,11 +140,6 @@ class Client:
             raise ConfigError(f"cannot reach {url}: {reason.detail}; is the server running?") from error
 
     async def models(self) -> list[dict[str, Any]]:
-        """Return the entries of /v1/models.
-
-        Raises:
-            ConfigError: If there are none.
-        """
         status, text = await self.get("/v1/models")
         where = f"{self.target.base_url}/v1/models"
         if status == 401:
@@ -176,11 +156,7 @@ class Client:
     async def ask(
         self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a request and record its outcome in `exchange`, including errors of the server.
-
-        Args:
-            on_sign: Called whenever data arrives from the server.
-        """
+        """Send a request and record its outcome, calling `on_sign` whenever data arrives."""
         facts = exchange.facts
         answer = Answer()
         exchange.sent = clock()
@@ -209,11 +185,7 @@ class Client:
 
 @dataclass(slots=True)
 class ClosedLoad:
-    """Closed-loop stream with its infinite jobs and their bodies.
-
-    Attributes:
-        until: Time in seconds from which no job is sent.
-    """
+    """Closed-loop stream with its infinite jobs, none sent after `until` seconds."""
 
     stream: Closed
     jobs: Iterator[WorkloadRequest]
@@ -222,14 +194,7 @@ class ClosedLoad:
 
 
 class ClientRun:
-    """One run of a client over jobs and closed-loop streams.
-
-    Args:
-        on_progress: Called twice a second.
-
-    Attributes:
-        gone: True if the run was aborted because the server failed all connections.
-    """
+    """One run over jobs and closed-loop streams, aborted (`gone`) if the server fails all connections."""
 
     def __init__(
         self,
@@ -252,7 +217,6 @@ class ClientRun:
         self.gone = False  # the run was aborted
 
     async def go(self) -> float:
-        """Send all requests, wait for their responses, and return the elapsed seconds."""
         self._start = time.monotonic()
         ticker = asyncio.create_task(self._report()) if self._on_progress is not None else None
         try:
@@ -281,14 +245,12 @@ class ClientRun:
             group.create_task(self._ask(exchange, body))
 
     def _keep_going(self, group: asyncio.TaskGroup, load: ClosedLoad) -> None:
-        """Start a closed-loop stream: one lane of batches, or `size` lanes of single jobs."""
         together = load.stream.mode is ClosedMode.BATCH
         lanes, width = (1, load.stream.size) if together else (load.stream.size, 1)
         for _ in range(lanes):
             group.create_task(self._follow(load, width))
 
     async def _follow(self, load: ClosedLoad, width: int) -> None:
-        """Repeatedly send `width` jobs of a closed-loop stream and wait for all of them."""
         while self._now() < load.until:
             async with asyncio.TaskGroup() as batch:
                 for job in islice(load.jobs, width):
@@ -343,11 +305,7 @@ class ClientRun:
 
 
 async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodies) -> None:
-    """Send jobs one after the other.
-
-    Raises:
-        ConfigError: If all of them fail.
-    """
+    """Send jobs one after the other, and raise if all of them fail."""
     failures: list[Failure] = []
     for number, job in enumerate(jobs):
         exchange = exchange_of(number, job._replace(at=0.0))
@@ -376,7 +334,6 @@ def explain(error: BaseException) -> Failure:
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error body in OpenAI's form, or else the whole body."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

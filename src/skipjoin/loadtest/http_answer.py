@@ -1,4 +1,4 @@
-"""Incremental parser of streamed responses, with token times and errors."""
+"""Incremental parser of streamed responses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _LONGEST_DETAIL = 200
 
 
 class Failure(NamedTuple):
-    """Reason why a request failed: a category for counting, and the error's text."""
+    """Category and text of a request's error."""
 
     kind: str
     detail: str
 
 
 def failure(kind: str, detail: object) -> Failure:
-    """Create a failure whose detail is on one line of limited length."""
+    """Create a failure whose detail is one short line."""
     text = " ".join(str(detail).split())
     return Failure(kind, text if len(text) <= _LONGEST_DETAIL else text[:_LONGEST_DETAIL] + "...")
 
@@ -34,7 +34,6 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
     def content(self) -> str:
-        """Return the text that the event adds."""
         return self.text or (self.delta.content if self.delta is not None else None) or ""
 
     def shows_token(self) -> bool:
@@ -62,9 +61,7 @@ class Answer:
     """Parser of the server-sent events of a completion or chat.
 
     Attributes:
-        first_token, last_token: Times of the first and last event with a token. An event may hold several tokens or a
-            part of one.
-        prompt_tokens, output_tokens: The server's counts, None until reported.
+        first_token, last_token: Times of events with a token. An event may hold several tokens or a part of one.
         ended: Time of [DONE].
     """
 
@@ -96,7 +93,6 @@ class Answer:
         return "".join(self._pieces)
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parse the next bytes, received at `now`."""
         *lines, self._tail = (self._tail + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -107,12 +103,7 @@ class Answer:
         self.feed(b"\n", now)
 
     def problem(self, wanted: int, *, may_stop: bool) -> Failure | None:
-        """Return why the response is incomplete, or None.
-
-        Args:
-            wanted: Requested number of tokens.
-            may_stop: Whether the model may stop earlier.
-        """
+        """Return why the response is incomplete. `may_stop` allows fewer tokens than `wanted`."""
         if self.error is not None:
             return self.error
         if self.ended is None:

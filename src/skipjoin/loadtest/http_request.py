@@ -1,4 +1,4 @@
-"""Request bodies of the load client, with random prompts of given lengths or with given texts."""
+"""Request bodies of the load client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _slo(job: WorkloadRequest) -> dict[str, float]:
-    """Return a job's objectives in milliseconds, by the API's names."""
     target = job.target._asdict()
     return {f"{name.removesuffix('_s')}_ms": s * 1000 for name, s in target.items() if s < math.inf}
 
@@ -28,8 +27,8 @@ def _slo(job: WorkloadRequest) -> dict[str, float]:
 class Bodies:
     """Generator of request bodies, deterministic for a seed.
 
-    A job's text is sent as it is, and the model decides when to stop. Other prompts are random. Consecutive ones differ
-    from the first token on, so that prefix caches have hits only for prefixes that the workload declares.
+    A job's text is sent as it is. Other prompts are random, and consecutive ones differ from the first token on, so
+    that prefix caches have hits only for prefixes that the workload declares.
     """
 
     def __init__(self, target: Target, seed: str) -> None:
@@ -41,7 +40,6 @@ class Bodies:
         self._ids = tuple(range(low, high + 1))
 
     def make(self, job: WorkloadRequest) -> bytes:
-        """Return the JSON body of the next request."""
         target = self._target
         max_tokens = target.max_tokens(job)
         body: dict[str, Any] = {

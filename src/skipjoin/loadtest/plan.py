@@ -20,9 +20,6 @@ class LoadPlan:
     Attributes:
         rates: Requests per second; None uses the times of a trace.
         duration_s, limit: Exactly one is set, as in `Workload.draw`.
-
-    Raises:
-        ConfigError: If a value is out of bounds.
     """
 
     workload: Workload
@@ -69,15 +66,9 @@ class LoadPlan:
         check(self)
 
     def runs(self) -> list[tuple[float | None, int]]:
-        """Return rate and seed of each run, in order."""
         return list(product(self.rates, self.seeds))
 
     def draw(self, rate: float | None, seed: int) -> list[WorkloadRequest]:
-        """Return the jobs of a run.
-
-        Raises:
-            ConfigError: If there are none.
-        """
         jobs = self.workload.draw(rate, self.duration_s, seed, self.limit)
         if not jobs and not self.workload.closed:
             raise ConfigError(f"no request arrives in {self.duration_s} s at {rate} per second; measure for longer")

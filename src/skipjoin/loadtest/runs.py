@@ -1,4 +1,4 @@
-"""Consecutive load runs against a server, and their records."""
+"""Consecutive load runs against a server."""
 
 from __future__ import annotations
 
@@ -54,13 +54,7 @@ class LoadWatcher(Protocol):
 
 
 def measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
-    """Run the plan, and return the reason if it ended early, else None.
-
-    KeyboardInterrupt ends the current run, which leaves no record.
-
-    Raises:
-        ConfigError: If the workload cannot be drawn, or the server is unreachable or fails all warm-up requests.
-    """
+    """Run the plan, and return the reason if it ended early. A run that Ctrl-C ends leaves no record."""
     # The server's event loop; benchmarks/performance/load_client measures it.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(target, plan, watcher))
@@ -96,10 +90,7 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
 
 
 def _closed(target: Target, plan: LoadPlan, rate: float | None, seed: int) -> list[ClosedLoad]:
-    """Return the closed-loop streams of a run.
-
-    Each has its own bodies, so that those of other streams do not depend on its send times.
-    """
+    """Return the closed-loop streams of a run, each with its own bodies, so that others do not change them."""
     assert plan.duration_s is not None or not plan.workload.closed
     return [
         ClosedLoad(
@@ -113,7 +104,6 @@ def _closed(target: Target, plan: LoadPlan, rate: float | None, seed: int) -> li
 
 
 async def _unreachable(client: Client) -> str | None:
-    """Return the error if the server cannot be reached, else None."""
     try:
         await client.get("/v1/models")
     except ConfigError as error:
@@ -139,11 +129,6 @@ def _quiet_memory() -> Iterator[None]:
 
 
 async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
-    """Return the fields shared by all records, and choose the target's model if none is set.
-
-    Args:
-        texts: Whether prompts are texts of a trace.
-    """
     models = await client.models()
     target = client.target
     if target.model is None:
@@ -174,12 +159,7 @@ async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
 
 
 def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s: float | None = None) -> Record:
-    """Return the figures of a record.
-
-    Args:
-        seconds: Duration of the run.
-        window_s: Time during which jobs were sent, as in `summarize`.
-    """
+    """Return the figures of a record. Jobs were sent in the first `window_s`."""
     record = summarize(
         [one.facts for one in exchanges if one.failure is None],
         now=seconds,

@@ -1,4 +1,4 @@
-"""Server under load, and the form of requests to it."""
+"""Server under load."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ class Target:
         base_url: With or without /v1.
         prompt_ids: Lowest and highest token id in random prompts.
         extra: Body fields to add or replace; null removes a field.
-
-    Raises:
-        ConfigError: If a value is invalid.
     """
 
     base_url: Annotated[
@@ -76,11 +73,7 @@ class Target:
 
 
 def parse_prompt_ids(text: str) -> tuple[int, int]:
-    """Parse token ids such as "100-500".
-
-    Raises:
-        ConfigError: If the text is malformed.
-    """
+    """Parse token ids such as "100-500"."""
     low, dash, high = text.partition("-")
     if not (dash and low.strip().isdecimal() and high.strip().isdecimal()):
         raise ConfigError(f"prompt_ids must be LOW-HIGH, such as 100-500, got {text!r}")
@@ -88,11 +81,7 @@ def parse_prompt_ids(text: str) -> tuple[int, int]:
 
 
 def parse_extra(text: str | None) -> dict[str, Any]:
-    """Parse additional body fields from a JSON object.
-
-    Raises:
-        ConfigError: If the text is not a JSON object.
-    """
+    """Parse additional body fields from a JSON object."""
     try:
         found = json.loads(text) if text else {}
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Server: the HTTP API in this process (`api`), and engines in their own processes (`engines`)."""
+"""HTTP API in this process (`api`), and engines in their own (`engines`)."""

@@ -8,8 +8,8 @@
 
 The first signal drains the server: /ready and new requests get 503, running requests continue for at most
 `shutdown_timeout_s`, and batch lines return to the store. The second signal stops everything immediately. When the
-engine dies, all requests and /health fail with 503. The process stays for `DEATH_GRACE_S`, so that clients and probes
-see this, and then exits for its supervisor to restart it.
+engine dies, all requests and /health fail with 503 for `DEATH_GRACE_S`, so that clients and probes see this. Then the
+process exits for its supervisor to restart it.
 """
 
 from __future__ import annotations
@@ -73,18 +73,13 @@ class Engines(Protocol):
 
     Attributes:
         died: Set when no engine is left and none will start.
-        cause: Why, and the remedy.
     """
 
     died: asyncio.Event
     cause: str
 
     async def start(self, config: EngineConfig, limits: HangLimits) -> Ready:
-        """Start the engines and wait until they accept requests.
-
-        Raises:
-            EngineStartError: An engine could not start.
-        """
+        """Start the engines and wait until they accept requests, or raise `EngineStartError`."""
         ...
 
     async def stop(self) -> None:
@@ -113,12 +108,7 @@ def run_server(
     make_engines: MakeEngines = one_engine,
     spell: Callable[[str], str] = str,
 ) -> int:
-    """Run a server until it is stopped, and return its exit code.
-
-    Args:
-        engine_command: Command line of the engine process.
-        spell: Converts setting names in errors to the operator's names for them.
-    """
+    """Run a server until it is stopped, and return its exit code."""
     logs.configure(server_config.log_level, server_config.log_format, spell)
     try:
         settings = check_settings(engine_config, server_config, forecast_config)
@@ -137,7 +127,7 @@ def run_server(
 
 
 class Server:
-    """Components of a running server, with their start and shutdown."""
+    """Components of a running server."""
 
     def __init__(self, settings: Settings, command: Sequence[str], make_engines: MakeEngines) -> None:
         self._config = config = settings.server
@@ -162,11 +152,6 @@ class Server:
         self._stop = asyncio.Event()
 
     async def run(self, *listeners: socket.socket) -> int:
-        """Start, serve and shut down. Return the exit code.
-
-        Args:
-            listeners: Sockets of the API, and of /metrics if it has its own port.
-        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -197,7 +182,6 @@ class Server:
                 http.force_exit = True
 
     async def _serve(self, urls: Sequence[str]) -> int:
-        """Start the engine and serve until shutdown. Return the exit code."""
         try:
             tokenizer = await self._start()
         except (EngineStartError, ModelError) as error:
@@ -222,7 +206,6 @@ class Server:
         return EXIT_OK
 
     async def _start(self) -> Tokenizer | None:
-        """Open the batches, start the engine and load the tokenizer. Return None if the server is stopped meanwhile."""
         await self._batches.open()
         if self._config.forecast_url is not None and not await self._try_questions():
             return None
@@ -254,18 +237,12 @@ class Server:
         return tokenizer
 
     async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
-        """Wait until `work` is done or the server is stopped. Return whether it is done."""
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         return work.done()
 
     async def _try_questions(self) -> bool:
-        """Check the server of `forecast_url` with one request. Return False if this server is stopped meanwhile.
-
-        Raises:
-            ConfigError: The other server cannot be used.
-        """
         # Imported only when needed, because it imports aiohttp.
         from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, Questions  # noqa: PLC0415
 
@@ -296,7 +273,6 @@ class Server:
         return f"{replicas} replicas, each with " if replicas > 1 else ""
 
     def _example(self, url: str) -> str:
-        """Return a curl command to try the server."""
         if self._service.tokenizer.chat_template is None:
             path, body = "completions", '{"prompt": "Hello", "max_tokens": 16}'
         else:
@@ -305,7 +281,6 @@ class Server:
         return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
 
     async def _drain(self) -> None:
-        """Wait for running requests until the time limit or a second signal, then fail the others."""
         service = self._service
         limit_s = self._config.shutdown_timeout_s
         closing = asyncio.create_task(self._batches.close())  # returns their lines to the store
@@ -322,7 +297,6 @@ class Server:
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait for the first of `waits` to finish and cancel the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

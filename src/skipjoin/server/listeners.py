@@ -1,4 +1,4 @@
-"""Listening sockets of a server, and the number of connections that the operating system allows."""
+"""Listening sockets of a server, and its limit of connections."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _KEYLESS_SHARE = 0.125
 
 
 def open_listeners(config: ServerConfig) -> list[socket.socket]:
-    """Return the listening socket of the API, and of /metrics if it has its own port.
-
-    Raises:
-        ConfigError: An address cannot be used, for example because the port is taken.
-    """
+    """Return the listening socket of the API, and of /metrics if it has its own port."""
     ports = {"--port": config.port, "--metrics-port": config.metrics_port}
     listeners: list[socket.socket] = []
     for flag, port in ports.items():
@@ -50,11 +46,7 @@ def _explain(error: OSError, host: str, port: int | None, flag: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Port 0 selects a free port.
-
-    Raises:
-        OSError: The address cannot be used, for example because the port is taken.
-    """
+    """Return a listening socket. Port 0 selects a free port."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     server = socket.socket(family, kind, protocol)
     try:
@@ -95,7 +87,7 @@ def connection_limits(config: ServerConfig) -> ConnectionLimits:
 
 
 def raise_descriptor_limit(connections: int, engines: int) -> int:
-    """Raise the limit of open files for the wanted connections, and return how many it allows (at least 1)."""
+    """Raise the limit of open files, and return how many connections it allows (at least 1)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = SPARE + RESERVED_DESCRIPTORS + engines * DESCRIPTORS_PER_ENGINE
     needed = connections + others

@@ -51,7 +51,6 @@ def configure(level: str, form: str, spell: Callable[[str], str] = str) -> None:
 
     Args:
         level: Minimum level of Skipjoin's records. Libraries log at warning or above.
-        form: "text" or "json".
         spell: Converts setting names in errors to the operator's names for them.
     """
     global _spell  # noqa: PLW0603 - as the log's, it is the process's
@@ -70,7 +69,7 @@ def configure_engine() -> None:
 
 
 def fail(text: str) -> None:
-    """Report why the server does not start or exits, as a log record in JSON mode, else like any command."""
+    """Report why the server exits, as a log record in JSON mode, else like any command."""
     if os.environ.get(_FORM) == "json":
         logging.getLogger(__name__).error(_spell(text))
     else:

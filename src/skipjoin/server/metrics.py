@@ -1,7 +1,4 @@
-"""Prometheus metrics of the server: those that the engines report, and those that the API process counts.
-
-All names have the prefix `skipjoin:`. `compat="vllm"` also exports metrics under vLLM's names and label.
-"""
+"""Prometheus metrics of the server, all with the prefix `skipjoin:`."""
 
 from __future__ import annotations
 
@@ -40,11 +37,7 @@ from skipjoin.system.machine import resident_bytes
 
 
 class Metrics(Collector):
-    """Metrics of one server.
-
-    Args:
-        compat: "vllm" to also export metrics under vLLM's names, or "none".
-    """
+    """Metrics of one server. `compat="vllm"` also exports metrics under vLLM's names."""
 
     def __init__(self, compat: str = "none") -> None:
         self._in_vllm = compat == "vllm"
@@ -78,24 +71,21 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def responded(self, status: int) -> None:
-        """Count a response by its HTTP status."""
         name = str(status)
         self._statuses[HTTP_STATUSES.index(name if name in HTTP_STATUSES else OTHER_STATUS)] += 1
 
     def connection_refused(self, reason: str) -> None:
-        """Count a refused or closed connection. `reason` is one of `CONNECTION_REFUSALS`."""
+        """Count a connection closed for one of `CONNECTION_REFUSALS`."""
         self._connections[CONNECTION_REFUSALS.index(reason)] += 1
 
     def rejected(self, reason: str) -> None:
-        """Count a refused request. `reason` is a label value of `admission_rejected_total`."""
+        """Count a request refused for a label value of `admission_rejected_total`."""
         self._refusals[self._rejected[reason]] += 1
 
     def choices(self, n: int) -> None:
-        """Count an accepted prompt with `n` choices."""
         self._choices.observe(n)
 
     def ready(self, info: Ready, model: str) -> None:
-        """Set the engine's description and the model name that clients use."""
         self._model = model
         self._config = {
             "block_size": str(info.block_size),
@@ -106,72 +96,58 @@ class Metrics(Collector):
         }
 
     def engine(self, snapshot: Snapshot) -> None:
-        """Set the sums over all engines."""
         self._engine = snapshot
 
     def replicas(self, wanted: int, alive: int, restarts: int) -> None:
-        """Set the numbers of wanted, running and restarted engines."""
         for row, number in zip(self._replicas, (wanted, alive, restarts), strict=True):
             row[0] = number
 
     def moved(self, requests: int) -> None:
-        """Count requests that were moved because their engine exited."""
         self._moved[0] += requests
 
     def lost(self, reason: str, requests: int = 1) -> None:
-        """Count requests that failed because engines exited. `reason` is one of `LOSSES`."""
+        """Count requests that failed for one of `LOSSES`."""
         self._lost[LOSSES.index(reason)] += requests
 
     def forecast(self, forecast: Forecast, seconds: float) -> None:
-        """Count a forecast and its duration."""
         self._count_source(forecast)
         self._forecast_s.observe(seconds)
 
     def forecast_unready(self, forecast: Forecast, *, is_late: bool) -> None:
-        """Count a request that was sent with the prior's forecast. `is_late` if another forecast will follow."""
+        """Count a request sent with the prior's forecast, before another if `is_late`."""
         if is_late:
             self._late[0] += 1
         else:
             self._count_source(forecast)
 
     def answered(self, forecast: Forecast, seconds: float) -> None:
-        """Count a forecast by another server and its response time."""
         self._count_source(forecast)
         self._answer_s.observe(seconds)
         self.asked("answered")
 
     def asked(self, outcome: str) -> None:
-        """Count a forecast request to another server. `outcome` is one of `FORECAST_OUTCOMES`."""
+        """Count a request to another server with one of `FORECAST_OUTCOMES`."""
         self._outcomes[FORECAST_OUTCOMES.index(outcome)] += 1
 
     def batch_tokens(self, tokens: int) -> None:
-        """Count generated tokens of a batch line."""
         self._batch_tokens[0] += tokens
 
     def batch_requeued(self) -> None:
-        """Count a batch line that was requeued."""
         self._requeued[0] += 1
 
     def batch_ended(self, state: str, lines: int = 1) -> None:
-        """Count finished batch lines. `state` is one of `BATCH_ENDS`."""
+        """Count finished batch lines by one of `BATCH_ENDS`."""
         self._batch_ends[BATCH_ENDS.index(state)] += lines
 
     def batches(self, lines: Mapping[str, int], batches: Mapping[str, int]) -> None:
-        """Set the number of unfinished lines per state, and of batches per status."""
         self._batch_lines[:] = [lines.get(state, 0) for state in BATCH_OPEN]
         self._batches[:] = [batches.get(status, 0) for status in BATCH_STATUSES]
 
     def indexed(self, entries: int) -> None:
-        """Set the number of outputs in the forecaster's index."""
         self._entries[0] = entries
 
     def learned(self, predicted: Predicted, revised: Forecast | None, tokens: int, *, exact: bool) -> None:
-        """Compare the length of an output with its forecast.
-
-        Args:
-            revised: Forecast of another server that replaced the predicted one. It has no interval.
-            exact: True if the output ended by itself.
-        """
+        """Compare the length of an output with its forecast, which `revised` of another server may have replaced."""
         self._learned[not exact] += 1
         if exact or tokens >= predicted.most:
             expected = (revised or predicted.forecast).tokens
@@ -185,7 +161,6 @@ class Metrics(Collector):
         self._forecasts[FORECAST_SOURCES.index(forecast.source)] += 1
 
     def collect(self) -> Iterator[Family]:
-        """Yield the current metrics for the registry."""
         self._resident_bytes[0] = resident_bytes()
         numbers = [*zip(ENGINE_METRICS, self._engine.rows, strict=True), *zip(API_METRICS, self._api, strict=True)]
         yield from _families("skipjoin", numbers, {})
@@ -198,14 +173,12 @@ class Metrics(Collector):
                 yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **self._config})
 
     def render(self) -> bytes:
-        """Return the metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 def _families(
     prefix: str, numbers: Iterable[tuple[Metric, Sequence[float]]], labels: dict[str, str]
 ) -> Iterator[Family]:
-    """Yield metric families whose samples all carry `labels`."""
     for metric, row in numbers:
         names = [*labels, *(["class"] if metric.by_class else []), *([metric.label] if metric.label else [])]
         family = _KINDS[metric.kind](f"{prefix}:{metric.name}", metric.help, labels=names)
@@ -222,7 +195,6 @@ _KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram
 
 
 def _add_samples(family: Any, metric: Metric, row: Sequence[float], common: list[str]) -> None:
-    """Add the samples of a row to `family`. `common` are the label values of all of them."""
     if metric.kind == "histogram":
         bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
         family.add_metric(common, list(zip(bounds, accumulate(row[:-1]), strict=True)), row[-1])

@@ -20,7 +20,7 @@ class ProgressDisplay:
         self._seen: set[str] = set()
 
     def update(self, what: str, share: float) -> None:
-        """Set the completed fraction of the stage `what`, from 0 to 1."""
+        """Set the completed fraction of a stage, from 0 to 1."""
         if self._bars is None:
             if what not in self._seen:
                 logger.info("%s ...", what)
@@ -32,6 +32,5 @@ class ProgressDisplay:
         self._bars.update(self._tasks[what], completed=share)
 
     def close(self) -> None:
-        """Remove the bars."""
         if self._bars is not None:
             self._bars.stop()

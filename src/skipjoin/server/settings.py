@@ -12,11 +12,7 @@ from skipjoin.engine.forecasting import chosen_forecasts
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Checked settings of a server.
-
-    Attributes:
-        forecasts: None if the recipe reads no forecasts, or another server makes them.
-    """
+    """Checked settings. `forecasts` is None if the recipe reads none, or another server makes them."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -24,11 +20,7 @@ class Settings:
 
 
 def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig) -> Settings:
-    """Return the settings with keys from files, after checking what no single configuration can check.
-
-    Raises:
-        ConfigError: Settings exclude each other, or a named file, folder or encoder cannot be used.
-    """
+    """Check settings across configurations, and add the keys from files."""
     if server.chat_template is not None and not Path(server.chat_template).is_file():
         raise ConfigError(f"chat_template {server.chat_template} is not a file")
     server = with_keys_of_files(server)

@@ -1,1 +1,1 @@
-"""The machine and the operating system: memory, containers, folders and durable files."""
+"""The machine and the operating system."""

@@ -1,7 +1,4 @@
-"""Memory and CPU limits of this process's container, from cgroups v1 and v2.
-
-Functions take the file system's root for tests.
-"""
+"""Memory and CPU limits of this process's container, from cgroups v1 and v2 below `root`."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ ROOT = Path("/")
 
 
 class _Names(NamedTuple):
-    """Memory files of a cgroup version; `cache` is the reclaimable page cache in memory.stat."""
-
     limit: str
     usage: str
     cache: str
@@ -31,10 +26,7 @@ _VERSIONS = {
 
 
 def free_memory(root: Path = ROOT) -> int | None:
-    """Return the remaining bytes under the tightest cgroup limit, or None without a limit.
-
-    Reclaimable page cache counts as remaining.
-    """
+    """Return the remaining bytes under the tightest cgroup limit, including reclaimable page cache."""
     folders = _folders(root, "memory")
     return min((left for folder, kind in folders if (left := _left(folder, _VERSIONS[kind])) is not None), default=None)
 
@@ -57,7 +49,6 @@ def usable_cpus(root: Path = ROOT) -> int:
 
 
 def _quota(folder: Path, kind: str) -> float | None:
-    """Return the number of CPUs that a cgroup may use, or None without a limit."""
     try:
         if kind == "cgroup2":
             limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
@@ -82,16 +73,11 @@ def _left(folder: Path, names: _Names) -> int | None:
 
 
 def _table(file: Path) -> dict[str, int]:
-    """Parse a file with a name and a number per line."""
     lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) == 2}
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
-    """Yield the mounted folders of this process's cgroup and its ancestors, with their version.
-
-    Covers each hierarchy that may have the controller.
-    """
     paths = _own_paths(root, controller)
     for kind, top, mount in _mounts(root, controller):
         own = paths.get(kind)
@@ -116,7 +102,6 @@ def _own_paths(root: Path, controller: str) -> dict[str, str]:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[str, str, str]]:
-    """Yield version, root within the hierarchy, and mount point of each hierarchy that may have the controller."""
     for line in _lines(root / "proc/self/mountinfo"):
         place, _, source = line.partition(" - ")
         kind, _, options = source.split(" ", 2)

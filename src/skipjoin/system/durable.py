@@ -1,7 +1,4 @@
-"""Atomic and durable files: written to a temporary name, synced, then renamed.
-
-A killed writer leaves its temporary file or folder, which a later writer removes.
-"""
+"""Atomic and durable files. A killed writer leaves a temporary file, which a later writer removes."""
 
 from __future__ import annotations
 
@@ -26,14 +23,7 @@ _DIGEST = hashlib.sha256
 
 
 def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replace a file atomically and durably.
-
-    Args:
-        mode: Permissions of the file, before the umask.
-
-    Raises:
-        OSError: If the file cannot be written. The old content remains.
-    """
+    """Replace a file atomically and durably, with permissions `mode` before the umask."""
     _remove_abandoned(path.parent)
     temporary = path.parent / f"{_PREFIX}{secrets.token_hex(8)}"
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -50,7 +40,7 @@ def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and its missing parents with access for this user only, regardless of the umask."""
+    """Create a folder and its parents with access for this user only, regardless of the umask."""
     for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(exist_ok=True)  # raises where it is a file
@@ -58,7 +48,7 @@ def make_private(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[str]:
-    """Hold an exclusive lock of a cache file among processes of this machine, so that only one creates its content.
+    """Hold an exclusive lock of a cache file, so that only one process creates its content.
 
     Yields an error text, or an empty one. If files cannot be locked, it does not wait.
     """
@@ -80,7 +70,7 @@ def scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def sealed(content: bytes) -> bytes:
-    """Append a checksum, for detection of lost data."""
+    """Append a checksum."""
     return content + _DIGEST(content).digest()
 
 

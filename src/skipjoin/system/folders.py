@@ -1,4 +1,4 @@
-"""Folders of the user's files, and checks that other users cannot change them."""
+"""Folders that other users cannot change."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ _MAX_LINKS = 40
 
 
 def cache_folder() -> Path:
-    """Return Skipjoin's folder in $XDG_CACHE_HOME or ~/.cache, which may not exist.
-
-    Without a home folder, it is a private temporary folder, and a warning is logged.
-    """
+    """Return Skipjoin's folder in $XDG_CACHE_HOME or ~/.cache, or a private temporary folder."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "skipjoin"
     try:
@@ -44,7 +41,6 @@ def _temporary() -> Path:
 
 
 def _shared_by_processes() -> Path | None:
-    """Return a temporary folder that all processes of this user share, or None if its name is taken."""
     folder = Path(tempfile.gettempdir()) / f"skipjoin-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -59,12 +55,7 @@ def _shared_by_processes() -> Path | None:
 
 
 def is_trusted(path: Path, what: str) -> bool:
-    """Return whether only this user and root can change a file or folder. If not, log a warning once.
-
-    Args:
-        path: It need not exist.
-        what: What is at the path, for the warning, such as "the cached profile".
-    """
+    """Return whether only this user and root can change a path. If not, warn once that `what` is ignored."""
     reason = why_untrusted(path)
     if reason is not None:
         _warn_once(f"{what} {path} is not used: {reason}")
@@ -102,7 +93,6 @@ def why_untrusted(path: Path) -> str | None:
 
 
 def _visit(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield all folders and links on the way to an absolute path, from the root on, until one does not exist."""
     place = Path(path.anchor)
     ahead = list(reversed(path.parts[1:]))
     links = 0

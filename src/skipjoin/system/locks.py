@@ -15,9 +15,6 @@ HAS_LOCKS = fcntl is not None
 def lock_file(file: IO[str] | int, *, is_shared: bool = False, waits: bool = True) -> bool:
     """Lock an open file until it is closed. Return False if another process holds it, or if there are no locks here.
 
-    Args:
-        file: File object or descriptor.
-
     Raises:
         OSError: The file system has no locks.
     """

@@ -1,4 +1,4 @@
-"""Machine description for results, without host names and paths, and memory of this process."""
+"""Machine description for results, without host names and paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cpu_name() -> str:
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory in bytes, or its peak if the system does not report the current value."""
+    """Return this process's resident memory, or its peak if the system does not report the current value."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

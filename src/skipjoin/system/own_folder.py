@@ -1,4 +1,4 @@
-"""Private temporary folders of a process. If it is killed, the next process removes them."""
+"""Private temporary folders of a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _YOUNG_S = 60.0
 class OwnFolder:
     """Temporary folder that is removed on exit.
 
-    The constructor first removes folders of the same prefix whose process has ended. They are detected by a lock that
+    The constructor first removes folders of the same prefix whose process was killed. They are detected by a lock that
     the kernel releases, because a process id may belong to another container.
     """
 
@@ -44,7 +44,6 @@ class OwnFolder:
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the folder. Further calls have no effect."""
         self._remove()
         self._lock.close()
 

@@ -33,7 +33,6 @@ def build_app(
     """Return the application of a service. Its `.app` is the FastAPI object behind the guard.
 
     Args:
-        add_more: Adds further routes.
         body_limits: Maximum body sizes of routes with larger bodies, by method and path.
     """
     config = service.config
@@ -98,7 +97,6 @@ def _add_endpoint(app: FastAPI, endpoint: Endpoint[Any]) -> None:
 
 
 def _openapi(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
-    """Return FastAPI's schema, extended by the body types, by path, of routes that parse bodies themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         pairs = [(model, "validation") for model in bodies.values()]

@@ -1,4 +1,4 @@
-"""Access guard: ASGI middleware that checks the API key, size and origin of each request."""
+"""Access guard."""
 
 from __future__ import annotations
 
@@ -22,20 +22,16 @@ _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
 
 class AccessGuard:
-    """ASGI middleware that checks each request, and adds an `x-request-id` header to each response.
+    """ASGI middleware that checks API key, size and origin of each request, and adds an `x-request-id` to the response.
 
-    It sets `scope["state"]["owner"]` to a hash of the key. It calls `scope["state"]["on_owner"]`, if present, with the
-    owner, which may raise `ApiError`.
+    It sets `scope["state"]["owner"]` to a hash of the key, and calls `scope["state"]["on_owner"]`, if present, with it.
+    That may raise `ApiError`.
 
     Args:
-        api_keys: Accepted keys. If empty, no key is needed.
+        api_keys: If empty, no key is needed.
         max_header_bytes: Maximum size of the target and all headers.
-        max_body_bytes: Maximum size of a body.
         body_limits: Maximum sizes of bodies for other routes, by method and path.
-        rules: Hosts and origins that are accepted.
-        cors_origins: Origins whose pages may read responses.
-        metrics_keys: Keys that are accepted for /metrics in addition to `api_keys`.
-        on_status: Called with the status of each response.
+        metrics_keys: Further keys for /metrics.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class AccessGuard:
         await self.app(scope, _bounded(receive, limit), send_with_id)
 
     def _check(self, scope: Scope, limit: int) -> str:
-        """Check a request and return its owner."""
         headers = scope["headers"]
         target = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if target + sum(len(name) + len(value) for name, value in headers) > self._max_header:
@@ -110,11 +105,7 @@ class AccessGuard:
 
 
 def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> str | None:
-    """Return the hash of the request's key, or None if it has no valid key.
-
-    Args:
-        owners: Hashes of the accepted keys. If empty, no key is needed.
-    """
+    """Return the hash of the request's key if it is valid."""
     if not owners:
         return ANONYMOUS
     values = [value for name, value in headers if name == b"authorization"]
@@ -127,7 +118,7 @@ def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> s
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
-    """Wrap `receive` to limit the actual size of the body, whatever its headers claim."""
+    """Limit the actual size of the body, whatever its headers claim."""
     taken = 0
 
     async def bounded() -> Message:

@@ -1,7 +1,7 @@
 """Protection against requests that web pages cause: Host and Origin checks, JSON content types, and CORS.
 
-A page of any site can make the browser send requests to servers on its own machine and network. The browser sends the
-page's site in Origin, asks before it sends JSON (CORS), and names the server in Host, which reveals DNS rebinding.
+A page of any site can make the browser send requests to servers on its own network. The browser names the page's site
+in Origin, asks before it sends JSON (CORS), and names the server in Host, which reveals DNS rebinding.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ _MAX_AGE_S = 600
 
 
 class SiteRules(NamedTuple):
-    """Hosts and origins that the server accepts.
+    """Hosts and origins of other sites that the server accepts. None accepts any.
 
-    Attributes:
-        hosts: Host names in addition to localhost and IP addresses, which no other site can have. None accepts any.
-        origins: Origins of other sites. None accepts any.
+    Localhost and IP addresses are accepted as hosts, because no other site can have them.
     """
 
     hosts: frozenset[str] | None
@@ -56,7 +54,6 @@ class SiteRules(NamedTuple):
         )
 
     def check(self, headers: Headers) -> None:
-        """Raise 403 for a request that another site may have caused."""
         hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
         host = hosts[0] if len(hosts) == 1 else ""
         if self.hosts is not None and not _is_known(host, self.hosts):
@@ -81,7 +78,7 @@ ANY_SITE = SiteRules(None, None)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Add CORS middleware that lets pages of `origins` read responses. Without origins, return `app` itself."""
+    """Add CORS middleware that lets pages of `origins` read responses."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -95,7 +92,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 async def json_body(request: Request) -> bytes:
-    """Return the body of a request. Raise 415 if its content type is not JSON.
+    """Return the body of a request, or raise 415 if its content type is not JSON.
 
     Pages of other sites cannot send that type without a CORS preflight.
     """
@@ -112,7 +109,7 @@ async def json_body(request: Request) -> bytes:
 
 
 def is_local(host: str) -> bool:
-    """Return whether a server that listens on `host` is reachable from its own machine only."""
+    """Return whether only this machine can reach a server that listens on `host`."""
     return is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
 
 

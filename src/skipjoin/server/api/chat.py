@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: convert conversations to prompts, and choices to OpenAI's chat.completion objects."""
+"""POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ChatFormat:
 
 
 def chat_logprob(tokenizer: Tokenizer, scored: TokenLogprob, top: int) -> ChatTokenLogprob:
-    """Convert a token's log-probability to the chat format with `top` alternatives."""
+    """Convert a token's log-probability to the chat format."""
     likeliest = [TopLogprob(*_spelled(tokenizer, token, logprob)) for token, logprob in scored.top[:top]]
     return ChatTokenLogprob(*_spelled(tokenizer, scored.token, scored.logprob or 0.0), likeliest)
 

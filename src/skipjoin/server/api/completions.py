@@ -1,4 +1,4 @@
-"""POST /v1/completions: convert texts or token ids to prompts, and choices to OpenAI's text_completion objects."""
+"""POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         return prompts
 
     def _check_scores(self, tokens: int, each: int, n: int) -> None:
-        """Raise 400 for more prompt log-probabilities than one response may have."""
         most = self.service.config.max_prompt_scores
         if tokens * each * n > most:
             raise bad_request(
@@ -135,7 +134,7 @@ class CompletionFormat:
 
 
 def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:
-    """Convert the unsent log-probabilities of a choice to the completions format."""
+    """Convert the unsent log-probabilities of a choice."""
     found = CompletionLogprobs()
     for scored in choice.take_scored():
         text = token_name(tokenizer, scored.token)
@@ -157,7 +156,7 @@ def _alternatives(tokenizer: Tokenizer, scored: TokenLogprob, text: str) -> dict
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as text, or as OpenAI's "bytes:" notation if it is not valid UTF-8."""
+    """Return a token as text, or in OpenAI's "bytes:" notation if it is not UTF-8."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

@@ -1,4 +1,4 @@
-"""Limits on open connections, in total and per client."""
+"""Limits on open connections."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class ConnectionLimits:
     """Limits on connections.
 
     Attributes:
-        max_header_bytes: Maximum size of a request's head, and of the trailers and chunk framing of its body.
-        max_connections: Maximum number of connections. One more closes a connection that waits for its client.
-        max_per_address: Maximum number of connections of a client address that have not shown a key.
-        max_per_key: Maximum number of connections of an API key.
+        max_header_bytes: Maximum size of a head, and of the trailers and chunk framing of a body.
+        max_connections: One more closes a connection that waits for its client.
+        max_per_address: Maximum number of connections of an address that have not shown a key.
         head_s: Time limit for a head, from the start of the connection or the head's first byte.
         body_s: Time limit for a body, extended by a second for each `body_bytes_per_s` that arrive.
         write_s: Time limit for a client to read `MIN_READ_BYTES` of a response, or the rest of it.
@@ -78,12 +77,10 @@ class Connections:
     """Open connections of a server.
 
     A connection waits while its client has to send a request, the rest of one, or data that is dropped after an early
-    response. If there are too many connections, the longest waiting one of the address or key with the most waiting
-    connections is closed.
+    response. If there are too many, the longest waiting one of the address or key with the most waiting ones is closed.
 
     Args:
-        limits: Limits on the connections.
-        refused: Called with one of `CONNECTION_REFUSALS` (`metric_table.py`) for each refused or closed connection.
+        refused: Called with one of `CONNECTION_REFUSALS` for each closed connection.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:
@@ -100,7 +97,7 @@ class Connections:
         self._crowds: set[Account] = set()  # accounts with more than `_CROWD` waiting connections
 
     def enter(self, connection: Connection) -> bool:
-        """Make room for a new connection and return whether there is room. Call `assign` next."""
+        """Return whether there is room for a new connection. Call `assign` next."""
         if len(self._open) >= self._max_open:
             crowd = max(self._crowds, key=lambda account: len(account.waiting), default=None)
             waiting = self._waiting if crowd is None else crowd.waiting
@@ -110,16 +107,12 @@ class Connections:
 
     @property
     def is_over(self) -> bool:
-        """True if only spare connections are left."""
         return len(self._open) > self._max_open
 
     def assign(self, connection: Connection, kind: Kind, name: str) -> bool:
         """Count a connection for an address, a key or the trusted proxies.
 
-        Replaces an earlier assignment of the connection.
-
-        Returns:
-            False if the account has too many connections and none of them can be closed.
+        Returns False if the account has too many connections and none of them can be closed.
         """
         whose = (kind, name)
         before = self._open.get(connection)
@@ -139,7 +132,6 @@ class Connections:
         return has_room
 
     def leave(self, connection: Connection) -> None:
-        """Remove a connection."""
         self.set_busy(connection)
         if (account := self._open.pop(connection, None)) is not None:
             account.open -= 1
@@ -147,7 +139,6 @@ class Connections:
                 del self._accounts[account.whose]
 
     def set_busy(self, connection: Connection) -> None:
-        """Mark a connection as busy with a request."""
         if connection in self._waiting:
             del self._waiting[connection]
             account = self._open[connection]
@@ -157,11 +148,7 @@ class Connections:
                 self._crowds.discard(account)
 
     def set_waiting(self, connection: Connection, *, first: bool = False) -> None:
-        """Mark a connection as waiting for its client.
-
-        Args:
-            first: True to close it before the others of its account.
-        """
+        """Mark a connection as waiting, and if `first` as the first to close."""
         if (account := self._open.get(connection)) is None:
             return
         waiting = account.waiting
@@ -181,7 +168,7 @@ class Connections:
 
 
 def client_of(address: str) -> str:
-    """Return the client identity of an IP address: the address itself, or the /64 network of an IPv6 address."""
+    """Return an IP address, or the /64 network of an IPv6 address."""
     if ":" not in address:
         return address
     try:

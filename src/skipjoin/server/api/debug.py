@@ -1,4 +1,4 @@
-"""GET /debug/requests: states of unfinished requests. Enabled by `--enable-debug-routes`."""
+"""GET /debug/requests, enabled by `--enable-debug-routes`."""
 
 from __future__ import annotations
 

@@ -35,12 +35,7 @@ _LONGEST_TEXT = 1000
 
 
 class ApiError(Exception):
-    """Error response.
-
-    Args:
-        param: Invalid field of the request.
-        headers: Headers of the response.
-    """
+    """Error response. `param` is the invalid field of the request."""
 
     def __init__(
         self,
@@ -59,14 +54,12 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
-        """Return the JSON body, which is also the last event of a failed stream."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         # A message may quote text that is not valid Unicode.
         return msgspec.json.encode({"error": error}) if _is_clean(error) else _encode_replaced(error)
 
     def response(self) -> Response:
-        """Return the whole response."""
         return Response(self.body(), self.status, self.headers, "application/json")
 
 
@@ -85,7 +78,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def unauthorized() -> ApiError:
-    """Return 401 with the code that clients map to their authentication error."""
+    """Return 401 with OpenAI's code."""
     return ApiError(
         401,
         "this server needs an API key: send it as 'Authorization: Bearer KEY'",
@@ -95,32 +88,29 @@ def unauthorized() -> ApiError:
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    """Return 404 with the code that clients map to their not-found error."""
+    """Return 404 with OpenAI's code."""
     return ApiError(404, f"the model {name!r} does not exist; this server serves {served!r}", code="model_not_found")
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """Return 429 for a full queue. `retry_after_s` estimates when it has room."""
+    """Return 429 for a full queue."""
     seconds = str(max(1, math.ceil(retry_after_s)))
     return ApiError(429, message, code="queue_full", headers={"Retry-After": seconds})
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    """Return 503 for a request that the server cannot accept at this time."""
+    """Return 503 for a server that accepts no requests now."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def too_many_connections(whose: str, most: float) -> ApiError:
-    """Return 429 for a client whose connections are all busy. `whose` is "address" or "key"."""
+    """Return 429 for an "address" or "key" whose connections are all busy."""
     text = f"there are {most:g} connections of this {whose}, the most that this server allows: use fewer"
     return ApiError(429, text, code="too_many_connections", headers={"Retry-After": "1"})
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """Return the response to an engine error.
-
-    It is 400 for a request that the engine refused, 500 for one that crashed engines, and 503 otherwise.
-    """
+    """Return 400 for a refused request, 500 for one that crashed engines, 503 otherwise."""
     if isinstance(error, RefusedError):
         return bad_request(str(error), error.param)
     if isinstance(error, LostRequestError):
@@ -133,7 +123,7 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def deadline_exceeded() -> ApiError:
-    """Return 408 for a missed deadline. It forbids a retry, which would have the same deadline."""
+    """Return 408 for a missed deadline. It forbids a retry, which would have the same one."""
     return ApiError(
         408,
         "the request's deadline passed before it was done",
@@ -143,31 +133,23 @@ def deadline_exceeded() -> ApiError:
 
 
 def too_slow() -> ApiError:
-    """Return 503 for a stream whose client reads too slowly."""
+    """Return 503 for a client that reads too slowly."""
     return unavailable("the client reads too slowly: too much of the output waits to be sent", "slow_reader")
 
 
 def given_up(why: str) -> ApiError:
-    """Return 500 for a request that the engine could not compute. It forbids a retry, which would fail as well.
-
-    Args:
-        why: Cause and remedy.
-    """
+    """Return 500 for a request that the engine could not compute. It forbids a retry."""
     return ApiError(500, why, code="given_up", headers={"x-should-retry": "false"})
 
 
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
-    """Return 400 for a value outside its bounds.
-
-    Args:
-        names: Public names of fields that have another name internally.
-    """
+    """Return 400 for a value outside its bounds. `names` are public names of fields."""
     name = (names or {}).get(error.param, error.param)
     return bad_request(str(error).replace(error.param, name, 1), name)
 
 
 def unknown_field(param: str) -> ApiError:
-    """Return 400 for an unknown field at the path `param`."""
+    """Return 400 for an unknown field."""
     return bad_request(f"unknown or unsupported field {param!r}", param, "unknown_parameter")
 
 
@@ -187,7 +169,6 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:
-    """Return the path in the body, without pydantic's names of union members."""
     parts = [str(part) for part in location if isinstance(part, int) or not part.startswith(_INTERNAL)]
     return ".".join(parts) or None
 
@@ -197,7 +178,7 @@ _INTERNAL = ("~", "[key]")
 
 
 def install(app: FastAPI) -> None:
-    """Install exception handlers, so that all errors, including the framework's, have OpenAI's format."""
+    """Install handlers that give all errors OpenAI's format."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

@@ -1,7 +1,4 @@
-"""Forecasts of output lengths in the API process, made in a thread or by another server.
-
-Forecasts that arrive late are sent to the engine after their requests.
-"""
+"""Forecasts of output lengths, made in a thread or by another server. Late ones follow their requests."""
 
 from __future__ import annotations
 
@@ -44,11 +41,9 @@ class Expectation:
 
     Args:
         learn: Called with the actual length of each output.
-        ask: Requests a forecast of another server, which takes precedence, when the first request starts. The request
-            is cancelled when the last one finishes.
+        ask: Requests a forecast of another server, which takes precedence, while requests of the prompt run.
 
     Attributes:
-        forecast: Best forecast so far. None without one.
         predicted: Prediction of the forecaster, from which it learns.
     """
 
@@ -78,7 +73,6 @@ class Expectation:
             self._question, self._ask = self._ask(self._revise), None
 
     def settle(self, predicted: Predicted) -> None:
-        """Set the prediction of the forecaster."""
         self.predicted = predicted
         if self._revised is None:
             self._tell(predicted.forecast)
@@ -87,7 +81,6 @@ class Expectation:
         self._ends.clear()
 
     def ended(self, reason: FinishReason, tokens: int) -> None:
-        """Record the end of a request with `tokens` output tokens."""
         self._requests -= 1
         if not self._requests:
             self._followers.clear()
@@ -116,11 +109,7 @@ class Expectation:
 
 
 class Forecasting:
-    """Makes expectations with a forecaster that runs in its own thread. Create it on the event loop.
-
-    Args:
-        ask: Requests forecasts from another server, which take precedence.
-    """
+    """Makes expectations with a forecaster in its own thread. Create it on the event loop."""
 
     def __init__(self, keeper: ForecastKeeper, metrics: Metrics, ask: AskFor | None = None) -> None:
         self._keeper = keeper
@@ -137,11 +126,9 @@ class Forecasting:
         self._thread.start()
 
     async def expect(self, prompts: Sequence[tuple[Sequence[int], int]], owner: str = "") -> list[Expectation]:
-        """Return the expectations of prompts after at most `PATIENCE_S`.
+        """Return the expectations of prompts (token ids and maximum output tokens) after at most `PATIENCE_S`.
 
-        Args:
-            prompts: Token ids and maximum number of output tokens of each prompt.
-            owner: Hash of the client's API key. Forecasts learn only from requests of the same owner.
+        Forecasts learn only from requests of the same owner.
         """
         asked = [self._ask(prompt, max_tokens, owner) for prompt, max_tokens in prompts]
         waiting = [answer for _, answer in asked if answer is not None]
@@ -154,7 +141,6 @@ class Forecasting:
         return [expectation for expectation, _ in asked]
 
     def close(self) -> None:
-        """Learn from the remaining requests, save, and join the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -211,7 +197,6 @@ class Forecasting:
         self._keeper.close()
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for the next work and return it, or None at shutdown."""
         with self._changed:
             while True:
                 if self._is_closing:

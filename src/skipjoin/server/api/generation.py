@@ -40,33 +40,25 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class Format(Protocol):
-    """Formatter of the responses of an endpoint. Events and bodies are JSON.
-
-    Attributes:
-        id: Id of the response.
-    """
+    """Formatter of the responses of an endpoint. Events and bodies are JSON."""
 
     id: str
 
     def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """Return the stream events for new `text` of a choice. The list may be empty."""
+        """Return the stream events for new `text` of a choice, if any."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the event that carries only the usage."""
+        """Return the event with only the usage."""
         ...
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
-        """Return the body of a response that is not streamed, from the texts of all choices in order."""
+        """Return the body of a response that is not streamed."""
         ...
 
 
 class Prompt(NamedTuple):
-    """Tokenized prompt with its sampling parameters.
-
-    Attributes:
-        text: Text of the prompt. None if the client sent token ids or messages.
-    """
+    """Tokenized prompt, with its `text` if the client sent one."""
 
     ids: list[int]
     text: str | None
@@ -83,7 +75,7 @@ class Job:
         choices: Sequences to generate, grouped by prompt.
         copies: Number of choices per prompt.
         prompt_tokens: Total tokens of the prompts, each counted once.
-        arrived: Arrival in seconds on the monotonic clock, from which the deadline in `options` counts.
+        arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
         owner: Hash of the client's API key.
     """
 
@@ -99,21 +91,14 @@ class Job:
     owner: str = ANONYMOUS
 
     def close(self) -> None:
-        """Release the admission slots. Idempotent."""
         _free(self.slots)
 
 
 class JobRun:
     """Running job, used as a context manager and as an iterator over new text.
 
-    On exit the job is aborted at the engine and its admission slots are released.
-
-    Attributes:
-        first_token_at: Time of the first token in seconds on the monotonic clock, or None.
-
-    Raises:
-        ApiError: The deadline has passed on entry.
-        EngineError: There is no engine on entry.
+    On exit the job is aborted at the engine and its admission slots are released. Entry and iteration raise `ApiError`
+    and `EngineError`.
     """
 
     def __init__(self, job: Job, service: Service) -> None:
@@ -126,7 +111,7 @@ class JobRun:
         self.first_token_at: float | None = None
 
     async def __aenter__(self) -> JobRun:
-        """Submit the choices to the engine, and yield in between so that other clients are served."""
+        """Submit the choices, and yield in between so that other clients are served."""
         try:
             options = _remaining(self.job.options, self.job.arrived)
             for number in range(len(self.job.choices)):
@@ -166,13 +151,7 @@ class JobRun:
         return self
 
     async def __anext__(self) -> dict[Choice, str]:
-        """Return the choices with new tokens or a finish reason, each with its new text, which may be empty.
-
-        Raises:
-            ApiError: The job was aborted or failed.
-            EngineError: The engine was lost.
-            Exception: The error that was passed to `fail`.
-        """
+        """Return the choices with new tokens or a finish reason, each with its new text."""
         if not self._unfinished:
             raise StopAsyncIteration
         deltas: dict[Choice, str] = {}
@@ -195,11 +174,9 @@ class JobRun:
 
     @property
     def is_over(self) -> bool:
-        """True if all choices are finished."""
         return not self._unfinished
 
     async def whole(self) -> bytes:
-        """Generate all choices and return the response body. Raises what the iterator raises."""
         texts = dict.fromkeys(self.job.choices, "")
         async for deltas in self:
             for choice, text in deltas.items():
@@ -210,7 +187,7 @@ class JobRun:
         return form.whole(texts, self.usage())
 
     async def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """Return `Format.events`, computed in a thread if there are many log-probabilities."""
+        """Return `Format.events`, from a thread if there are many log-probabilities."""
         form = self.job.format
         if len(choice.scored) > _MANY_SCORED:
             return await self._service.in_thread(form.events, choice, text, usage)
@@ -218,27 +195,22 @@ class JobRun:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens, with each prompt counted once."""
         return self.job.prompt_tokens
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens generated so far, over all choices."""
         return sum(choice.tokens for choice in self.job.choices)
 
     @property
     def finish_reason(self) -> str:
-        """Distinct finish reasons of the choices, separated by commas."""
         return ",".join(sorted({choice.finish_reason for choice in self.job.choices if choice.finish_reason}))
 
     def usage(self) -> Usage:
-        """Return the usage so far. Cached tokens of a prompt are those of its first choice."""
         prompt, output = self.prompt_tokens, self.output_tokens
         cached = sum(sequence.cached_tokens for sequence in self._sequences[:: self.job.copies])
         return Usage(prompt, output, prompt + output, PromptDetails(cached))
 
     def fail(self, error: Exception) -> None:
-        """Make the iterator raise `error`."""
         self._mailbox.fail(error)
 
     def stop(self) -> None:
@@ -251,18 +223,12 @@ class JobRun:
         self.job.close()
 
     def _give_up(self) -> None:
-        """Fail the job because its client reads too slowly."""
         self.fail(too_slow())
         self.stop()
 
 
 class Endpoint(ABC, Generic[BodyT]):
-    """Base class of generation endpoints. A subclass converts bodies to prompts and formats responses.
-
-    Attributes:
-        path: URL path.
-        body_type: Type of the request body.
-    """
+    """Base class of generation endpoints, which convert bodies to prompts and format responses."""
 
     path: ClassVar[str]
     body_type: type[BodyT]
@@ -280,11 +246,6 @@ class Endpoint(ABC, Generic[BodyT]):
         owner: str = ANONYMOUS,
     ) -> Job:
         """Validate a body, reserve admission slots and tokenize its prompts.
-
-        Args:
-            arrived: Arrival in seconds on the monotonic clock, from which the deadline counts. None means now.
-            queue: Admission limits. None means those of HTTP requests.
-            owner: Hash of the client's API key.
 
         Raises:
             ApiError: 400 for an invalid body, 404 for another model, 429 if the queue is full, 503 if the server
@@ -327,7 +288,6 @@ class Endpoint(ABC, Generic[BodyT]):
             raise
 
     def run(self, job: Job) -> JobRun:
-        """Return the run of a job. It starts when its context is entered."""
         return JobRun(job, self.service)
 
     @abstractmethod
@@ -336,18 +296,12 @@ class Endpoint(ABC, Generic[BodyT]):
 
     @abstractmethod
     async def tokenize(self, body: BodyT) -> list[Prompt]:
-        """Return the tokenized prompts, one per estimate.
-
-        Raises:
-            ApiError: The model cannot process the body.
-        """
+        """Return the tokenized prompts, one per estimate."""
 
     @abstractmethod
-    def format(self, body: BodyT, options: RequestOptions) -> Format:
-        """Return the formatter of the response to `body`."""
+    def format(self, body: BodyT, options: RequestOptions) -> Format: ...
 
     def text_rules(self, body: BodyT) -> TextRules:
-        """Return the rules by which tokens become text."""
         return TextRules(
             stop=body.stop_strings,
             include_stop=bool(body.include_stop_str_in_output),
@@ -362,14 +316,14 @@ def _free(slots: Iterable[AdmissionSlot]) -> None:
 
 
 def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:
-    """Return the parameters of one of n choices, with a reproducible seed of its own if the request has a seed."""
+    """Return the parameters of a choice, with a reproducible seed of its own if the request has a seed."""
     if params.seed is None or copy == 0:
         return params
     return replace(params, seed=SEED_MIN + (params.seed - SEED_MIN + copy) % 2**64)
 
 
 def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
-    """Return the options with the remaining time as the deadline. Raise 408 if it has passed."""
+    """Replace the deadline by the remaining time. Raise 408 if it has passed."""
     if options.deadline_s is None:
         return options
     left = options.deadline_s - (time.monotonic() - arrived)

@@ -1,4 +1,4 @@
-"""HTTP server: uvicorn with limits on connections and without its signal handlers."""
+"""HTTP server."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _TRAILERS = _Trailers()
 class BoundedProtocol(HttpToolsProtocol):
     """HTTP/1.1 connection with limits on sizes and times.
 
-    It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies: sizes,
-    extensions and trailers. One timer runs while the client has to send, another while it has to read.
+    It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies. One timer
+    runs while the client has to send, another while it has to read.
 
-    A connection whose request is answered early is not reused, but closed by a `LingeringClose`. For this purpose the
-    protocol poses as the transport of uvicorn's request cycles (`write` to `resume_reading`).
+    A connection whose request is answered early is closed by a `LingeringClose`. For this purpose the protocol poses as
+    the transport of uvicorn's request cycles (`write` to `resume_reading`).
     """
 
     limits: ConnectionLimits
@@ -124,23 +124,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super().shutdown()
 
     def abort(self) -> None:
-        """Close the connection immediately without a response."""
         self.transport.abort()
 
     @property
     def is_unread(self) -> bool:
-        """See `Connection.is_unread`."""
         return self._is_unread and self.loop.time() - self._made_at < _UNREAD_S
 
     def _count_for(self, kind: Any, name: str) -> None:
         self._is_excess = not self.pool.assign(self, kind, name)
 
     def _on_owner(self, owner: str) -> None:
-        """Count the connection for the API key of its request.
-
-        Raises:
-            ApiError: The key, or the address of a client without a key, has too many connections.
-        """
+        """Count the connection for its API key. Raise `ApiError` if the key or address has too many."""
         if owner != ANONYMOUS:
             self._count_for("key", owner)
         if self._is_excess:
@@ -169,7 +163,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._note_missing_body()
 
     def _parse_slices(self) -> None:
-        """Parse the received bytes until a request has to wait for an earlier one."""
         self._parsing = None
         while self._unparsed and not (self.pipeline or self._is_done):
             piece, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
@@ -183,7 +176,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_done(self) -> bool:
-        """True if no further request is accepted."""
         return self._lingering is not None or self.transport.is_closing()
 
     def _parse(self, data: bytes | memoryview) -> None:
@@ -241,7 +233,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise self._fault
 
     def _count_forwarded(self) -> None:
-        """Count the connection of a trusted proxy for the client that the request names."""
+        """Count the connection of a trusted proxy for the client that it names."""
         values = [value for name, value in self.headers if name == _FORWARDED_FOR]
         forwarded = b", ".join(values).decode("latin-1")
         host = self.proxies.trusted_hosts.get_trusted_client_address(forwarded)[0] if forwarded.strip() else ""
@@ -296,18 +288,15 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- in place of the transport -------------------------------------------------------------------------
 
     def is_closing(self) -> bool:
-        """Return whether the transport is closing."""
         return self.transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection after its response, or linger if the client may still send."""
         if self._in_head and not (self._head_bytes or self._unparsed or self.pipeline or self._lingering is not None):
             self.transport.close()  # the client has nothing left to send
         else:
             self._linger()
 
     def pause_reading(self) -> None:
-        """Pause reading."""
         self.transport.pause_reading()
 
     def resume_reading(self) -> None:
@@ -385,7 +374,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _refuse(self, error: ApiError, reason: str, *, lingers: bool = True) -> None:
-        """Respond with an error and accept no further request."""
         self.pool.refused(reason)
         self._expect_nothing()
         running = self._running
@@ -410,7 +398,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _end_after_answer(self) -> None:
-        """Accept no further request, and close after the response to the running one."""
         self._drop_from_now(_REFUSED_HEADS * self.limits.max_header_bytes)
         self._expect_nothing()
         assert self._running is not None
@@ -419,11 +406,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def _linger(self, max_bytes: int | None = None) -> None:
-        """Close after a while in which the client can read the response.
-
-        Args:
-            max_bytes: Maximum number of bytes to drop. None means `linger_bytes`.
-        """
         lingering = self._drop_from_now(self.limits.linger_bytes if max_bytes is None else max_bytes)
         self._unset_keepalive_if_required()
         self._expect_nothing()
@@ -449,7 +431,6 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.flow.pause_reading()
 
     def _close(self) -> None:
-        """Close after the written data has been sent."""
         self._expect_nothing()
         if self._lingering is not None:
             self._lingering.cancel()
@@ -465,13 +446,13 @@ async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _no_app(scope: Any, receive: Any, send: Any) -> None:
-    """Do nothing. `ProxyHeadersMiddleware` needs an application, but only its address parsing is used."""
+    """Do nothing. Only the address parsing of `ProxyHeadersMiddleware` is used."""
 
 
 def bounded_protocol(
     limits: ConnectionLimits, refused: Callable[[str], None], trusted_proxies: Sequence[str] = ()
 ) -> type[BoundedProtocol]:
-    """Return the protocol class of one server's connections."""
+    """Return the protocol class of a server."""
     pieces: list[bytes] = []
     parts = {
         "limits": limits,
@@ -487,7 +468,6 @@ class HttpServer(uvicorn.Server):
     """uvicorn server without signal handlers, because `lifecycle` decides when the server stops.
 
     Args:
-        refused: See `Connections`.
         trusted_proxies: Addresses and networks whose `X-Forwarded-For` names the client.
     """
 
@@ -514,5 +494,4 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do not capture signals."""
         yield

@@ -1,6 +1,6 @@
 """Forecasts of output lengths by a model on another server (EconoServe section 3.3.2).
 
-The forecast arrives while the request waits or its prompt is computed. Until then, or without one, the prior serves.
+They arrive while the request waits or its prompt is computed. Until then, or without one, the prior serves.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ _LONGEST_QUOTE = 100
 
 
 class NoLengthError(Exception):
-    """The server returned no length.
-
-    Attributes:
-        outcome: One of `FORECAST_OUTCOMES`.
-    """
+    """The server returned no length. `outcome` is one of `FORECAST_OUTCOMES`."""
 
     def __init__(self, outcome: str, text: str) -> None:
         super().__init__(text)
@@ -61,14 +57,7 @@ class NoLengthError(Exception):
 
 
 class LengthServer:
-    """Client of the server of `--forecast-url`. Create and close it on the event loop.
-
-    Args:
-        key: API key. None sends none.
-
-    Raises:
-        ConfigError: The key cannot be sent.
-    """
+    """Client of the server of `--forecast-url`. Create and close it on the event loop."""
 
     def __init__(self, config: ServerConfig, key: str | None = None) -> None:
         assert config.forecast_url is not None
@@ -86,11 +75,7 @@ class LengthServer:
         )
 
     async def tokens(self, text: str) -> float:
-        """Return the predicted number of tokens of the answer to a text, in [1, 2^20].
-
-        Raises:
-            NoLengthError: The server returned no length.
-        """
+        """Return the predicted number of tokens of the answer, in [1, 2^20], or raise `NoLengthError`."""
         body = {
             **self._model,
             "messages": [{"role": "user", "content": _INSTRUCTION + text}],
@@ -110,18 +95,12 @@ class LengthServer:
         return _length(answer)
 
     async def check(self) -> None:
-        """Make one trial request.
-
-        Raises:
-            ConfigError: The server returned no length.
-        """
         try:
             await self.tokens(_TRIAL)
         except NoLengthError as error:
             raise ConfigError(f"forecast_url {self._given} cannot be used: {error}") from error
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._session.close()
 
 
@@ -137,16 +116,7 @@ class Questions:
     def ask(
         self, text_of: TextOf, prompt: Sequence[int], max_tokens: int, tell: Callable[[Forecast], None]
     ) -> asyncio.Task[None] | None:
-        """Start to request the forecast of a prompt. Cancel the returned task to drop the request.
-
-        Args:
-            text_of: Decodes token ids.
-            max_tokens: Maximum number of output tokens.
-            tell: Called with the forecast, if there is one.
-
-        Returns:
-            None if too many requests are pending.
-        """
+        """Request a forecast for `tell`, unless too many requests are pending. Cancel the task to drop it."""
         if len(self._open) >= MAX_QUESTIONS:
             self._metrics.asked("skipped")
             return None
@@ -156,7 +126,6 @@ class Questions:
         return question
 
     async def close(self) -> None:
-        """Cancel pending requests and close the connections."""
         for question in self._open:
             question.cancel()
         if self._open:
@@ -190,7 +159,7 @@ class Questions:
 
 
 def excerpt(prompt: Sequence[int], text_of: TextOf) -> str:
-    """Return the text of a prompt, or the start and end of a long one (see `MAX_CHARACTERS`)."""
+    """Return the text of a prompt, or the start and end of a long one."""
     half, tokens = MAX_CHARACTERS // 2, MAX_TOKENS // 2
     if len(prompt) > MAX_TOKENS:
         return f"{text_of(prompt[:tokens])[:half]} ... {text_of(prompt[-tokens:])[-half:]}"
@@ -208,7 +177,6 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _length(answer: bytes) -> float:
-    """Parse the number in a chat completion."""
     try:
         text: Any = json.loads(answer)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -221,6 +189,5 @@ def _length(answer: bytes) -> float:
 
 
 def _quote(text: object) -> str:
-    """Return the other server's text on one line, truncated."""
     shown = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
     return repr(shown if len(shown) <= _LONGEST_QUOTE else shown[:_LONGEST_QUOTE] + "...")

@@ -1,4 +1,4 @@
-"""Admission control: limits on the requests and prompt tokens in the server, applied before tokenization."""
+"""Admission control, applied before tokenization."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RETURN_S = 2.0
 
 
 def estimate_tokens(prompt: str | Sequence[int]) -> int:
-    """Estimate the number of tokens of a prompt without tokenizing it. Exact for token ids."""
+    """Estimate the number of tokens of a prompt without tokenizing it."""
     if isinstance(prompt, str):
         return -(-len(prompt.encode()) // _BYTES_PER_TOKEN)
     return len(prompt)
@@ -52,11 +52,7 @@ def _retry_after(seconds: float) -> float:
 
 
 class Throughput:
-    """Recent throughput of a queue.
-
-    Args:
-        clock: Returns the seconds in which the queue was not empty.
-    """
+    """Recent throughput of a queue. `clock` returns the seconds in which it was not empty."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -67,7 +63,6 @@ class Throughput:
         self._gap_s = 0.0  # longest gap between two events, decaying with time
 
     def add(self, amount: float) -> None:
-        """Record that `amount` leaves the queue now."""
         now = self._clock()
         gap_s, self._latest = now - self._latest, now
         self._gap_s = max(gap_s, self._gap_s * math.exp(-gap_s / _WINDOW_S))
@@ -85,17 +80,11 @@ class Throughput:
         return max(self.by_rate(amount), self._gap_s, self._clock() - self._latest)
 
     def by_rate(self, amount: float) -> float:
-        """Estimate the time for `amount` from the average rate. Return 0 if nothing has left yet."""
         return (self._clock() - self._since) * amount / self._sum if self._sum else 0.0
 
 
 class Pace:
-    """Duration of an engine step, averaged over the last 0.5 to 1 s.
-
-    Args:
-        clock: Returns seconds.
-        steps: Returns the total number of steps.
-    """
+    """Duration of an engine step, averaged over the last 0.5 to 1 s."""
 
     def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
         self._clock, self._steps = clock, steps
@@ -103,11 +92,10 @@ class Pace:
         self.start()
 
     def start(self) -> None:
-        """Restart the measurement after an idle time."""
         self._before = self._mark = (self._clock(), self._steps())
 
     def seconds(self) -> float:
-        """Return the seconds per step. While no step finishes, return the elapsed time if that is longer."""
+        """Return the seconds per step, or of an unfinished step if that is longer."""
         now = (self._clock(), self._steps())
         if now[0] - self._mark[0] >= _PACE_S:
             self._before, self._mark = self._mark, now
@@ -131,23 +119,20 @@ class Runs:
         self._lengths: deque[float] = deque(maxlen=_MIN_EVENTS)
 
     def __len__(self) -> int:
-        """Return the number of running sequences."""
         return len(self._live)
 
     def begin(self, slot: AdmissionSlot) -> None:
-        """Record that a sequence runs. Idempotent."""
         if not self._live:
             self._pace.start()
         self._live.setdefault(slot, self._steps())
 
     def end(self, slot: AdmissionSlot) -> None:
-        """Record the end of a sequence, which may not have run."""
         if (start := self._live.pop(slot, None)) is not None:
             self._lengths.append(self._steps() - start)
             self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
-        """Predict the time in seconds until `count` running sequences (or all) have finished.
+        """Predict the seconds until `count` running sequences (or all) have finished.
 
         None if no sequence has finished yet, or none is running.
         """
@@ -184,23 +169,20 @@ class AdmissionSlot:
 
     @property
     def tokens(self) -> int:
-        """Number of prompt tokens that it holds in the queue."""
         return self._tokens
 
     def resize(self, tokens: int) -> None:
-        """Replace the estimated number of prompt tokens. `Admission.resize` also checks the limits."""
+        """Replace the estimate without a check of the limits, unlike `Admission.resize`."""
         if self._open:
             self._admission.note_size(self, tokens - self._tokens)
             self._tokens = tokens
 
     def started(self) -> None:
-        """Release the prompt tokens, because the sequence runs."""
         if self._open:
             self._admission.note_start(self, self._tokens)
             self._tokens = 0
 
     def ended(self) -> None:
-        """Release the slot, because the sequence has finished or will not start."""
         if self._open:
             self._open = False
             self._admission.note_end(self, self._tokens)
@@ -215,7 +197,6 @@ class Admission:
     Args:
         max_requests: Maximum number of sequences in the server.
         max_tokens: Maximum number of prompt tokens of sequences that have not run yet.
-        clock: Returns seconds.
         steps: Returns the total number of engine steps. None counts one step per second.
         is_shared: True if clients share both limits fairly (see `Shares`).
     """
@@ -245,12 +226,10 @@ class Admission:
 
     @property
     def requests(self) -> int:
-        """Number of sequences in the server."""
         return self._requests.used
 
     @property
     def tokens(self) -> int:
-        """Number of prompt tokens of sequences that have not run yet."""
         return self._tokens.used
 
     def reserve(
@@ -259,7 +238,6 @@ class Admission:
         """Reserve slots for all sequences of a request.
 
         Args:
-            prompt_tokens: Estimated prompt tokens of each sequence.
             client: Client that is charged if clients share the limits.
             param: Request field of the prompts, for errors.
 
@@ -293,18 +271,13 @@ class Admission:
         return [AdmissionSlot(self, share, client) for share in prompt_tokens]
 
     def _seconds_until(self, count: int) -> float:
-        """Estimate the time until `count` more sequences have finished."""
         predicted_s = self._runs.seconds_until(count)
         return self._ends.seconds_until(count) if predicted_s is None else max(predicted_s, self._ends.by_rate(count))
 
     def resize(
         self, slots: Sequence[AdmissionSlot], prompt_tokens: Sequence[int], *, is_best_effort: bool = False
     ) -> None:
-        """Replace the estimates of a job's slots by the actual numbers of prompt tokens, which may be much larger.
-
-        Raises:
-            ApiError: See `reserve`. The slots keep their estimates.
-        """
+        """Replace the estimates by the actual numbers of tokens. The slots keep their estimates if this raises."""
         _, max_tokens, whose = self._limits(is_best_effort)
         tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
         if tokens > before:
@@ -315,22 +288,18 @@ class Admission:
 
     @property
     def runs(self) -> int:
-        """Number of sequences that have started and not finished."""
         return len(self._runs)
 
     def _limits(self, is_best_effort: bool) -> tuple[int, int, str]:
-        """Return the maximum requests and prompt tokens for a service class, and its description for errors."""
         if not is_best_effort:
             return self.max_requests, self.max_tokens, ""
         share = 1 - _KEPT_SHARE
         return math.ceil(share * self.max_requests), math.ceil(share * self.max_tokens), " for best-effort requests"
 
     def _of_one(self, whose: str) -> str:
-        """Describe the limit of a single request."""
         return f"{whose} of one API key" if self._is_shared else whose
 
     def _check_size(self, tokens: int, capacity: int, whose: str, param: str = "prompt") -> None:
-        """Raise 400 for a job that never fits."""
         largest = capacity - self._tokens.reserve_of(capacity)
         if tokens > largest:
             raise bad_request(
@@ -353,7 +322,6 @@ class Admission:
             raise overloaded(self._full(self._tokens, capacity, "prompt tokens wait", whose, named), retry_s)
 
     def _full(self, shares: Shares, capacity: int, what: str, whose: str, client: str | None) -> str:
-        """Return the error text of a full queue. `client` is the client that exceeds its share, if it does."""
         text = f"{shares.used} of {capacity} {what}"
         if client is None or not self._is_shared:
             return f"the queue is full{whose}: {text}"
@@ -363,18 +331,15 @@ class Admission:
         )
 
     def note_size(self, slot: AdmissionSlot, growth: int) -> None:
-        """Count `growth` more prompt tokens than estimated."""
         self._tokens.take(slot.client, growth)
 
     def note_start(self, slot: AdmissionSlot, tokens: int) -> None:
-        """Count the start of a sequence, which releases its prompt tokens."""
         self._runs.begin(slot)
         if tokens:
             self._tokens.give_back(slot.client, tokens)
             self._starts.add(tokens)
 
     def note_end(self, slot: AdmissionSlot, tokens: int) -> None:
-        """Count the end of a sequence, which releases prompt tokens if it never ran."""
         self._runs.end(slot)
         self._tokens.give_back(slot.client, tokens)
         self._ends.add(1)
@@ -383,5 +348,4 @@ class Admission:
             self._busy_s, self._began = self._busy_time(), None
 
     def _busy_time(self) -> float:
-        """Return the total time in which there was a request in the server."""
         return self._busy_s + (0.0 if self._began is None else self._clock() - self._began)

@@ -1,4 +1,4 @@
-"""Lingering close: how a connection whose request is answered early ends."""
+"""Lingering close of a connection whose request is answered early."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from skipjoin.server.api.connections import ConnectionLimits
 class LingeringClose:
     """Drops input of a connection that accepts no further request, so that its client reads the response.
 
-    A connection that is closed while bytes arrive is reset, and the client may lose unread data. Input is dropped from
-    the start; `begin` is called after the response is written.
-
-    Args:
-        max_bytes: Maximum number of bytes to drop.
-        close: Called when the client has been silent or sending for too long.
+    A connection that is closed while bytes arrive is reset, and the client may lose unread data. Call `begin` after the
+    response is written.
     """
 
     def __init__(
@@ -35,16 +31,13 @@ class LingeringClose:
 
     @property
     def is_exhausted(self) -> bool:
-        """True if the client has sent more than may be dropped."""
         return self._remaining_bytes < 0
 
     def drop(self, n_bytes: int) -> None:
-        """Count dropped input."""
         self._dropped_at = self._loop.time()
         self._remaining_bytes -= n_bytes
 
     def begin(self) -> None:
-        """Send the end of the stream, and close after a pause of the client or a time limit."""
         self.has_begun = True
         self._dropped_at = self._loop.time()
         self._end = self._dropped_at + self._limits.linger_s
@@ -54,7 +47,6 @@ class LingeringClose:
             self._transport.resume_reading()
 
     def cancel(self) -> None:
-        """Stop waiting for the client."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

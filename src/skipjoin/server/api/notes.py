@@ -1,4 +1,4 @@
-"""Per-request notes for the request log, filled in wherever the facts are known."""
+"""Per-request notes for the request log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOTE = "note"
 
 
 class Generated(Protocol):
-    """Subset of `generation.JobRun` that the log shows. Times are in seconds on the monotonic clock."""
+    """Subset of `JobRun` that the log shows. Times are in seconds on the monotonic clock."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -26,12 +26,7 @@ class Generated(Protocol):
 
 @dataclass(slots=True)
 class Note:
-    """Facts about a finished request.
-
-    Attributes:
-        run: None if nothing was generated.
-        reason: Code of the error that ended the request, or "".
-    """
+    """Facts about a finished request. `reason` is the code of the error that ended it."""
 
     run: Generated | None = None
     reason: str = ""
@@ -39,7 +34,7 @@ class Note:
 
 
 def note_of(scope: Scope) -> Note:
-    """Return the note of a request, or a dummy if requests are not logged."""
+    """Return the note of a request, a dummy if requests are not logged."""
     found: Note = scope.get("state", {}).get(_NOTE) or Note()
     return found
 

@@ -1,4 +1,4 @@
-"""Conversion of scheduling fields and headers of requests to `RequestOptions`."""
+"""Scheduling options of requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ def request_options(
 ) -> RequestOptions:
     """Return the options of a request from its body, or else its headers, or else the server's defaults.
 
-    Args:
-        owner: Hash of the client's API key.
-
-    Raises:
-        ApiError: 400 for a header out of bounds, a tier, priority or objective that the operator does not allow, or an
-            objective that the tier does not support.
+    Raises 400 for a header out of bounds, or an option that the operator does not allow.
     """
     slo, tier = body.slo or _NO_SLO, _tier(body, config, owner)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
@@ -45,12 +40,12 @@ def request_options(
 
 
 def client_of(owner: str, config: ServerConfig) -> str:
-    """Return the identity by which capacity is shared: the owner, or "" if it is not shared by key."""
+    """Return the owner, by which capacity is shared, or "" if it is not."""
     return owner if config.fair_by == "key" else ""
 
 
 def cache_salt(body: GenerationBody, owner: str) -> str:
-    """Return the salt that isolates prefix caching: the body's salt, and the owner (a hash of the API key).
+    """Return the salt of prefix caching: the body's salt, and the owner (a hash of the API key).
 
     The TTFT thus reveals nothing about the prompts of other keys.
     """
@@ -87,7 +82,6 @@ def _priority(asked: int, config: ServerConfig, owner: str) -> int:
 
 
 def _has_own(config: ServerConfig, owner: str, right: str) -> bool:
-    """Return whether the key file sets `right`, a field of `KeyRights`, for the owner's key."""
     return getattr(config.key_rights.get(owner, AS_ALL), right) is not None
 
 
@@ -123,7 +117,6 @@ def _check_flex(slo: Slo) -> None:
 
 
 def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerConfig) -> float | None:
-    """Return the objective `name` of a request in milliseconds, or None. Raise 400 if it is out of bounds."""
     header = f"x-slo-{name}-ms"
     field, asked_ms = f"slo.{name}_ms", getattr(slo, f"{name}_ms")
     if asked_ms is None:
@@ -138,7 +131,6 @@ def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerCon
 
 
 def _number(text: str) -> float:
-    """Parse a number. Return NaN for any other text."""
     try:
         return float(text) if text.isascii() else math.nan
     except ValueError:

@@ -237,17 +237,14 @@ class GenerationBody(Body):
 
     @property
     def usage_at_end(self) -> bool:
-        """True if a stream ends with an event that carries the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def usage_always(self) -> bool:
-        """True if every event of a stream carries the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Stop strings, empty if the field is missing."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -276,7 +273,6 @@ class CompletionRequest(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """List of one or more prompts."""
         prompt = self.prompt
         return list(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
@@ -330,11 +326,9 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """Content with its parts joined."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def as_template_input(self) -> dict[str, str]:
-        """Return the message in the form that chat templates expect."""
         message: dict[str, str] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name

@@ -1,4 +1,4 @@
-"""HTTP layer of the endpoints: turn a request into a job, and send its response as a whole or as a stream."""
+"""HTTP responses of the endpoints."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ class DisconnectedError(Exception):
 
 
 async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
-    """Prepare the job of a request, and return the response that runs it.
-
-    Raises:
-        ApiError: See `Endpoint.prepare`.
-    """
+    """Prepare the job of a request, and return the response that runs it."""
     arrived = time.monotonic()
     service = endpoint.service
     body = await service.parse(await json_body(request), endpoint.body_type)
@@ -50,10 +46,9 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
 
 
 class JsonReply(Response):
-    """JSON response that is not streamed.
+    """JSON response, sent in pieces so that at most one of them is buffered for a client that does not read.
 
-    Args:
-        on_end: Called after the last byte was passed on, or sending failed.
+    `on_end` is called after the last byte was passed on, or sending failed.
     """
 
     media_type = "application/json"
@@ -63,7 +58,6 @@ class JsonReply(Response):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the body in pieces, so that at most one of them is buffered for a client that does not read."""
         body = bytes(self.body)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -76,7 +70,7 @@ class JsonReply(Response):
 
 
 def json_response(content: Any) -> Response:
-    """Return a JSON response for a struct or any JSON value."""
+    """Return a JSON response."""
     return JsonReply(encode(content))
 
 
@@ -119,12 +113,7 @@ class WholeReply(Response):
 
 
 class StreamReply(Response):
-    """Response that streams tokens as server-sent events. An error becomes the last event.
-
-    Args:
-        usage_at_end: True to send the usage as an additional last event.
-        usage_always: True to include the usage in every event.
-    """
+    """Response that streams tokens as server-sent events. An error becomes the last event."""
 
     def __init__(self, endpoint: Endpoint[BodyT], job: Job, *, usage_at_end: bool, usage_always: bool) -> None:
         super().__init__()
@@ -156,7 +145,6 @@ class StreamReply(Response):
             return
 
     async def _send_all(self, run: JobRun, send: Send) -> bytes:
-        """Send events until all choices are finished. Return the unsent bytes that end the stream."""
         body = b""
         async for deltas in run:
             usage = run.usage() if self._usage_always else None

@@ -1,4 +1,4 @@
-"""Request log: one line per HTTP request."""
+"""Log of HTTP requests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ _LABEL = 8
 
 
 class RequestLog:
-    """ASGI middleware that logs each request.
-
-    Successful GET requests, such as probes, are logged at level debug, all others at level info.
-    """
+    """ASGI middleware that logs each request, at level debug if it is a successful GET."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

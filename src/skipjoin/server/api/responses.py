@@ -13,11 +13,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """Details of the prompt tokens.
-
-    Attributes:
-        cached_tokens: Number of prefix-cache hit tokens.
-    """
+    """Details of the prompt tokens."""
 
     cached_tokens: int = 0
 
@@ -171,12 +167,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Response of POST /tokenize.
-
-    Attributes:
-        tokens: JSON list of integers.
-        token_strs: JSON list of strings.
-    """
+    """Response of POST /tokenize."""
 
     tokens: msgspec.Raw
     count: int
@@ -191,12 +182,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 class LoadAnswer(msgspec.Struct, frozen=True):
-    """Response of GET /load.
-
-    Attributes:
-        server_load: Number of sequences in the server.
-        queued_tokens: Number of prompt tokens of sequences that have not run yet.
-    """
+    """Response of GET /load: sequences in the server, and prompt tokens of those that have not run yet."""
 
     server_load: int
     running: int

@@ -1,4 +1,4 @@
-"""State and services that all routes share: engine client, tokenizer, admission limits and phase of the server."""
+"""State and services that all routes share."""
 
 from __future__ import annotations
 
@@ -113,11 +113,9 @@ class Service:
             self.phase = Phase.OPEN
 
     def drain(self) -> None:
-        """Refuse new requests. Running requests continue."""
         self.phase = Phase.DRAINING
 
     def close(self) -> None:
-        """Save the forecaster's data and stop the threads."""
         if self._forecasting is not None:
             self._forecasting.close()
         for threads in (self._threads, self._renderer):
@@ -129,20 +127,17 @@ class Service:
 
     @property
     def info(self) -> Ready:
-        """Description of the engine. Raises 503 before the engine is ready."""
         if self._info is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model. Raises 503 before the engine is ready."""
         if self._tokenizer is None:
             raise unavailable("the server is starting: the model is being loaded", "starting")
         return self._tokenizer
 
     def check_alive(self) -> None:
-        """Raise 503 unless an engine is running and makes progress."""
         if self.client.dead:
             raise EngineDeadError
         _ = self.info
@@ -152,30 +147,25 @@ class Service:
             raise EngineHungError
 
     def count_replicas(self) -> dict[str, int]:
-        """Return the number of running and wanted engines, or nothing for a server with one engine."""
         client = self.client
         return {"replicas_alive": client.alive, "replicas": client.wanted} if client.wanted > 1 else {}
 
     def check_open(self) -> None:
-        """Raise 503 unless the server accepts requests."""
         self.check_alive()
         if self.phase is Phase.DRAINING:
             self.metrics.rejected("draining")
             raise unavailable("the server is shutting down", "shutting_down")
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model that is not served. None means the served model."""
         if name is not None and name not in self.names:
             raise model_not_found(name, self.name)
 
     # -- reading requests ---------------------------------------------------------------------------------
 
     async def in_thread(self, work: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """Run blocking work in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     async def parse(self, body: bytes, kind: type[BodyT]) -> BodyT:
-        """Parse a request body. Raise 400 with the name of the first invalid field."""
         try:
             if len(body) > _LARGE:
                 return await self.in_thread(_read_large, body, kind)
@@ -187,18 +177,13 @@ class Service:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum number of prompt tokens: the context length minus one token to generate."""
+        """The context length minus one token to generate."""
         return self.info.max_model_len - 1
 
     async def encode(
         self, text: str, param: str, *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            param: Field of the request that has the text.
-            most: Maximum number of tokens, above which this raises 400. None means `max_prompt_tokens`.
-        """
+        """Return the token ids of a text. Raise 400 for more than `most`."""
         encode, most = self.tokenizer.encode, self.max_prompt_tokens if most is None else most
         try:
             if len(text) > _LARGE:
@@ -208,7 +193,6 @@ class Service:
             raise self._too_long(param, most, error.found) from None
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids."""
         if len(ids) > _LARGE:
             return await self.in_thread(self.tokenizer.decode_long, ids, skip_special_tokens)
         return self.tokenizer.decode(ids, skip_special_tokens)
@@ -220,11 +204,6 @@ class Service:
         )
 
     async def encode_chat(self, body: ChatRequest | TokenizeRequest, most: int | None = None) -> list[int]:
-        """Return the token ids of a conversation. Raise 400 if the chat template refuses it.
-
-        Args:
-            most: See `encode`.
-        """
         messages = [message.as_template_input() for message in body.messages or ()]
         options = body.chat_template_kwargs
         variables = {} if options is None else options.model_dump(exclude_none=True)
@@ -237,12 +216,11 @@ class Service:
         return await self.encode(text, "messages", add_special_tokens=False, most=most)
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Raise 400 for token ids outside the vocabulary."""
         if ids and max(ids) >= self.info.vocab_size:
             raise bad_request(f"{name} must be token ids in [0, {self.info.vocab_size - 1}], got {max(ids)}", name)
 
     def room_after(self, prompt: Sequence[int], param: str) -> int:
-        """Return the number of tokens left in the context after a prompt. Raise 400 if it is 0 or `prompt` is empty."""
+        """Return the number of tokens left in the context after a prompt, or raise 400."""
         context = self.info.max_model_len
         if not prompt:
             raise bad_request(f"{param} must have at least 1 token", param)
@@ -251,7 +229,6 @@ class Service:
         return context - len(prompt)
 
     def check_fits(self, name: str, tokens: int | None, room: int, prompt: Sequence[int]) -> None:
-        """Raise 400 if the field `name` asks for more tokens than `room`, the result of `room_after`."""
         if tokens is not None and tokens > room:
             raise bad_request(
                 f"{name} must be at most {room}, what the context leaves after {len(prompt)} prompt tokens, "
@@ -261,7 +238,6 @@ class Service:
             )
 
     async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]], owner: str) -> list[Expectation]:
-        """Return the expected output lengths of an owner's prompts. See `Forecasting.expect`."""
         if self._forecasting is None:
             return [Expectation() for _ in prompts]
         return await self._forecasting.expect([(ids, params.output_limit) for ids, params in prompts], owner)
@@ -271,7 +247,7 @@ class Service:
     def sampling(
         self, body: GenerationBody, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """Return the sampling parameters of one prompt. Raise 400 for invalid values.
+        """Return the sampling parameters of one prompt.
 
         Null or missing fields take the model's defaults, or those of `SamplingParams`.
         """
@@ -308,6 +284,6 @@ def _read_large(body: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def _names(info: Ready) -> tuple[str, ...]:
-    """Return the model name as given, and the name of its folder if it is a path."""
+    """Return the model name as given, and the folder's name if it is a path."""
     folder = Path(info.folder)
     return tuple(dict.fromkeys([info.model, *([folder.resolve().name] if Path(info.model) == folder else [])]))

@@ -1,8 +1,8 @@
 """Structural check of large bodies before validation.
 
 pydantic parses a whole JSON text before it checks the first field, and then reports all errors. 4 MB of empty lists or
-of unknown fields block the interpreter for half a second. msgspec decodes by type, skips untyped values (`Raw`) and
-stops at the first error.
+of unknown fields block the interpreter for half a second. msgspec skips untyped values (`Raw`) and stops at the first
+error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INNER = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def checked(body: bytes, kind: type[BaseModel]) -> bytes:
-    """Return the body with duplicate fields removed. Raise 400 at the first undeclared or too large field of `kind`."""
+    """Return the body without duplicate fields. Raise 400 at the first undeclared or too large field."""
     fields = _read(body, _struct(kind), "")
     for name in kind.model_fields:
         value = getattr(fields, name)
@@ -46,7 +46,6 @@ def checked(body: bytes, kind: type[BaseModel]) -> bytes:
 
 @cache
 def _struct(kind: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
-    """Return a struct type with the fields of a body. Fields are `Raw` unless `known` has their type."""
     fields = [
         (name, known.get(name, Raw)) if field.is_required() else (name, known.get(name, Raw) | UnsetType, UNSET)
         for name, field in kind.model_fields.items()
@@ -55,7 +54,6 @@ def _struct(kind: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
 
 
 def _read(data: bytes | Raw, kind: Any, at: str) -> Any:
-    """Decode JSON at the path `at` of the body. Raise 400 if it is invalid."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -67,7 +65,6 @@ def _read(data: bytes | Raw, kind: Any, at: str) -> Any:
 
 
 def _fault(text: str, at: str) -> ApiError:
-    """Return 400 for an error of msgspec in the value at the path `at`."""
     found = _FAULT.fullmatch(text)
     assert found is not None
     what, inner = found[1], found[3] or ""
@@ -80,7 +77,6 @@ def _fault(text: str, at: str) -> ApiError:
 
 
 def _path(*parts: str) -> str:
-    """Join paths and convert them from msgspec's notation ([3].content) to that of this API (3.content)."""
     return ".".join(part for part in re.split(r"[.\[\]]+", ".".join(parts)) if part)
 
 
@@ -126,7 +122,6 @@ def _messages(value: Raw, name: str) -> Raw:
 
 
 def _unread(message: Any) -> int:
-    """Return the size in bytes of the untyped fields of a message."""
     return sum(
         len(bytes(value)) for name in message.__struct_fields__ if isinstance(value := getattr(message, name), Raw)
     )

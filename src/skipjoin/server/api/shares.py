@@ -1,4 +1,4 @@
-"""Fair sharing of a capacity: a client over its share leaves room for others."""
+"""Fair sharing of a capacity."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ _EXPIRY_CHECK_S = 1.0
 
 @dataclass(slots=True)
 class _Client:
-    """Holdings of one client.
-
-    Attributes:
-        claim: Amount that it was refused within its share, reserved until `claim_ends`.
-    """
+    """Holdings of one client. A `claim` is what it was refused within its share, reserved until `claim_ends`."""
 
     held: int = 0
     claim: int = 0
@@ -24,19 +20,15 @@ class _Client:
 class Shares:
     """Fair shares of one capacity.
 
-    A fraction of the capacity is a reserve. The rest, divided by the number of clients that hold or claim something, is
-    the share of each client. A request for `amount` is one of three kinds:
+    A fraction of the capacity, in [0, 1), is a reserve. The rest, divided by the number of clients that hold or claim
+    something, is the share of each client. A request for `amount` is one of three kinds:
 
     - Within the share: it may use all free capacity.
     - First request of a client that holds nothing, and at most the reserve: it leaves room for the claims of others.
     - Borrowing: it leaves room for the claims of others and for the reserve.
 
     A refused request of the first two kinds becomes a claim until the client is expected to retry. Borrowers thus never
-    take the reserve, nor capacity that a refused client waits for. With a reserve of zero and one client this is a
-    plain limit.
-
-    Args:
-        reserve: Reserved fraction of the capacity, in [0, 1).
+    take the reserve, nor capacity that a refused client waits for.
     """
 
     def __init__(self, reserve: float = 0.0) -> None:
@@ -53,7 +45,6 @@ class Shares:
         return max(1, int(self._reserve * capacity))
 
     def held(self, client: str) -> int:
-        """Return the amount that the client holds."""
         return found.held if (found := self._clients.get(client)) is not None else 0
 
     def count_with(self, client: str) -> int:
@@ -61,10 +52,9 @@ class Shares:
         return len(self._clients) + (client not in self._clients)
 
     def excess(self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0) -> int:
-        """Return the amount that must be freed before the client can take `amount`. It can now if it is not positive.
+        """Return the amount that must be freed before the client can take `amount`, not positive if it can now.
 
-        Args:
-            instead_of: Amount that the client holds and exchanges for `amount`.
+        `instead_of` is what the client holds and exchanges for `amount`.
         """
         self._drop_expired(now)
         mine = self._clients.get(client) or _Client()
@@ -79,11 +69,6 @@ class Shares:
     def refuse(
         self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0, expected_in_s: float
     ) -> bool:
-        """Record a claim if the client is entitled to `amount`, and return whether it is.
-
-        Args:
-            expected_in_s: Time until the client is expected to retry.
-        """
         is_entitled = self._is_within_share(client, amount - instead_of, capacity) or self._is_first(
             client, amount, capacity, instead_of
         )
@@ -101,7 +86,6 @@ class Shares:
         self._end_claim(client, mine)
 
     def give_back(self, client: str, amount: int) -> None:
-        """Return `amount` to the free capacity."""
         self.used -= amount
         if (mine := self._clients.get(client)) is not None:
             mine.held -= amount

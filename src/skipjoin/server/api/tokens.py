@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize. Both are subject to admission control."""
+"""POST /tokenize and /detokenize, with admission control."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 async def _counted(
     service: Service, request: Request, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]
 ) -> Response:
-    """Return a response that holds an admission slot until its last byte is sent. Raise 429 if the queue is full."""
+    """Return a response that holds an admission slot until its last byte is sent."""
     client = client_of(request.state.owner, service.config)
     (slot,) = service.admission.reserve([tokens], client=client, param=param)
     try:
@@ -76,7 +76,6 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> bytes:
 
 
 def _answer(ids: list[int], max_model_len: int, spell: Callable[[int], str] | None) -> bytes:
-    """Encode the response. `spell` returns the text of a token. None omits the texts."""
     names = None
     if spell is not None:
         texts = {token: spell(token) for token in set(ids)}

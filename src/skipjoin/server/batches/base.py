@@ -18,11 +18,7 @@ LEASE_S = 30.0
 
 
 class Base:
-    """Database, clock and server id that the parts of the store share.
-
-    Attributes:
-        server: Unique id of this process.
-    """
+    """Database, clock and server id that the parts of the store share."""
 
     def __init__(self, database: Database, clock: SteadyClock) -> None:
         self._db = database
@@ -30,7 +26,6 @@ class Base:
         self.server = uuid.uuid4().hex
 
     def now(self) -> int:
-        """Return Unix seconds, which never go back."""
         return int(self._clock.now())
 
     async def _alone(self, connection: AsyncConnection, owner: str) -> None:
@@ -39,14 +34,12 @@ class Base:
             await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(owner, 0))))
 
     async def _held(self, connection: AsyncConnection, batch_id: str, *statuses: BatchStatus) -> RowMapping | None:
-        """Return a batch that this server holds in one of these states, locked until the end of the transaction."""
         query = sa.select(batches).where(
             batches.c.id == batch_id, batches.c.server == self.server, batches.c.status.in_(statuses)
         )
         return (await connection.execute(query.with_for_update())).mappings().one_or_none()
 
     async def _reclaim(self, connection: AsyncConnection) -> None:
-        """Free lines and batches of servers that are not in the table."""
         alive = sa.select(servers.c.id)
         free = {"server": None, "state": LineState.READY}
         await connection.execute(

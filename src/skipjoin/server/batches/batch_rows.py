@@ -1,4 +1,4 @@
-"""Batches in the store, from creation to their final state."""
+"""Batches in the store."""
 
 from __future__ import annotations
 
@@ -52,15 +52,7 @@ class BatchRows(Base):
         max_active: int | None = None,
         max_bytes: int | None = None,
     ) -> BatchRow:
-        """Add a batch to be validated. Return the earlier batch if its owner has used the idempotency key before.
-
-        Args:
-            max_active: Maximum number of unfinished batches of the owner.
-            max_bytes: Maximum size of the owner's files.
-
-        Raises:
-            QuotaExceeded: The owner has reached one of the limits.
-        """
+        """Add a batch, or return the owner's earlier batch with this idempotency key."""
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             if idempotency_key is not None:
@@ -77,18 +69,13 @@ class BatchRows(Base):
         return row
 
     async def batch(self, owner: str, batch_id: str) -> BatchRow | None:
-        """Return a batch, or None if the owner has none with this id."""
         if not is_id(batch_id):
             return None
         async with self._db.reading() as connection:
             return await _one(connection, _of(owner, batch_id))
 
     async def batches(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[BatchRow], bool]:
-        """Return a page of batches, newest first, and whether there are more.
-
-        Args:
-            after: Last id of the previous page. An unknown id gives the first page.
-        """
+        """Return a page of batches, newest first, and whether there are more. Unknown `after` gives the first page."""
         async with self._db.reading() as connection:
             last = await seq_of(connection, batches, owner, after)
             query = page(batches, batches.c.owner == owner, last, limit + 1)
@@ -96,12 +83,10 @@ class BatchRows(Base):
         return [_batch(row) for row in found[:limit]], len(found) > limit
 
     async def active_of(self, owner: str) -> int:
-        """Return the number of unfinished batches of the owner."""
         async with self._db.reading() as connection:
             return await _active_of(connection, owner)
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRow | None:
-        """Cancel a batch that is VALIDATING or IN_PROGRESS. Return the batch, or None if there is none."""
         if not is_id(batch_id):
             return None
         stoppable = batches.c.status.in_([BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS])
@@ -113,13 +98,11 @@ class BatchRows(Base):
             return await _one(connection, _of(owner, batch_id))
 
     async def batch_states(self) -> dict[str, int]:
-        """Return the number of batches by state."""
         counts = sa.select(batches.c.status, sa.func.count()).group_by(batches.c.status)
         async with self._db.reading() as connection:
             return {BatchStatus(row[0]): row[1] for row in await connection.execute(counts)}
 
     async def generated_tokens(self) -> int:
-        """Return the number of completion tokens of all finished lines."""
         async with self._db.reading() as connection:
             return int(await connection.scalar(sa.select(sa.func.sum(batches.c.completion_tokens))) or 0)
 
@@ -128,13 +111,8 @@ class BatchRows(Base):
     async def take_unvalidated(self, model: str | None = None, *, runs: bool = True) -> BatchRow | None:
         """Hold and return the oldest batch to validate, after deleting lines of an earlier validation.
 
-        A server validates one batch at a time, so a batch that it already holds is one whose validation was interrupted
-        while the database was unavailable. Such a batch is returned again.
-
-        Args:
-            model: Model of the batch; None for any.
-            runs: Whether this server can run lines. If not, only cancelled batches are returned. Their lines are
-                validated too, because the error file lists each of them.
+        A batch that this server already holds was interrupted while the database was unavailable, and is returned
+        again. Without `runs`, return only cancelled batches, because the error file lists their lines.
         """
         is_new = sa.and_(batches.c.status == BatchStatus.VALIDATING, is_for(model), sa.true() if runs else sa.false())
         waiting = sa.select(batches).where(sa.or_(is_new, _CANCELLED_EARLY), self._is_free())
@@ -148,13 +126,12 @@ class BatchRows(Base):
             return found
 
     async def release(self, batch_id: str) -> None:
-        """Release a batch whose validation or finalization failed for now."""
         held = sa.update(batches).where(batches.c.id == batch_id, batches.c.server == self.server)
         async with self._db.writing() as connection:
             await connection.execute(held.values(server=None))
 
     async def add_lines(self, batch_id: str, places: Sequence[LinePlace]) -> bool:
-        """Add lines to a batch that is being validated. Return False if this server no longer holds it."""
+        """Add validated lines. Return False if this server no longer holds the batch."""
         async with self._db.writing() as connection:
             if await self._held(connection, batch_id, *_VALIDATED) is None:
                 return False
@@ -164,15 +141,12 @@ class BatchRows(Base):
         return True
 
     async def begin(self, batch_id: str, total: int) -> bool:
-        """Move a batch with `total` lines from VALIDATING to IN_PROGRESS. A CANCELLING batch becomes due instead.
-
-        Returns as `add_lines` does.
-        """
+        """Move a batch from VALIDATING to IN_PROGRESS. A CANCELLING batch becomes due instead."""
         begun = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": self.now(), "total": total}
         return await self._end_validation(batch_id, begun, {"total": total})
 
     async def reject(self, batch_id: str, errors: Sequence[LineError]) -> bool:
-        """Move a batch from VALIDATING to FAILED, or from CANCELLING to CANCELLED. Returns as `add_lines` does."""
+        """Move a batch from VALIDATING to FAILED, or from CANCELLING to CANCELLED."""
         told = [asdict(error) for error in errors]
         failed = {"status": BatchStatus.FAILED, "failed_at": self.now(), "errors": told}
         cancelled = {"status": BatchStatus.CANCELLED, "cancelled_at": self.now(), "errors": told}
@@ -194,11 +168,7 @@ class BatchRows(Base):
     # -- the end -------------------------------------------------------------------------------------------
 
     async def due(self) -> list[BatchRow]:
-        """Return the batches that this server may finalize.
-
-        They have only finished lines, are past their completion window, or are CANCELLING and validated. For each, call
-        `close_lines` and `start_finalizing`, write the files, and call `finalize`.
-        """
+        """Return the batches to finalize: finished, expired, or CANCELLING and validated."""
         status = batches.c.status
         ended = batches.c.completed + batches.c.failed >= batches.c.total
         over = sa.and_(status == BatchStatus.IN_PROGRESS, sa.or_(ended, batches.c.expires_at <= self.now()))
@@ -209,11 +179,7 @@ class BatchRows(Base):
 
     @repeated
     async def start_finalizing(self, batch_id: str) -> BatchStatus | None:
-        """Hold a batch and return its final state: CANCELLED, EXPIRED if a line has expired, or COMPLETED.
-
-        The batch becomes FINALIZING unless it is CANCELLING. Returns None if it has unfinished lines or another server
-        holds it.
-        """
+        """Hold a batch and return its final state, or None if it has unfinished lines or another server holds it."""
         ending = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
         free = sa.and_(batches.c.id == batch_id, batches.c.status.in_(ending), self._is_free())
         async with self._db.writing() as connection:
@@ -230,7 +196,7 @@ class BatchRows(Base):
             return BatchStatus.EXPIRED if expired else BatchStatus.COMPLETED
 
     async def results(self, batch_id: str, *, failed: bool) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of the error file if `failed`, else of the output file, in input order without line ends."""
+        """Yield lines of the error file if `failed`, else of the output file, in input order without line ends."""
         states = _IN_ERROR_FILE if failed else (LineState.DONE,)
         columns = (lines.c.custom_id, lines.c.state, results.c.body)
         same = sa.and_(results.c.batch_id == lines.c.batch_id, results.c.number == lines.c.number)
@@ -275,11 +241,9 @@ class BatchRows(Base):
         return batch
 
     def _is_free(self) -> sa.ColumnElement[bool]:
-        """Match batches that no other server holds."""
         return sa.or_(batches.c.server.is_(None), batches.c.server == self.server)
 
     async def _drop(self, batch_id: str) -> None:
-        """Delete the lines and results of a batch in several transactions, so that others need not wait long."""
         for start in range(1, await self._last_number(batch_id) + 1, _DELETION):
             async with self._db.writing() as connection:
                 for table in (results, lines):
@@ -287,13 +251,11 @@ class BatchRows(Base):
                     await connection.execute(sa.delete(table).where(table.c.batch_id == batch_id, numbers))
 
     async def _last_number(self, batch_id: str) -> int:
-        """Return the highest line number of a batch, or 0."""
         async with self._db.reading() as connection:
             last = sa.select(sa.func.max(lines.c.number)).where(lines.c.batch_id == batch_id)
             return int(await connection.scalar(last) or 0)
 
     async def _drop_leftovers(self) -> None:
-        """Delete lines of finished batches that a crash has left."""
         final = sa.select(batches.c.id).where(batches.c.status.not_in(ACTIVE))
         async with self._db.reading() as connection:
             left = await connection.scalars(sa.select(lines.c.batch_id).where(lines.c.batch_id.in_(final)).distinct())

@@ -1,4 +1,4 @@
-"""Contents of files, in a folder and named by id. Names from clients are never used as paths."""
+"""Contents of files. Names from clients are never used as paths."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ T = TypeVar("T")
 
 
 class Blobs:
-    """Contents of files by id, below `folder`.
-
-    Raises:
-        StoreUnavailable: The folder cannot be used.
-        NoSpace: The disk is full.
-    """
+    """Contents of files by id, below `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FILES
@@ -41,22 +36,17 @@ class Blobs:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def close(self) -> None:
-        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def path(self, file_id: str) -> Path:
-        """Return the path of a file, which need not exist.
-
-        Raises:
-            ValueError: `file_id` has not the form of an id.
-        """
+        """Return the path of a file, or raise `ValueError` for a malformed id."""
         if not is_id(file_id):
             raise ValueError(f"not the id of a file: {file_id!r}")
         return self._folder / file_id
 
     @asynccontextmanager
     async def writing(self, file_id: str) -> AsyncIterator[Writer]:
-        """Write a new file. It is complete and durable after the block; a block that raises leaves nothing."""
+        """Write a new file, complete and durable after the block. A block that raises leaves nothing."""
         path = self.path(file_id)
         part = path.with_name(f"{file_id}.{uuid.uuid4().hex}{_PART}")
         file = _OpenFile(self._threads, part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -73,19 +63,12 @@ class Blobs:
             file.close()
 
     async def read_at(self, file_id: str, offset: int, length: int) -> bytes:
-        """Read up to `length` bytes of a file.
-
-        Raises:
-            BlobMissing: There is no such file.
-        """
         return await self._run(_read_at, self.path(file_id), offset, length)
 
     async def size(self, file_id: str) -> int:
-        """Return the size of a file in bytes. Raises as `read_at` does."""
         return (await self._run(os.stat, self.path(file_id))).st_size
 
     async def iterate(self, file_id: str) -> AsyncGenerator[bytes, None]:
-        """Yield a file in chunks. Raises as `read_at` does, before the first chunk."""
         file = _OpenFile(self._threads, self.path(file_id), os.O_RDONLY)
         try:
             await file.opened()
@@ -95,15 +78,10 @@ class Blobs:
             file.close()
 
     async def delete(self, file_id: str) -> None:
-        """Delete a file if it exists."""
         await self._run(self.path(file_id).unlink, True)
 
     async def sweep(self, known: set[str], min_age_s: float = 0) -> int:
-        """Delete files that are unknown or incomplete, as after a crash, and return their number.
-
-        Args:
-            min_age_s: Minimum age of deleted files, because another server may be writing a younger one.
-        """
+        """Delete unknown and incomplete files older than `min_age_s`. Another server may be writing younger ones."""
         return await self._run(_sweep, self._folder, known, time.time() - min_age_s)
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -114,8 +92,8 @@ class Blobs:
 class _OpenFile:
     """File that threads open, use and close, one call at a time.
 
-    A task may be cancelled while a thread uses the descriptor. The descriptor is closed only after that thread is done.
-    Otherwise another file or a connection could get the same number, and be read or written instead.
+    It is closed only when no thread uses the descriptor, even if its task is cancelled: otherwise another file or
+    connection could get the same number.
     """
 
     def __init__(self, threads: ThreadPoolExecutor, path: Path, flags: int) -> None:
@@ -125,24 +103,20 @@ class _OpenFile:
         self._last: Future[Any] = self._opening
 
     async def opened(self) -> None:
-        """Wait until the file is open. Raises the error of opening it."""
         await self._result(self._opening)
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Call `work` with the descriptor of the open file."""
         self._last = call = self._threads.submit(work, self._opening.result(), *args)
         return await self._result(call)
 
     def close(self) -> None:
-        """Close it when no thread uses it any more."""
         self.when_idle(self._close)
 
     def when_idle(self, work: Callable[[], None]) -> None:
-        """Do something once no thread uses the file: now, or in the thread that uses it."""
+        """Call `work` once no thread uses the file."""
         self._last.add_done_callback(lambda _: work())
 
     async def _result(self, work: Future[T]) -> T:
-        """Return the result of a thread, which continues if the waiting task is cancelled."""
         with _errors(self._folder):
             return await asyncio.shield(asyncio.wrap_future(work))
 
@@ -152,11 +126,7 @@ class _OpenFile:
 
 
 class Writer:
-    """Buffered writer of a file.
-
-    Attributes:
-        size: Number of bytes written so far.
-    """
+    """Buffered writer of a file."""
 
     def __init__(self, file: _OpenFile) -> None:
         self._file = file
@@ -165,7 +135,6 @@ class Writer:
         self.size = 0
 
     async def write(self, data: bytes) -> None:
-        """Append bytes to the buffer, and flush it when it is full."""
         self._chunks.append(data)
         self._waiting += len(data)
         self.size += len(data)
@@ -173,7 +142,6 @@ class Writer:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the buffer to the file."""
         data, self._chunks, self._waiting = b"".join(self._chunks), [], 0
         if data:
             await self._file.run(_write, data)
@@ -186,7 +154,6 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _commit(descriptor: int, part: Path, path: Path) -> None:
-    """Rename a complete part durably."""
     os.fsync(descriptor)
     os.rename(part, path)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

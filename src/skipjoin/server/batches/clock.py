@@ -7,12 +7,7 @@ from collections.abc import Callable
 
 
 class SteadyClock:
-    """Unix clock that follows the system clock forward but never back, so that windows have their full length.
-
-    Args:
-        clock: Returns Unix seconds.
-        monotonic: Returns monotonic seconds.
-    """
+    """Unix clock that follows the system clock forward but never back, so that windows have their full length."""
 
     def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -20,7 +15,6 @@ class SteadyClock:
         self._offset = clock() - monotonic()
 
     def now(self) -> float:
-        """Return Unix seconds."""
         self.observe(self._clock())
         return self._offset + self._monotonic()
 

@@ -1,4 +1,4 @@
-"""Context of the routes of files and batches: the store, and whether it is available."""
+"""Context of the routes of files and batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchContext:
-    """Batch context of a server: its store and files while they are open.
-
-    Attributes:
-        folder: Folder of the files. None if this server has no batches.
-        on_change: Called when a batch was created or cancelled.
-    """
+    """Store and files of a server while they are open. `folder` is None without batches."""
 
     def __init__(self, config: ServerConfig, folder: Path | None) -> None:
         self.config = config
@@ -37,30 +32,26 @@ class BatchContext:
         self._blobs: Blobs | None = None
 
     def open(self, store: Store, blobs: Blobs) -> None:
-        """Make the store available."""
         self._store, self._blobs = store, blobs
 
     def close(self, trouble: str, code: str = _CODE) -> None:
-        """Make the store unavailable, with a reason and an error code for clients."""
         self._store, self._blobs = None, None
         self._trouble = unavailable(trouble, code, _RETRY_S)
 
     @property
     def store(self) -> Store:
-        """Store of batches. Raises 404 if this server has no batches, and 503 while the store is unavailable."""
+        """Raises 404 if this server has no batches, and 503 while the store is unavailable."""
         if self._store is None:
             raise self._closed()
         return self._store
 
     @property
     def blobs(self) -> Blobs:
-        """Content of files. Raises as `store` does."""
         if self._blobs is None:
             raise self._closed()
         return self._blobs
 
     def wake(self) -> None:
-        """Call `on_change`."""
         self.on_change()
 
     def _closed(self) -> ApiError:
@@ -70,7 +61,7 @@ class BatchContext:
 
 
 def owner_of(request: Request) -> str:
-    """Return the owner whose files and batches a request may see, a hash of its API key."""
+    """Return a hash of the request's API key, the owner of its files and batches."""
     owner: str = request.state.owner
     return owner
 

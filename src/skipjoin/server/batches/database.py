@@ -1,4 +1,4 @@
-"""Transactions on SQLite or PostgreSQL, conversion of their errors, and migration of the tables."""
+"""Transactions on SQLite or PostgreSQL, with errors of the store."""
 
 from __future__ import annotations
 
@@ -69,11 +69,7 @@ def repeated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
 
 
 class Database:
-    """Database connections of one server.
-
-    Args:
-        path: SQLite's file; None for PostgreSQL.
-    """
+    """Database connections of one server. `path` is SQLite's file, None for PostgreSQL."""
 
     def __init__(self, engine: AsyncEngine, path: Path | None) -> None:
         self._engine = engine
@@ -85,11 +81,6 @@ class Database:
 
     @classmethod
     async def open(cls, url: str | None, folder: Path) -> Database:
-        """Connect to SQLite in `folder`, or to PostgreSQL at `url`, and migrate the tables.
-
-        Raises:
-            StoreError: The database cannot be used.
-        """
         try:
             database = cls.on_sqlite(folder / DATABASE_FILE) if url is None else cls.on_postgres(url)
         except OSError as error:
@@ -103,11 +94,7 @@ class Database:
 
     @classmethod
     def on_sqlite(cls, path: Path) -> Database:
-        """Open a SQLite file, which is created with access for this user only.
-
-        Raises:
-            OSError: The file cannot be created or opened.
-        """
+        """Open a SQLite file, created with access for this user only."""
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         # `_begin` begins transactions, not the driver.
         url = URL.create("sqlite+aiosqlite", database=str(path))
@@ -118,11 +105,6 @@ class Database:
 
     @classmethod
     def on_postgres(cls, text: str) -> Database:
-        """Prepare connections to the PostgreSQL URL `text`.
-
-        Raises:
-            StoreError: It is not such a URL, or the driver is not installed.
-        """
         try:
             url = _postgres_url(text)
             engine = create_async_engine(
@@ -145,12 +127,10 @@ class Database:
 
     @property
     def clock(self) -> sa.ColumnElement[Any]:
-        """Unix time of PostgreSQL's clock in seconds; 0 with SQLite."""
         return sa.literal(0.0) if self.is_sqlite else sa.extract("epoch", sa.func.clock_timestamp())
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Run a read-only transaction."""
         with self._watched("reading"):
             self._check_file()
             async with self._engine.connect() as connection:
@@ -158,7 +138,7 @@ class Database:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """Run a transaction that is committed after the block unless it raises."""
+        """Run a transaction, committed after the block unless it raises."""
         with self._watched("writing"):
             self._check_file()
             if not self.is_sqlite:
@@ -171,11 +151,7 @@ class Database:
                     yield connection
 
     async def migrate(self) -> None:
-        """Migrate the tables to this version.
-
-        Raises:
-            StoreError: A newer version has migrated them.
-        """
+        """Migrate the tables, or raise `StoreError` if a newer version has."""
         from alembic.util import CommandError  # noqa: PLC0415 (servers without batches do without)
 
         try:
@@ -189,7 +165,6 @@ class Database:
             self._identity = _identity(self._path)
 
     async def empty_log(self) -> None:
-        """Checkpoint SQLite's log and free its disk space. Raises as `writing` does, because this may need space."""
         with self._watched("emptying the log"):
             async with self._writer, self._engine.connect() as connection:
                 driver = (await connection.get_raw_connection()).driver_connection
@@ -198,7 +173,6 @@ class Database:
                 await (await driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")).close()
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._engine.dispose()
 
     @contextmanager
@@ -217,7 +191,6 @@ class Database:
         self._failing.discard(kind)
 
     def _check_file(self) -> None:
-        """Raise `StoreUnavailable` if the file was moved or deleted, because further writes would be lost."""
         if self._identity is not None and self._path is not None and _identity(self._path) != self._identity:
             raise StoreUnavailable(f"the batches' database {self._path.name} is not in its folder any more")
 
@@ -231,7 +204,7 @@ def _upgrade(connection: sa.Connection) -> None:
 
 
 def alembic_config() -> Config:
-    """Return Alembic's configuration, to whose attributes the caller adds the connection."""
+    """Return Alembic's configuration, without a connection."""
     from alembic.config import Config  # noqa: PLC0415 (as above)
 
     config = Config()

@@ -1,4 +1,4 @@
-"""Full disks: detection, and reserved space so that files can still be deleted."""
+"""Full disks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_store_error(error: OSError, folder: Path) -> StoreError:
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the disk of a folder has almost no space or no inodes left."""
+    """Return whether a folder's disk has almost no space or inodes left."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -47,14 +47,12 @@ class Reserve:
 
     @property
     def is_whole(self) -> bool:
-        """True if the whole space is reserved."""
         try:
             return self._file.stat().st_size >= RESERVE_BYTES
         except OSError:
             return False
 
     def fill(self) -> None:
-        """Reserve the space, or as much of it as the disk has."""
         if not hasattr(os, "posix_fallocate"):
             return
         with suppress(OSError):
@@ -68,7 +66,6 @@ class Reserve:
                 os.close(file)
 
     def release(self) -> bool:
-        """Release the space and return whether there was any."""
         try:
             size = self._file.stat().st_size
             self._file.unlink()

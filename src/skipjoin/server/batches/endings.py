@@ -22,7 +22,7 @@ _ERRORS = {
 
 
 def request_id(batch_id: str, custom_id: str) -> str:
-    """Return the id of a line's response, which is the same in all attempts."""
+    """Return the id of a line's response, the same in all attempts."""
     return f"batch_req_{hashlib.sha256(f'{batch_id} {custom_id}'.encode()).hexdigest()[:32]}"
 
 

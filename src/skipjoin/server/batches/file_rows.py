@@ -19,15 +19,7 @@ class FileRows(Base):
     """File operations of `Store`."""
 
     async def add_file(self, row: FileRow, *, max_bytes: int | None = None, max_files: int | None = None) -> None:
-        """Add a file whose content is already written.
-
-        Args:
-            max_bytes: Maximum size of the owner's files.
-            max_files: Maximum number of the owner's files.
-
-        Raises:
-            QuotaExceeded: The file would exceed one of the limits.
-        """
+        """Add a file whose content is already written."""
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             used = await usage_of(connection, row.owner)
@@ -36,7 +28,6 @@ class FileRows(Base):
             await connection.execute(sa.insert(files), asdict(row))
 
     async def file(self, owner: str, file_id: str) -> FileRow | None:
-        """Return a file that is neither deleted nor expired, or None."""
         if not is_id(file_id):
             return None
         async with self._db.reading() as connection:
@@ -55,10 +46,7 @@ class FileRows(Base):
     ) -> tuple[list[FileRow], bool]:
         """Return a page of files in order of creation, and whether there are more.
 
-        Args:
-            after: Last id of the previous page. An unknown id gives the first page, so that a client may delete files
-                page by page.
-            order: "desc" or "asc".
+        An unknown `after` gives the first page, so that a client may delete files page by page.
         """
         shown = self._is_visible(owner)
         if purpose is not None:
@@ -76,7 +64,6 @@ class FileRows(Base):
         return found[:limit], len(found) > limit
 
     async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
-        """Mark a file as deleted and return it, or None if there is none."""
         if not is_id(file_id):
             return None
         query = sa.update(files).where(files.c.id == file_id, self._is_visible(owner))
@@ -90,10 +77,7 @@ class FileRows(Base):
             return await usage_of(connection, owner)
 
     async def removable(self) -> list[str]:
-        """Return ids of deleted and expired files that no batch reads.
-
-        Delete their contents, then call `forget_files`.
-        """
+        """Return ids of deleted and expired files that no batch reads."""
         reading = sa.select(batches.c.input_file_id).where(batches.c.status.in_(ACTIVE))
         gone = sa.or_(files.c.deleted_at.is_not(None), files.c.expires_at <= self.now())
         async with self._db.reading() as connection:
@@ -101,13 +85,12 @@ class FileRows(Base):
             return list(found)
 
     async def forget_files(self, ids: Sequence[str]) -> None:
-        """Delete the rows of files."""
         async with self._db.writing() as connection:
             for start in range(0, len(ids), 1000):
                 await connection.execute(sa.delete(files).where(files.c.id.in_(ids[start : start + 1000])))
 
     async def known_files(self) -> set[str]:
-        """Return the ids of all files. Contents with other ids are leftovers of a crash."""
+        """Return the ids of all files."""
         async with self._db.reading() as connection:
             return set(await connection.scalars(sa.select(files.c.id)))
 
@@ -122,7 +105,7 @@ ACTIVE = [status for status in BatchStatus if not status.is_final]
 
 
 async def seq_of(connection: AsyncConnection, table: sa.Table, owner: str, row_id: str | None) -> int | None:
-    """Return the sequence number of a row, or None if the owner has no such row."""
+    """Return the sequence number of a row of the owner."""
     if row_id is None or not is_id(row_id):
         return None
     query = sa.select(table.c.seq).where(table.c.id == row_id, table.c.owner == owner)
@@ -133,7 +116,7 @@ async def seq_of(connection: AsyncConnection, table: sa.Table, owner: str, row_i
 def page(
     table: sa.Table, shown: sa.ColumnElement[bool], last: int | None, count: int, order: str = "desc"
 ) -> sa.Select[Any]:
-    """Select `count` of the rows `shown` that follow sequence number `last`."""
+    """Select the rows `shown` that follow sequence number `last`."""
     seq, query = table.c.seq, sa.select(table).where(shown)
     if last is not None:
         query = query.where(seq > last if order == "asc" else seq < last)
@@ -141,11 +124,7 @@ def page(
 
 
 def check_usage(used: int, most: int | None, unit: str) -> None:
-    """Raise `QuotaExceeded` if an owner would use more than `most`.
-
-    Args:
-        unit: "bytes" or "files".
-    """
+    """Raise `QuotaExceeded` if an owner would use more than `most` bytes or files."""
     if most is not None and used > most:
         raise QuotaExceeded(
             f"this key would have {used} {unit} with the outputs of its batches, and may have {most}: delete files"

@@ -30,7 +30,7 @@ _MAX_LISTED = 10_000
 
 
 def body_limits(max_bytes: int) -> dict[tuple[str, str], int]:
-    """Return the maximum body size of uploads, for `AccessGuard`."""
+    """Return the maximum body size of uploads."""
     return {("POST", "/v1/files"): max_bytes + FORM_BYTES}
 
 
@@ -91,12 +91,7 @@ class Uploads:
         self._arriving: Counter[str] = Counter()  # bytes by owner
 
     async def read(self, request: Request) -> FileRow:
-        """Store the file of a request and return its row. Nothing is left after an error.
-
-        Raises:
-            ApiError: The form is invalid or the file too large.
-            StoreError: The store failed, or the owner's quota is exceeded.
-        """
+        """Store the file of a request and return its row. Nothing is left after an error."""
         context, owner, file_id = self._context, owner_of(request), new_file_id()
         store, blobs = context.store, context.blobs
         max_bytes, max_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
@@ -130,7 +125,6 @@ class Uploads:
 
     @contextmanager
     def _counting(self, owner: str) -> Iterator[Any]:
-        """Yield a function that counts bytes of one upload, which are subtracted after the block."""
         arrived = 0
 
         def count(size: int) -> None:
@@ -154,11 +148,7 @@ async def _add(store: Store, blobs: Blobs, row: FileRow, max_bytes: int, max_fil
 
 
 def read_fields(fields: Mapping[str, str]) -> int:
-    """Check the fields of an upload and return the seconds until the file expires.
-
-    Raises:
-        ApiError: A field is invalid.
-    """
+    """Check the fields of an upload and return its lifetime in seconds."""
     if unknown := next((name for name in fields if name not in _FIELDS), None):
         raise bad_request(f"unknown or unsupported field {unknown!r}", unknown, "unknown_parameter")
     if "purpose" not in fields:
@@ -172,7 +162,7 @@ def read_fields(fields: Mapping[str, str]) -> int:
 
 
 def expiry_of(anchor: object, seconds: object, field: str) -> int:
-    """Return the seconds of OpenAI's expires_after. Raises as `read_fields` does."""
+    """Return the seconds of OpenAI's expires_after."""
     low, high = EXPIRY_S
     if anchor != "created_at":
         raise bad_request(f"{field}.anchor must be created_at", field)
@@ -204,7 +194,7 @@ def listed(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
 
 
 def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default: str | None) -> str | None:
-    """Return a query parameter, or raise 400 if it is not one of `known`."""
+    """Return a query parameter in `known`, or raise 400."""
     if name not in query:
         return default
     if query[name] not in known:
@@ -213,7 +203,7 @@ def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default:
 
 
 def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
-    """Return the page size of a query, or raise 400 if it is not in [1, most]."""
+    """Return the page size of a query in [1, most], or raise 400."""
     text = query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
         raise bad_request(f"limit must be an integer in [1, {most}], got {text!r}", "limit")
@@ -229,12 +219,12 @@ async def find(store: Store, request: Request, file_id: str) -> FileRow:
 
 
 def not_found(file_id: str) -> ApiError:
-    """Return the error for a file that does not exist, or belongs to another API key."""
+    """Return 404 for a missing file, or one of another key."""
     return ApiError(404, f"there is no file {file_id!r}", param="file_id")
 
 
 async def sweep(store: Store, blobs: Blobs) -> None:
-    """Delete the content of deleted and expired files that no batch reads."""
+    """Delete the content of deleted and expired files."""
     ids = await store.removable()
     for file_id in ids:
         await blobs.delete(file_id)

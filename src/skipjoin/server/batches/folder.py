@@ -13,10 +13,7 @@ FOLDER_VARIABLE = "SKIPJOIN_BATCH_DIR"
 
 
 def batch_folder(config: ServerConfig) -> Path | None:
-    """Return the folder of a server's files and batches, or None if it has no batches.
-
-    It is `batch_dir`, or else $SKIPJOIN_BATCH_DIR, or else skipjoin/batches in the user's cache folder.
-    """
+    """Return `batch_dir`, or $SKIPJOIN_BATCH_DIR, or skipjoin/batches in the user's cache; None without batches."""
     named = config.batch_dir or os.environ.get(FOLDER_VARIABLE)
     if named == NOWHERE:
         return None

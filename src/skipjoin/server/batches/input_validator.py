@@ -1,4 +1,4 @@
-"""Validation of the input files of new batches, one at a time."""
+"""Validation of new batches."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InputValidator:
-    """Input validator, which reads files in another process, and queues their lines or rejects the batch.
-
-    Attributes:
-        tries: Number of failed validations by batch.
-    """
+    """Reads input files in another process, and queues their lines or rejects the batch."""
 
     service: Service
     store: Store
@@ -38,12 +34,9 @@ class InputValidator:
     tries: Counter[str] = field(default_factory=Counter)
 
     async def take_new(self) -> None:
-        """Validate all waiting batches, including cancelled ones, whose lines do not run.
+        """Validate all waiting batches, including cancelled ones.
 
         A batch that fails `_MAX_TRIES` times is rejected, so that it does not block the others.
-
-        Raises:
-            Exception: A validation failed and has to be retried.
         """
         while (row := await self._next()) is not None:
             await self._validate(row)

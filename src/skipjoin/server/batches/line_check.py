@@ -27,11 +27,7 @@ _SHOWN = 80
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Requirements on lines.
-
-    Attributes:
-        models: Allowed names of the model, the served one first. Empty allows any.
-    """
+    """Requirements on lines. Without `models`, any is allowed."""
 
     endpoint: str
     max_lines: int
@@ -40,11 +36,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Some valid lines, or all errors.
-
-    Attributes:
-        is_over: True in the last report.
-    """
+    """Some valid lines, or all errors."""
 
     lines: list[LinePlace] = []
     errors: list[LineError] = []
@@ -88,10 +80,7 @@ def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
 
 
 def raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, offset and bytes of each line, without its end.
-
-    The bytes are empty for blank lines, and cut one or two bytes after the limit for long lines.
-    """
+    """Yield number, offset and bytes of each line, empty for blank lines and cut after the limit for long ones."""
     number = offset = 0
     while line := file.readline(max_line_bytes + 2):
         number += 1
@@ -108,23 +97,12 @@ def raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, b
 
 
 class _Check:
-    """Check of one file.
-
-    Attributes:
-        count: Number of lines so far, including invalid ones.
-    """
-
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._seen: dict[str, int] = {}  # line number by custom_id
         self.count = 0
 
     def line(self, number: int, text: bytes) -> str:
-        """Return the custom_id of a valid line.
-
-        Raises:
-            LineFaultError: The line is invalid.
-        """
         self.count += 1
         if len(text) > self._rules.max_line_bytes:
             raise LineFaultError("line_too_long", f"a line must have at most {self._rules.max_line_bytes} bytes")

@@ -1,4 +1,4 @@
-"""Lines of batches in the store: selection, requeueing and results."""
+"""Lines of batches in the store."""
 
 from __future__ import annotations
 
@@ -36,13 +36,7 @@ class LineRows(Base):
 
     @repeated
     async def take_lines(self, limit: int, model: str | None = None) -> list[Line]:
-        """Move up to `limit` lines from READY to RUNNING on this server and return them.
-
-        Each line is taken from the owner with the fewest running lines, and from its batch that expires first.
-
-        Args:
-            model: Model of the batches; None for any.
-        """
+        """Take READY lines from owners with the fewest running ones, and of each from its batch that expires first."""
         async with self._db.writing() as connection:
             found = await self._in_progress(connection, is_for(model))
             running = await _running(connection, list(found))
@@ -62,7 +56,6 @@ class LineRows(Base):
         return in_turns(taken, turns)
 
     async def line_states(self) -> dict[str, int]:
-        """Return the numbers of READY and RUNNING lines of all batches in progress."""
         async with self._db.reading() as connection:
             found = await self._in_progress(connection, sa.true())
             running = (await _running(connection, list(found))).total()
@@ -75,7 +68,6 @@ class LineRows(Base):
         return {row["id"]: row for row in rows}
 
     async def _take(self, connection: AsyncConnection, batch: RowMapping, share: int) -> list[Line]:
-        """Take the first READY lines of a batch, except those that another server is taking."""
         ready = sa.select(lines).where(lines.c.batch_id == batch["id"], lines.c.state == LineState.READY)
         query = ready.order_by(lines.c.number).limit(share).with_for_update(skip_locked=True)
         rows = (await connection.execute(query)).mappings().all()
@@ -91,7 +83,6 @@ class LineRows(Base):
 
     @repeated
     async def put_back(self, taken: Sequence[Line]) -> None:
-        """Requeue running lines of this server, with their numbers of lost attempts."""
         async with self._db.writing() as connection:
             held = await self._running_of(connection, taken)
             for lost in sorted({line.lost for line in taken}):
@@ -100,10 +91,7 @@ class LineRows(Base):
 
     @repeated
     async def finish(self, ended: Sequence[LineResult]) -> int:
-        """Write results and states of lines, and the counts of their batches, in one transaction.
-
-        Lines whose attempt is no longer RUNNING here are ignored. Returns the number of the others.
-        """
+        """Write results and counts of lines still RUNNING here at this attempt, and return their number."""
         unique = {result.line.key: result for result in ended}
         async with self._db.writing() as connection:
             held = await self._running_of(connection, [result.line for result in unique.values()])
@@ -122,17 +110,14 @@ class LineRows(Base):
 
     @repeated
     async def close_lines(self, batch_id: str, state: LineState) -> int:
-        """Move all READY and RUNNING lines of a batch to EXPIRED or CANCELLED, and return their number.
-
-        They go to the error file with OpenAI's codes batch_expired and batch_cancelled.
-        """
+        """Move all unfinished lines of a batch to EXPIRED or CANCELLED, and return their number."""
         is_open = lines.c.state.in_([LineState.READY, LineState.RUNNING])
         async with self._db.writing() as connection:
             closed = sa.update(lines).where(lines.c.batch_id == batch_id, is_open).values(state=state, server=None)
             return (await connection.execute(closed)).rowcount
 
     async def _running_of(self, connection: AsyncConnection, named: Sequence[Line]) -> set[tuple[str, int, int]]:
-        """Lock those lines that run on this server, in the same order on all servers, and return their keys."""
+        """Lock those lines that run on this server, in the same order on all servers."""
         held: set[tuple[str, int, int]] = set()
         columns = (lines.c.batch_id, lines.c.number, lines.c.attempt)
         mine = sa.and_(lines.c.state == LineState.RUNNING, lines.c.server == self.server)
@@ -146,12 +131,7 @@ class LineRows(Base):
 
 
 def deal(waiting: dict[str, list[Waiting]], running: Counter[str], limit: int) -> list[str]:
-    """Return the batch of each line to take, always for the owner with the fewest running lines.
-
-    Args:
-        waiting: Batches by owner.
-        running: Number of running lines by owner.
-    """
+    """Return the batch of each line to take, always for the owner with the fewest running lines."""
     queues = {owner: deque(sorted(own)) for owner, own in waiting.items()}
     turns = [(running[owner], queue[0], owner) for owner, queue in queues.items()]
     heapq.heapify(turns)
@@ -169,7 +149,7 @@ def deal(waiting: dict[str, list[Waiting]], running: Counter[str], limit: int) -
 
 
 def in_turns(taken: Sequence[Line], turns: Iterable[str]) -> list[Line]:
-    """Return the lines in the order of `turns`, skipping turns of batches without another line."""
+    """Return the lines in the order of `turns`, skipping batches without another line."""
     queues: dict[str, deque[Line]] = defaultdict(deque)
     for line in taken:
         queues[line.batch_id].append(line)
@@ -177,7 +157,6 @@ def in_turns(taken: Sequence[Line], turns: Iterable[str]) -> list[Line]:
 
 
 def _by_batch(named: Iterable[Line]) -> list[tuple[str, list[int]]]:
-    """Return the sorted line numbers of each batch, sorted by batch."""
     keys = sorted({(line.batch_id, line.number) for line in named})
     return [(batch_id, [number for _, number in group]) for batch_id, group in groupby(keys, lambda key: key[0])]
 

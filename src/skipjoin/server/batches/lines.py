@@ -1,4 +1,4 @@
-"""Conversion of batch lines to jobs, and of their results to lines of the output and error files."""
+"""Conversion of batch lines to jobs, and of their results to lines of files."""
 
 from __future__ import annotations
 
@@ -32,26 +32,14 @@ class _Fields(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LineJob:
-    """Line that is ready to run.
-
-    Attributes:
-        has_own_deadline: True if its body has a deadline before the end of the batch's window.
-    """
+    """Line that is ready to run."""
 
     job: Job
     has_own_deadline: bool
 
 
 async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: float, queue: Admission) -> LineJob:
-    """Prepare a line as a best-effort job whose deadline is the end of the batch's window.
-
-    Args:
-        data: Bytes of the line.
-        left_s: Remaining seconds of the window, above 0.
-
-    Raises:
-        ApiError: See `Endpoint.prepare`.
-    """
+    """Prepare a line as a best-effort job that must finish within `left_s`, the rest of its batch's window."""
     service = endpoint.service
     raw = await service.in_thread(body_of, data) if len(data) > _LARGE else body_of(data)
     body = await service.parse(raw, endpoint.body_type)
@@ -63,7 +51,7 @@ async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: floa
 
 
 def body_of(data: bytes) -> bytes:
-    """Return the request body of a line. Raise 400 for a line without one."""
+    """Return the request body of a line, or raise 400."""
     try:
         return bytes(msgspec.json.decode(data, type=_Fields).body)
     except msgspec.DecodeError as error:
@@ -73,13 +61,7 @@ def body_of(data: bytes) -> bytes:
 def line_options(
     body: GenerationBody, left_s: float, *, client: str = "", salt: str = ""
 ) -> tuple[RequestOptions, bool]:
-    """Return the options of a line, and whether its own deadline comes before the end of the window.
-
-    Args:
-        left_s: See `prepare`.
-        client: See `RequestOptions.client`.
-        salt: See `RequestOptions.cache_salt`.
-    """
+    """Return the options of a line, and whether its own deadline comes before the end of the window."""
     asked_ms = body.deadline_ms
     if asked_ms is None and body.slo is not None:
         asked_ms = body.slo.deadline_ms
@@ -95,7 +77,7 @@ def line_options(
 
 
 def seeded(line: Line, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Return the parameters of a line's choices, adding reproducible seeds so that a rerun samples the same tokens."""
+    """Add reproducible seeds, so that a rerun samples the same tokens."""
     return [
         one if one.seed is not None else replace(one, seed=seed_of(line, choice)) for choice, one in enumerate(params)
     ]
@@ -108,12 +90,7 @@ def seed_of(line: Line, choice: int) -> int:
 
 
 def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> LineResult:
-    """Return the result of a line with a response.
-
-    Args:
-        status: HTTP status. 200 goes to the output file, all others to the error file.
-        body: JSON body of the response.
-    """
+    """Return the result of a line. Status 200 goes to the output file, all others to the error file."""
     custom_id = msgspec.json.encode(line.custom_id)
     head = f'"response":{{"status_code":{status},"request_id":"{uuid.uuid4().hex}","body":'.encode()
     name = f'{{"id":"{request_id(line.batch_id, line.custom_id)}","custom_id":'.encode()
@@ -128,6 +105,6 @@ def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> Lin
 
 
 def over_quota(line: Line, max_bytes: int) -> LineResult:
-    """Return the error result of a line whose response exceeds the owner's quota of `max_bytes`."""
+    """Return the error result of a response over the owner's quota."""
     why = f"the answer does not fit into the files of this key, which may have {max_bytes} bytes: delete files"
     return ended(line, 429, ApiError(429, why, code="quota_exceeded").body())

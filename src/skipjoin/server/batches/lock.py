@@ -13,16 +13,7 @@ LOCK_FILE = "lock"
 
 
 class FolderLock:
-    """Lock of a folder, held until `close` or the exit of the process.
-
-    Args:
-        shared: True for servers that share the folder and a PostgreSQL database.
-
-    Raises:
-        FolderLocked: Another server holds the folder.
-        NoSpace: The disk is full.
-        StoreError: The folder cannot be written.
-    """
+    """Lock of a folder until `close` or the process's exit, `shared` by servers with one PostgreSQL database."""
 
     def __init__(self, folder: Path, *, shared: bool) -> None:
         if not HAS_LOCKS:
@@ -44,5 +35,4 @@ class FolderLock:
             raise FolderLocked(f"another server has the batches' folder {folder}")
 
     def close(self) -> None:
-        """Release the lock."""
         os.close(self._file)

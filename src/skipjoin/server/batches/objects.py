@@ -68,11 +68,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """Details of prompt tokens.
-
-    Attributes:
-        cached_tokens: Number of prompt tokens with a prefix cache hit.
-    """
+    """Details of prompt tokens."""
 
     cached_tokens: int = 0
 

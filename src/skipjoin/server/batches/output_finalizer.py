@@ -1,4 +1,4 @@
-"""Finalization of batches: close remaining lines, and write the output and error files."""
+"""Finalization of batches."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ class OutputFinalizer:
     metrics: Metrics
 
     async def finish_due(self) -> None:
-        """Finalize all due batches.
-
-        Raises:
-            Exception: The error of the first batch that failed, after all others were tried.
-        """
+        """Finalize all due batches, then raise the error of the first that failed."""
         failed: Exception | None = None
         for row in await self.store.due():
             try:
@@ -74,7 +70,6 @@ class OutputFinalizer:
             await self.blobs.delete(file.id)
 
     async def _file(self, row: BatchRow, *, failed: bool) -> FileRow | None:
-        """Write the results to a file. Return None if there are none."""
         file_id = new_file_id()
         async with self.blobs.writing(file_id) as out:
             async for line in self.store.results(row.id, failed=failed):

@@ -1,4 +1,4 @@
-"""Periodic background tasks that survive failures."""
+"""Periodic background tasks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class PeriodicTask:
-    """Periodic task. The first of consecutive failures is logged, and the pauses grow meanwhile.
-
-    Args:
-        name: Name of the task in the log.
-        every_s: Interval between two runs.
-    """
+    """Periodic task. The first of consecutive failures is logged, and the pauses grow meanwhile."""
 
     def __init__(self, name: str, work: Callable[[], Awaitable[None]], every_s: float) -> None:
         self._name = name
@@ -30,11 +25,9 @@ class PeriodicTask:
         self._failures = 0
 
     def wake(self) -> None:
-        """Run the task soon."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Run the task periodically until cancelled."""
         while True:
             self._woken.clear()
             await self._try()

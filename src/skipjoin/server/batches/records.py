@@ -29,7 +29,6 @@ class BatchStatus(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """True if the batch is finished."""
         return self in _FINAL
 
 
@@ -52,7 +51,7 @@ class FileRow:
     """Uploaded file or output of a batch.
 
     Attributes:
-        owner: Hash of the API key that it belongs to.
+        owner: Hash of its API key.
         filename: Label, never a path.
         deleted_at: Time from which no request sees the file. Its blob stays while an unfinished batch reads it.
     """
@@ -69,11 +68,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineError:
-    """Reason why a batch was rejected.
-
-    Attributes:
-        line: Line number in the input file, from 1. None for the file as a whole.
-    """
+    """Reason why a batch was rejected. `line` counts from 1, or is None for the whole file."""
 
     code: str
     message: str
@@ -83,17 +78,12 @@ class LineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """Batch.
+    """Batch. Token counts are those of all finished lines.
 
     Attributes:
-        total: Number of lines.
-        completed: Number of completed lines.
-        failed: Number of lines whose request failed, without expired and cancelled ones.
-        prompt_tokens: Prompt tokens of all finished lines.
-        completion_tokens: Output tokens of all finished lines.
-        cached_tokens: Prefix-cache hit tokens of all finished lines.
-        output_expires_after_s: Lifetime of the output files. None keeps them.
-        model: Model that must run the batch. None allows any.
+        failed: Number of failed lines, without expired and cancelled ones.
+        output_expires_after_s: None keeps the output files.
+        model: Required model. None allows any.
     """
 
     id: str
@@ -127,13 +117,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """Position of a valid line in an input file.
-
-    Attributes:
-        number: Line number, from 1.
-        offset: Offset in bytes.
-        length: Length in bytes without the newline.
-    """
+    """Position of a line: number from 1, offset and length in bytes without the newline."""
 
     number: int
     custom_id: str
@@ -165,19 +149,12 @@ class Line:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Batch, number and attempt, which identify a line in `Store.renew`."""
         return self.batch_id, self.number, self.attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineResult:
-    """Result of a line.
-
-    Attributes:
-        state: DONE or FAILED.
-        body: JSON of its line in the output or error file, without the newline.
-        cached_tokens: Number of prefix-cache hit tokens.
-    """
+    """Result of a DONE or FAILED line. `body` is its JSON without the newline."""
 
     line: Line
     state: LineState
@@ -194,10 +171,7 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True)
 class OwnerUsage:
-    """Storage usage of an owner.
-
-    Deleted files count while a batch reads them. `bytes` includes results that are not written to files yet.
-    """
+    """Storage usage of an owner, including unwritten results and deleted files that a batch reads."""
 
     bytes: int
     files: int
@@ -208,7 +182,7 @@ class StoreError(Exception):
 
 
 class StoreUnavailable(StoreError):  # noqa: N818 -- a state, as in "503 unavailable"
-    """The database or the folder of the files is unreachable at this time."""
+    """The database or the folder of the files is unreachable."""
 
 
 class StoreDamaged(StoreUnavailable):
@@ -216,7 +190,7 @@ class StoreDamaged(StoreUnavailable):
 
 
 class NoSpace(StoreError):  # noqa: N818 -- the same
-    """The disk of the files or the database is full. Earlier writes are kept."""
+    """The disk is full."""
 
 
 class BlobMissing(StoreUnavailable):
@@ -228,16 +202,16 @@ class FolderLocked(StoreError):  # noqa: N818 -- the same
 
 
 class QuotaExceeded(StoreError):  # noqa: N818 -- the same
-    """The owner has reached its limit of bytes, files or batches."""
+    """The owner has reached its limit."""
 
 
 def is_id(text: str) -> bool:
-    """Return whether a text from a client is a well-formed id."""
+    """Return whether a client's text is a well-formed id."""
     return _ID.fullmatch(text) is not None
 
 
 def new_file_id() -> str:
-    """Return a unique id of a file, which is safe as a file name."""
+    """Return a unique id, which is safe as a file name."""
     return f"file-{uuid.uuid4().hex}"
 
 

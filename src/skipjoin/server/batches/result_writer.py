@@ -1,4 +1,4 @@
-"""Result writer: group commit of finished and requeued lines to the store."""
+"""Group commit of finished and requeued lines to the store."""
 
 from __future__ import annotations
 
@@ -23,13 +23,8 @@ _log = logging.getLogger(__name__)
 class ResultWriter:
     """Writes finished and requeued lines to the store in groups.
 
-    While the store fails, they are kept and retried. Writes are idempotent.
-
-    Args:
-        max_bytes: Maximum bytes of an owner's files. A response that exceeds it becomes an error.
-
-    Attributes:
-        on_written: Called after lines were written.
+    While the store fails, they are kept and retried. Writes are idempotent. A response over the owner's `max_bytes`
+    becomes an error.
     """
 
     def __init__(self, store: Store, metrics: Metrics, *, max_bytes: int) -> None:
@@ -45,17 +40,14 @@ class ResultWriter:
         self.is_failing = False
 
     def finish(self, result: LineResult) -> None:
-        """Queue the result of a line."""
         self._results.append(result)
         self._there.set()
 
     def put_back(self, line: Line) -> None:
-        """Queue a line to be requeued."""
         self._returned.append(line)
         self._there.set()
 
     def close(self) -> None:
-        """Make `run` return."""
         self._is_closing = True
         self._there.set()
 
@@ -75,11 +67,7 @@ class ResultWriter:
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
 
     async def flush(self) -> None:
-        """Write all queued lines.
-
-        Raises:
-            StoreError: The store failed. Unwritten lines stay queued.
-        """
+        """Write all queued lines. If this raises, unwritten lines stay queued."""
         async with self._writing:
             is_any = bool(self._results or self._returned)
             try:

@@ -71,11 +71,6 @@ def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping
 
 
 def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) -> BatchRow:
-    """Return the row of a new batch.
-
-    Raises:
-        ApiError: 400 for invalid fields, 503 while the model is being loaded.
-    """
     if body.endpoint not in _PATHS:
         raise bad_request(f"endpoint must be {' or '.join(_PATHS)}, got {body.endpoint!r}", "endpoint")
     seconds = window_s(body.completion_window)

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def most_of_a_line(max_queued_requests: int) -> int:
-    """Return the maximum number of sequences of one line, which is that of HTTP requests."""
+    """Return the maximum number of sequences of a line, that of HTTP requests."""
     return min(MAX_N * MAX_PROMPTS, max_queued_requests)
 
 
@@ -49,9 +49,9 @@ def is_folder_gone(blobs: Blobs, file_id: str) -> bool:
 class Runner:
     """Takes lines from the store and runs them, keeping between 3/4 of `most` and `most` sequences at the engine.
 
-    Lines have their own admission queue, so that they do not affect the limits of HTTP requests. A line returns to the
-    store if its queue is full, the server accepts no requests, or its engine crashes. After `SUSPECT_LOST` crashes it
-    runs alone, and after `MAX_LOST` it fails.
+    Lines have their own admission queue, so that they do not affect HTTP requests. A line returns to the store if its
+    queue is full, the server accepts no requests, or its engine crashes. After `SUSPECT_LOST` crashes it runs alone,
+    and after `MAX_LOST` it fails.
     """
 
     def __init__(self, service: Service, store: Store, blobs: Blobs, results: ResultWriter, *, most: int) -> None:
@@ -74,16 +74,13 @@ class Runner:
 
     @property
     def live(self) -> Collection[LineKey]:
-        """Lines that this server has taken and not finished."""
         return self._live.keys()
 
     def wake(self) -> None:
-        """Poll the store for lines soon."""
         self._look_at = 0.0
         self._changed.set()
 
     async def run(self) -> None:
-        """Run lines until `close`."""
         while not self._is_closing:
             self._changed.clear()
             if self._wants_lines():
@@ -93,7 +90,6 @@ class Runner:
         await self._return_all()  # lines that were taken during `close`
 
     async def drop(self, keys: Collection[LineKey]) -> None:
-        """Cancel lines without a result."""
         for key in keys:
             self._live.pop(key, None)
         self._held = deque(line for line in self._held if line.key in self._live)
@@ -104,11 +100,9 @@ class Runner:
             await asyncio.wait(tasks)
 
     async def drop_batch(self, batch_id: str) -> None:
-        """Cancel the lines of a batch without results."""
         await self.drop([key for key in self._live if key[0] == batch_id])
 
     async def close(self) -> None:
-        """Stop taking lines, and requeue the unfinished ones."""
         self._is_closing = True
         self._changed.set()
         await self._return_all()
@@ -164,7 +158,6 @@ class Runner:
         return set()
 
     async def _begin_some(self) -> bool:
-        """Start lines while there is room, with pauses for HTTP requests. Return whether any started."""
         begun = False
         queue = self._queue
         while (
@@ -180,7 +173,6 @@ class Runner:
         return begun
 
     def _may_join(self, line: Line) -> bool:
-        """Return whether a line may run concurrently with the running ones."""
         running = [self._live[key] for key in self._tasks if key in self._live]
         return not self._tasks or max(one.lost for one in (line, *running)) < SUSPECT_LOST
 
@@ -248,7 +240,6 @@ class Runner:
     # -- lines that fail ----------------------------------------------------------------------------------------
 
     def _failed(self, line: Line, error: Exception, *, has_own_deadline: bool = False) -> None:
-        """Write an error response or requeue the line. The expiry of its batch handles a line whose window is over."""
         answer = _answer(error)
         if answer is None or answer.status in _RETRIED:
             self._put_back(line, str(error))
@@ -258,7 +249,6 @@ class Runner:
             self._put_back(line, str(error))
 
     def _lost(self, line: Line, error: EngineError) -> None:
-        """Handle an engine crash while the line was running."""
         if line.lost < MAX_LOST:
             self._failed(line, error)
             return
@@ -271,7 +261,6 @@ class Runner:
         self._back_off(f"a line is tried again: {why}")
 
     def _back_off(self, why: str) -> None:
-        """Pause the start of lines with exponential backoff until a line succeeds."""
         now = asyncio.get_running_loop().time()
         if now < self._resume_at:
             return

@@ -41,11 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class Batches:
-    """Files and batches of one server, with their start and shutdown.
-
-    Args:
-        most: Maximum number of batch sequences in the engine.
-    """
+    """Files and batches of one server. At most `most` of their sequences are in the engine."""
 
     def __init__(self, service: Service, *, most: int) -> None:
         self.context = BatchContext(service.config, batch_folder(service.config))
@@ -63,11 +59,9 @@ class Batches:
 
     @property
     def body_limits(self) -> dict[tuple[str, str], int]:
-        """Maximum body sizes of routes with larger bodies, by method and path."""
         return {} if self.context.folder is None else files.body_limits(self._service.config.batch_max_file_bytes)
 
     def add_routes(self, app: FastAPI) -> Mapping[str, type[BaseModel]]:
-        """Add the routes, and return the types of their bodies by path."""
         install(app)
         files.add_routes(app, self.context)
         return routes.add_routes(app, self._service, self.context)
@@ -75,11 +69,8 @@ class Batches:
     async def open(self) -> None:
         """Open the store and start. Lines run once the service is open.
 
-        If the disk is full, the database is unreachable, or the default folder cannot be used, this logs a warning and
-        retries in the background.
-
-        Raises:
-            ConfigError: The configured folder or database cannot be used.
+        Raises `ConfigError` if the configured folder or database cannot be used. If the disk is full, the database is
+        unreachable, or the default folder cannot be used, this retries in the background.
         """
         folder = self.context.folder
         if folder is None:
@@ -157,7 +148,6 @@ class _Work:
         self.tasks = [asyncio.create_task(loop) for loop in (*loops, *(task.run() for task in self.periodic_tasks))]
 
     def wake(self) -> None:
-        """Run all periodic tasks soon."""
         for task in self.periodic_tasks:
             task.wake()
 
@@ -185,7 +175,6 @@ class _Work:
 
 
 def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
-    """Create the tasks of an open store. The last results of a batch wake the finalizer."""
     results = ResultWriter(store, service.metrics, max_bytes=service.config.batch_max_bytes_per_key)
     runner = Runner(service, store, blobs, results, most=most)
     finalizer = OutputFinalizer(store, blobs, runner, results, service.metrics)

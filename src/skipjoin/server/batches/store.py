@@ -1,9 +1,9 @@
 """Durable store of files, batches, lines and results in SQLite or PostgreSQL.
 
-A running line, and a batch in validation or finalization, belong to a server in the table of servers. On PostgreSQL
-the row of a server is a lease of `LEASE_S` by the database's clock. On SQLite the only server holds the folder's lock.
-Lines and batches of servers without a row are free again. A result counts only for the current attempt of its line, so
-a server that was wrongly taken for dead cannot change anything.
+A running line, and a batch in validation or finalization, belong to a server in the table of servers. On PostgreSQL a
+server's row is a lease of `LEASE_S` by the database's clock. On SQLite the only server holds the folder's lock. Lines
+and batches of servers without a row are free again. A result counts only for the current attempt of its line, so a
+server that was wrongly taken for dead cannot change anything.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ FOLDER_FILE = "folder-id"
 
 
 class Store(FileRows, BatchRows, LineRows):
-    """Store of one server. Each method is one transaction.
+    """Store of one server. Each method is one transaction, and a failed call changes nothing.
 
-    All methods raise `StoreUnavailable` while the database is unreachable and `NoSpace` while its disk is full. A
-    failed call changes nothing.
+    All methods raise `StoreUnavailable` while the database is unreachable and `NoSpace` while its disk is full.
     """
 
     def __init__(self, database: Database, clock: SteadyClock, lock: FolderLock, reserve: Reserve) -> None:
@@ -46,16 +45,12 @@ class Store(FileRows, BatchRows, LineRows):
 
     @classmethod
     async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
-        """Open and migrate the database. On a full disk, use the space that is reserved for deletions.
+        """Open and migrate the database, or raise `FolderLocked`.
 
         Args:
-            url: postgresql://..., which several servers can share if they also share `place`. None uses SQLite in
-                `place`, which this process then owns.
+            url: postgresql://..., which servers can share if they share `place`. None uses SQLite in `place`, which
+                this process then owns.
             place: Folder of the files.
-
-        Raises:
-            FolderLocked: Another server holds the folder.
-            StoreError: The database or the folder cannot be opened.
         """
         lock, reserve = FolderLock(place, shared=url is not None), Reserve(place)
         try:
@@ -85,10 +80,7 @@ class Store(FileRows, BatchRows, LineRows):
         return store
 
     async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
-        """Delete a file and return its row, or None if there is none. The blob remains (see `removable`).
-
-        On a full disk, use the space that is reserved for deletions.
-        """
+        """Mark a file as deleted, on a full disk with the space that is reserved for deletions."""
         try:
             return await super().delete_file(owner, file_id)
         except NoSpace:
@@ -97,7 +89,6 @@ class Store(FileRows, BatchRows, LineRows):
         return await super().delete_file(owner, file_id)
 
     async def fill_reserve(self) -> None:
-        """Reserve space for deletions again if the disk has it."""
         if self._db.is_sqlite and not self._reserve.is_whole:
             with contextlib.suppress(StoreError):  # best effort
                 await self._db.empty_log()
@@ -115,7 +106,7 @@ class Store(FileRows, BatchRows, LineRows):
         await self._drop_leftovers()
 
     async def close(self) -> None:
-        """Release the lines of this server, which become READY, and close the database."""
+        """Release this server's lines, which become READY, and close the database."""
         try:
             # If the database is unreachable, this server's lease expires.
             with contextlib.suppress(StoreError):
@@ -127,11 +118,9 @@ class Store(FileRows, BatchRows, LineRows):
             self._lock.close()
 
     async def renew(self) -> frozenset[tuple[str, int, int]]:
-        """Renew this server's lease for `LEASE_S`, and make the lines of dead servers READY. Call every few seconds.
+        """Renew this server's lease, and make the lines of dead servers READY. Call every few seconds.
 
-        Returns:
-            Lines (`Line.key`) that this server holds. It should stop all others, which were cancelled, have expired or
-            belong to another server, because their results are ignored.
+        Returns the lines (`Line.key`) that this server still holds. Stop all others, because their results are ignored.
         """
         if not self._db.is_sqlite:  # on SQLite the lock is the lease
             await self._sign()
@@ -143,8 +132,7 @@ class Store(FileRows, BatchRows, LineRows):
     async def _sign(self) -> None:
         """Give a sign of life; strike off the servers without one for too long, and free what they hold.
 
-        Time is that of the database's clock, which does not move on SQLite. A lease from before that clock was set back
-        is longer than any, and void.
+        A lease from before the database's clock was set back is longer than any, and void.
         """
         async with self._db.writing() as connection:
             now = float(await connection.scalar(sa.select(self._db.clock)) or 0)
@@ -170,7 +158,7 @@ _TIMES = (
 
 
 async def _claim(connection: AsyncConnection, place: Path) -> None:
-    """Bind the database to the folder of its files. Raise `StoreError` if it is bound to another folder."""
+    """Bind the database to the folder of its files."""
     await connection.execute(sa.text("LOCK TABLE folder IN EXCLUSIVE MODE"))
     known = await connection.scalar(sa.select(folder.c.id))
     file = place / FOLDER_FILE

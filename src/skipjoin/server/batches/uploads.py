@@ -20,15 +20,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 class Form:
-    """Body of type multipart/form-data.
-
-    Attributes:
-        fields: Complete fields by name, without the file.
-        filename: Label of the file. None until the file begins.
-
-    Raises:
-        ApiError: The form is invalid, or too large apart from its file.
-    """
+    """Body of type multipart/form-data: complete `fields` by name, and a `filename`, None until the file begins."""
 
     def __init__(self, content_type: str | None) -> None:
         kind, options = parse_options_header(content_type)
@@ -62,7 +54,6 @@ class Form:
             _refuse()
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Read the whole body and yield the bytes of the file."""
         async for chunk in body:
             if data := self._parse(chunk):
                 yield data
@@ -72,7 +63,6 @@ class Form:
             raise bad_request("file is missing: the form must have a part of that name", FILE)
 
     def _parse(self, chunk: bytes) -> bytes:
-        """Parse a chunk and return its bytes of the file."""
         if self._is_complete and chunk.strip(b"\r\n"):
             raise bad_request("the body goes on after its last part")
         try:

@@ -19,11 +19,7 @@ _decode = msgspec.json.Decoder(Report).decode
 
 
 class Refused(Exception):  # noqa: N818 -- a verdict, not an error of this program
-    """The file is invalid.
-
-    Attributes:
-        errors: First errors, by line.
-    """
+    """The file is invalid."""
 
     def __init__(self, errors: Sequence[LineError]) -> None:
         super().__init__(errors[0].message)
@@ -35,13 +31,7 @@ class ValidatorDied(Exception):  # noqa: N818 -- what has happened
 
 
 async def validate(path: Path, rules: Rules) -> AsyncGenerator[list[LinePlace], None]:
-    """Yield chunks of the lines of a file. Use it in `contextlib.aclosing`, which stops the process.
-
-    Raises:
-        Refused: A line is invalid. It is raised after valid lines were yielded.
-        ValidatorDied: The validation process died.
-        BlobMissing: The file does not exist.
-    """
+    """Yield chunks of the lines of a file until `Refused` at an error. Use it in `contextlib.aclosing`."""
     process = await asyncio.create_subprocess_exec(
         *_COMMAND,
         str(path),

@@ -1,1 +1,1 @@
-"""Engine processes: client, supervision, transport and messages between them and the API process."""
+"""Engine processes, and messages between them and the API process."""

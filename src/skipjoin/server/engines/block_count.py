@@ -14,10 +14,10 @@ def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
     """Free leaked blocks and return their number, which is 0 unless there is a bug.
 
     Args:
-        is_idle: True if there are no requests, plans or swaps in flight, so that any held block is leaked.
+        is_idle: True if no request, plan or swap is in flight, so that any held block is leaked.
 
     Raises:
-        LedgerError: Blocks are counted twice, so two requests may write to one block and outputs may be wrong.
+        LedgerError: Two requests may write to one block, so outputs may be wrong.
     """
     forgotten = list(kv.holders()) if is_idle else []
     if not forgotten and kv.leaked == (0, 0):

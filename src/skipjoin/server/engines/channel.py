@@ -19,12 +19,7 @@ _TURN_S = 0.005
 
 
 class Channel:
-    """Sends messages to one engine without blocking, and receives its messages. Create it on the event loop.
-
-    Args:
-        socket: Bound socket of type PAIR.
-        on_message: Called with each message of the engine.
-    """
+    """Messages to and from one engine, without blocking. Create it on the event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[FromEngine], None]) -> None:
         self._socket = socket
@@ -38,11 +33,9 @@ class Channel:
 
     @property
     def closed(self) -> bool:
-        """True if the channel is closed."""
         return bool(self._socket.closed)
 
     def send(self, message: ToEngine) -> bool:
-        """Queue a message. Return False if no engine is connected."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -52,7 +45,7 @@ class Channel:
         return True
 
     def read(self, max_s: float = _TURN_S) -> None:
-        """Handle the messages that have arrived. After `max_s` seconds, yield to the event loop and continue later."""
+        """Handle messages, for at most `max_s` seconds between yields to the event loop."""
         end = self._loop.time() + max_s
         while not self._socket.closed:
             if self._loop.time() > end:
@@ -68,16 +61,15 @@ class Channel:
                 logger.exception("a message from the engine was not handled")
 
     def read_last(self) -> None:
-        """Handle all remaining messages without yielding, before the channel is closed."""
+        """Handle all remaining messages without yielding."""
         self.read(math.inf)
 
     def close(self) -> None:
-        """Drop unsent messages and close the socket."""
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=0)
 
 
 def signal_of(socket: zmq.Socket[bytes]) -> int:
-    """Return the file descriptor that becomes readable when the state of the socket changes."""
+    """Return the file descriptor that signals changes of the socket's state."""
     return int(socket.getsockopt(zmq.FD))

@@ -1,4 +1,4 @@
-"""Crash isolation: find the sequences that crash engines, and resubmit the others."""
+"""Crash isolation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,9 @@ TRIAL_S = 2.0
 
 
 class CrashIsolation:
-    """Crash isolation for sequences that were running when an engine crashed.
+    """Resubmits sequences of a crashed engine one at a time through `go_on`.
 
-    Such sequences are resubmitted one at a time. Each is on trial until it generates another token, so that the next
-    crash has one suspect.
-
-    Args:
-        go_on: Called with a held sequence whose trial begins, to submit it to an engine.
-
-    Attributes:
-        held: Sequences that wait for their trial, by id.
+    Each is on trial until it generates another token, so that the next crash has one suspect.
     """
 
     def __init__(self, go_on: Callable[[EngineSequence], None]) -> None:
@@ -34,7 +27,7 @@ class CrashIsolation:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, sequence: EngineSequence) -> bool:
-        """Return True if `sequence` may be submitted now. Otherwise hold it until its trial begins."""
+        """Return whether `sequence` may be submitted now. Otherwise hold it until its trial begins."""
         if not sequence.stuck:
             return True
         if self._trial is not None:
@@ -45,12 +38,9 @@ class CrashIsolation:
         return True
 
     def blame(self, orphans: Collection[EngineSequence]) -> list[EngineSequence]:
-        """Count an engine crash against the suspects among its sequences.
+        """Count a crash against the suspects, and return those that must fail.
 
-        The caller resubmits the remaining sequences and then calls `next`.
-
-        Returns:
-            Sequences that reached a limit of crashes and must fail.
+        The caller resubmits the others and then calls `next`.
         """
         begun = [sequence for sequence in orphans if sequence.has_begun]
         trial = self._trial
@@ -66,17 +56,15 @@ class CrashIsolation:
         return [one for one in begun if one.stuck >= most or one.deaths >= _MAX_DEATHS]
 
     def passed(self, sequence: EngineSequence) -> None:
-        """Clear the suspicion against a sequence that generated a token, and end its trial."""
         sequence.stuck = 0
         self._end(sequence)
 
     def leave(self, sequence: EngineSequence) -> None:
-        """Drop a finished sequence and end its trial."""
         self.held.pop(sequence.id, None)
         self._end(sequence)
 
     def next(self) -> None:
-        """Start the trial of the next held sequence. Release all of them if there is no engine."""
+        """Start the next trial, or release all held sequences if there is no engine."""
         while self.held and self._trial is None:
             self._go_on(self.held.pop(next(iter(self.held))))
 

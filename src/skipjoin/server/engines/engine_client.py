@@ -1,8 +1,4 @@
-"""Client of the engines in the API process: dispatch, token delivery and failover.
-
-`EngineClient` is independent of the transport: `join` takes a function that sends to an engine, and `receive` takes
-messages from it. The transports are `EngineHandle` and `ReplicaSet`. Tests use scripted engines.
-"""
+"""Client of the engines in the API process, whatever the transport."""
 
 from __future__ import annotations
 
@@ -53,9 +49,7 @@ class ConnectedEngine:
     """Engine that accepts requests.
 
     Attributes:
-        send: Sends a message to the engine. It must not block or raise.
-        stats: Latest metrics of the engine.
-        sequences: Sequences at the engine, by id.
+        send: Must not block or raise.
         questions: Pending `DescribeRequests`, by id.
         is_hung: True while the engine makes no progress.
     """
@@ -72,21 +66,13 @@ class ConnectedEngine:
         self.is_hung = False
 
     def ask(self, question: int) -> asyncio.Future[list[RequestState]]:
-        """Ask for the states of the engine's requests. The future is cancelled if the engine is lost."""
         answer = self.questions[question] = asyncio.get_running_loop().create_future()
         self.send(DescribeRequests(question))
         return answer
 
 
 class LiveRequest(NamedTuple):
-    """Unfinished sequence.
-
-    Attributes:
-        label: Id of its response.
-        choice: Index of its choice in the response.
-        replica: Number of its engine, or None while it waits for one.
-        owner: Hash of the client's API key.
-    """
+    """Unfinished sequence, without `replica` while it waits for one."""
 
     label: str
     choice: int
@@ -96,22 +82,14 @@ class LiveRequest(NamedTuple):
 
 
 class LiveRequests(NamedTuple):
-    """Unfinished sequences of all engines.
-
-    Attributes:
-        silent: Replicas that did not answer in time. Their requests are missing.
-    """
+    """Unfinished sequences, without those of `silent` replicas, which did not answer in time."""
 
     requests: list[LiveRequest]
     silent: list[int]
 
 
 class EngineLoad(NamedTuple):
-    """Total load of all engines.
-
-    Attributes:
-        usage: Fraction of the device KV blocks that are in use.
-    """
+    """Total load of all engines. `usage` is the used fraction of device KV blocks."""
 
     running: int
     waiting: int
@@ -122,16 +100,13 @@ class EngineClient:
     """Submits sequences to engines, delivers their tokens and moves them to another engine after a crash.
 
     `PrefixAware` chooses the engine. A moved sequence continues after the tokens that it has, so its output does not
-    change. Sequences that may have crashed an engine are resubmitted one at a time (see `CrashIsolation`).
+    change. Suspects of a crash are resubmitted one at a time (see `CrashIsolation`).
 
     Args:
-        wanted: Number of engines that the server should have.
         seed: Seed from which requests without their own seed derive one.
         patience_s: Time that a sequence waits for an engine before it fails.
-        clock: Returns monotonic seconds.
 
     Attributes:
-        steps: Number of steps that all engines have reported.
         dead: True if no engine is running and none will start.
     """
 
@@ -165,21 +140,17 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Number of unfinished sequences."""
         return len(self._places)
 
     @property
     def alive(self) -> int:
-        """Number of engines that accept requests."""
         return len(self._replicas)
 
     @property
     def is_hung(self) -> bool:
-        """True if there are engines, and all of them hang."""
         return bool(self._replicas) and all(replica.is_hung for replica in self._replicas.values())
 
     def load(self) -> EngineLoad:
-        """Return the total load according to the latest metrics of the engines."""
         replicas = self._replicas.values()
         stats = [replica.stats for replica in replicas]
         blocks = sum(replica.info.device_blocks for replica in replicas)
@@ -192,7 +163,6 @@ class EngineClient:
     # -- engines ------------------------------------------------------------------------------------------
 
     def join(self, info: Ready, send: Callable[[ToEngine], None]) -> ConnectedEngine:
-        """Add an engine and dispatch the sequences that wait for one."""
         number = next(number for number in itertools.count() if number not in self._replicas)
         replica = self._replicas[number] = ConnectedEngine(number, info, send)
         self._dispatch.join(number, info.cost, info.cache_blocks, info.block_size)
@@ -207,7 +177,6 @@ class EngineClient:
         return replica
 
     def lose(self, replica: ConnectedEngine) -> int:
-        """Remove an engine that has exited, move its sequences to others and return their number."""
         if self._replicas.get(replica.number) is not replica:
             return 0
         del self._replicas[replica.number]
@@ -228,7 +197,6 @@ class EngineClient:
         return len(orphans)
 
     def died(self) -> None:
-        """Fail all sequences, because no engine is running and none will start."""
         self.dead = True
         self._metrics.lost("engine_dead", self.active)
         self.fail_all(EngineDeadError())
@@ -236,7 +204,6 @@ class EngineClient:
             self.lose(replica)
 
     def receive(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        """Handle a message from an engine. Messages from a removed engine are ignored."""
         if isinstance(message, StepOutputs):
             self.steps += 1
             self._deliver(replica, message)
@@ -274,15 +241,13 @@ class EngineClient:
         """Submit a sequence.
 
         Args:
-            params: Parameters with a number as `max_tokens`; see `SamplingParams.resolved`.
-            mailbox: Receives the outputs.
+            params: Resolved parameters.
             index: Index of the choice, which each output carries.
-            forecast: Predicted output length. See `reforecast`.
-            label: Id of the response that the sequence belongs to.
+            label: Id of the response.
             owner: Hash of the client's API key.
             like: Sequence with the same prompt and options, whose prefix hashes are reused.
-            on_start: Called when the sequence first runs at an engine, once for each engine it is moved to.
-            on_end: Called once at the end with the reason and the total number of output tokens.
+            on_start: Called when the sequence first runs at each engine.
+            on_end: Called once with the reason and the total number of output tokens.
 
         Raises:
             EngineDeadError: No engine is running, and none will start.
@@ -315,7 +280,6 @@ class EngineClient:
         return sequence
 
     def reforecast(self, sequence: EngineSequence, forecast: Forecast) -> None:
-        """Replace the forecast of a sequence."""
         sequence.request.forecast = forecast
         if (replica := self._places.get(sequence.id)) is not None:
             replica.send(Reforecast(sequence.id, forecast))
@@ -329,7 +293,6 @@ class EngineClient:
         self._end([sequence], FinishReason.STOP)
 
     def fail_all(self, error: Exception) -> None:
-        """Abort all sequences and pass the error to their jobs."""
         held = [replica.sequences for replica in self._replicas.values()]
         sequences = [sequence for some in (*held, self._waiting, self._isolation.held) for sequence in some.values()]
         for sequence in sequences:
@@ -339,7 +302,7 @@ class EngineClient:
     # -- questions ----------------------------------------------------------------------------------------
 
     async def describe(self, timeout_s: float) -> LiveRequests:
-        """Return the states of all unfinished sequences. Wait for the engines for at most `timeout_s`."""
+        """Return the unfinished sequences after at most `timeout_s`."""
         number = next(self._questions)
         asked = {replica: replica.ask(number) for replica in self._replicas.values()}
         if asked:
@@ -364,10 +327,6 @@ class EngineClient:
     def _prefix(
         self, info: Ready, params: SamplingParams, options: RequestOptions, like: EngineSequence | None
     ) -> ContentPrefix | None:
-        """Return the prefix hashes for dispatch.
-
-        None if there is only one engine, or if the sequence cannot reuse cached KV.
-        """
         if self.wanted == 1 or not info.caches_prefixes or params.prompt_logprobs is not None:
             return None
         if like is not None and isinstance(like.request.prefix, ContentPrefix):
@@ -375,7 +334,6 @@ class EngineClient:
         return ContentPrefix(info.block_size, options.cache_salt.encode())
 
     def _place(self, sequence: EngineSequence) -> None:
-        """Send the sequence to an engine, or hold it until an engine starts or its trial begins."""
         sequence.scores.clear()
         request, now = sequence.request, self._clock()
         if not self._replicas:
@@ -393,7 +351,6 @@ class EngineClient:
         replica.send(sequence.message(now))
 
     def _blame(self, orphans: Collection[EngineSequence]) -> None:
-        """Fail sequences that have crashed too many engines."""
         for sequence in self._isolation.blame(orphans):
             self._metrics.lost("engine_lost")
             text = "%s is not tried again: engines ended %d times while they ran it, %d of them without a token since"
@@ -455,7 +412,6 @@ class EngineClient:
                 replica.send(Abort(ids, reason))
 
     def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
-        """Remove a finished sequence and return its engine, or None if it waited for one."""
         replica = self._places.pop(sequence.id)
         if sequence.alarm is not None:
             sequence.alarm.cancel()
@@ -480,7 +436,6 @@ class EngineClient:
 
 
 def _without_engine(sequence: EngineSequence) -> RequestState:
-    """Return the state of a sequence that waits for an engine."""
     request = sequence.request
     return RequestState(
         number=request.id,

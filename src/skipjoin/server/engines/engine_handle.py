@@ -1,4 +1,4 @@
-"""Start, connect and stop a single engine process on this machine."""
+"""Single engine process on this machine."""
 
 from __future__ import annotations
 
@@ -35,13 +35,7 @@ class EngineStartError(RuntimeError):
 
 
 class EngineHandle:
-    """Engine process that runs as a child of this process.
-
-    Args:
-        client: Client that the engine joins.
-        command: Command line of the engine process.
-        on_progress: Called during startup with the name of the stage and its completed fraction.
-    """
+    """Engine process as a child of this process."""
 
     def __init__(
         self,
@@ -71,15 +65,9 @@ class EngineHandle:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, or None before the start."""
         return None if self._process is None else self._process.pid
 
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
-        """Start the process and wait until it accepts requests.
-
-        Raises:
-            EngineStartError: The engine could not start.
-        """
         loop = asyncio.get_running_loop()
         # Only this user can open the folder.
         self._folder = OwnFolder("skipjoin-engine-")
@@ -111,7 +99,6 @@ class EngineHandle:
         return await self._ready
 
     async def stop(self) -> None:
-        """Stop the process, by force if it does not exit on request, and release its resources."""
         process = self._process
         if process is not None and process.returncode is None:
             self._send(Shutdown())
@@ -130,7 +117,7 @@ class EngineHandle:
         self._close_folder()
 
     def kill(self) -> None:
-        """Kill the process immediately, or once it is created if that is under way."""
+        """Kill the process immediately, or once it is created."""
         self._is_killed = True
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
@@ -160,7 +147,6 @@ class EngineHandle:
     async def _watch_heartbeat(
         self, heartbeat: HeartbeatReader, process: asyncio.subprocess.Process, limits: HangLimits
     ) -> None:
-        """Mark the engine as hung while it sends no heartbeat, and kill it after `limits.hang_s`."""
         while process.returncode is None:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             silent_s = 0.0 if self._replica is None else heartbeat.silent_s()  # it has no heartbeat before it is ready
@@ -174,7 +160,6 @@ class EngineHandle:
         heartbeat.close()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Wait for the process to exit, then fail the start and all sequences."""
         code = await process.wait()
         assert self._channel is not None
         self._channel.read_last()

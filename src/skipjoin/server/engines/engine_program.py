@@ -1,4 +1,4 @@
-"""Command line, exit codes and failure texts of the engine process."""
+"""Exit codes and failure texts of the engine process."""
 
 from __future__ import annotations
 

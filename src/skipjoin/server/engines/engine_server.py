@@ -1,7 +1,4 @@
-"""Main loop of the engine process: turn messages into requests, and step events into messages.
-
-It drives any `Loop` and does not import torch, so tests can use it with a scripted engine.
-"""
+"""Main loop of the engine process, without torch."""
 
 from __future__ import annotations
 
@@ -105,19 +102,16 @@ LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 class Digest:
     """Builds the `StepOutputs` messages of engine steps.
 
-    A step that starts requests has a message before it too, so that the API process knows the suspects if the step
-    crashes the engine.
+    A step that starts requests has a message before it too, which names the suspects if the step crashes the engine.
     """
 
     def __init__(self) -> None:
         self._new: set[int] = set()  # requests that have not run yet
 
     def arrived(self, request_id: int) -> None:
-        """Record a new request."""
         self._new.add(request_id)
 
     def begin(self, plan: StepPlan) -> StepOutputs | None:
-        """Return the message about the requests that start in this plan, or None if there are none."""
         new = [piece for piece in plan.slices if piece.request.id in self._new] if self._new else []
         started = [piece.request.id for piece in new]
         self._new.difference_update(started)
@@ -126,7 +120,6 @@ class Digest:
         return StepOutputs(started=started, cached=cached) if started else None
 
     def fold(self, events: Iterable[Event]) -> StepOutputs | None:
-        """Return the message about generated tokens and finished requests, or None if there are none."""
         ids: list[int] = []
         tokens: list[int] = []
         details: dict[int, TokenDetail] = {}
@@ -149,11 +142,7 @@ class Digest:
 
 
 def describe(core: EngineCore, now: float) -> list[RequestState]:
-    """Return the states of the unfinished requests in rank order.
-
-    Args:
-        now: Time in seconds on the engine's clock.
-    """
+    """Return the states of the unfinished requests in rank order. `now` is on the engine's clock."""
     # `Ordering.rank` has no side effects. `Ordering.ranked` may promote requests.
     requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
     return [_describe(core, request, place, now) for place, request in enumerate(requests)]
@@ -192,11 +181,7 @@ def _state_name(core: EngineCore, request: Request) -> str:
 
 
 class TimelineWriter:
-    """Writes a timeline to a file. A failed write is logged once and ends the timeline, not the engine.
-
-    Raises:
-        ConfigError: The file cannot be opened.
-    """
+    """Writes a timeline. A failed write is logged once and ends the timeline, not the engine."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -206,15 +191,12 @@ class TimelineWriter:
         self._timeline: Timeline | None = Timeline(self._file)
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Write events."""
         self._write(lambda timeline: timeline.observe(events))
 
     def flush(self) -> None:
-        """Flush all complete records to the file."""
         self._write(Timeline.flush)
 
     def close(self) -> None:
-        """Finish and close the file."""
         self._write(Timeline.close)
         self._end()
 
@@ -237,9 +219,6 @@ class EngineServer:
     """Moves messages between the socket and the engine loop.
 
     Args:
-        parent: Id of the parent process.
-        is_linked: Returns whether the API process is connected.
-        heartbeat: Heartbeat to the parent. None sends none.
         stall_s: Time without a plan after which an engine with requests exits.
     """
 
@@ -265,7 +244,7 @@ class EngineServer:
         self._stopping = False
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message to the API process without blocking. Without a connection the message is lost."""
+        """Queue a message without blocking. Without a connection it is lost."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -278,11 +257,9 @@ class EngineServer:
 
     @property
     def is_alone(self) -> bool:
-        """True if the API process has exited or has closed the link."""
         return self._is_cut or not self._is_linked()
 
     def run(self, loop: Loop, metrics: EngineMetrics, recorder: TimelineWriter | None = None) -> None:
-        """Serve until a `Shutdown` message arrives, or the parent or the API process exits."""
         digest = self._digest
         loop.on_plan = self._begin
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
@@ -312,7 +289,6 @@ class EngineServer:
                 self._socket.poll(1)  # nothing can run until a deadline or a message, so do not spin
 
     def _send_step(self, step: StepOutputs) -> None:
-        """Send the log-probabilities of prompts, then the step without them."""
         for position, (chosen, prompt) in list(step.details.items()):
             for at in range(0, len(prompt), SCORES_AT_ONCE):
                 self.send(PromptScores(step.ids[position], list(prompt[at : at + SCORES_AT_ONCE])))
@@ -364,7 +340,6 @@ class EngineServer:
             self.send(Refused(message.id, "max_tokens", str(error)))
 
     def _send_stats(self, loop: Loop, metrics: EngineMetrics, *, at_once: bool) -> None:
-        """Send the metrics if they are due, or `at_once`."""
         now = time.monotonic()
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
@@ -383,10 +358,7 @@ class EngineServer:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits.
-
-    On other systems than Linux, `EngineServer.run` notices within `HEARTBEAT_S`.
-    """
+    """Make the kernel kill this process when its parent exits. Only Linux does; others notice within `HEARTBEAT_S`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -395,10 +367,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve_engine(load: LoadEngine) -> int:
-    """Run the engine process. The `Setup` is read from standard input.
-
-    Args:
-        load: Builds the engine loop from the setup.
+    """Run the engine process with the `Setup` on standard input.
 
     Returns:
         Exit code: 0 after a `Shutdown` message, 1 after a failure or a broken link, `ORPHANED` if the API process does
@@ -470,7 +439,6 @@ def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """Return a socket to the API process, and a function that returns whether it is connected."""
     if isinstance(setup.at, ListenerKey):
         return connect(context, setup.at)
     socket = context.socket(zmq.PAIR)

@@ -1,4 +1,4 @@
-"""Engine errors that end a sequence. `server.api.errors` maps them to responses."""
+"""Engine errors that end a sequence."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ class EngineHungError(EngineError):
 
 
 class RefusedError(EngineError):
-    """The engine refused the request. The text may be shown to clients.
-
-    Attributes:
-        param: Invalid field of the request.
-    """
+    """The engine refused the request. The text may be shown to clients."""
 
     def __init__(self, text: str, param: str | None) -> None:
         super().__init__(text)

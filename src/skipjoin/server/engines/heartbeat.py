@@ -1,9 +1,7 @@
 """Heartbeat of an engine process: bytes on a pipe to its parent while the engine loop makes progress.
 
-A thread of the engine writes a byte every `HEARTBEAT_INTERVAL_S`, so that a long step does not look like a hang. It
-pauses while an iteration of the loop takes longer than `HangLimits.step_s`. A stopped process or a blocked interpreter
-sends no heartbeats either. After `HangLimits.hang_s` without one, the parent makes the process print its stacks and
-kills it.
+A thread writes them, so that a long step does not look like a hang. It pauses while an iteration takes longer than
+`HangLimits.step_s`. After `HangLimits.hang_s` without one, the process prints its stacks and is killed.
 """
 
 from __future__ import annotations
@@ -30,12 +28,7 @@ _MAX_BEATS = 1 << 16
 
 
 class Heartbeat:
-    """Engine side of the heartbeat.
-
-    Args:
-        fd: File descriptor of the pipe. None disables the heartbeat.
-        limit_s: Duration of a loop iteration after which the heartbeat pauses.
-    """
+    """Engine side of the heartbeat, disabled without a pipe `fd`."""
 
     def __init__(self, fd: int | None, limit_s: float) -> None:
         self._fd = fd
@@ -43,14 +36,13 @@ class Heartbeat:
         self._turned_at = time.monotonic()
 
     def start(self) -> None:
-        """Send the first heartbeat and start the thread that sends the others. Call once, when the loop begins."""
+        """Start the thread. Call once, when the loop begins."""
         if self._fd is not None:
             self.turned()
             self._beat(self._fd)
             threading.Thread(target=self._run, args=(self._fd,), name="skipjoin-heartbeat", daemon=True).start()
 
     def turned(self) -> None:
-        """Record an iteration of the engine loop."""
         self._turned_at = time.monotonic()
 
     def _run(self, fd: int) -> None:
@@ -65,7 +57,7 @@ class Heartbeat:
 
 
 class HeartbeatReader:
-    """Parent side of the heartbeat. `engine_fd` is the `Setup.heartbeat_fd` of the engine process."""
+    """Parent side of the heartbeat. `engine_fd` is the engine's `Setup.heartbeat_fd`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -76,7 +68,7 @@ class HeartbeatReader:
         self._silent_s = 0.0
 
     def started(self) -> None:
-        """Close this process's copy of `engine_fd` after the engine process has inherited it."""
+        """Close this process's copy of `engine_fd` after the engine has inherited it."""
         os.close(self.engine_fd)
 
     def wait(self) -> bool:
@@ -86,10 +78,7 @@ class HeartbeatReader:
         return found
 
     def silent_s(self) -> float:
-        """Return the seconds since the last heartbeat. Call at least every `HEARTBEAT_INTERVAL_S`.
-
-        Time in which this process itself did not run does not count.
-        """
+        """Return the seconds without a heartbeat in which this process ran. Call every `HEARTBEAT_INTERVAL_S`."""
         os.set_blocking(self._pipe.fileno(), False)
         now = self._clock()
         if self._pipe.read(_MAX_BEATS):  # None if the pipe is empty, b"" if the engine has closed it
@@ -100,21 +89,17 @@ class HeartbeatReader:
         return self._silent_s
 
     def close(self) -> None:
-        """Close the pipe. Idempotent."""
         self._pipe.close()
 
 
 def print_stacks() -> None:
-    """Make this process print the stacks of its threads on a crash and on `ask_for_stacks`."""
+    """Print this process's stacks on a crash and on `ask_for_stacks`."""
     faulthandler.enable()
     faulthandler.register(_DUMP_SIGNAL)
 
 
 def ask_for_stacks(pid: int) -> None:
-    """Make an engine process print the stacks of its threads on standard error within `DUMP_S`.
-
-    A stopped process is continued, so that it can.
-    """
+    """Make an engine process, even a stopped one, print its stacks within `DUMP_S`."""
     with suppress(ProcessLookupError):
         os.kill(pid, _DUMP_SIGNAL)
         os.kill(pid, signal.SIGCONT)
@@ -129,7 +114,7 @@ def end_hung(process: subprocess.Popen[bytes]) -> None:
 
 
 def describe_hang(limits: HangLimits) -> str:
-    """Return the error text for an engine that was killed because it hung."""
+    """Return the error text for an engine that hung."""
     return (
         f"the engine process gave no sign of life for {limits.hang_s:g} s (--hang-timeout), or computed a step for "
         f"more than {limits.step_s:g} s (--step-timeout), and was killed; the log above has the stacks of its threads"

@@ -1,13 +1,11 @@
 """Encrypted TCP links between the API process and engines on any machine of a cluster.
 
-An engine connects to the `EngineListener` and gets its own socket, an `EngineLink`. CurveZMQ encrypts and authenticates
-both sides with keys that each start generates. Engines receive theirs with their setup. The exit of a process is
-noticed within milliseconds, the loss of a machine or the network within `SILENCE_S`.
+Each engine gets its own `EngineLink`. CurveZMQ encrypts and authenticates both sides with keys that each start
+generates, because prompts cross the network. The exit of a process is noticed within milliseconds, the loss of a
+machine or the network within `SILENCE_S`.
 
 A broken link is never restored: its socket is closed and its engine exits. Otherwise a lost engine could return with
 tokens that another engine generates by then.
-
-CurveZMQ is used because prompts cross the network, and because ZeroMQ's own thread sends while the engine computes.
 """
 
 from __future__ import annotations
@@ -35,15 +33,7 @@ _ENDS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class EngineListener:
-    """Accepts connections of engines.
-
-    Args:
-        host: Address of this machine at which engines reach it.
-        on_link: Called with the link of each engine.
-
-    Raises:
-        OSError: The address cannot be used.
-    """
+    """Accepts connections of engines at `host`, an address of this machine that reaches them."""
 
     def __init__(self, host: str, on_link: Callable[[EngineLink], None]) -> None:
         self._host = host
@@ -74,7 +64,6 @@ class EngineListener:
         )
 
     def close(self) -> None:
-        """Close all links and the listener."""
         for link in list(self._links):
             link.close()
         self._loop.remove_reader(self._fd)
@@ -86,7 +75,6 @@ class EngineListener:
         self._context.term()
 
     def _bind(self, socket: zmq.Socket[bytes]) -> int:
-        """Bind to a free port and return it."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
         _keep_alive(socket)
@@ -107,12 +95,7 @@ class EngineListener:
 
 
 class EngineLink:
-    """Connection to one engine.
-
-    Attributes:
-        on_message: Called with each message of the engine. The owner sets it.
-        on_lost: Called after the last message when the engine has exited. The owner sets it.
-    """
+    """Connection to one engine. The owner sets `on_message`, and `on_lost`, called after the last message."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, on_end: Callable[[EngineLink], None]) -> None:
         self.on_message: Callable[[FromEngine], None] = lambda message: None
@@ -129,7 +112,6 @@ class EngineLink:
         self._timer = self._loop.call_later(CONNECT_S, self._lose)
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message without blocking. If the engine has exited, `on_lost` follows."""
         if not self._channel.closed and not self._channel.send(message) and self._is_connected:
             self._loop.call_soon(self._lose)
 
@@ -148,7 +130,6 @@ class EngineLink:
         self.on_message(message)
 
     def _look(self) -> None:
-        """Handle connection events."""
         while not self._channel.closed:
             try:
                 event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -181,7 +162,6 @@ class _Allowed:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether `key`, the proven public key of a client, is the engines' key."""
         return hmac.compare_digest(key, self._public)
 
 
@@ -193,10 +173,9 @@ class NoAnswerError(Exception):
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], key: ListenerKey) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    """Connect to the API process. Return the socket and a function that returns whether it is connected.
+    """Connect to the API process, or raise `NoAnswerError` after `CONNECT_S`.
 
-    Raises:
-        NoAnswerError: The API process does not answer within `CONNECT_S`.
+    Returns the socket and a function that returns whether it is connected.
     """
     listener = context.socket(zmq.REQ)
     _lock(listener, key)

@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine processes: msgspec structs, encoded as msgpack.
+"""Messages between the API process and the engine processes, encoded as msgpack.
 
 One `StepOutputs` carries all tokens of an engine step, so the number of messages does not grow with the batch.
 """
@@ -16,17 +16,7 @@ from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
 
 class ListenerKey(msgspec.Struct, frozen=True):
-    """Address and keys that an engine needs to connect to the API process's listener. See `link`.
-
-    All keys are encoded in Z85.
-
-    Attributes:
-        host: Host of the listener.
-        port: Port of the listener.
-        server: Public key of the listener.
-        public: Public key of the engines.
-        secret: Secret key of the engines.
-    """
+    """Address and public key of the listener, and the engines' key pair, all keys in Z85. See `link`."""
 
     host: str
     port: int
@@ -36,13 +26,12 @@ class ListenerKey(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Complete input of an engine process, read as JSON from its standard input.
+    """Input of an engine process, as JSON on its standard input.
 
     Attributes:
         at: Address of the API process's local socket, or the key to its listener.
         parent: Process id of the parent. The engine exits when the parent does.
-        heartbeat_fd: File descriptor of the heartbeat pipe (see `heartbeat`). None disables the heartbeat.
-        limits: Time limits after which the engine counts as hung.
+        heartbeat_fd: Heartbeat pipe. None disables the heartbeat.
     """
 
     config: EngineConfig
@@ -60,7 +49,7 @@ class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
 
     Attributes:
         id: Unique for the lifetime of the engine.
-        output: Tokens that another engine has generated already. This engine continues after them.
+        output: Tokens from another engine, after which this engine continues.
         age_s: Seconds since the first engine received the request. The deadline in `options` counts from then.
         forecast: Predicted length of the whole output, including `output`.
     """
@@ -75,14 +64,14 @@ class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
 
 
 class Reforecast(msgspec.Struct, frozen=True, tag="reforecast", array_like=True):
-    """Replaces the forecast of a request. Ignored if the request has finished."""
+    """Replaces the forecast of a request, unless it has finished."""
 
     id: int
     forecast: Forecast
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
-    """Aborts requests. Ids of finished requests are ignored. See `EngineCore.abort` for `reason`."""
+    """Aborts requests. Ids of finished requests are ignored."""
 
     ids: list[int]
     reason: FinishReason = FinishReason.ABORT
@@ -105,12 +94,7 @@ ToEngine = Add | Reforecast | Abort | DescribeRequests | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
-    """Startup progress.
-
-    Attributes:
-        what: Name of the stage.
-        share: Completed fraction of the stage, from 0 to 1.
-    """
+    """Fraction of a startup stage, from 0 to 1."""
 
     what: str
     share: float
@@ -124,10 +108,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
         max_model_len: Maximum number of prompt and output tokens of a request.
         device_blocks: Number of KV blocks on the device, each of `block_size` tokens.
         host_blocks: Number of KV blocks on the CPU tier.
-        block_bytes: Size of a device block.
         host_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
-        cost: Initial cost model of engine steps.
-        caches_prefixes: True if requests reuse the KV of common prompt prefixes.
     """
 
     model: str
@@ -153,11 +134,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """Reports that the engine cannot start or continue, before the process exits.
-
-    Attributes:
-        text: Reason for the operator. It must not be shown to clients.
-    """
+    """Reports why the engine cannot start or continue. The text must not be shown to clients."""
 
     text: str
 
@@ -167,10 +144,9 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
     Attributes:
         ids: Distinct ids of the requests that generated a token.
-        tokens: Generated token of each request in `ids`.
-        details: Token details by index into `ids`. `PromptScores` may have carried log-probabilities of the prompt.
+        details: Token details by index into `ids`, without log-probabilities of prompts sent as `PromptScores`.
         ended: (id, `FinishReason`) of requests that finished after this step's token.
-        started: Ids of requests that run for the first time. They are sent before the step runs.
+        started: Ids of requests that run for the first time, sent before the step runs.
         errors: Error text for the client, by id of the failed request.
         cached: Number of prefix-cache hit tokens of `started` requests by id, if not 0.
     """
@@ -185,9 +161,9 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):
-    """Log-probabilities of the next prompt tokens of a request, sent before its first output token.
+    """Log-probabilities of a request's next prompt tokens, sent before its first output token.
 
-    They are split into messages of a few hundred tokens, so that no message takes long to decode.
+    Each message has a few hundred tokens, so that none takes long to decode.
     """
 
     id: int
@@ -195,12 +171,7 @@ class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """Refuses a request.
-
-    Attributes:
-        param: Invalid field of the request.
-        text: Reason, which may be shown to the client.
-    """
+    """Refuses a request. `text` may be shown to the client."""
 
     id: int
     param: str | None
@@ -208,43 +179,32 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
-    """Metrics of the engine.
-
-    Attributes:
-        blocks_used: Number of used blocks out of `Ready.device_blocks`.
-    """
+    """Metrics of the engine."""
 
     blocks_used: int
     metrics: Snapshot
 
     @property
     def running(self) -> int:
-        """Number of requests in the running batch."""
         return int(sum(self.metrics.row("num_requests_running")))
 
     @property
     def waiting(self) -> int:
-        """Number of requests outside the running batch."""
         return int(sum(self.metrics.row("num_requests_waiting")))
 
 
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
-    """State of an unfinished request in the scheduler.
+    """State of an unfinished request in the scheduler. Fields are None while they do not apply.
 
     Attributes:
-        number: Id of the request at the engine.
         state: "running" if it is in the latest plan, "waiting" if it has never run, "preempted" if its KV is on the
             device or dropped, "swapped" if its KV is on the CPU tier or moving.
         is_urgent: True if it ranks before the other requests of its service class.
-        place: Rank in the scheduler's order, starting at 0. None without an engine.
+        place: Rank in the scheduler's order, from 0.
         computed_tokens: Number of tokens that have KV.
-        device_blocks: Number of KV blocks that it holds on the device.
-        host_blocks: Number of KV blocks that it holds on the CPU tier.
-        wait_reason: Why it does not run (`core.scheduling.waits.WaitReason`). None while it runs.
-        wait_s: Seconds since it began to wait for that reason. None while it runs.
-        short_blocks: Number of KV blocks that were missing when it began to wait for them.
-        predicted_tokens: Predicted length of its whole output. None without a forecast.
-        forecast_source: Predictor that made the forecast. None without a forecast.
+        wait_s: Seconds since it began to wait for `wait_reason`.
+        short_blocks: Number of KV blocks that were missing then.
+        predicted_tokens: Predicted length of its whole output.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Ray actor that runs one engine process on its node and reports its health."""
+"""Ray actor that runs one engine process."""
 
 from __future__ import annotations
 
@@ -17,25 +17,15 @@ from skipjoin.system.container import oom_kills
 class EngineReplica:
     """Replica of the engine. Call `place`, `start` and then `check_health`, all from one thread.
 
-    The engine is a child of this process and exits with it. Tokens do not pass through the actor, because the engine
-    has its own link to the API process.
+    The engine is a child of this process and exits with it. It has its own link to the API process.
     """
 
     def place(self) -> str:
-        """Return Ray's id of the node of this process."""
         node: str = import_ray().get_runtime_context().get_node_id()
         return node
 
     def start(self, command: tuple[str, ...], setup: bytes) -> None:
-        """Start the engine and wait until it accepts requests.
-
-        Args:
-            command: Command line of the engine process.
-            setup: `Setup` as JSON. `parent` and `heartbeat_fd` are filled in here.
-
-        Raises:
-            RuntimeError: The engine did not start.
-        """
+        """Start the engine with a `Setup` as JSON, of which `parent` and `heartbeat_fd` are filled in here."""
         self._oom_kills = oom_kills()
         self._heartbeat = HeartbeatReader()
         notify = self._heartbeat.engine_fd
@@ -56,11 +46,7 @@ class EngineReplica:
             raise RuntimeError(self._describe_end(self._process.wait()))
 
     def check_health(self) -> None:
-        """Check the engine, and kill it if it hangs. Call every `HEARTBEAT_INTERVAL_S`.
-
-        Raises:
-            RuntimeError: The engine has exited or was killed.
-        """
+        """Kill the engine if it hangs, and raise if it has exited. Call every `HEARTBEAT_INTERVAL_S`."""
         if self._heartbeat.silent_s() >= self._limits.hang_s and self._process.poll() is None:
             end_hung(self._process)
             raise RuntimeError(describe_hang(self._limits))
@@ -68,7 +54,6 @@ class EngineReplica:
             raise RuntimeError(self._describe_end(code))
 
     def close(self) -> None:
-        """Kill the engine. Not needed if this process exits, too."""
         self._process.kill()
         self._process.wait()
         self._heartbeat.close()

@@ -1,8 +1,4 @@
-"""Data parallel engines behind one server, placed by Ray.
-
-Requests and tokens do not pass through Ray. Each engine has its own link to the API process (see `link`), which notices
-the engine's exit immediately and moves its requests (`EngineClient`).
-"""
+"""Data parallel engines behind one server, placed by Ray. Tokens do not pass through Ray (see `link`)."""
 
 from __future__ import annotations
 
@@ -34,9 +30,6 @@ class ReplicaSet:
     """Set of `client.wanted` engines.
 
     Args:
-        client: Client that the engines join.
-        command: Command line of the engine process.
-        on_progress: Called during startup with the name of the stage and its completed fraction.
         address: host:port of the Ray cluster. None starts a cluster on this machine.
     """
 
@@ -65,17 +58,11 @@ class ReplicaSet:
         self._is_ending = False
 
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
-        """Start the engines and wait until all accept requests.
-
-        Raises:
-            EngineStartError: An engine could not start.
-        """
         self._started = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live(config, limits))
         return await self._started
 
     async def stop(self) -> None:
-        """Stop the engines and leave the cluster, or shut it down if this server started it."""
         self._is_ending = True
         if self._life is not None:
             self._life.cancel()
@@ -86,7 +73,6 @@ class ReplicaSet:
             self._listener.close()
 
     def kill(self) -> None:
-        """Abort a start. `stop` then ends the engines."""
         self._is_ending = True
         self._fail_start("the server was stopped")
 
@@ -96,7 +82,6 @@ class ReplicaSet:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args))
 
     def _enter(self, needs: Needs) -> None:
-        """Start or join the cluster."""
         if self._address is None:
             self._cluster = Cluster.start(needs.all_cpus * self._client.wanted)
         else:
@@ -116,7 +101,6 @@ class ReplicaSet:
     # -- life ---------------------------------------------------------------------------------------------
 
     async def _live(self, config: EngineConfig, limits: HangLimits) -> None:
-        """Start the cluster and the engines, then supervise them."""
         try:
             config = self._divide(config)
             needs = Needs(config.threads or 1, config.device, config.ranks if config.is_distributed else 0)
@@ -154,7 +138,6 @@ class ReplicaSet:
             self._started.set_exception(EngineStartError(reason))
 
     def _give_up(self, reason: str) -> None:
-        """Fail the start, and stop the server if it has no engine."""
         self._fail_start(reason)
         if self._client.alive == 0 and not self._is_ending:
             logger.error("no replica is left, and none will be restarted: %s", reason)
@@ -166,14 +149,12 @@ class ReplicaSet:
     # -- engines ------------------------------------------------------------------------------------------
 
     def _admit(self, link: EngineLink) -> None:
-        """Assign a number and handlers to the link of a new engine."""
         taken = set(self._numbers.values())
         number = self._numbers[link] = next(n for n in range(1, len(taken) + 2) if n not in taken)
         engine = _Engine(self, link, number)
         link.on_message, link.on_lost = engine.receive, engine.lost
 
     def came_up(self, number: int, info: Ready, link: EngineLink) -> ConnectedEngine:
-        """Add an engine that accepts requests."""
         replica = self._client.join(info, link.send)
         if self._started is not None and not self._started.done():
             if self._client.alive == self._client.wanted:
@@ -183,21 +164,14 @@ class ReplicaSet:
         return replica
 
     def deliver(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        """Pass a message of an engine to the client."""
         self._client.receive(replica, message)
 
     def progressed(self, number: int, progress: LoadProgress) -> None:
-        """Show the startup progress of an engine."""
         if self._started is not None and not self._started.done():
             self._on_progress(f"replica {number}: {progress.what}", progress.share)
 
     def went_down(self, number: int, link: EngineLink, replica: ConnectedEngine | None, failure: str | None) -> None:
-        """Remove an engine that has exited.
-
-        Args:
-            replica: None if the engine never accepted requests.
-            failure: Reason that the engine reported, if any.
-        """
+        """Remove an engine that has exited. `replica` is None if it never accepted requests."""
         del self._numbers[link]
         moved = self._client.lose(replica) if replica is not None else 0
         if self._is_ending:
@@ -209,8 +183,6 @@ class ReplicaSet:
 
 
 class _Engine:
-    """Handler of the messages of one link."""
-
     def __init__(self, owner: ReplicaSet, link: EngineLink, number: int) -> None:
         self._owner = owner
         self._link = link

@@ -1,4 +1,4 @@
-"""Sequences in the API process: their outputs, and the state that another engine needs to continue them."""
+"""Sequences in the API process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ _TAKEN = 256
 class Mailbox:
     """Bounded queue of the outputs of one job.
 
-    Args:
-        on_full: Called on the event loop when the bound is exceeded. Further outputs are dropped.
-        sequences: Number of sequences of the job.
+    When the bound is exceeded, `on_full` is called on the event loop, and further outputs are dropped.
     """
 
     __slots__ = ("_error", "_items", "_most", "_on_full", "_size", "_waiter")
@@ -41,11 +39,7 @@ class Mailbox:
         self._error: Exception | None = None
 
     async def get(self) -> list[Output]:
-        """Return the next outputs, waiting for at least one.
-
-        Raises:
-            Exception: The error that was passed to `fail`, after all outputs before it.
-        """
+        """Return at least one output. After the last, raise the error of `fail`."""
         if not self._items and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -62,7 +56,6 @@ class Mailbox:
         raise self._error
 
     def put(self, output: Output) -> None:
-        """Add an output. Drop it if the mailbox is full or has failed."""
         if self._error is not None or self._size > self._most:
             return
         self._items.append(output)
@@ -91,16 +84,12 @@ class EngineSequence:
     Attributes:
         request: Prompt, output so far, options, and arrival on this process's monotonic clock.
         params: Sampling parameters, with a seed so that another engine samples the same tokens.
-        index: Index of its choice.
-        label: Id of the response that it belongs to.
-        owner: Hash of the client's API key.
         patience: Timer of its wait for an engine.
         alarm: Timer of its deadline.
         has_begun: True if it has run at its current engine.
         deaths: Number of engines that crashed while it was running.
         stuck: Number of crashes since its last token that it may have caused.
         scores: Log-probabilities of the prompt that arrived before the first token.
-        cached_tokens: Number of prefix-cache hit tokens at the engine that generated the first token.
     """
 
     __slots__ = (
@@ -139,11 +128,9 @@ class EngineSequence:
 
     @property
     def id(self) -> int:
-        """Id, which is the same at all engines."""
         return self.request.id
 
     def started(self, cached_tokens: int) -> None:
-        """Record that the sequence runs at its engine for the first time."""
         self.has_begun = True
         if not self.request.output:  # otherwise another engine reported the hits
             self.cached_tokens = cached_tokens
@@ -151,11 +138,7 @@ class EngineSequence:
             self.on_start()
 
     def message(self, now: float) -> Add:
-        """Return the message that makes an engine continue after the tokens generated so far.
-
-        Args:
-            now: Time in seconds on this process's monotonic clock.
-        """
+        """Return the message that makes an engine continue after the tokens generated so far."""
         request, params = self.request, self.params
         if request.output and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # the client got them with the first token

@@ -1,6 +1,6 @@
 """Detection of a stalled engine: requests wait although nothing is in flight that they could wait for.
 
-The scheduler always finds something to run (`StepPlanner._force`), so a stall is a bug of the scheduler or a policy.
+The scheduler always finds something to run, so a stall is a bug of the scheduler or a policy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ class StallError(RuntimeError):
 
 
 class StallWatch:
-    """Restarts a stalled engine core, and raises if that does not help.
-
-    Args:
-        limit_s: Time without a plan after which `check` raises.
-        clock: Returns monotonic seconds on the core's clock.
-    """
+    """Restarts a stalled engine core, and raises `StallError` after `limit_s` without a plan."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -37,11 +32,7 @@ class StallWatch:
         self._has_restarted = False
 
     def check(self, core: EngineCore) -> None:
-        """Check the core. Call after the pipeline was filled.
-
-        Raises:
-            StallError: The core has been stalled for `limit_s`.
-        """
+        """Check the core. Call after the pipeline was filled."""
         if not core.is_stalled:
             self._since, self._has_restarted = None, False
             return

@@ -1,7 +1,7 @@
-"""Supervision of replicas: start them as Ray actors, check their health and replace those that fail.
+"""Supervision of replicas, which are Ray actors.
 
-Ray does not restart the actors itself, because it does not notice a hung engine, and notices an unreachable machine
-only after a minute or more.
+Ray does not restart them itself, because it does not notice a hung engine, and notices an unreachable machine only
+after a minute or more.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ class Needs(NamedTuple):
     """Resources of one replica.
 
     Attributes:
-        cpus: Number of CPUs of the engine.
         device: "auto", "cpu" or "cuda". An engine on a GPU takes one.
-        ranks: Number of rank processes that the engine starts, each with a CPU and, if GPUs are used, a GPU. With 0 it
-            runs the model in its own process.
+        ranks: Number of rank processes, each with a CPU and, if GPUs are used, a GPU. With 0 the engine runs the model.
     """
 
     cpus: int
@@ -49,12 +47,10 @@ class Needs(NamedTuple):
 
     @property
     def all_cpus(self) -> int:
-        """Number of CPUs of the replica including its ranks."""
         return 1 + self.ranks if self.ranks else self.cpus
 
     @property
     def own_cpus(self) -> int:
-        """Number of CPUs of the replica without its ranks."""
         return 1 if self.ranks else self.cpus
 
 
@@ -71,7 +67,6 @@ class _Slot:
         self.watched_s = 0.0  # since the last warning or reachability check
 
     def ask(self, call: Any) -> None:
-        """Set the pending call."""
         self.call, self.waited_s, self.watched_s = call, 0.0, 0.0
 
 
@@ -88,11 +83,7 @@ class ReplicaSupervisor:
         self._reason = ""  # of the last failed start
 
     def deploy(self, command: tuple[str, ...], setup: bytes, *, replicas: int, needs: Needs) -> None:
-        """Start replicas. See `EngineReplica.start` for `command` and `setup`.
-
-        Raises:
-            ClusterError: The cluster has too few CPUs or GPUs.
-        """
+        """Start replicas, or raise `ClusterError` if the cluster is too small."""
         ray = import_ray()
         gpus = check_room(replicas, needs, [node.has for node in known_nodes()])
         self._needs = needs
@@ -105,7 +96,7 @@ class ReplicaSupervisor:
             self._start(slot)
 
     def check(self) -> str | None:
-        """Replace failed replicas. Return why replicas cannot start, or None if they can."""
+        """Replace failed replicas. Return why replicas cannot start, if so."""
         now = self._clock()
         # Time in which this process itself did not run does not count.
         passed_s = min(now - self._checked_at, 2 * CHECK_S)
@@ -120,7 +111,6 @@ class ReplicaSupervisor:
         return f"{self._failures} starts in a row failed, the last one: {self._reason}"
 
     def close(self) -> None:
-        """Kill the replicas."""
         for slot in self._slots:
             self._end(slot)
 
@@ -149,7 +139,6 @@ class ReplicaSupervisor:
             self._wait(slot, passed_s)
 
     def _go_on(self, slot: _Slot, answer: Any) -> None:
-        """Make the next call after `answer` to the pending one."""
         if slot.node is None:
             slot.node = next((node for node in known_nodes() if node.name == answer), None)
             if slot.node is None:
@@ -162,7 +151,6 @@ class ReplicaSupervisor:
         slot.ask(slot.actor.check_health.remote())
 
     def _wait(self, slot: _Slot, passed_s: float) -> None:
-        """Replace a running replica that has not answered for too long. A start may take any time."""
         slot.waited_s += passed_s
         slot.watched_s += passed_s
         if slot.node is None:
@@ -177,7 +165,6 @@ class ReplicaSupervisor:
                 self._replace(slot, f"node {slot.node.ip} cannot be reached")
 
     def _replace(self, slot: _Slot, reason: str) -> None:
-        """Kill a replica and schedule another start, immediately if it was running, else after a backoff."""
         if slot.is_running:
             slot.rest_s = 0.0
             logger.warning("a replica ended (%s); another is started", reason)
@@ -196,17 +183,7 @@ class ReplicaSupervisor:
 
 
 def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Check that an otherwise idle cluster has room for the replicas.
-
-    Args:
-        nodes: Resources of each node.
-
-    Returns:
-        Number of GPUs that each engine's own process takes.
-
-    Raises:
-        ClusterError: The cluster is too small.
-    """
+    """Return how many GPUs each engine's own process takes, or raise `ClusterError` if an idle cluster is too small."""
     wants_gpus = needs.device == "cuda" or (needs.device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
     each = {"CPU": needs.all_cpus} | ({"GPU": needs.ranks or 1} if wants_gpus else {})
     if needs.ranks:  # ranks may be on other nodes than the engine

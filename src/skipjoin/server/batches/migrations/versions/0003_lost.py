@@ -10,5 +10,5 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Add the column, with 0 for existing lines."""
+    """Add the column."""
     op.add_column("lines", sa.Column("lost", sa.Integer, nullable=False, server_default="0"))

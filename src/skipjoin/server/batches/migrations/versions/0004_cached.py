@@ -10,5 +10,5 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
-    """Add the column, with 0 for existing batches."""
+    """Add the column."""
     op.add_column("batches", sa.Column("cached_tokens", sa.BigInteger, nullable=False, server_default="0"))

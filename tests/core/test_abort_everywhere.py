@@ -13,7 +13,7 @@ import pytest
 from skipjoin.core.events import Finished
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Grant, Wait
+from skipjoin.core.policy import Allocation, Wait
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Direction, Move
@@ -279,12 +279,12 @@ def with_claims(*lenders: int | None) -> Scene:
     """Each request has claimed 7 blocks of what one with a smaller id claims, or of what is available; the first one
     has claimed all that three need, and an account keeps some."""
     answers: dict[int, Answer] = {
-        number: lambda request, target, kv, lender=lender: Grant(
-            7, 7, tokens=28, lender=next((one for one in kv.holders() if one.id == lender), None)
+        number: lambda request, target, kv, lender=lender: Allocation(
+            7, 7, tokens=28, parent=next((one for one in kv.holders() if one.id == lender), None)
         )
         for number, lender in enumerate(lenders)
     }
-    answers[0] = lambda request, target, kv: Grant(21, 21, tokens=28)
+    answers[0] = lambda request, target, kv: Allocation(21, 21, tokens=28)
     scene = Scene.begin(claims=Scripted(answers, {Account("kept"): 10}), depth=2, overlap=True)
     scene.stepper.step()
     scene.stepper.start()
@@ -306,8 +306,8 @@ def lending_what_it_is_lent() -> Scene:
 def at_the_end_of_its_claim() -> Scene:
     """On the device, and granted nothing more while others run."""
 
-    def ten_tokens(request: Request, target: int, kv: KVLedger) -> Grant | Wait:
-        return Grant(3, 3, tokens=10) if target <= 10 else Wait.PASS
+    def ten_tokens(request: Request, target: int, kv: KVLedger) -> Allocation | Wait:
+        return Allocation(3, 3, tokens=10) if target <= 10 else Wait.PASS
 
     scene = Scene.begin(claims=Scripted({VICTIM: ten_tokens}))
     for _ in range(5):

@@ -21,7 +21,7 @@ COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
 def limited(*live: Request, now: float = 0.0) -> LimitedBestEffort:
     batcher = LimitedBestEffort(Greedy(100, 1000, chunked=False), COST, lambda request: request.is_best_effort)
     for request in live:
-        batcher.arrived(request, now)
+        batcher.on_arrived(request, now)
     return batcher
 
 
@@ -80,7 +80,7 @@ def test_without_real_time_requests_for_a_while_there_is_no_limit() -> None:
     chat, flood = make(0, 400), [begun(number) for number in range(1, 101)]
     assert step(limited(*flood), flood) == [1] * 100
     batcher = limited(chat, *flood)
-    batcher.finished(chat, 5.0)
+    batcher.on_finished(chat, 5.0)
     assert step(batcher, flood, now=5.0 + QUIET_S - 0.1).count(1) == 72
     assert step(batcher, flood, now=5.0 + QUIET_S) == [1] * 100
 
@@ -89,5 +89,5 @@ def test_it_rests_unless_there_are_best_effort_requests() -> None:
     batch = begun(1)
     batcher = limited(make(0), batch)
     assert not rests(batcher)
-    batcher.finished(batch, 1.0)
+    batcher.on_finished(batch, 1.0)
     assert rests(batcher)

@@ -24,7 +24,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from skipjoin.core.events import Admitted, Arrived, Claimed, Event, Finished, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import (
+    Admitted,
+    Arrived,
+    Event,
+    Finished,
+    MoveFailed,
+    Planned,
+    Preempted,
+    Preemption,
+    Reserved,
+)
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, Request
 from skipjoin.core.step import Move, Slice, StepPlan
@@ -129,7 +139,7 @@ def _lines(event: Event, blocks: dict[Request, Sequence[int]]) -> Iterator[str]:
             yield f"arrive {request.id}: {size}{_options(request)}"
         case Admitted(request=request, cached=cached, on_host=on_host) if cached:
             yield f"find {cached} tokens of {request.id} in the prefix cache, {on_host} of them on the CPU tier"
-        case Claimed(request=request, lender=lender, blocks=count) if lender is not None:
+        case Reserved(request=request, parent=lender, blocks=count) if lender is not None:
             owner = lender.id if isinstance(lender, Request) else lender.name
             yield f"reserve {count} blocks for {request.id} out of those of {owner}"
         case Preempted(request=request, how=how, kept=kept):

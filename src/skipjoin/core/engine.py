@@ -102,8 +102,8 @@ class EngineCore:
         if request is None:
             return False
         request.forecast = forecast
-        for reforecast in self.scheduler.policies.on_reforecast:
-            reforecast(request, now)
+        for notify in self.scheduler.policies.on_reforecast:
+            notify(request, now)
         return True
 
     def start_step(self, now: float) -> StepPlan | None:
@@ -169,15 +169,15 @@ class EngineCore:
         grown = kv.growth(requests, steps)
         if grown is None:
             raise ValueError(f"{steps} steps need more blocks than are available")
-        claimed = kv.device_total - kv.available
+        reserved = kv.device_total - kv.available
         for request in requests:
             request.output += [request.output[-1]] * steps
             request.known += steps
             request.computed += steps
             request.planned += steps
             kv.grow(request, request.computed)
-        claims = [claimed + blocks for blocks in accumulate(grown)]
-        self.scheduler.events.append(Decoded(requests, since, ends, claims))
+        totals = [reserved + blocks for blocks in accumulate(grown)]
+        self.scheduler.events.append(Decoded(requests, since, ends, totals))
 
     def wait_of(self, request: Request) -> WaitState | None:
         """Return why and since when the request waits, or None while it runs."""

@@ -127,7 +127,7 @@ class Timeline:
     With pipeline stages, each stage has a lane with its part of every step and with bubbles. Stages report durations
     only, so parts are drawn as early as the lane and the decision allow, and before the next stage begins.
 
-    Counters show running and waiting requests, and KV blocks that are held (not free) and claimed (held or reserved).
+    Counters show running and waiting requests, held KV blocks (not free), and reserved ones, which include the held.
 
     A span's `left` is a `FinishReason`, a `Preemption` or one of three texts: "caught up" (prefill continues as decode
     in the same slot), "lost in a restart", and "still running" (at `close`).
@@ -205,7 +205,7 @@ class Timeline:
         self._preempted = []
         for piece in event.plan.slices:
             self._tracks[piece.request].plans += 1
-        self._show(at, held=event.held, claimed=event.claimed)
+        self._show(at, held=event.held, reserved=event.reserved)
 
     def _restart(self, event: Restarted) -> None:
         """End all spans and discard the plans in flight."""
@@ -217,7 +217,7 @@ class Timeline:
         self._running.clear()
         self._step_end = at
         self._trace.span(_STEPS, "restart", at, at, {"plans": len(event.plans)})
-        self._show(at, held=0, claimed=0)
+        self._show(at, held=0, reserved=0)
 
     def _compute(self, event: Computed, after_rest: bool) -> None:
         result = event.result
@@ -331,7 +331,7 @@ class Timeline:
         else:
             self._leave(request, event.reason.value)
         if not self._live:
-            self._show(at, held=0, claimed=0)
+            self._show(at, held=0, reserved=0)
 
     def _leave(self, request: Request, why: str) -> None:
         self._vacate(request, self._tracks.pop(request), why)
@@ -360,11 +360,11 @@ class Timeline:
         }
         self._trace.span(_lane_of(span.slot), span.phase, span.begin, span.end, args)
 
-    def _show(self, at: int, *, held: int, claimed: int) -> None:
+    def _show(self, at: int, *, held: int, reserved: int) -> None:
         running = len(self._running)
         for name, value in (
             ("KV blocks held", held),
-            ("KV blocks claimed", claimed),
+            ("KV blocks reserved", reserved),
             ("requests running", running),
             ("requests waiting", self._live - running),
         ):

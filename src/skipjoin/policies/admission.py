@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Grant, Wait
+from skipjoin.core.policy import Allocation, Wait
 from skipjoin.core.request import Request
 
 
@@ -22,12 +22,12 @@ class OnDemand:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
         self.watermark = watermark
 
-    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation:
         known = kv.blocks_for(request.known)
         # Capped by the pool, so that a request nearly as large as the pool is admitted once it is empty or all others
         # are evicted.
         spare = max(0, min(int(self.watermark * kv.device_total), kv.device_total - known))
-        return Grant(now=known, blocks=known, spare=spare)
+        return Allocation(now=known, blocks=known, spare=spare)
 
 
 class WholeMaximum:
@@ -35,6 +35,6 @@ class WholeMaximum:
 
     rests = True
 
-    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Wait:
         blocks = kv.blocks_for(request.max_total_tokens)
-        return Grant(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT
+        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT

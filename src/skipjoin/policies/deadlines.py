@@ -74,11 +74,11 @@ class ByDeadline(Callbacks):
         self._missed: deque[tuple[float, Request]] = deque()
         self._now = -inf
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._next.begin(request, now)
         self._put(request, _WINNABLE)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for piece in slices:
             request = piece.request
             if piece.samples:
@@ -90,10 +90,10 @@ class ByDeadline(Callbacks):
             elif self._tier[request] == _LATE:
                 self._put(request, _LATE)
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         self._put(request, self._tier[request])
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._take(request)
         del self._tier[request]
         self._next.end(request)
@@ -163,19 +163,19 @@ class StartedFirst(Callbacks):
         self._ranking = Ranking()
         self._stages: dict[Request, int] = {}
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._put(request, _ON_DEVICE if request.planned else _AWAY if request.output else _NEW)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for piece in slices:
             if self._stages[piece.request] != _ON_DEVICE:
                 self._put(piece.request, _ON_DEVICE)
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         if self._stages[request] == _ON_DEVICE:
             self._put(request, _AWAY)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
         del self._stages[request]
 

@@ -40,7 +40,7 @@ class Recompute:
     ) -> Sequence[Eviction]:
         return [Eviction(victim, Preemption.DROP) for victim, _ in _until_enough(short, candidates, kv)]
 
-    def dropped(self, tokens: int, now: float) -> None:
+    def on_dropped(self, tokens: int, now: float) -> None:
         pass
 
     def ahead(
@@ -113,7 +113,7 @@ class Swap(Recompute):
         """Return how many blocks the victim frees when `missing` are short, or None for all."""
         return None
 
-    def dropped(self, tokens: int, now: float) -> None:
+    def on_dropped(self, tokens: int, now: float) -> None:
         seconds = self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
         self._next_drop = max(now, self._next_drop) + seconds / self._drop_share
 
@@ -232,7 +232,7 @@ class ProactiveSwap(Swap):
     def returns_overlapped(self, request: Request) -> bool:
         return not self._is_cheap
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._arrivals.note(request, now)
         self._new.append(request)
 

@@ -99,7 +99,7 @@ class Fair(Callbacks):
             return found.served
         return max(self._left.get(client, 0.0), self._least())
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         name = request.options.client
         if name not in self._clients:
             served = self.served(name)
@@ -108,29 +108,29 @@ class Fair(Callbacks):
             self._is_sorted = False
         client = self._clients[name]
         client.live[request] = min(request.computed, len(request.prompt))
-        client.ordering.arrived(request, now)
+        client.ordering.on_arrived(request, now)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         by_client: dict[_Client, list[Slice]] = {}
         for piece in slices:
             by_client.setdefault(self._of(piece.request), []).append(piece)
         for client, pieces in by_client.items():
             client.served += sum(self._service(client, piece) for piece in pieces)
-            client.ordering.ran(pieces, now)
+            client.ordering.on_scheduled(pieces, now)
         self._is_sorted = False
 
-    def claimed(self, request: Request, now: float) -> None:
-        self._of(request).ordering.claimed(request, now)
+    def on_reserved(self, request: Request, now: float) -> None:
+        self._of(request).ordering.on_reserved(request, now)
 
-    def evicted(self, request: Request, now: float) -> None:
-        self._of(request).ordering.evicted(request, now)
+    def on_preempted(self, request: Request, now: float) -> None:
+        self._of(request).ordering.on_preempted(request, now)
 
-    def reforecast(self, request: Request, now: float) -> None:
-        self._of(request).ordering.reforecast(request, now)
+    def on_reforecast(self, request: Request, now: float) -> None:
+        self._of(request).ordering.on_reforecast(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         client = self._of(request)
-        client.ordering.finished(request, now)
+        client.ordering.on_finished(request, now)
         del client.live[request]
         if not client.live:
             self._forget(request.options.client)
@@ -220,13 +220,13 @@ class FairSteps(Callbacks):
         """See `skipjoin.core.policy.rests`."""
         return len(self._clients) < 2 and rests(self.batcher)
 
-    def arrived(self, request: Request, now: float) -> None:
-        self.batcher.arrived(request, now)
+    def on_arrived(self, request: Request, now: float) -> None:
+        self.batcher.on_arrived(request, now)
         if not request.is_best_effort:
             self._clients[request.options.client] += 1
 
-    def finished(self, request: Request, now: float) -> None:
-        self.batcher.finished(request, now)
+    def on_finished(self, request: Request, now: float) -> None:
+        self.batcher.on_finished(request, now)
         if not request.is_best_effort:
             client = request.options.client
             self._clients[client] -= 1

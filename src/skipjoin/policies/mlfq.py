@@ -102,7 +102,7 @@ class SkipJoinMlfq(Callbacks):
         self._next_promotion = -math.inf  # earliest time of the next promotion
         self._batch = 1.0  # mean number of requests in a step
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         if self._cost.revision != self._revision:
             self._revise()
         level = self._covering(self._prefill_seconds(request.known - request.reached)) if self._skip_join else 0
@@ -110,7 +110,7 @@ class SkipJoinMlfq(Callbacks):
         self._queues[level][request] = job
         heapq.heappush(self._watch, (now + self._starvation_s, request.id, request))
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if self._cost.revision != self._revision:
             self._revise()
         jobs, quanta, decode_seconds = self._jobs, self._quanta, self._decode_seconds
@@ -135,7 +135,7 @@ class SkipJoinMlfq(Callbacks):
             if job.used >= quanta[job.level]:
                 self._step_down(piece.request, job)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         del self._queues[job.level][request]
         # Stale entries are dropped when due; sweep them when they outnumber the live ones.

@@ -28,10 +28,10 @@ class FixedKey(Callbacks):
         self._key = key
         self._ranking = Ranking()
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._ranking.rest(request, (self._key(request), request.arrival, request.id))
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
 
     def ranked(self, now: float) -> Iterator[Request]:
@@ -101,31 +101,31 @@ class Prioritized(Callbacks):
         """Return whether the request is served as best-effort."""
         return request.is_best_effort and request is not self._lifted
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         if request.is_best_effort:
             self._best_effort[request] = None
         self._join(request, now)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if len(self._sorted) == 1:
-            self._sorted[0].ran(slices, now)
+            self._sorted[0].on_scheduled(slices, now)
             return
         by_band: dict[Band, list[Slice]] = {}
         for piece in slices:
             by_band.setdefault(self.band(piece.request), []).append(piece)
         for band, pieces in by_band.items():
-            self._bands[band].ran(pieces, now)
+            self._bands[band].on_scheduled(pieces, now)
 
-    def claimed(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].claimed(request, now)
+    def on_reserved(self, request: Request, now: float) -> None:
+        self._bands[self.band(request)].on_reserved(request, now)
 
-    def evicted(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].evicted(request, now)
+    def on_preempted(self, request: Request, now: float) -> None:
+        self._bands[self.band(request)].on_preempted(request, now)
 
-    def reforecast(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].reforecast(request, now)
+    def on_reforecast(self, request: Request, now: float) -> None:
+        self._bands[self.band(request)].on_reforecast(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._leave(request, now)
         self._best_effort.pop(request, None)
         if request is self._lifted:
@@ -172,11 +172,11 @@ class Prioritized(Callbacks):
             self._sizes[band] = 0
             self._sort()
         self._sizes[band] += 1
-        self._bands[band].arrived(request, now)
+        self._bands[band].on_arrived(request, now)
 
     def _leave(self, request: Request, now: float) -> None:
         band = self.band(request)
-        self._bands[band].finished(request, now)
+        self._bands[band].on_finished(request, now)
         self._sizes[band] -= 1
         # Empty bands are removed, since users may send any integer as a priority.
         if not self._sizes[band]:

@@ -66,10 +66,10 @@ class Valued(Callbacks):
         self._watch: list[tuple[float, int, Request]] = []
         self._due: dict[Request, float] = {}
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._place(request, now)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if self._value.revision != self._revision:
             self._revision = self._value.revision
             self._changes.clear()
@@ -88,13 +88,13 @@ class Valued(Callbacks):
                 if (when := until(request, now)) != _NEVER or due:
                     self._watch_until(request, when)
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         self._place(request, now)
 
-    def reforecast(self, request: Request, now: float) -> None:
+    def on_reforecast(self, request: Request, now: float) -> None:
         self._place(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
         self._changes.pop(request, None)
         self._due.pop(request, None)

@@ -101,7 +101,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lender is None or request in nested_in(kv, lender)
             held = kv.blocks_of(request)
             assert held is not None
-            assert held.room == min(len(held.device) * BLOCK, request.claimed)
+            assert held.room == min(len(held.device) * BLOCK, request.reserved_tokens)
 
     def lenders(self, lender: Owner) -> set[Request]:
         """The lender, where it is a request, and all that lend it its own claim."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from skipjoin.core.events import Admitted, Claimed, Preempted, Preemption
+from skipjoin.core.events import Admitted, Preempted, Preemption, Reserved
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import EvictionPolicy, Grant, Policies, Wait
+from skipjoin.core.policy import Allocation, EvictionPolicy, Policies, Wait
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.scheduling.waits import WaitReason
@@ -62,8 +62,8 @@ class Scene:
     def claims(self, number: int) -> Iterator[tuple[Owner, int, int]]:
         """What the request was granted, in order: the lender, the blocks in all and those that an account gave up."""
         for event in self.stepper.events:
-            if isinstance(event, Claimed) and event.request.id == number:
-                yield event.lender, event.blocks, event.drawn
+            if isinstance(event, Reserved) and event.request.id == number:
+                yield event.parent, event.blocks, event.drawn
 
     def preempted(self) -> list[tuple[int, Preemption]]:
         return [(event.request.id, event.how) for event in self.stepper.events if isinstance(event, Preempted)]
@@ -71,7 +71,7 @@ class Scene:
 
 def granting(blocks: int, tokens: int | None = None, lender: Owner = None, *, draws: Account | None = None) -> Answer:
     """So many blocks in all, which must be available at once."""
-    return lambda *_: Grant(blocks, blocks, tokens=tokens, lender=lender, draws=draws)
+    return lambda *_: Allocation(blocks, blocks, tokens=tokens, parent=lender, draws=draws)
 
 
 def refusing(how: Wait) -> Answer:
@@ -85,8 +85,8 @@ def refusing(how: Wait) -> Answer:
 def test_a_claim_asks_again_at_the_first_token_beyond_it(depth: int, overlap: bool) -> None:
     """Though the last block has room for more, and never before."""
 
-    def in_parts(request: Request, target: int, kv: KVLedger) -> Grant:
-        return Grant(now=2, blocks=2, tokens=6) if target <= 6 else Grant(now=4, blocks=4, tokens=13)
+    def in_parts(request: Request, target: int, kv: KVLedger) -> Allocation:
+        return Allocation(now=2, blocks=2, tokens=6) if target <= 6 else Allocation(now=4, blocks=4, tokens=13)
 
     scene = Scene({0: in_parts}, blocks=20, depth=depth, overlap=overlap)
     scene.add(make(0, 5, 9), make(1, 5, 9))
@@ -341,7 +341,7 @@ def test_a_claim_ends_when_the_kv_leaves_the_device_and_is_asked_for_again(limit
     eviction.out = [request]
     assert scene.ran() == [0]
     assert scene.kv.cpu_footprint(request) == 2
-    assert request.claimed == (UNLIMITED if limit is None else 0)
+    assert request.reserved_tokens == (UNLIMITED if limit is None else 0)
     assert scene.kv.available == 12 - 7
     if limit is not None:
         scene.admission.answers[1] = refusing(Wait.PASS)
@@ -380,7 +380,7 @@ def test_a_restart_ends_all_claims_and_all_are_asked_for_again() -> None:
     scene.stepper.start()
     scene.stepper.restart()
     unused = scene.kv.reservations.unused(KEPT)
-    assert (scene.kv.available, unused, host.claimed, guest.claimed) == (12, 0, UNLIMITED, UNLIMITED)
+    assert (scene.kv.available, unused, host.reserved_tokens, guest.reserved_tokens) == (12, 0, UNLIMITED, UNLIMITED)
     assert scene.ran() == [0, 1]
     assert [lender for lender, *_ in scene.claims(0)] == [KEPT, KEPT]
     assert [lender for lender, *_ in scene.claims(1)] == [host, host]

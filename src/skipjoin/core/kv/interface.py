@@ -365,7 +365,7 @@ class BlockLedger(KVAccounts, Protocol):
 
         Args:
             blocks: Total number of device blocks that it may have.
-            tokens: Token limit of the reservation (`Request.claimed`); None for no limit.
+            tokens: Token limit of the reservation (`Request.reserved_tokens`); None for no limit.
             parent: Parent reservation; None for the shared pool, and always without `Reserving`.
         """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skipjoin.core.kv.interface import MISS, Hit, KVAccounts
-from skipjoin.core.policy import Grant, Policies, Wait
+from skipjoin.core.policy import Allocation, Policies, Wait
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext, eligible_tokens
 from skipjoin.core.scheduling.evictor import Evictor
@@ -28,12 +28,13 @@ def find_candidates(
         if comes_soon(request, hit, context):
             continue
         away = held.away if held is not None else 0
-        grant = admission.claim(request, target, kv) if held is None or target > request.claimed else None
-        if grant is Wait.PASS or (grant is Wait.WAIT and held is not None):
+        is_covered = held is not None and target <= request.reserved_tokens
+        allocation = None if is_covered else admission.reserve(request, target, kv)
+        if allocation is Wait.PASS or (allocation is Wait.WAIT and held is not None):
             continue
         if held is None:
-            blocks = max(grant.now, grant.blocks) - hit.held if isinstance(grant, Grant) else 0
-            if not isinstance(grant, Grant) or not space.take(request, blocks, grant.spare):
+            blocks = max(allocation.now, allocation.blocks) - hit.held if isinstance(allocation, Allocation) else 0
+            if not isinstance(allocation, Allocation) or not space.take(request, blocks, allocation.spare):
                 break
         elif held.moving is not None or (away and (returns_overlapped(request) or not space.take(request, away, 0))):
             continue

@@ -80,7 +80,7 @@ class Evictor:
             borrower = request if parent is None else None
             dropped = sum(self._evict(one) for one in evictions if not self._lend(one, borrower))
             if newcomer and dropped:
-                eviction.dropped(dropped, now)
+                eviction.on_dropped(dropped, now)
             return None if evictions else WaitReason.HELD_BY_EVICTION
         if self._freed_by_all(settled, request, tokens) >= short:
             return self._clear(settled, missing, comes)

@@ -91,10 +91,10 @@ class Scheduler:
             if (cache := self.kv.cache) is not None:
                 cache.await_prefix(request)
             request.cached = self.kv.hit(request).tokens
-        for arrived in self.policies.on_arrived:
-            arrived(request, now)
-        for claimed in self.policies.on_claimed if received else ():
-            claimed(request, now)
+        for notify in self.policies.on_arrived:
+            notify(request, now)
+        for notify in self.policies.on_reserved if received else ():
+            notify(request, now)
 
     def expect(self, request: Request, now: float) -> bool:
         """Allocate blocks for a request whose computed KV arrives from another engine before `add`.
@@ -110,8 +110,8 @@ class Scheduler:
         Its blocks are freed now, or when the last plan that contains or moves them commits. If it keeps its KV,
         `release` frees them.
         """
-        for finished in self.policies.on_finished:
-            finished(request, now)
+        for notify in self.policies.on_finished:
+            notify(request, now)
         if (cache := self.kv.cache) is not None:
             cache.forget_prefix(request)
         self._release_if_settled(request)
@@ -155,9 +155,9 @@ class Scheduler:
         self._in_flight.append(plan)
         self._note_pauses(plan, planner.started, now)
         kv = self.kv
-        held, claimed = kv.device_total - kv.device_free, kv.device_total - kv.available
+        held, reserved = kv.device_total - kv.device_free, kv.device_total - kv.available
         cap, lent = self.policies.batcher.cap, kv.sharing.lent_blocks if kv.sharing is not None else 0
-        self.events.append(Planned(plan, now, held, claimed, planner.tail, cap, lent))
+        self.events.append(Planned(plan, now, held, reserved, planner.tail, cap, lent))
         return plan
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:
@@ -237,8 +237,8 @@ class Scheduler:
             )
             for piece in plan.slices:
                 self._release_if_finished(piece.request)
-        for ran in self.policies.on_ran:
-            ran(alive, now)
+        for notify in self.policies.on_scheduled:
+            notify(alive, now)
         for request, keep in lost.items():
             self._forget(request, keep, now)
         for move in (*result.landed, *result.failed):
@@ -290,8 +290,8 @@ class Scheduler:
         request.computed = request.planned = kept
         request.is_fresh = request.is_fresh or kept > 0
         request.last_plan = NEVER
-        for evicted in self.policies.on_evicted:
-            evicted(request, now)
+        for notify in self.policies.on_preempted:
+            notify(request, now)
         self.events.append(Preempted(request, now, Preemption.DROP, kept))
 
     def _release_if_finished(self, request: Request) -> None:

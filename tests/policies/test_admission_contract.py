@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import AdmissionPolicy, Allocation, Wait
+from skipjoin.core.policy import AdmissionPolicy, Allocation, Deferral
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.coupled import WholeReservations
 from skipjoin.policies.econo import PaddedLengths
@@ -84,7 +84,7 @@ def test_whole_maximum_waits_for_the_whole_maximum() -> None:
     kv = KVLedger(10, 0, 4)
     kv.reserve(make(1), 5)
     assert WholeMaximum().reserve(make(0, 8, 12), 8, kv) == Allocation(now=5, blocks=5)
-    assert WholeMaximum().reserve(make(0, 8, 13), 8, kv) is Wait.WAIT
+    assert WholeMaximum().reserve(make(0, 8, 13), 8, kv) is Deferral.NEWCOMERS
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0, Allocation(10, 10, tokens=40)), (5, Allocation(5, 5, tokens=20))])

@@ -9,7 +9,7 @@ from typing import Any
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Allocation, Callbacks, Eviction, EvictionPolicy, Ordering, Refusal, Wait
+from skipjoin.core.policy import Allocation, Callbacks, Deferral, Eviction, EvictionPolicy, Ordering, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
@@ -91,7 +91,7 @@ class Verdicts:
 
 
 # A claim as a test asks for it, of a request that is to have so many tokens.
-Answer = Callable[[Request, int, KVLedger], Allocation | Wait]
+Answer = Callable[[Request, int, KVLedger], Allocation | Deferral]
 
 
 def whole(request: Request, target: int, kv: KVLedger) -> Allocation:
@@ -115,7 +115,7 @@ class Scripted(Callbacks):
     def on_begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
         return self._keeps.items()
 
-    def reserve(self, request: Request, target: int, kv: KVLedger) -> Allocation | Wait:
+    def reserve(self, request: Request, target: int, kv: KVLedger) -> Allocation | Deferral:
         self.asked.append((request.id, target))
         return self.answers.get(request.id, whole)(request, target, kv)
 

@@ -129,7 +129,7 @@ class EngineCore:
         """Commit a step's result, append its tokens, and end requests that are complete or were dropped."""
         scheduler = self.scheduler
         void = scheduler.commit(result, now)
-        for index, why in sorted(result.given_up.items()):
+        for index, why in sorted(result.dropped.items()):
             if (request := result.plan.slices[index].request).finish_reason is None:
                 self._finish(request, FinishReason.ERROR, now, why)
         events, details = scheduler.events, result.details

@@ -186,17 +186,17 @@ class Allocation:
     group: Hashable | None = None
 
 
-class Wait(Enum):
-    """Refusal of an admission policy: the request waits for a later step."""
+class Deferral(Enum):
+    """Requests that wait for a later step because an admission policy reserves no KV for one of them."""
 
-    WAIT = "no request that holds no KV gets any in this step"
-    PASS = "others may get some, for a while"
+    NEWCOMERS = "no request without KV is admitted in this step"
+    REQUEST = "other requests may be admitted, for a while"
 
 
 class AdmissionPolicy(Protocol):
     """Policy that sizes a request's KV reservation, at admission and when an earlier reservation is exhausted."""
 
-    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         """Decide on a reservation for a request that has none, or one that covers fewer than `target` tokens.
 
         Must be pure. It is called speculatively, and before arrival if the KV comes from another engine

@@ -150,7 +150,7 @@ class StepResult:
         failed: Moves that failed since then. Their target blocks, and slices that read these, are invalid.
         stages: Times of the pipeline stages, first to last; their busy seconds add up to `seconds`. Empty without a
             pipeline.
-        given_up: Reasons why slices were dropped because the step exceeded the device's memory, by index of the slice.
+        dropped: Reasons why slices were dropped because the step exceeded the device's memory, by index of the slice.
             Their tokens are None, their requests end with `FinishReason.ERROR` and this text, and later results for
             these requests are ignored. Executors with several ranks drop nothing, because their ranks would diverge.
     """
@@ -163,7 +163,7 @@ class StepResult:
     landed: Sequence[Move] = ()
     failed: Sequence[Move] = ()
     stages: Sequence[StageTime] = ()
-    given_up: Mapping[int, str] = field(default_factory=dict)
+    dropped: Mapping[int, str] = field(default_factory=dict)
 
 
 # Maximum duration of a plan without slices, in seconds. It bounds how long a new request waits for a copy.

@@ -35,7 +35,7 @@ class InFlightStep:
         states: States of the slices' requests, which may finish before the step does.
         chosen: Indexes of the slices that sample, in the row order of `sampled`.
         scores: Prompt scores of slices, by index.
-        given_up: See `StepResult`.
+        dropped: See `StepResult`.
         waited: Seconds spent waiting for the previous stage.
     """
 
@@ -47,7 +47,7 @@ class InFlightStep:
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
     scores: list[tuple[int, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
-    given_up: dict[int, str] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
     end: Mark | None = None
     waited: float = 0.0
 
@@ -159,7 +159,7 @@ class Worker:
             landed=in_flight.ended.landed,
             failed=in_flight.ended.failed,
             stages=self._stage_times(in_flight, seconds),
-            given_up=in_flight.given_up,
+            dropped=in_flight.dropped,
         )
 
     def on_finished(self, request: Request) -> None:
@@ -187,9 +187,9 @@ class Worker:
 
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
         in_flight.states = states = [self._state_of(piece.request) for piece in slices]
-        void = [index for index, state in enumerate(states) if state.is_given_up]
-        in_flight.given_up.update(dict.fromkeys(void, "an earlier step gave this request up"))
-        going = [index for index in range(len(slices)) if index not in in_flight.given_up]
+        void = [index for index, state in enumerate(states) if state.is_dropped]
+        in_flight.dropped.update(dict.fromkeys(void, "the request was dropped in an earlier step"))
+        going = [index for index in range(len(slices)) if index not in in_flight.dropped]
         parts = self._halved(slices, going, in_flight) if going else []
         in_flight.chosen = [index for part in parts for index in part.chosen]
         in_flight.scores = [score for part in parts for score in part.scores]
@@ -209,8 +209,8 @@ class Worker:
             if not self._alone or not is_out_of_memory(error):
                 raise
             if len(going) == 1:
-                in_flight.given_up[going[0]] = out_of_memory(slices[going[0]], error)
-                in_flight.states[going[0]].is_given_up = True
+                in_flight.dropped[going[0]] = out_of_memory(slices[going[0]], error)
+                in_flight.states[going[0]].is_dropped = True
         self.halvings += 1
         # After the except block, whose traceback keeps the attempt's tensors alive.
         torch.cuda.empty_cache()
@@ -343,7 +343,7 @@ def memory_rank(piece: Slice) -> tuple[bool, int, int]:
 
 def out_of_memory(piece: Slice, error: Exception) -> str:
     """Log that a slice is dropped and return the error text for its request."""
-    _log.error("out of memory in a step: request %s is given up: %s", piece.request.id, error)
+    _log.error("out of memory in a step: request %s is dropped: %s", piece.request.id, error)
     tokens = f"{piece.tokens} token{'s' if piece.tokens > 1 else ''}"
     return (
         f"the device ran out of memory in a step with {tokens} of this request; a lower --max-num-batched-tokens, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Allocation, Wait
+from skipjoin.core.policy import Allocation, Deferral
 from skipjoin.core.request import Request
 
 
@@ -35,6 +35,6 @@ class WholeMaximum:
 
     rests = True
 
-    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         blocks = kv.blocks_for(request.max_total_tokens)
-        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT
+        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Deferral.NEWCOMERS

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, Allocation, BatchBuilder, Callbacks, CostModel, Refusal, Wait
+from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, Allocation, BatchBuilder, Callbacks, CostModel, Deferral, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext, eligible_tokens
 from skipjoin.policies.batching import TargetBuilder, TargetForward
@@ -122,13 +122,13 @@ class WholeReservations(Callbacks):
             self._room.begin(kv)
         return ()
 
-    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         tokens = self._lengths.kv_tokens(request, max(0, target - len(request.prompt)))
         blocks = kv.blocks_for(tokens)
         fits = kv.shortfall_of_reservation(request, blocks, None) <= 0
         if kv.blocks_of(request) is None:
             group = None if self._group is None else self._group(request, self._now)
-            return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Wait.WAIT
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Deferral.NEWCOMERS
         if not fits:
             blocks = kv.blocks_for(target)
             tokens = min(tokens, blocks * kv.block_size)

@@ -11,7 +11,7 @@ from operator import itemgetter
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import Allocation, Callbacks, Wait
+from skipjoin.core.policy import Allocation, Callbacks, Deferral
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 
@@ -147,7 +147,7 @@ class ExactReservations(Callbacks):
         if not self._bands[band]:
             del self._bands[band]
 
-    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         if kv.blocks_of(request) is None:
             return self._first_reservation(request, kv)
         generated = max(0, target - len(request.prompt))
@@ -166,9 +166,9 @@ class ExactReservations(Callbacks):
                 return Allocation(now=blocks, blocks=blocks, tokens=lent, parent=host, group=group)
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
-        return Wait.PASS
+        return Deferral.REQUEST
 
-    def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Wait:
+    def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
         """Decide on the reservation of a request without KV: whole if nested, else for its prompt."""
         known = request.known
         if self._hosts is not None:
@@ -183,8 +183,10 @@ class ExactReservations(Callbacks):
         if self._may_displace(request, kv):
             return Allocation(now=blocks, blocks=blocks, tokens=known, draws=PROMPTS)
         if self._now >= request.arrival + self._overdue_s:
-            return Wait.WAIT
-        return Wait.PASS if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Wait.WAIT
+            return Deferral.NEWCOMERS
+        return (
+            Deferral.REQUEST if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Deferral.NEWCOMERS
+        )
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
         """Return whether the request used up an exact reservation that is not its prompt's."""

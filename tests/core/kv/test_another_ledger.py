@@ -70,9 +70,9 @@ class CountingLedger(BlockLedger):
     def filled(self, request: Request) -> int:
         return min(len(self._held[request].device), self.blocks_for(request.computed))
 
-    def filled_after(self, request: Request, given_up: int) -> int:
+    def filled_after(self, request: Request, freed: int) -> int:
         keep = self.filled(request)
-        return max(0, min(keep, self._held[request].size - given_up))
+        return max(0, min(keep, self._held[request].size - freed))
 
     def shortfall(self, request: Request, tokens: int) -> int:
         return max(0, self.blocks_for(tokens) - self.footprint(request) - self.available)

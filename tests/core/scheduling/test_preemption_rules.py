@@ -110,7 +110,7 @@ def test_growth_evicts_the_tail_even_before_it_has_a_token() -> None:
     assert ran(stepper) == {0, 1}
     while not fresh.evictions:
         stepper.step()
-    assert fresh.output == [] or not fresh.is_fresh
+    assert fresh.output == [] or not fresh.is_newly_resident
     stepper.drain()
 
 

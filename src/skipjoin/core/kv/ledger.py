@@ -99,12 +99,12 @@ class KVLedger:
         held = self._held.get(request)
         return min(len(held.device), self.blocks_for(request.computed)) if held else 0
 
-    def filled_after(self, request: Request, given_up: int) -> int:
+    def filled_after(self, request: Request, freed: int) -> int:
         held = self._held.get(request)
         if held is None:
             return 0
         keep, reservation = self.filled(request), held.reservation
-        missing = given_up - (reservation.size + reservation.adopted - reservation.lent - keep)
+        missing = freed - (reservation.size + reservation.adopted - reservation.lent - keep)
         if held.sharing.borrows:  # borrowed blocks without KV stay with their owner
             missing += sum(at >= keep for at in held.sharing.borrows)
         while keep and missing > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skipjoin.core.events import Admitted, Event, Reserved
 from skipjoin.core.kv.interface import BlockLedger
-from skipjoin.core.policy import Allocation, Policies, Wait
+from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.planner import begin_decision
 
@@ -32,7 +32,7 @@ class Incoming:
             return False
         begin_decision(self._policies, kv, now)
         allocation = self._policies.admission.reserve(request, request.known, kv)
-        if isinstance(allocation, Wait):
+        if isinstance(allocation, Deferral):
             return False
         blocks = kv.blocks_for(request.known)
         need = max(allocation.now, allocation.blocks, blocks) + allocation.spare
@@ -51,6 +51,6 @@ class Incoming:
         if allocation is None or (tiers := self._kv.tiers) is None:
             return []
         tiers.receive(request)
-        request.is_fresh = True
+        request.is_newly_resident = True
         reserved = Reserved(request, now, allocation.parent, allocation.blocks, group=allocation.group)
         return [Admitted(request, now), reserved]

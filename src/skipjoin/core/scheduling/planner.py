@@ -100,7 +100,7 @@ class StepPlanner:
         for request in back:
             if tiers.can_move_in(request):
                 moves.append(tiers.move_in(request))
-                request.is_fresh = True
+                request.is_newly_resident = True
         return moves
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:

@@ -8,7 +8,7 @@ from functools import partial
 from skipjoin.core.events import Admitted, Event, Reserved
 from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import Allocation, Policies, Wait
+from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.scheduling.evictor import Evictor
@@ -118,7 +118,7 @@ class Residency:
             return reason
         self._events.append(Admitted(request, self._context.now, hit.tokens, hit.away * kv.block_size))
         self._reserve(request, allocation)
-        request.is_fresh = True
+        request.is_newly_resident = True
         if kv.cache is not None:
             kv.cache.announce(request)
         if hit.away and (tiers := kv.tiers) is not None:
@@ -161,7 +161,7 @@ class Residency:
         if isinstance(answer, Allocation):
             return answer
         self._passes += 1
-        if answer is Wait.WAIT or self._passes >= _MAX_PASSES:
+        if answer is Deferral.NEWCOMERS or self._passes >= _MAX_PASSES:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         self.short = kv.shortfall(request, target)
         return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
@@ -276,7 +276,7 @@ class Residency:
             return reason
         if tiers is not None:
             self._evictor.blocking += tiers.restore(request, target)
-        request.is_fresh = True
+        request.is_newly_resident = True
         return kv.grow(request, target)
 
     def _miss(self, request: Request, blocks: int) -> None:

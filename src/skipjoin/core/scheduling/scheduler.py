@@ -218,7 +218,7 @@ class Scheduler:
         plan = self._in_flight.popleft()
         self.events.append(Computed(result, now))
         lost = self._settle_moves(result, now)
-        void = {*lost, *(plan.slices[index].request for index in result.given_up)}
+        void = {*lost, *(plan.slices[index].request for index in result.dropped)}
         gone, cache = bool(void), self.kv.cache
         for piece in plan.slices:
             request = piece.request
@@ -229,7 +229,7 @@ class Scheduler:
                 cache.offer(request)
             if piece.samples:
                 request.pending_samples -= 1
-                request.is_fresh = False
+                request.is_newly_resident = False
         alive = plan.slices
         if gone:
             alive = tuple(
@@ -288,7 +288,7 @@ class Scheduler:
     def _drop(self, request: Request, kept: int, now: float) -> None:
         """Reset the request to its first `kept` tokens with KV, after a loss that was not an eviction."""
         request.computed = request.planned = kept
-        request.is_fresh = request.is_fresh or kept > 0
+        request.is_newly_resident = request.is_newly_resident or kept > 0
         request.last_plan = NEVER
         for notify in self.policies.on_preempted:
             notify(request, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, rests
+from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, is_decode_invariant
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice
@@ -104,7 +104,7 @@ def step(live: list[Request], offered: list[Request]) -> list[object]:
     )
     for request in live:
         batcher.on_arrived(request, 0.0)
-    assert rests(batcher) is (len({request.options.client for request in live}) < 2)
+    assert is_decode_invariant(batcher) is (len({request.options.client for request in live}) < 2)
     builder = batcher.open(StepContext(now=0.0))
     found: list[object] = []
     for request in offered:
@@ -114,7 +114,7 @@ def step(live: list[Request], offered: list[Request]) -> list[object]:
         found.append(verdict)
     for request in live:
         batcher.on_finished(request, 0.0)
-    assert rests(batcher)
+    assert is_decode_invariant(batcher)
     return found
 
 

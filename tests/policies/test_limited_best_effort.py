@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, rests
+from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, is_decode_invariant
 from skipjoin.core.request import Request, Target
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.batching import Greedy
@@ -88,6 +88,6 @@ def test_without_real_time_requests_for_a_while_there_is_no_limit() -> None:
 def test_it_rests_unless_there_are_best_effort_requests() -> None:
     batch = begun(1)
     batcher = limited(make(0), batch)
-    assert not rests(batcher)
+    assert not is_decode_invariant(batcher)
     batcher.on_finished(batch, 1.0)
-    assert rests(batcher)
+    assert is_decode_invariant(batcher)

@@ -133,10 +133,10 @@ class EngineCore:
             if (request := result.plan.slices[index].request).finish_reason is None:
                 self._finish(request, FinishReason.ERROR, now, why)
         events, details = scheduler.events, result.details
-        for index, (piece, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
-            request = piece.request
+        for index, (slice_, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
+            request = slice_.request
             # Requests that finished during the step, or whose KV was lost, get no token.
-            if not piece.samples or request.finish_reason is not None or request in void:
+            if not slice_.samples or request.finish_reason is not None or request in void:
                 continue
             if token is None:
                 raise ValueError(f"plan {result.plan.id} sampled no token for request {request.id}")

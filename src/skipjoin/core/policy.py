@@ -187,7 +187,7 @@ class Allocation:
 
 
 class Deferral(Enum):
-    """Requests that wait for a later step because an admission policy reserves no KV for one of them."""
+    """Refusal of an admission policy; the value says which requests wait for a later step."""
 
     NEWCOMERS = "no request without KV is admitted in this step"
     REQUEST = "other requests may be admitted, for a while"
@@ -275,12 +275,13 @@ class EvictionPolicy(Protocol):
         ...
 
 
-def rests(policy: object) -> bool:
+def is_decode_invariant(policy: object) -> bool:
     """True if decode-only steps without waiting requests leave the policy unchanged, even if its calls are skipped.
 
-    A class declares this with an attribute `rests` of its own. It is not inherited, because a subclass may do more.
+    A class declares this with an attribute of this name of its own. It is not inherited, because a subclass may do
+    more.
     """
-    name = "rests"
+    name = "is_decode_invariant"
     return name in vars(type(policy)) and bool(getattr(policy, name))
 
 
@@ -307,8 +308,8 @@ class Policies:
     on_finished: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
 
     @property
-    def rest(self) -> bool:
-        return all(map(rests, (self.ordering, self.batcher, self.admission, self.eviction)))
+    def is_decode_invariant(self) -> bool:
+        return all(map(is_decode_invariant, (self.ordering, self.batcher, self.admission, self.eviction)))
 
     def __post_init__(self) -> None:
         seams = (self.ordering, self.batcher, self.admission, self.eviction)

@@ -91,14 +91,14 @@ class StepShape(NamedTuple):
     def of(cls, slices: Sequence[Slice]) -> StepShape:
         """Return the shape of a batch."""
         prefill = attention = decodes = context = 0
-        for piece in slices:
-            n = piece.tokens
+        for slice_ in slices:
+            n = slice_.tokens
             if n == 1:
                 decodes += 1
-                context += piece.start + 1
+                context += slice_.start + 1
             else:
                 prefill += n
-                attention += n * piece.start + n * (n + 1) // 2
+                attention += n * slice_.start + n * (n + 1) // 2
         return cls(prefill, attention, decodes, context)
 
 

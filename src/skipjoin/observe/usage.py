@@ -214,15 +214,15 @@ class EngineUsage:
         self.steps += 1
         self.slices += len(slices)
         live, resident, dropped = self._live, self._resident, self._dropped
-        self.forwards[sum(piece.tokens for piece in slices)] += 1
-        for piece in slices:
-            request, end = piece.request, piece.start + piece.tokens
+        self.forwards[sum(slice_.tokens for slice_ in slices)] += 1
+        for slice_ in slices:
+            request, end = slice_.request, slice_.start + slice_.tokens
             if request not in live:  # it finished during the step
                 continue
             self._used += end - resident.get(request, 0)
             resident[request] = end
-            if dropped and (high := dropped.get(request, 0)) > piece.start:
-                self.recomputed_tokens += min(end, high) - piece.start
+            if dropped and (high := dropped.get(request, 0)) > slice_.start:
+                self.recomputed_tokens += min(end, high) - slice_.start
 
     def _decode(self, event: Decoded) -> None:
         count, begin = len(event.requests), event.since

@@ -15,7 +15,7 @@ class OnDemand:
             then grow for a while before one is evicted. It does not limit growth.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, watermark: float = 0.01) -> None:
         if not 0 <= watermark < 1:
@@ -33,7 +33,7 @@ class OnDemand:
 class WholeMaximum:
     """Reserves blocks for the prompt and max_tokens at admission (Orca), so a running request never runs out."""
 
-    rests = True
+    is_decode_invariant = True
 
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         blocks = kv.blocks_for(request.max_total_tokens)

@@ -201,7 +201,7 @@ class HoldersFirst(Callbacks):
         if request not in self._holders:
             self._forget(request)
             self._holders.add(request)
-            self._ranking.rest(request, (_Class.HOLDER, next(self._reservations), request.id))
+            self._ranking.set_stable(request, (_Class.HOLDER, next(self._reservations), request.id))
 
     def on_preempted(self, request: Request, now: float) -> None:
         if request in self._holders and not request.computed:  # dropped
@@ -231,7 +231,7 @@ class HoldersFirst(Callbacks):
     def _wait(self, request: Request, now: float) -> None:
         """Rank a request without KV among the waiting ones."""
         key = self._order.key(request, request.known, Phase.WAITING, now)
-        self._ranking.rest(request, (_Class.WAITING, *key, request.arrival, request.id))
+        self._ranking.set_stable(request, (_Class.WAITING, *key, request.arrival, request.id))
 
     def _forget(self, request: Request) -> None:
         """Remove a request from the waiting ones."""
@@ -276,7 +276,7 @@ class Closest(HoldersFirst):
             if self._distance(request)[0] == math.inf:
                 return
             self._room.take(left.pop(request))
-            self._ranking.rest(request, (_Class.CHOSEN, len(self._chosen), request.id))
+            self._ranking.set_stable(request, (_Class.CHOSEN, len(self._chosen), request.id))
             self._chosen.append(request)
 
     def _distance(self, request: Request) -> tuple[float, float, int]:

@@ -79,14 +79,14 @@ class ByDeadline(Callbacks):
         self._put(request, _WINNABLE)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
-        for piece in slices:
-            request = piece.request
-            if piece.samples:
+        for slice_ in slices:
+            request = slice_.request
+            if slice_.samples:
                 self._next.sampled(request, now)
                 if self._tier[request] != _WINNABLE:
                     self._take(request)
                     self._tier[request] = _WINNABLE
-                self._winnable.change(request, self._key(request, _WINNABLE))
+                self._winnable.set_volatile(request, self._key(request, _WINNABLE))
             elif self._tier[request] == _LATE:
                 self._put(request, _LATE)
 
@@ -136,7 +136,7 @@ class ByDeadline(Callbacks):
     def _put(self, request: Request, tier: int) -> None:
         self._take(request)
         self._tier[request] = tier
-        self._tiers[tier].rest(request, self._key(request, tier))
+        self._tiers[tier].set_stable(request, self._key(request, tier))
 
     def _take(self, request: Request) -> None:
         if (tier := self._tier.get(request)) is not None:
@@ -157,7 +157,7 @@ class StartedFirst(Callbacks):
     swap least (BROS section 4.2). Ties are broken by deadline, then by arrival.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self) -> None:
         self._ranking = Ranking()
@@ -167,9 +167,9 @@ class StartedFirst(Callbacks):
         self._put(request, _ON_DEVICE if request.planned else _AWAY if request.output else _NEW)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
-        for piece in slices:
-            if self._stages[piece.request] != _ON_DEVICE:
-                self._put(piece.request, _ON_DEVICE)
+        for slice_ in slices:
+            if self._stages[slice_.request] != _ON_DEVICE:
+                self._put(slice_.request, _ON_DEVICE)
 
     def on_preempted(self, request: Request, now: float) -> None:
         if self._stages[request] == _ON_DEVICE:
@@ -193,7 +193,7 @@ class StartedFirst(Callbacks):
 
     def _put(self, request: Request, stage: int) -> None:
         self._stages[request] = stage
-        self._ranking.rest(request, (stage, request.deadline, request.arrival, request.id))
+        self._ranking.set_stable(request, (stage, request.deadline, request.arrival, request.id))
 
 
 _ON_DEVICE, _AWAY, _NEW = range(3)

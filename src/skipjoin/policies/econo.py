@@ -280,7 +280,7 @@ class Tasks:
 class TwoQueues(Valued):
     """Ordering by `Tasks`."""
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, tasks: Tasks) -> None:
         super().__init__(tasks)

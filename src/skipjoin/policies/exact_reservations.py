@@ -108,7 +108,7 @@ class ExactReservations(Callbacks):
             a prompt larger than the reserve would starve behind decodes.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(
         self,

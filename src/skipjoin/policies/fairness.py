@@ -22,7 +22,7 @@ from skipjoin.core.policy import (
     CostModel,
     Ordering,
     Refusal,
-    rests,
+    is_decode_invariant,
 )
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
@@ -112,11 +112,11 @@ class Fair(Callbacks):
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         by_client: dict[_Client, list[Slice]] = {}
-        for piece in slices:
-            by_client.setdefault(self._of(piece.request), []).append(piece)
-        for client, pieces in by_client.items():
-            client.served += sum(self._service(client, piece) for piece in pieces)
-            client.ordering.on_scheduled(pieces, now)
+        for slice_ in slices:
+            by_client.setdefault(self._of(slice_.request), []).append(slice_)
+        for client, own_slices in by_client.items():
+            client.served += sum(self._service(client, slice_) for slice_ in own_slices)
+            client.ordering.on_scheduled(own_slices, now)
         self._is_sorted = False
 
     def on_reserved(self, request: Request, now: float) -> None:
@@ -183,13 +183,13 @@ class Fair(Callbacks):
                 before = client
         return self._sorted
 
-    def _service(self, client: _Client, piece: Slice) -> float:
+    def _service(self, client: _Client, slice_: Slice) -> float:
         """Return the service of a slice and count its prompt tokens."""
-        request = piece.request
+        request = slice_.request
         counted = client.live[request]
-        end = min(piece.start + piece.tokens, len(request.prompt))
+        end = min(slice_.start + slice_.tokens, len(request.prompt))
         client.live[request] = max(counted, end)
-        return max(0, end - counted) + (self._output_weight if piece.samples else 0.0)
+        return max(0, end - counted) + (self._output_weight if slice_.samples else 0.0)
 
     def _forget(self, name: str) -> None:
         """Remove an inactive client, keeping its counter until the others have caught up."""
@@ -216,9 +216,9 @@ class FairSteps(Callbacks):
         return self.batcher.cap
 
     @property
-    def rests(self) -> bool:
-        """See `skipjoin.core.policy.rests`."""
-        return len(self._clients) < 2 and rests(self.batcher)
+    def is_decode_invariant(self) -> bool:
+        """See `skipjoin.core.policy.is_decode_invariant`."""
+        return len(self._clients) < 2 and is_decode_invariant(self.batcher)
 
     def on_arrived(self, request: Request, now: float) -> None:
         self.batcher.on_arrived(request, now)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from skipjoin.core.policy import Callbacks, Ordering, rests
+from skipjoin.core.policy import Callbacks, Ordering, is_decode_invariant
 from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
@@ -22,14 +22,14 @@ class FixedKey(Callbacks):
         key: Returns a comparable value.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self._key = key
         self._ranking = Ranking()
 
     def on_arrived(self, request: Request, now: float) -> None:
-        self._ranking.rest(request, (self._key(request), request.arrival, request.id))
+        self._ranking.set_stable(request, (self._key(request), request.arrival, request.id))
 
     def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
@@ -51,7 +51,7 @@ class FixedKey(Callbacks):
 class Fcfs(FixedKey):
     """First come, first served."""
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self) -> None:
         super().__init__(lambda request: request.arrival)
@@ -89,9 +89,9 @@ class Prioritized(Callbacks):
         self._lifted: Request | None = None  # served as real-time despite its class
 
     @property
-    def rests(self) -> bool:
-        """See `skipjoin.core.policy.rests`."""
-        return all(map(rests, self._sorted))
+    def is_decode_invariant(self) -> bool:
+        """See `skipjoin.core.policy.is_decode_invariant`."""
+        return all(map(is_decode_invariant, self._sorted))
 
     def band(self, request: Request) -> Band:
         """Return the band in which the request is served."""
@@ -111,10 +111,10 @@ class Prioritized(Callbacks):
             self._sorted[0].on_scheduled(slices, now)
             return
         by_band: dict[Band, list[Slice]] = {}
-        for piece in slices:
-            by_band.setdefault(self.band(piece.request), []).append(piece)
-        for band, pieces in by_band.items():
-            self._bands[band].on_scheduled(pieces, now)
+        for slice_ in slices:
+            by_band.setdefault(self.band(slice_.request), []).append(slice_)
+        for band, own_slices in by_band.items():
+            self._bands[band].on_scheduled(own_slices, now)
 
     def on_reserved(self, request: Request, now: float) -> None:
         self._bands[self.band(request)].on_reserved(request, now)

@@ -35,7 +35,7 @@ class ByTurn(Callbacks):
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for is_best_effort, ordering in self._classes.items():
-            ordering.on_scheduled([piece for piece in slices if piece.request.is_best_effort == is_best_effort], now)
+            ordering.on_scheduled([slice_ for slice_ in slices if slice_.request.is_best_effort == is_best_effort], now)
 
     def on_reserved(self, request: Request, now: float) -> None:
         self._classes[request.is_best_effort].on_reserved(request, now)

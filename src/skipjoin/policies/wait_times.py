@@ -99,9 +99,9 @@ class ShortestWithWaits(Valued):
         if slices:
             self._batch += _BATCH_RATE * (len(slices) - self._batch)
         waiting = self._waiting
-        for piece in slices:
-            if piece.request in waiting:
-                self._backlog.remove(*waiting.pop(piece.request))
+        for slice_ in slices:
+            if slice_.request in waiting:
+                self._backlog.remove(*waiting.pop(slice_.request))
         super().on_scheduled(slices, now)
 
     def on_finished(self, request: Request, now: float) -> None:

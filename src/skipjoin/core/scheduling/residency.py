@@ -287,8 +287,8 @@ class Residency:
         """
         if request.in_flight:  # a plan in flight swaps its KV in before its slices
             return
-        for piece in self._slices[self._counted :]:
-            self._taken += len(piece.blocks)
+        for slice_ in self._slices[self._counted :]:
+            self._taken += len(slice_.blocks)
         self._counted = len(self._slices)
         if self._taken + self._owed + blocks <= self._kv.device_total:
             self.waiting_for_kv.append(request)

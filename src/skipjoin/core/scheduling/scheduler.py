@@ -183,8 +183,8 @@ class Scheduler:
         if self._window == 1 and len(plan.slices) - started == len(old.slices):
             return  # all of them continue
         old_id = old.id
-        for piece in old.slices:
-            request = piece.request
+        for slice_ in old.slices:
+            request = slice_.request
             if request.last_plan == old_id and request.finish_reason is None and not request.is_satisfied:
                 self.events.append(Preempted(request, now, Preemption.PAUSE))
 
@@ -196,10 +196,10 @@ class Scheduler:
         if self.depth > 1 or self.overlap or not self._in_flight or self.kv.is_moving:
             return None
         (plan,) = self._in_flight
-        if len(plan.slices) != live or plan.blocking or plan.overlapped or not self.policies.rest:
+        if len(plan.slices) != live or plan.blocking or plan.overlapped or not self.policies.is_decode_invariant:
             return None
         decodes = all(
-            piece.tokens == 1 and piece.samples and piece.request.finish_reason is None for piece in plan.slices
+            slice_.tokens == 1 and slice_.samples and slice_.request.finish_reason is None for slice_ in plan.slices
         )
         return plan if decodes else None
 
@@ -220,23 +220,23 @@ class Scheduler:
         lost = self._settle_moves(result, now)
         void = {*lost, *(plan.slices[index].request for index in result.dropped)}
         gone, cache = bool(void), self.kv.cache
-        for piece in plan.slices:
-            request = piece.request
-            request.computed = piece.start + piece.tokens
+        for slice_ in plan.slices:
+            request = slice_.request
+            request.computed = slice_.start + slice_.tokens
             if request.finish_reason is not None:
                 gone = True
             elif request.prefix is not None and cache is not None and request not in void:
                 cache.offer(request)
-            if piece.samples:
+            if slice_.samples:
                 request.pending_samples -= 1
                 request.is_newly_resident = False
         alive = plan.slices
         if gone:
             alive = tuple(
-                piece for piece in plan.slices if piece.request.finish_reason is None and piece.request not in void
+                slice_ for slice_ in plan.slices if slice_.request.finish_reason is None and slice_.request not in void
             )
-            for piece in plan.slices:
-                self._release_if_finished(piece.request)
+            for slice_ in plan.slices:
+                self._release_if_finished(slice_.request)
         for notify in self.policies.on_scheduled:
             notify(alive, now)
         for request, keep in lost.items():

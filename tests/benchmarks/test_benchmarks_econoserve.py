@@ -55,7 +55,7 @@ def test_forecasts_fail_as_often_as_the_paper_says(tmp_path: Path) -> None:
 def test_a_watch_of_nothing_has_figures() -> None:
     figures = Watch(10, 32).figures()
     assert figures["over"] is None
-    assert figures["max_claimed"] == 0
+    assert figures["max_reserved"] == 0
 
 
 def test_a_short_run_puts_every_variant_into_its_tables(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_check_that_does_not_hold_says_no() -> None:
     found = {record["variant"]: record for record in result["records"]}
     rows = module_of("checks").checks(found)
     assert {(row[0], row[3] == "yes") for row in result["tables"][0]["rows"]} == {(row[0], row[3]) for row in rows}
-    found["mixed, econoserve"]["watch"]["max_claimed"] = 0.9
+    found["mixed, econoserve"]["watch"]["max_reserved"] = 0.9
     assert not module_of("checks").checks(found)[0][3]
 
 

@@ -27,7 +27,7 @@ _AT_REST = (
     "kv_cache_usage_perc",
     "batch_lines",
 )
-_ADMITTED_ERRORS = ("deadline_exceeded", "given_up", "engine_dead", "no_replica", "shutting_down")
+_ADMITTED_ERRORS = ("deadline_exceeded", "request_failed", "engine_dead", "no_replica", "shutting_down")
 
 
 # -- answers ------------------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ FAULTS: dict[str, Fault] = {
     "terminate": Fault(_terminate, ends=frozenset({0}), errors=frozenset({"shutting_down"}), cuts=True),
     "few descriptors": Fault(_few_descriptors, cuts=True),
     "little memory": Fault(
-        _little_memory, ends=frozenset({1}), may_survive=True, errors=_DEAD | {"given_up"}, cuts=True
+        _little_memory, ends=frozenset({1}), may_survive=True, errors=_DEAD | {"request_failed"}, cuts=True
     ),
     "full disk": Fault(_full_disk),
 }

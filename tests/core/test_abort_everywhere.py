@@ -13,14 +13,14 @@ import pytest
 from skipjoin.core.events import Finished
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Grant, Wait
+from skipjoin.core.policy import Allocation, Deferral
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.simulated import never
 from support.load import make
 from support.policies import Answer, OnCall, Scripted
-from support.watch import GIVEN_UP, Stepper, World, nested_in
+from support.watch import DROPPED, Stepper, World, nested_in
 
 VICTIM = 1
 
@@ -279,12 +279,12 @@ def with_claims(*lenders: int | None) -> Scene:
     """Each request has claimed 7 blocks of what one with a smaller id claims, or of what is available; the first one
     has claimed all that three need, and an account keeps some."""
     answers: dict[int, Answer] = {
-        number: lambda request, target, kv, lender=lender: Grant(
-            7, 7, tokens=28, lender=next((one for one in kv.holders() if one.id == lender), None)
+        number: lambda request, target, kv, lender=lender: Allocation(
+            7, 7, tokens=28, parent=next((one for one in kv.holders() if one.id == lender), None)
         )
         for number, lender in enumerate(lenders)
     }
-    answers[0] = lambda request, target, kv: Grant(21, 21, tokens=28)
+    answers[0] = lambda request, target, kv: Allocation(21, 21, tokens=28)
     scene = Scene.begin(claims=Scripted(answers, {Account("kept"): 10}), depth=2, overlap=True)
     scene.stepper.step()
     scene.stepper.start()
@@ -306,8 +306,8 @@ def lending_what_it_is_lent() -> Scene:
 def at_the_end_of_its_claim() -> Scene:
     """On the device, and granted nothing more while others run."""
 
-    def ten_tokens(request: Request, target: int, kv: KVLedger) -> Grant | Wait:
-        return Grant(3, 3, tokens=10) if target <= 10 else Wait.PASS
+    def ten_tokens(request: Request, target: int, kv: KVLedger) -> Allocation | Deferral:
+        return Allocation(3, 3, tokens=10) if target <= 10 else Deferral.REQUEST
 
     scene = Scene.begin(claims=Scripted({VICTIM: ten_tokens}))
     for _ in range(5):
@@ -433,14 +433,14 @@ def test_who_is_given_up_ends_with_an_error_and_nobody_else_notices(
     scene = reach()
     stepper = scene.stepper
     stepper.fails, stepper.late = fails, late
-    stepper.gives_up = lambda piece: piece.request is scene.victim
+    stepper.drops = lambda piece: piece.request is scene.victim
     told = list(stepper.tokens.get(VICTIM, []))
     stepper.drain()
     others = {number: tokens for number, tokens in undisturbed.stepper.tokens.items() if number != VICTIM}
     assert {number: tokens for number, tokens in stepper.tokens.items() if number != VICTIM} == others
     assert stepper.tokens.get(VICTIM, []) == told, "tokens of a slice that was not computed"
     ends = [(e.reason, e.detail) for e in stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
-    assert ends == [(FinishReason.ERROR, GIVEN_UP)]
+    assert ends == [(FinishReason.ERROR, DROPPED)]
 
 
 @every_state
@@ -448,7 +448,7 @@ def test_blocks_of_who_is_given_up_come_home_with_the_last_plan_that_has_it(reac
     scene = reach()
     stepper, core = scene.stepper, scene.stepper.core
     has = [any(piece.request is scene.victim for piece in plan.slices) for plan in core.plans]
-    stepper.gives_up = lambda piece: piece.request is scene.victim
+    stepper.drops = lambda piece: piece.request is scene.victim
     for number in range(len(has)):
         assert core.kv.blocks_of(scene.victim) is not None or not any(has[number:])
         stepper.finish()

@@ -13,7 +13,6 @@ from skipjoin.core.engine import EngineCore, RequestTooLargeError
 from skipjoin.core.events import (
     Admitted,
     Arrived,
-    Claimed,
     Computed,
     Event,
     Finished,
@@ -22,6 +21,7 @@ from skipjoin.core.events import (
     Planned,
     Preempted,
     Preemption,
+    Reserved,
     Started,
     Token,
     Waited,
@@ -52,9 +52,9 @@ def stories(done: Run) -> dict[Request, list[Event]]:
 
 
 def check_story(story: list[Event]) -> None:
-    """Arrived, Admitted, Claimed, Started, tokens, Finished; in between it stops and starts again."""
+    """Arrived, Admitted, Reserved, Started, tokens, Finished; in between it stops and starts again."""
     kinds = [type(event) for event in story]
-    assert kinds[:4] == [Arrived, Admitted, Claimed, Started]
+    assert kinds[:4] == [Arrived, Admitted, Reserved, Started]
     assert kinds[-1] is Finished or set(kinds[kinds.index(Finished) :]) <= {Finished, Moved, MoveFailed}
     assert kinds.count(Arrived) == kinds.count(Finished) == 1
     assert all(one <= other for one, other in pairwise(e.now for e in story))
@@ -153,7 +153,7 @@ def test_steps_are_reported_in_order_with_their_used_blocks(world: World) -> Non
     computed = [event for event in done.events if isinstance(event, Computed)]
     assert [event.plan for event in planned] == [event.result.plan for event in computed]
     assert [(event.now, event.plan.id) for event in planned] == [(now, parts[0]) for now, parts in done.trace]
-    assert all(0 < event.held <= event.claimed for event in planned)
+    assert all(0 < event.held <= event.reserved for event in planned)
     assert all(event.held <= world.device_blocks for event in planned)
     for before, after in zip(planned, computed, strict=True):
         assert before.now < after.now

@@ -13,7 +13,7 @@ from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 
-GIVEN_UP = "out of memory"
+DROPPED = "out of memory"
 # What a slice samples that read other KV than its own. The vocabulary has no such token.
 POISON = -1
 VOCABULARY = 11
@@ -78,7 +78,7 @@ class Device:
         self._transit: deque[_Copy] = deque()
         # The tokens that the latest plan with slices sampled: their positions, and whether they are right.
         self._rows: MutableMapping[Request, tuple[int, bool]] = WeakKeyDictionary()
-        self._given_up: set[Request] = set()
+        self._dropped: set[Request] = set()
         self.tainted: dict[int, str] = {}
 
     def meet(self, request: Request, salt: int) -> None:
@@ -93,11 +93,11 @@ class Device:
         tags = self._tags_of(request, request.computed)
         self._write(request, tags, self._kv.blocks_of(request).table, start, request.computed)
 
-    def run(self, plan: StepPlan, seconds: float, *, gives_up: Collection[int], fails: Fails, held: int) -> StepResult:
+    def run(self, plan: StepPlan, seconds: float, *, drops: Collection[int], fails: Fails, held: int) -> StepResult:
         """Carry out a plan.
 
         Args:
-            gives_up: Ids of the requests whose slices are given up.
+            drops: Ids of the requests whose slices are dropped.
             fails: Whether a move fails, asked at its end.
             held: Number of overlapped moves, the latest ones of each direction, that do not end yet.
         """
@@ -107,13 +107,13 @@ class Device:
             self._begin(move)
         self.tainted = {}
         tokens: list[int | None] = [None] * len(plan.slices)
-        given_up = self._compute(plan.slices, gives_up, tokens) if plan.slices else {}
+        dropped = self._compute(plan.slices, drops, tokens) if plan.slices else {}
         for copy in self._due(held):
             ended.append(copy.move)
             if self._end(copy, fails):
                 failed.append(copy.move)
         landed = [move for move in ended if not any(move is other for other in failed)]
-        return StepResult(plan, tokens, seconds, landed=landed, failed=failed, given_up=given_up)
+        return StepResult(plan, tokens, seconds, landed=landed, failed=failed, dropped=dropped)
 
     def follow(self, result: StepResult) -> None:
         """Do what another executor has done. Slices that read other KV than their own are in `tainted`."""
@@ -127,9 +127,9 @@ class Device:
         for move in plan.overlapped:
             self._begin(move)
         self.tainted = {}
-        gives_up = {plan.slices[index].request.id for index in result.given_up}
+        drops = {plan.slices[index].request.id for index in result.dropped}
         if plan.slices:
-            self._compute(plan.slices, gives_up, [None] * len(plan.slices))
+            self._compute(plan.slices, drops, [None] * len(plan.slices))
         ended = [*result.landed, *failed]
         for copy in [copy for copy in self._transit if any(copy.move is move for move in ended)]:
             self._end(copy, fails)
@@ -144,15 +144,15 @@ class Device:
 
     # -- slices -------------------------------------------------------------------------------------------
 
-    def _compute(self, slices: Sequence[Slice], gives_up: Collection[int], tokens: list[int | None]) -> dict[int, str]:
-        given_up: dict[int, str] = {}
+    def _compute(self, slices: Sequence[Slice], drops: Collection[int], tokens: list[int | None]) -> dict[int, str]:
+        dropped: dict[int, str] = {}
         rows: dict[Request, tuple[int, bool]] = {}
         written: list[tuple[int, Slice, list[int]]] = []
         for index, piece in enumerate(slices):
             request, end = piece.request, piece.start + piece.tokens
             is_right = True
-            if request in self._given_up and (self._voids or piece.awaits):
-                given_up[index] = "an earlier step gave this request up"
+            if request in self._dropped and (self._voids or piece.awaits):
+                dropped[index] = "the request was dropped in an earlier step"
                 continue
             if piece.awaits:
                 row = self._rows.get(request)
@@ -161,9 +161,9 @@ class Device:
                         "awaits", f"request {request.id} awaits a token that the latest plan did not sample"
                     )
                 is_right = row[1]
-            if request.id in gives_up:
-                given_up[index] = GIVEN_UP
-                self._given_up.add(request)
+            if request.id in drops:
+                dropped[index] = DROPPED
+                self._dropped.add(request)
                 continue
             tags = self._tags_of(request, end)
             problem = self._problem(request, tags, piece.blocks, piece.start)
@@ -183,7 +183,7 @@ class Device:
             if index not in self.tainted and (text := self._problem(piece.request, tags, piece.blocks, end)):
                 raise FindingError("race", f"two slices of one plan use a slot: {text}")
         self._rows = WeakKeyDictionary(rows)
-        return given_up
+        return dropped
 
     def _tags_of(self, request: Request, end: int) -> list[int]:
         """The tags of the request's tokens, from index 1 on: of `end` tokens, or of all that are known if less."""

@@ -116,7 +116,7 @@ class Player:
             return 0.0 if self._is_tight and draw.random() < 0.7 else draw.choice(rates)
 
         self._aborts = pick((0.0, 0.0, 0.03, 0.15))
-        self._gives_up = pick((0.0, 0.0, 0.05, 0.3))
+        self._drops = pick((0.0, 0.0, 0.05, 0.3))
         self._fails = pick((0.0, 0.0, 0.1, 0.5))
         self._holds = pick((0.0, 0.3, 0.8))
         self._restarts = pick((0.0, 0.0, 0.0, 0.03))
@@ -201,13 +201,13 @@ class Player:
             self._call(self._finish(draw))
 
     def _finish(self, draw: random.Random) -> Finish:
-        gives_up = fails = ()
-        if self._gives_up:
-            gives_up = tuple(s.request.id for s in self.machine.plans[0].slices if draw.random() < self._gives_up)
+        drops = fails = ()
+        if self._drops:
+            drops = tuple(s.request.id for s in self.machine.plans[0].slices if draw.random() < self._drops)
         if self._fails:
             fails = tuple(number for number in (None, *self.machine.core.requests) if draw.random() < self._fails)
         held = draw.randint(1, 3) if self._holds and draw.random() < self._holds else 0
-        return Finish(self._seconds, gives_up, fails, held)
+        return Finish(self._seconds, drops, fails, held)
 
     def _call(self, call: Call) -> None:
         self.calls.append(call)

@@ -157,13 +157,13 @@ class Finish(NamedTuple):
     """Finish the oldest plan in flight.
 
     Args:
-        gives_up: Ids of requests whose slices are given up.
+        drops: Ids of requests whose slices are dropped.
         fails: Ids of requests whose moves fail that end now; None stands for the prefix cache.
         held: See `Device.run`.
     """
 
     seconds: float = STEP_S
-    gives_up: tuple[int, ...] = ()
+    drops: tuple[int, ...] = ()
     fails: tuple[int | None, ...] = ()
     held: int = 0
 
@@ -357,9 +357,9 @@ class Machine:
         def does_fail(move: Move) -> bool:
             return (None if move.request is None else move.request.id) in fails
 
-        result = device.run(plan, call.seconds, gives_up=call.gives_up, fails=does_fail, held=call.held)
+        result = device.run(plan, call.seconds, drops=call.drops, fails=does_fail, held=call.held)
         live = [piece.request.finish_reason is None for piece in plan.slices]
-        for index in result.given_up:
+        for index in result.dropped:
             if live[index]:
                 self._may_end[plan.slices[index].request.id] = {FinishReason.ERROR}
         if self.log is not None:
@@ -368,7 +368,7 @@ class Machine:
         for index, piece in enumerate(plan.slices):
             request, end = piece.request, piece.start + piece.tokens
             self.reads += piece.start
-            if not live[index] or index in result.given_up:
+            if not live[index] or index in result.dropped:
                 if live[index] and request.finish_reason is not FinishReason.ERROR:
                     raise FindingError("given up", f"request {request.id} was given up and goes on")
                 continue
@@ -450,8 +450,8 @@ class Machine:
         for what in ("landed", "failed"):
             if moves := getattr(result, what):
                 rest += f", {what}=[{', '.join(map(self._name_of, moves))}]"
-        if result.given_up:
-            rest += f", given_up={result.given_up}"
+        if result.dropped:
+            rest += f", dropped={result.dropped}"
         self._say(
             f"core.finish_step(StepResult({name}, {list(result.tokens)}, {result.seconds:g}{rest}), {self.now:.4g})"
         )

@@ -116,11 +116,11 @@ def _asks(case: Case) -> Iterator[Case]:
 def _finishes(case: Case) -> Iterator[Case]:
     for index, call in enumerate(case.calls):
         match call:
-            case Finish(seconds, gives_up, fails, held):
+            case Finish(seconds, drops, fails, held):
                 for change in (
-                    {"gives_up": ()},
+                    {"drops": ()},
                     {"fails": ()},
-                    *({"gives_up": (one,)} for one in gives_up if len(gives_up) > 1),
+                    *({"drops": (one,)} for one in drops if len(drops) > 1),
                     *({"fails": (one,)} for one in fails if len(fails) > 1),
                     {"held": 0} if held else {},
                     {"seconds": 0.01} if seconds != 0.01 else {},

@@ -91,7 +91,7 @@ def test_failed_prompt_has_its_error_and_the_others_finish(llm: LLM, monkeypatch
         index = lengths.index(max(lengths))
         if max(lengths) > 40 and len(result.plan.slices[index].request.output) == 5:
             tokens = [*result.tokens[:index], None, *result.tokens[index + 1 :]]
-            result = replace(result, tokens=tokens, given_up={index: "it was too long"})
+            result = replace(result, tokens=tokens, dropped={index: "it was too long"})
         finish_step(result, now)
 
     monkeypatch.setattr(llm.engine.core, "finish_step", fail_longest)

@@ -65,15 +65,15 @@ class Rotating(Callbacks):
         self._last: dict[Request, int] = {}
         self._steps = 0
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._last[request] = 0
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         self._steps += 1
         for piece in slices:
             self._last[piece.request] = self._steps
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         del self._last[request]
 
     def ranked(self, now: float) -> Iterator[Request]:

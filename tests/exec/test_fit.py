@@ -16,8 +16,8 @@ LIMITS = Limits(tokens=2048, requests=128, positions=1024, kv_tokens=65536)
 
 
 def shape_of(case: Case) -> StepShape:
-    long = [(start, tokens) for start, tokens in case.pieces if tokens > 1]
-    short = [start for start, tokens in case.pieces if tokens == 1]
+    long = [(start, tokens) for start, tokens in case.slices if tokens > 1]
+    short = [start for start, tokens in case.slices if tokens == 1]
     pairs = sum(tokens * start + tokens * (tokens + 1) // 2 for start, tokens in long)
     return StepShape(sum(tokens for _, tokens in long), pairs, len(short), sum(short) + len(short))
 
@@ -86,12 +86,12 @@ def test_every_case_is_a_step_that_the_engine_could_run(
     limits = Limits(tokens, requests, positions, int(positions * kv_share))
     found = cases(limits, 12)
     assert found[0] == Case(((0, 1),), False)
-    assert len({case.pieces for case in found}) == len(found)
+    assert len({case.slices for case in found}) == len(found)
     for case in found:
-        assert 1 <= len(case.pieces) <= requests
-        assert sum(count for _, count in case.pieces) <= tokens
-        assert sum(start + count for start, count in case.pieces) <= limits.kv_tokens
-        assert all(start >= 0 and count >= 1 and start + count <= positions for start, count in case.pieces)
+        assert 1 <= len(case.slices) <= requests
+        assert sum(count for _, count in case.slices) <= tokens
+        assert sum(start + count for start, count in case.slices) <= limits.kv_tokens
+        assert all(start >= 0 and count >= 1 and start + count <= positions for start, count in case.slices)
 
 
 def test_every_beginning_covers_all_kinds_and_sizes() -> None:
@@ -109,7 +109,7 @@ def test_every_beginning_covers_all_kinds_and_sizes() -> None:
     assert max(prefills) >= 256
     assert min(decodes - {0}) <= 4
     assert max(decodes) >= 32
-    assert any(start > 0 and tokens > 1 for case in first for start, tokens in case.pieces)
+    assert any(start > 0 and tokens > 1 for case in first for start, tokens in case.slices)
 
 
 def test_a_third_is_held_out_of_every_kind() -> None:

@@ -23,7 +23,7 @@ from engines import (
 )
 
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.events import Admitted, Claimed, Event, Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import Admitted, Event, Moved, MoveFailed, Planned, Preempted, Preemption, Reserved
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
@@ -288,6 +288,6 @@ def test_tokens_are_those_of_a_request_alone_under_exact_claims(depth: int, host
         request.forecast = Forecast((2, request.max_tokens)[request.id % 2], "test")
     events = run(core, LocalExecutor(model, make_store(model, 9, host_blocks)), requests)
     assert outputs(requests) == outputs_alone("llama")
-    assert any(isinstance(event, Claimed) and isinstance(event.lender, Request) for event in events)
+    assert any(isinstance(event, Reserved) and isinstance(event.parent, Request) for event in events)
     assert happened(events)[Preemption.PAUSE] >= FEWEST
     assert happened(events)[Preemption.SWAP if host_blocks else Preemption.DROP] > 0

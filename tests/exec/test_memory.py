@@ -136,8 +136,8 @@ def test_graphs_take_what_decode_steps_do(monkeypatch: pytest.MonkeyPatch) -> No
     assert peaks == (int(37 * GIB * 1.05), int(6 * GIB * 1.05))
 
 
-@pytest.mark.parametrize("gives_up", [False, True])
-def test_a_step_that_does_not_fit_names_the_settings(monkeypatch: pytest.MonkeyPatch, *, gives_up: bool) -> None:
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_step_that_does_not_fit_names_the_settings(monkeypatch: pytest.MonkeyPatch, *, drops: bool) -> None:
     """However the worker tells it; and the card is as it was."""
     card = FakeCard(monkeypatch, free=64 * GIB)
 
@@ -148,7 +148,7 @@ def test_a_step_that_does_not_fit_names_the_settings(monkeypatch: pytest.MonkeyP
         def run(self, plan: Any) -> Any:
             card.use(0, cached=5 * GIB)
             self.halvings = 1
-            if not gives_up:
+            if not drops:
                 raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
     monkeypatch.setattr(memory, "Worker", Full)

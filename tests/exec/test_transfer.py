@@ -60,8 +60,8 @@ def pools(store: KVStore) -> dict[Direction, torch.Tensor]:
 def wait_for(copier: Copier, count: int) -> Ended:
     """What ended, when so many moves have."""
     ended = Ended([], [])
-    give_up = time.perf_counter() + LONG_S
-    while len(ended.landed) + len(ended.failed) < count and time.perf_counter() < give_up:
+    deadline = time.perf_counter() + LONG_S
+    while len(ended.landed) + len(ended.failed) < count and time.perf_counter() < deadline:
         more = copier.landed(0.01)
         ended.landed.extend(more.landed)
         ended.failed.extend(more.failed)
@@ -303,8 +303,8 @@ def steps(store: HarshStore) -> Iterator[Steps]:
 def until_landed(steps: Steps, count: int) -> list[Move]:
     """What lands in plans without slices, until so many have."""
     landed: list[Move] = []
-    give_up = time.perf_counter() + LONG_S
-    while len(landed) < count and time.perf_counter() < give_up:
+    deadline = time.perf_counter() + LONG_S
+    while len(landed) < count and time.perf_counter() < deadline:
         landed += steps.run(slices=False).landed
     return landed
 
@@ -338,8 +338,8 @@ def test_what_lands_beside_is_told_by_the_next_result(store: HarshStore, steps: 
     store.fails = lambda one: one is bad
     first = steps.run(overlapped=[moves[0], bad, moves[1]])
     landed, failed = list(first.landed), list(first.failed)
-    give_up = time.perf_counter() + LONG_S
-    while len(landed) + len(failed) < 3 and time.perf_counter() < give_up:
+    deadline = time.perf_counter() + LONG_S
+    while len(landed) + len(failed) < 3 and time.perf_counter() < deadline:
         result = steps.run()
         landed += result.landed
         failed += result.failed

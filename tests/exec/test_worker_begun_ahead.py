@@ -126,7 +126,7 @@ def test_out_of_memory_costs_the_largest_request_only(depth: int, caplog: pytest
     (failed,) = [e for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
     assert failed.request is together[1]
     assert "out of memory in a step with 20 tokens of this request; a lower --max-num-batched-tokens" in failed.detail
-    assert "request 1 is given up" in caplog.text
+    assert "request 1 is dropped" in caplog.text
 
 
 class NarrowOnce(Narrow):
@@ -159,7 +159,7 @@ def test_kv_behind_a_chunk_that_was_given_up_is_neither_computed_nor_found() -> 
     lost, second = adopting(0), adopting(1)
     core.add(lost, 0.0)
     flying = [worker.begin(plan) for plan in (core.start_step(0.0), core.start_step(0.0)) if plan is not None]
-    assert [list(step.given_up) for step in flying] == [[0], [0]]
+    assert [list(step.dropped) for step in flying] == [[0], [0]]
     for step in flying:
         core.finish_step(worker.finish(step), 0.0)
     assert lost.finish_reason is FinishReason.ERROR

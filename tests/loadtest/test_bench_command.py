@@ -168,7 +168,7 @@ def test_a_server_that_refuses_a_closed_stream_is_not_flooded() -> None:
 
 
 def test_what_was_measured_before_the_server_died_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(client_module, "MAX_FAILING_S", 0.2)
 
     async def die(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if len(stub.bodies) == 20:

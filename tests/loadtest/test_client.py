@@ -323,7 +323,7 @@ def test_what_a_client_cannot_see_is_null() -> None:
 
 
 def test_a_server_that_dies_ends_the_run_and_all_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(client_module, "MAX_FAILING_S", 0.2)
 
     async def die(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if len(stub.bodies) == 10:
@@ -337,7 +337,7 @@ def test_a_server_that_dies_ends_the_run_and_all_is_accounted_for(monkeypatch: p
     assert found.pop("finished") <= 10
     assert found.pop("not_sent") >= 1
     assert found["refused"] >= 3
-    assert set(found) <= {"refused", "reset", "given_up"}
+    assert set(found) <= {"refused", "reset", "abandoned"}
     record = figures(run.exchanges, seconds, Slo())
     assert record["requests"]["submitted"] == 301
     assert record["requests"]["finished"] + record["requests"]["errors"] == 301

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from skipjoin.core.events import Arrived, Claimed, Event, Finished, Planned, Preempted, Preemption
+from skipjoin.core.events import Arrived, Event, Finished, Planned, Preempted, Preemption, Reserved
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import Callbacks, Grant
+from skipjoin.core.policy import Allocation, Callbacks
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
@@ -33,24 +33,24 @@ class Lending(Callbacks):
     def __init__(self) -> None:
         self._claimants: dict[int, Request] = {}
 
-    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+    def on_begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
         return [(RESERVE, 6)]
 
-    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant:
+    def reserve(self, request: Request, target: int, kv: KVLedger) -> Allocation:
         blocks = kv.blocks_for(target) + 1 + request.id % 4
         earlier: list[Owner] = [one for number, one in self._claimants.items() if number < request.id]
         lender = [*earlier, RESERVE, None][target % (len(earlier) + 2)]
         if kv.shortfall_of_reservation(request, blocks, lender) > 0:
             lender, blocks = None, kv.blocks_for(target)
-        return Grant(blocks, blocks, tokens=blocks * kv.block_size, lender=lender, group=target % 3 or None)
+        return Allocation(blocks, blocks, tokens=blocks * kv.block_size, parent=lender, group=target % 3 or None)
 
-    def claimed(self, request: Request, now: float) -> None:
+    def on_reserved(self, request: Request, now: float) -> None:
         self._claimants[request.id] = request
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         self._claimants.pop(request.id, None)
 
-    finished = evicted
+    on_finished = on_preempted
 
 
 def usage_of(world: World) -> EngineUsage:
@@ -62,7 +62,7 @@ def test_claims_are_those_of_the_ledger(eviction: type[Recompute]) -> None:
     world = World("fcfs", eviction=eviction)
     core = world.core(replace(world.policies(), admission=Lending()))
     usage = usage_of(world)
-    fold, kv = usage.claims, core.kv
+    fold, kv = usage.reservations, core.kv
     seen: list[Event] = []
 
     def look(events: list[Event]) -> None:
@@ -76,9 +76,9 @@ def test_claims_are_those_of_the_ledger(eviction: type[Recompute]) -> None:
 
     simulate(Replica(core, SimulatedExecutor(world.cost)), load(7, 60), on_events=look)
     core.assert_home()
-    claims = [event for event in seen if isinstance(event, Claimed)]
+    claims = [event for event in seen if isinstance(event, Reserved)]
     found: dict[str, Any] = usage.kv()
-    assert found["hosted_requests"] == len({one.request for one in claims if isinstance(one.lender, Request)}) > 5
+    assert found["hosted_requests"] == len({one.request for one in claims if isinstance(one.parent, Request)}) > 5
     assert found["vacated"] > 0
     assert found["hosted_blocks_mean"] > 0
     assert 0 < found["reserve_used_mean"] < 1
@@ -91,7 +91,7 @@ def test_claims_are_those_of_the_ledger(eviction: type[Recompute]) -> None:
     mean = pytest.approx(sum(groups.values()) / len(groups), rel=1e-5)
     assert record["groups"] == {"mean_size": mean, "max_size": max(groups.values())}
     # Nothing of those that are gone is kept.
-    assert (fold._claims, fold._guests, fold._once_hosted) == ({}, {}, set())
+    assert (fold._reservations, fold._nested, fold._once_hosted) == ({}, {}, set())
 
 
 def test_means_are_over_time_and_guests_inherit_a_lender() -> None:
@@ -105,9 +105,9 @@ def test_means_are_over_time_and_guests_inherit_a_lender() -> None:
     usage.observe(
         [
             *(Arrived(one, 0.0) for one in (host, guest, nested)),
-            Claimed(host, 0.0, None, 10),
-            Claimed(guest, 0.0, host, 6),
-            Claimed(nested, 0.0, guest, 2),
+            Reserved(host, 0.0, None, 10),
+            Reserved(guest, 0.0, host, 6),
+            Reserved(nested, 0.0, guest, 2),
             plan(2.0),
             Preempted(guest, 2.0, Preemption.DROP),  # the host lends to the nested one
             plan(3.0),
@@ -115,9 +115,9 @@ def test_means_are_over_time_and_guests_inherit_a_lender() -> None:
             plan(4.0),
             Finished(host, 4.0, FinishReason.STOP),  # it is lent to no more
             Preempted(nested, 4.0, Preemption.SWAP),
-            Claimed(guest, 4.0, RESERVE, 3),
+            Reserved(guest, 4.0, RESERVE, 3),
             plan(6.0),
-            Claimed(guest, 6.0, None, 5, drawn=2),
+            Reserved(guest, 6.0, None, 5, drawn=2),
             plan(8.0),
         ]
     )
@@ -125,6 +125,6 @@ def test_means_are_over_time_and_guests_inherit_a_lender() -> None:
     assert (kv["hosted_requests"], kv["vacated"]) == (2, 1)
     assert kv["hosted_blocks_mean"] == pytest.approx((2 * 8 + 2 * 2) / 8)
     assert kv["reserve_used_mean"] == pytest.approx((2 * 3 + 2 * 2) / 8 / 20)
-    usage.claims.restarted()
+    usage.reservations.restarted()
     usage.observe([plan(9.0)])
     assert usage.kv()["reserve_used_mean"] == pytest.approx(10 / 9 / 20)

@@ -56,7 +56,7 @@ def by_label(snapshot: Snapshot, name: str) -> dict[str, float]:
 def test_a_request_dropped_by_the_executor_counts_as_an_error() -> None:
     """In the metrics, in the figures and in the timeline, which leave nobody running."""
     world = World(depth=2, overlap=True)
-    done = run(world, load(5, 20), gives_up=lambda piece: piece.request.id % 4 == 0)
+    done = run(world, load(5, 20), drops=lambda piece: piece.request.id % 4 == 0)
     metrics, facts, file = metrics_of(world), list[RequestFacts](), StringIO()
     metrics.observe(done.events)
     RequestLog(facts.append).observe(done.events)
@@ -312,14 +312,14 @@ def test_a_request_given_up_on_its_way_to_the_host_is_not_counted_there() -> Non
     core, metrics = world.core(), metrics_of(world)
     stepper = Stepper(core)
     stepper.add(*(make(number, 10, 20) for number in range(12)))
-    given_up = 0
+    dropped = 0
     while core.requests:
         stepper.start()
         moving = [one for one in core.kv.holders() if core.kv.blocks_of(one).moving is Direction.OUT]  # type: ignore[union-attr]
-        given_up += sum(core.abort(request.id, stepper.now) for request in moving)
+        dropped += sum(core.abort(request.id, stepper.now) for request in moving)
         stepper.finish()
     metrics.observe(stepper.events)
-    assert given_up > 1
+    assert dropped > 1
     assert metrics.snapshot().row("num_requests_swapped") == [0]
 
 

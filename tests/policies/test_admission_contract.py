@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import AdmissionPolicy, Grant, Wait
+from skipjoin.core.policy import AdmissionPolicy, Allocation, Deferral
 from skipjoin.policies.admission import OnDemand, WholeMaximum
-from skipjoin.policies.coupled import WholeClaims
+from skipjoin.policies.coupled import WholeReservations
 from skipjoin.policies.econo import PaddedLengths
-from skipjoin.policies.exact_claims import ExactClaims, Hosts
+from skipjoin.policies.exact_reservations import ExactReservations, Hosts
 from support.load import make
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
@@ -19,9 +19,9 @@ ADMISSIONS: dict[str, AdmissionPolicy] = {
     "no watermark": OnDemand(0.0),
     "high watermark": OnDemand(0.5),
     "whole maximum": WholeMaximum(),
-    "whole claims": WholeClaims(PaddedLengths(0.15)),
-    "exact claims": ExactClaims(PaddedLengths(0.15), group=None, reserve=0.1, hosts=None),
-    "exact claims, with hosts": ExactClaims(PaddedLengths(0.0), group=None, reserve=0.0, hosts=Hosts(0.1)),
+    "whole claims": WholeReservations(PaddedLengths(0.15)),
+    "exact claims": ExactReservations(PaddedLengths(0.15), group=None, reserve=0.1, hosts=None),
+    "exact claims, with hosts": ExactReservations(PaddedLengths(0.0), group=None, reserve=0.0, hosts=Hosts(0.1)),
 }
 every_admission = pytest.mark.parametrize("admission", ADMISSIONS.values(), ids=ADMISSIONS.keys())
 
@@ -34,8 +34,8 @@ def test_an_empty_device_admits_whoever_can_fit_at_all(
     kv = KVLedger(blocks, 0, 4)
     request = make(0, prompt, more)
     if request.max_total_tokens <= blocks * 4:
-        promise = admission.claim(request, request.known, kv)
-        assert isinstance(promise, Grant)
+        promise = admission.reserve(request, request.known, kv)
+        assert isinstance(promise, Allocation)
         assert max(promise.now, promise.blocks) + promise.spare <= kv.available
 
 
@@ -48,8 +48,8 @@ def test_nobody_is_asked_for_more_than_the_pool_has(
     kv = KVLedger(30, 0, 4)
     if others:
         kv.grow(make(1), others * 4)
-    promise = admission.claim(make(0, prompt, more), prompt, kv)
-    if isinstance(promise, Grant):
+    promise = admission.reserve(make(0, prompt, more), prompt, kv)
+    if isinstance(promise, Allocation):
         assert kv.blocks_for(prompt) <= max(promise.now, promise.blocks)
         assert max(promise.now, promise.blocks) + promise.spare <= kv.device_total
 
@@ -62,7 +62,7 @@ def test_asking_changes_nothing(admission: AdmissionPolicy, prompt: int, others:
         kv.grow(make(1), others * 4)
     before = kv.available
     request = make(0, prompt)
-    assert admission.claim(request, request.known, kv) == admission.claim(request, request.known, kv)
+    assert admission.reserve(request, request.known, kv) == admission.reserve(request, request.known, kv)
     assert kv.blocks_of(request) is None
     assert kv.available == before
 
@@ -70,33 +70,33 @@ def test_asking_changes_nothing(admission: AdmissionPolicy, prompt: int, others:
 def test_on_demand_leaves_the_watermark_to_those_who_run() -> None:
     kv = KVLedger(100, 0, 4)
     kv.grow(make(1), 4)
-    assert OnDemand(0.1).claim(make(0, 8), 8, kv) == Grant(now=2, blocks=2, spare=10)
+    assert OnDemand(0.1).reserve(make(0, 8), 8, kv) == Allocation(now=2, blocks=2, spare=10)
 
 
 def test_on_demand_counts_what_is_known_not_what_may_come() -> None:
     request = make(0, 8, 100)
     request.known += 4
-    promise = OnDemand(0.0).claim(request, request.known, KVLedger(100, 0, 4))
-    assert promise == Grant(now=3, blocks=3)
+    promise = OnDemand(0.0).reserve(request, request.known, KVLedger(100, 0, 4))
+    assert promise == Allocation(now=3, blocks=3)
 
 
 def test_whole_maximum_waits_for_the_whole_maximum() -> None:
     kv = KVLedger(10, 0, 4)
     kv.reserve(make(1), 5)
-    assert WholeMaximum().claim(make(0, 8, 12), 8, kv) == Grant(now=5, blocks=5)
-    assert WholeMaximum().claim(make(0, 8, 13), 8, kv) is Wait.WAIT
+    assert WholeMaximum().reserve(make(0, 8, 12), 8, kv) == Allocation(now=5, blocks=5)
+    assert WholeMaximum().reserve(make(0, 8, 13), 8, kv) is Deferral.NEWCOMERS
 
 
-@pytest.mark.parametrize(("others", "expected"), [(0, Grant(10, 10, tokens=40)), (5, Grant(5, 5, tokens=20))])
-def test_a_whole_claim_that_is_outgrown_grows_as_expected_or_by_a_block(others: int, expected: Grant) -> None:
+@pytest.mark.parametrize(("others", "expected"), [(0, Allocation(10, 10, tokens=40)), (5, Allocation(5, 5, tokens=20))])
+def test_a_whole_claim_that_is_outgrown_grows_as_expected_or_by_a_block(others: int, expected: Allocation) -> None:
     kv = KVLedger(10, 0, 4)
     request = make(0, 8, 33)
-    admission = WholeClaims(PaddedLengths(0, lambda _: 9))
-    assert admission.claim(request, 8, kv) == Grant(4, 4, tokens=16)
+    admission = WholeReservations(PaddedLengths(0, lambda _: 9))
+    assert admission.reserve(request, 8, kv) == Allocation(4, 4, tokens=16)
     kv.reserve(request, 4, tokens=16)
     if others:
         kv.reserve(make(1), others)
-    assert admission.claim(request, 17, kv) == expected
+    assert admission.reserve(request, 17, kv) == expected
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, float("nan")])

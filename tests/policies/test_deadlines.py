@@ -12,7 +12,7 @@ DEFAULT = Target(ttft_s=0.4, tpot_s=0.2)
 
 
 def sample(request: Request) -> Slice:
-    """A slice that computes all of the request; the token that it samples is appended after `ran`, as in the engine."""
+    """A slice that computes all of the request; the token that it samples is appended after `on_scheduled`."""
     piece = Slice(request, request.computed, request.known - request.computed, True, False, ())
     request.computed = request.planned = request.known
     return piece
@@ -44,15 +44,15 @@ def test_missed_deadlines_come_last_the_shortest_first_and_much_later_first() ->
     ordering = ByDeadline(NextTokens(DEFAULT), overdue_s=5.0)
     long, short = make(0, 900, arrival=0.0), make(1, 30, arrival=0.1)
     for request in (long, short):
-        ordering.arrived(request, request.arrival)
+        ordering.on_arrived(request, request.arrival)
     assert ids(ordering, 0.2) == [0, 1]
     fresh = make(2, 500, arrival=0.45)
-    ordering.arrived(fresh, 0.45)
+    ordering.on_arrived(fresh, 0.45)
     assert ids(ordering, 0.45) == [1, 2, 0]  # 0 was due at 0.4
     assert ids(ordering, 0.6) == [2, 1, 0]  # now 1 is late, too, and shorter
     assert ordering.outranks(fresh, short)
     assert not ordering.outranks(short, long)
-    ordering.ran([sample(fresh)], 5.3)
+    ordering.on_scheduled([sample(fresh)], 5.3)
     assert ids(ordering, 5.39) == [2, 1, 0]
     assert ids(ordering, 5.45) == [0, 2, 1]  # 0 is overdue
     # Late requests make way; those that are in time keep their KV.
@@ -63,10 +63,10 @@ def test_missed_deadlines_come_last_the_shortest_first_and_much_later_first() ->
 def test_a_token_brings_a_late_request_back() -> None:
     ordering = ByDeadline(NextTokens(DEFAULT), overdue_s=5.0)
     late, other = make(0, arrival=0.0), make(1, arrival=1.0)
-    ordering.arrived(late, 0.0)
-    ordering.arrived(other, 1.0)
+    ordering.on_arrived(late, 0.0)
+    ordering.on_arrived(other, 1.0)
     assert ids(ordering, 1.0) == [1, 0]
-    ordering.ran([sample(late)], 1.1)
+    ordering.on_scheduled([sample(late)], 1.1)
     assert ids(ordering, 1.1) == [0, 1]  # due at 1.3 and at 1.4
     assert ids(ordering, 5.5) == [0, 1]  # both late: the fewest tokens to compute first
 
@@ -75,13 +75,13 @@ def test_best_effort_requests_that_have_begun_come_first_those_that_lost_no_kv_b
     ordering = StartedFirst()
     requests = [make(number, arrival=number, deadline=deadline) for number, deadline in enumerate([None, 50, 60, 40])]
     for request in requests:
-        ordering.arrived(request, request.arrival)
+        ordering.on_arrived(request, request.arrival)
     assert ids(ordering, 9.0) == [3, 1, 2, 0]  # by when their time is up
-    ordering.ran([sample(requests[0]), sample(requests[2])], 9.1)
+    ordering.on_scheduled([sample(requests[0]), sample(requests[2])], 9.1)
     assert ids(ordering, 9.1) == [2, 0, 3, 1]
-    ordering.evicted(requests[2], 9.2)
+    ordering.on_preempted(requests[2], 9.2)
     assert ids(ordering, 9.2) == [0, 2, 3, 1]
-    ordering.ran([sample(requests[2])], 9.3)
+    ordering.on_scheduled([sample(requests[2])], 9.3)
     assert ids(ordering, 9.3) == [2, 0, 3, 1]
 
 
@@ -90,15 +90,15 @@ def test_the_oldest_best_effort_request_comes_before_real_time_ones_after_a_whil
     batch = [make(number, arrival=number, best_effort=True) for number in range(3)]
     chat = make(3, arrival=5.0)
     for request in batch:
-        ordering.arrived(request, request.arrival)
+        ordering.on_arrived(request, request.arrival)
     assert ids(ordering, 20.0) == [0, 1, 2]  # nothing to come before
-    ordering.arrived(chat, 5.0)
+    ordering.on_arrived(chat, 5.0)
     assert ids(ordering, 9.0) == [3, 0, 1, 2]
     assert ids(ordering, 10.0) == [0, 3, 1, 2]
     assert ordering.outranks(batch[0], chat)
     assert ids(ordering, 99.0) == [0, 3, 1, 2]
-    ordering.finished(batch[0], 99.0)
+    ordering.on_finished(batch[0], 99.0)
     assert ids(ordering, 99.0) == [1, 3, 2]
     for request in (batch[1], chat, batch[2]):
-        ordering.finished(request, 99.0)
+        ordering.on_finished(request, 99.0)
     assert ids(ordering, 99.0) == []

@@ -41,11 +41,11 @@ def test_after_a_drop_newcomers_wait_until_it_is_a_small_share_of_the_time() -> 
     eviction = Swap(COST, drop_share=0.1)
     assert ways(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]
     assert ways(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]  # to ask changes nothing
-    eviction.dropped(8, 5.0)
+    eviction.on_dropped(8, 5.0)
     assert ways(eviction, victim, kv, 84.9, newcomer) == []
     assert ways(eviction, victim, kv, 85.1, newcomer) == [Preemption.DROP]
-    eviction.dropped(8, 85.1)
-    eviction.dropped(8, 85.1)
+    eviction.on_dropped(8, 85.1)
+    eviction.on_dropped(8, 85.1)
     assert ways(eviction, victim, kv, 245.0, newcomer) == []
     assert ways(eviction, victim, kv, 245.2, newcomer) == [Preemption.DROP]
 
@@ -54,7 +54,7 @@ def test_growth_and_more_important_requests_do_not_wait() -> None:
     kv = KVLedger(10, 0, 4)
     victim = holder(kv, 0, 8)
     eviction = Swap(COST)
-    eviction.dropped(8, 0.0)
+    eviction.on_dropped(8, 0.0)
     assert ways(eviction, victim, kv, 1.0, None) == [Preemption.DROP]
     assert ways(eviction, victim, kv, 1.0, make(1, 4, 10, priority=-1)) == [Preemption.DROP]
     assert ways(eviction, victim, kv, 1.0, make(2, 4, 10, priority=1)) == []
@@ -64,7 +64,7 @@ def test_moves_are_not_paced_while_the_host_has_room() -> None:
     kv = KVLedger(10, 3, 4)
     victims, newcomer = [holder(kv, 0, 8), holder(kv, 1, 4), holder(kv, 2, 8)], make(3, 4, 10)
     eviction = Swap(COST)
-    eviction.dropped(8, 0.0)
+    eviction.on_dropped(8, 0.0)
     first = eviction.victims(3, victims, kv, 1.0, newcomer)
     assert [(one.request.id, one.how) for one in first] == [(0, Preemption.SWAP), (1, Preemption.SWAP)]
     assert eviction.victims(4, victims, kv, 1.0, newcomer) == ()
@@ -98,11 +98,11 @@ def test_recipes_take_quantum_and_pace_from_their_parameters(paced: bool) -> Non
     policies = build("fastserve", Settings(COST), {"quantum_s": 0.26, "paced": paced})
     assert isinstance(policies.ordering, Prioritized)
     request = make(0, 1, 10)
-    policies.ordering.arrived(request, 0.0)
+    policies.ordering.on_arrived(request, 0.0)
     band = policies.ordering._bands[request.band]
     assert isinstance(band, SkipJoinMlfq)
     assert band.level(request) == 2  # a second is nearly four quanta
     kv = KVLedger(10, 0, 4)
     eviction = policies.eviction
-    eviction.dropped(8, 0.0)
+    eviction.on_dropped(8, 0.0)
     assert bool(eviction.victims(1, [holder(kv, 1, 8)], kv, 1.0, request)) is not paced

@@ -37,7 +37,7 @@ def by_number(requests: list[Request]) -> Ranks:
     """An ordering of the requests by id, which all live there."""
     ordering = Ranks({request.id: request.id for request in requests})
     for request in requests:
-        ordering.arrived(request, 0.0)
+        ordering.on_arrived(request, 0.0)
     return ordering
 
 
@@ -164,7 +164,7 @@ def test_spill_weighs_the_part_and_makes_a_newcomer_wait_where_dropping_is_not_i
     spill = Spill(replace(cost, transfer_floor=0.51))
     assert spill.victims(1, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.DROP, 1)]
     assert spill.victims(2, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.SPILL, 2)]
-    spill.dropped(4, 0.0)
+    spill.on_dropped(4, 0.0)
     assert spill.victims(1, [victim], kv, 0.0, make(9, 1, 1)) == ()
     kv.reserve(victim, 6)
     assert spill.victims(2, [victim], kv, 0.0, make(9, 1, 1)) == [Eviction(victim, Preemption.SPILL, 2)], (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, rests
+from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, is_decode_invariant
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice
@@ -26,14 +26,14 @@ class Clients:
     def send(self, client: str) -> Request:
         request = make(self._next, 30, 50, arrival=self._next, client=client)
         self._next += 1
-        self.ordering.arrived(request, 0.0)
+        self.ordering.on_arrived(request, 0.0)
         return request
 
     def run(self, request: Request, tokens: int, start: int = 0) -> None:
         """Compute so many tokens; those after the prompt are sampled one by one."""
         for at in range(start, start + tokens) if start >= 30 else (start,):
             width = 1 if start >= 30 else tokens
-            self.ordering.ran([Slice(request, at, width, at + width >= 30, False, ())], 0.0)
+            self.ordering.on_scheduled([Slice(request, at, width, at + width >= 30, False, ())], 0.0)
 
     def order(self) -> list[str]:
         return [request.options.client for request in self.ordering.ranked(0.0)]
@@ -65,12 +65,12 @@ def test_what_a_client_is_ahead_by_stays_while_others_have_requests() -> None:
     clients = Clients()
     greedy, other = clients.send("greedy"), clients.send("other")
     clients.run(greedy, 28)
-    clients.ordering.finished(greedy, 0.0)
+    clients.ordering.on_finished(greedy, 0.0)
     again = clients.send("greedy")
     assert clients.ordering.served("greedy") == 28
     assert clients.order() == ["other", "greedy"]
     for request in (other, again):
-        clients.ordering.finished(request, 0.0)
+        clients.ordering.on_finished(request, 0.0)
     clients.send("other")
     assert clients.ordering.served("greedy") == clients.ordering.served("other") == 0
 
@@ -103,8 +103,8 @@ def step(live: list[Request], offered: list[Request]) -> list[object]:
         LimitedBestEffort(Greedy(100, 1000, chunked=True), COST, lambda request: request.is_best_effort)
     )
     for request in live:
-        batcher.arrived(request, 0.0)
-    assert rests(batcher) is (len({request.options.client for request in live}) < 2)
+        batcher.on_arrived(request, 0.0)
+    assert is_decode_invariant(batcher) is (len({request.options.client for request in live}) < 2)
     builder = batcher.open(StepContext(now=0.0))
     found: list[object] = []
     for request in offered:
@@ -113,8 +113,8 @@ def step(live: list[Request], offered: list[Request]) -> list[object]:
             builder.take(request, verdict)
         found.append(verdict)
     for request in live:
-        batcher.finished(request, 0.0)
-    assert rests(batcher)
+        batcher.on_finished(request, 0.0)
+    assert is_decode_invariant(batcher)
     return found
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, rests
+from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, is_decode_invariant
 from skipjoin.core.request import Request, Target
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.batching import Greedy
@@ -21,7 +21,7 @@ COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
 def limited(*live: Request, now: float = 0.0) -> LimitedBestEffort:
     batcher = LimitedBestEffort(Greedy(100, 1000, chunked=False), COST, lambda request: request.is_best_effort)
     for request in live:
-        batcher.arrived(request, now)
+        batcher.on_arrived(request, now)
     return batcher
 
 
@@ -80,7 +80,7 @@ def test_without_real_time_requests_for_a_while_there_is_no_limit() -> None:
     chat, flood = make(0, 400), [begun(number) for number in range(1, 101)]
     assert step(limited(*flood), flood) == [1] * 100
     batcher = limited(chat, *flood)
-    batcher.finished(chat, 5.0)
+    batcher.on_finished(chat, 5.0)
     assert step(batcher, flood, now=5.0 + QUIET_S - 0.1).count(1) == 72
     assert step(batcher, flood, now=5.0 + QUIET_S) == [1] * 100
 
@@ -88,6 +88,6 @@ def test_without_real_time_requests_for_a_while_there_is_no_limit() -> None:
 def test_it_rests_unless_there_are_best_effort_requests() -> None:
     batch = begun(1)
     batcher = limited(make(0), batch)
-    assert not rests(batcher)
-    batcher.finished(batch, 1.0)
-    assert rests(batcher)
+    assert not is_decode_invariant(batcher)
+    batcher.on_finished(batch, 1.0)
+    assert is_decode_invariant(batcher)

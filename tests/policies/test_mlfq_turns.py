@@ -49,7 +49,7 @@ def test_turns_are_estimated_as_in_the_paper(seed: int, hysteresis_s: float) -> 
             queues.order()
         if draw.random() < 0.05:
             gone = live.pop(draw.randrange(len(live)))
-            queues.mlfq.finished(gone, queues.now)
+            queues.mlfq.on_finished(gone, queues.now)
     expected = enst(queues, live, starvation_s, last)
     asked = draw.sample(live, len(live) * 3 // 4)
     turns = queues.mlfq.next_turns(asked, queues.now)
@@ -80,7 +80,7 @@ def test_a_step_without_slices_says_nothing_about_the_batch() -> None:
     low, _ = queues.arrive(60), queues.arrive(1)
     before = queues.mlfq.next_turns([low], 0.0)
     for _ in range(10_000):
-        queues.mlfq.ran((), 0.0)
+        queues.mlfq.on_scheduled((), 0.0)
     assert queues.mlfq.next_turns([low], 0.0) == before
 
 

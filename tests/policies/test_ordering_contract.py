@@ -145,7 +145,7 @@ class Life:
         )
         self._next += 1
         self.live.append(request)
-        self.ordering.arrived(request, self.now)
+        self.ordering.on_arrived(request, self.now)
 
     def run(self, batch: list[Request], most: int) -> None:
         """Compute up to `most` tokens of each, then append what was sampled, as the engine does."""
@@ -156,7 +156,7 @@ class Life:
             slices.append(Slice(request, request.computed, tokens, end == request.known, False, ()))
             request.computed = request.planned = end
         self.now += 0.02
-        self.ordering.ran(slices, self.now)
+        self.ordering.on_scheduled(slices, self.now)
         for piece in slices:
             if piece.samples:
                 piece.request.known += 1
@@ -166,15 +166,15 @@ class Life:
     def evict(self, request: Request, *, drop: bool) -> None:
         if drop:
             request.computed = request.planned = 0
-        self.ordering.evicted(request, self.now)
+        self.ordering.on_preempted(request, self.now)
 
     def forecast(self, request: Request, tokens: int) -> None:
         request.forecast = Forecast(tokens, "test")
-        self.ordering.reforecast(request, self.now)
+        self.ordering.on_reforecast(request, self.now)
 
     def leave(self, request: Request) -> None:
         self.live.remove(request)
-        self.ordering.finished(request, self.now)
+        self.ordering.on_finished(request, self.now)
 
 
 OPERATIONS = st.lists(
@@ -324,7 +324,7 @@ def long_queue() -> list[Request]:
 def test_the_first_of_a_long_queue_costs_no_pass_over_it(build: Callable[[], Ordering]) -> None:
     ordering = build()
     for request in long_queue():
-        ordering.arrived(request, 0.0)
+        ordering.on_arrived(request, 0.0)
 
     def seconds(most: int | None) -> float:
         start = time.perf_counter()

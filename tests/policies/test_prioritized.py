@@ -20,7 +20,7 @@ def test_a_lower_number_comes_first_and_equal_numbers_keep_their_order() -> None
     ordering = Prioritized(Fcfs)
     requests = [make(number, arrival=number, priority=p) for number, p in enumerate([5, 0, 5, -(2**63), 0])]
     for request in requests:
-        ordering.arrived(request, request.arrival)
+        ordering.on_arrived(request, request.arrival)
     assert [request.id for request in ordering.ranked(9.0)] == [3, 1, 4, 0, 2]
 
 
@@ -28,7 +28,7 @@ def test_who_arrives_later_outranks_by_number_alone() -> None:
     ordering = Prioritized(lambda: SkipJoinMlfq(COST))
     long, short = make(0, 1000, priority=0), make(1, 1, priority=1)
     for request in (short, long):
-        ordering.arrived(request, 0.0)
+        ordering.on_arrived(request, 0.0)
     assert ordering.outranks(long, short)
     assert not ordering.outranks(short, long)
 
@@ -43,8 +43,8 @@ def test_empty_bands_vanish() -> None:
     ordering = Prioritized(build)
     for number in range(1000):
         request = make(number, priority=number)
-        ordering.arrived(request, 0.0)
-        ordering.finished(request, 0.0)
+        ordering.on_arrived(request, 0.0)
+        ordering.on_finished(request, 0.0)
     assert list(ordering.ranked(0.0)) == []
     assert (ordering._bands, ordering._sizes, ordering._sorted) == ({}, {}, [])
     assert next(made) == 1000
@@ -53,9 +53,9 @@ def test_empty_bands_vanish() -> None:
 def test_a_band_that_emptied_begins_anew() -> None:
     ordering = Prioritized(Fcfs)
     first, second = make(0, priority=3), make(1, priority=3)
-    ordering.arrived(first, 0.0)
-    ordering.finished(first, 0.0)
-    ordering.arrived(second, 1.0)
+    ordering.on_arrived(first, 0.0)
+    ordering.on_finished(first, 0.0)
+    ordering.on_arrived(second, 1.0)
     assert list(ordering.ranked(1.0)) == [second]
 
 
@@ -64,8 +64,8 @@ def test_promotions_in_lower_bands_happen_before_reading_begins() -> None:
     ordering = Prioritized(lambda: SkipJoinMlfq(COST, starvation_s=1.0))
     urgent, fresh, starving = make(0, 1, priority=0), make(1, 1, priority=1), make(2, 2000, priority=1)
     for request in (urgent, starving):
-        ordering.arrived(request, 0.0)
-    ordering.arrived(fresh, 0.5)
+        ordering.on_arrived(request, 0.0)
+    ordering.on_arrived(fresh, 0.5)
     iterator = ordering.ranked(1.0)
     assert next(iterator) is urgent
     before = {request: ordering.rank(request) for request in (fresh, starving)}

@@ -70,7 +70,7 @@ class Scene:
 
     def expect(self, prompt: int) -> None:
         """A request arrives."""
-        self.eviction.arrived(make(1000, prompt), self.now)
+        self.eviction.on_arrived(make(1000, prompt), self.now)
 
     def step(self) -> tuple[list[int], list[int]]:
         """The turns of those who begin to leave and to come back beside the next step, in order."""

@@ -76,12 +76,12 @@ def test_age_makes_up_for_a_ratio_of_remaining_times(tokens: int, aging_s: float
     ordering = Valued(value)
     old, least = expecting(tokens), expecting(1)
     bound = aging_s * math.log(value.seconds(old, old.known) / value.seconds(least, least.known))
-    ordering.arrived(old, 0.0)
+    ordering.on_arrived(old, 0.0)
     for number, arrival in enumerate((bound + 1e-6 * aging_s, bound * 1.5 + early), 1):
         newcomer = expecting(1, number, arrival=arrival)
-        ordering.arrived(newcomer, arrival)
+        ordering.on_arrived(newcomer, arrival)
         assert not ordering.outranks(newcomer, old)
-    ordering.ran([Slice(old, 9, 1, True, False, ())], bound)
+    ordering.on_scheduled([Slice(old, 9, 1, True, False, ())], bound)
     assert not ordering.outranks(newcomer, old)
 
 
@@ -89,7 +89,7 @@ def test_without_aging_age_does_not_count() -> None:
     ordering = Valued(RemainingTime(ExecutionTime(COST), forecast_tokens))
     old, newcomer = expecting(101), expecting(100, 1, arrival=1e9)
     for request in (old, newcomer):
-        ordering.arrived(request, request.arrival)
+        ordering.on_arrived(request, request.arrival)
     assert ordering.outranks(newcomer, old)
 
 
@@ -143,8 +143,8 @@ def test_a_turn_comes_when_the_work_before_it_is_done_or_age_comes_first(aging_s
     ordering = ShortestWithWaits(RemainingTime(ExecutionTime(cost), forecast_tokens, aging_s=aging_s), hysteresis_s=0.1)
     first, second, last = (expecting(tokens, number) for number, tokens in enumerate((1000, 2000, 3000)))
     for request in (first, second, last):
-        ordering.arrived(request, 0.0)
-    ordering.ran([Slice(first, 9, 1, True, False, ())], 0.0)
+        ordering.on_arrived(request, 0.0)
+    ordering.on_scheduled([Slice(first, 9, 1, True, False, ())], 0.0)
     found = ordering.next_turns([last, first, second], 0.0)
     assert [request for _, request in found] == [first, second, last]
     assert [turn * 0.1 for turn, _ in found] == pytest.approx(turns, abs=0.1)

@@ -42,7 +42,7 @@ def test_a_one_token_prompt_is_the_shortest_iteration_on_any_machine() -> None:
     """Also where a prefill token costs more than a decode: the slice is charged as a decode."""
     mlfq = SkipJoinMlfq(type(COST)(floor=1.0, prefill_token=0.5, decode=0.1))
     request = make(0, 1)
-    mlfq.arrived(request, 0.0)
+    mlfq.on_arrived(request, 0.0)
     assert mlfq.level(request) == 0
 
 
@@ -50,7 +50,7 @@ def test_only_uncomputed_tokens_count_for_the_queue_to_join() -> None:
     queues = Queues()
     request = make(0, 9)
     request.computed = request.planned = 7
-    queues.mlfq.arrived(request, 0.0)
+    queues.mlfq.on_arrived(request, 0.0)
     assert queues.mlfq.level(request) == 1
 
 
@@ -182,7 +182,7 @@ def test_a_request_may_be_promoted_again_but_only_after_starving_again() -> None
 def test_a_request_that_left_is_forgotten_by_the_watch_for_starving() -> None:
     queues = Queues(starvation_s=10)
     request, other = queues.arrive(5), queues.arrive(5)
-    queues.mlfq.finished(request, 1.0)
+    queues.mlfq.on_finished(request, 1.0)
     queues.now = 50.0
     assert queues.order() == [other]
 
@@ -191,7 +191,7 @@ def test_requests_that_left_are_not_kept_until_they_would_have_starved() -> None
     """Starvation may be set to years, to switch it off."""
     queues = Queues(starvation_s=1e9)
     for _ in range(5000):
-        queues.mlfq.finished(queues.arrive(5), queues.now)
+        queues.mlfq.on_finished(queues.arrive(5), queues.now)
     assert len(queues.mlfq._watch) < 1000
 
 
@@ -227,20 +227,20 @@ def test_quanta_follow_the_cost_model_and_requests_keep_their_queues() -> None:
     mlfq = SkipJoinMlfq(cost, starvation_s=1e9)
     waiting, running = make(0, 8), make(1, 1)
     for request in (waiting, running):
-        mlfq.arrived(request, 0.0)
+        mlfq.on_arrived(request, 0.0)
     assert (mlfq.level(waiting), mlfq.level(running)) == (3, 0)
     running.computed = 1
-    mlfq.ran([Slice(running, 0, 1, True, False, ())], 1.0)
+    mlfq.on_scheduled([Slice(running, 0, 1, True, False, ())], 1.0)
     assert mlfq.level(running) == 1
-    mlfq.ran([Slice(running, 1, 1, True, False, ())], 2.0)  # one of two decodes of this quantum
+    mlfq.on_scheduled([Slice(running, 1, 1, True, False, ())], 2.0)  # one of two decodes of this quantum
     slow_down(cost, 3.0)
     # The other decode ends the quantum on the slower machine as well: neither was half of it forgotten, nor is the
     # decode's old time in use, with which three more would fit.
-    mlfq.ran([Slice(running, 2, 1, True, False, ())], 3.0)
+    mlfq.on_scheduled([Slice(running, 2, 1, True, False, ())], 3.0)
     assert (mlfq.level(waiting), mlfq.level(running)) == (3, 2)
     newcomers = [make(2, 1), make(3, 8)]
     for request in newcomers:
-        mlfq.arrived(request, 4.0)
+        mlfq.on_arrived(request, 4.0)
     assert [mlfq.level(request) for request in newcomers] == [0, 3]
 
 
@@ -248,15 +248,15 @@ def test_time_used_before_a_promotion_is_scaled_with_the_quanta() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=1e-9, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
     mlfq = SkipJoinMlfq(cost, starvation_s=10.0)
     request = make(0, 1)
-    mlfq.arrived(request, 0.0)
+    mlfq.on_arrived(request, 0.0)
     for position in range(2):  # a quantum in the first queue, half of one in the second
-        mlfq.ran([Slice(request, position, 1, True, False, ())], 0.0)
+        mlfq.on_scheduled([Slice(request, position, 1, True, False, ())], 0.0)
     assert list(mlfq.ranked(10.0)) == [request]
     assert mlfq.level(request) == 0
     slow_down(cost, 3.0)
-    mlfq.ran([Slice(request, 2, 1, True, False, ())], 11.0)  # the promotion's quantum
+    mlfq.on_scheduled([Slice(request, 2, 1, True, False, ())], 11.0)  # the promotion's quantum
     assert mlfq.level(request) == 1
-    mlfq.ran([Slice(request, 3, 1, True, False, ())], 12.0)  # the other half
+    mlfq.on_scheduled([Slice(request, 3, 1, True, False, ())], 12.0)  # the other half
     assert mlfq.level(request) == 2
 
 
@@ -264,11 +264,11 @@ def test_a_quantum_that_was_given_stays_and_decodes_are_charged_anew() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=1e-9, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
     mlfq = SkipJoinMlfq(cost, quantum_s=2.5)
     request = make(0, 1)
-    mlfq.arrived(request, 0.0)
-    mlfq.ran([Slice(request, 0, 1, True, False, ())], 1.0)
+    mlfq.on_arrived(request, 0.0)
+    mlfq.on_scheduled([Slice(request, 0, 1, True, False, ())], 1.0)
     assert mlfq.level(request) == 0
     slow_down(cost, 2.0)
-    mlfq.ran([Slice(request, 1, 1, True, False, ())], 2.0)  # 1 + 2 seconds of 2.5
+    mlfq.on_scheduled([Slice(request, 1, 1, True, False, ())], 2.0)  # 1 + 2 seconds of 2.5
     assert mlfq.level(request) == 1
 
 
@@ -281,13 +281,13 @@ def test_shortest_remaining_ranks_who_runs_by_the_revised_cost() -> None:
         return math.exp(ordering.rank(request)[0][0])
 
     for request in (waiting, running):
-        ordering.arrived(request, 0.0)
+        ordering.on_arrived(request, 0.0)
     assert seconds(running) == pytest.approx(11.0)
     slow_down(cost, 3.0)
     running.computed = 1
-    ordering.ran([Slice(running, 0, 1, True, False, ())], 1.0)
+    ordering.on_scheduled([Slice(running, 0, 1, True, False, ())], 1.0)
     assert seconds(running) == pytest.approx(10 * cost.step(StepShape(decodes=1, context=1)))
     assert seconds(waiting) == pytest.approx(10.0)  # until it runs
     waiting.computed = 1
-    ordering.ran([Slice(waiting, 0, 1, True, False, ())], 2.0)
+    ordering.on_scheduled([Slice(waiting, 0, 1, True, False, ())], 2.0)
     assert ordering.outranks(waiting, running)

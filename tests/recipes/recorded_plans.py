@@ -24,7 +24,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from skipjoin.core.events import Admitted, Arrived, Claimed, Event, Finished, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import (
+    Admitted,
+    Arrived,
+    Event,
+    Finished,
+    MoveFailed,
+    Planned,
+    Preempted,
+    Preemption,
+    Reserved,
+)
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, Request
 from skipjoin.core.step import Move, Slice, StepPlan
@@ -49,7 +59,7 @@ class Scenario:
         failures: Share of moves that fail.
         urgent: Id of an urgent request.
         deadline: Id of a request with a deadline that it cannot meet.
-        given_up: Id of a request that the executor gives up after its prompt.
+        dropped: Id of a request that the executor gives up after its prompt.
     """
 
     world: World
@@ -59,7 +69,7 @@ class Scenario:
     failures: float = 0.0
     urgent: int | None = None
     deadline: int | None = None
-    given_up: int | None = None
+    dropped: int | None = None
 
     def run(self) -> Run:
         """Run it to its end."""
@@ -75,10 +85,10 @@ class Scenario:
                 sent[number].options = replace(sent[number].options, **change)
                 sent[number].__post_init__()
         fails = (lambda move: draw.random() < self.failures) if self.failures else never
-        return run(self.world, sent, fails=fails, gives_up=self._gives_up)
+        return run(self.world, sent, fails=fails, drops=self._drops)
 
-    def _gives_up(self, piece: Slice) -> bool:
-        return piece.request.id == self.given_up and piece.start > 0
+    def _drops(self, piece: Slice) -> bool:
+        return piece.request.id == self.dropped and piece.start > 0
 
 
 def small(recipe: str, eviction: str | None = None, **settings: object) -> World:
@@ -94,7 +104,7 @@ SCENARIOS = {
     "fcfs-priorities": Scenario(small("fcfs", **OVERLAPPED), {"priorities": (-1, 0, 7)}, urgent=8, deadline=4),
     "fcfs-prefixes": Scenario(small("fcfs", "swap"), {"texts": 2, "prompts": (10, 40)}),
     "fcfs-clients": Scenario(small("fcfs", fair_output_weight=2.0), {"rate": 300.0}, clients=3),
-    "fcfs-given-up": Scenario(small("fcfs", "spill", depth=2), {}, failures=0.3, given_up=3),
+    "fcfs-dropped": Scenario(small("fcfs", "spill", depth=2), {}, failures=0.3, dropped=3),
     "sarathi": Scenario(small("sarathi", max_tokens=12), {}),
     "sarathi-prefixes": Scenario(small("sarathi", max_tokens=16, **OVERLAPPED), {"texts": 2, "prompts": (10, 40)}),
     "sarathi-3-stages": Scenario(small("sarathi", depth=3, stages=3), {}),
@@ -129,7 +139,7 @@ def _lines(event: Event, blocks: dict[Request, Sequence[int]]) -> Iterator[str]:
             yield f"arrive {request.id}: {size}{_options(request)}"
         case Admitted(request=request, cached=cached, on_host=on_host) if cached:
             yield f"find {cached} tokens of {request.id} in the prefix cache, {on_host} of them on the CPU tier"
-        case Claimed(request=request, lender=lender, blocks=count) if lender is not None:
+        case Reserved(request=request, parent=lender, blocks=count) if lender is not None:
             owner = lender.id if isinstance(lender, Request) else lender.name
             yield f"reserve {count} blocks for {request.id} out of those of {owner}"
         case Preempted(request=request, how=how, kept=kept):

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.events import Claimed, Event, Finished, Planned, Preempted, Preemption
+from skipjoin.core.events import Event, Finished, Planned, Preempted, Preemption, Reserved
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepPlan
 from skipjoin.observe.record import NO_SLO, Record, Slo
 from skipjoin.policies.econo import Phase, phase_of
-from skipjoin.policies.exact_claims import PROMPTS
+from skipjoin.policies.exact_reservations import PROMPTS
 from skipjoin.sim.experiments.simulation import Cell, Extent, run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Workload, WorkloadRequest, synthetic
@@ -55,7 +55,7 @@ class Seen:
     jobs: list[WorkloadRequest]
     system: System
     record: Record = field(default_factory=dict)
-    claims: list[Claimed] = field(default_factory=list)
+    claims: list[Reserved] = field(default_factory=list)
     preempted: Counter[Preemption] = field(default_factory=Counter)
     vacated: set[int] = field(default_factory=set)
     finished: list[Finished] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Seen:
     def observe(self, events: list[Event]) -> None:
         for event in events:
             match event:
-                case Claimed(request=request, lender=lender):
+                case Reserved(request=request, parent=lender):
                     self.claims.append(event)
                     (self._guests.add if isinstance(lender, Request) else self._guests.discard)(request.id)
                 case Preempted(request=request, how=how):
@@ -96,7 +96,7 @@ class Seen:
     @property
     def hosted(self) -> float:
         """The share of requests that were lent KV by another one."""
-        return len({claim.request.id for claim in self.claims if isinstance(claim.lender, Request)}) / len(self.jobs)
+        return len({claim.request.id for claim in self.claims if isinstance(claim.parent, Request)}) / len(self.jobs)
 
     @property
     def groups(self) -> list[list[int]]:
@@ -243,7 +243,7 @@ def test_a_request_that_outgrows_its_claim_is_given_the_reserve_then_pauses_then
     stepper.drain()
     kinds: dict[int, list[str]] = defaultdict(list)
     for event in stepper.events:
-        if isinstance(event, Claimed) and event.drawn:
+        if isinstance(event, Reserved) and event.drawn:
             kinds[event.request.id].append("reserve")
         elif isinstance(event, Preempted):
             kinds[event.request.id].append(event.how.name)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from skipjoin.core.events import Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import AdmissionPolicy, EvictionPolicy, Grant, Wait
+from skipjoin.core.policy import AdmissionPolicy, Allocation, Deferral, EvictionPolicy
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Move, Slice
 from skipjoin.options import ConfigError
@@ -204,7 +204,7 @@ def test_forecasts_may_change_at_any_time(
             core.reforecast(changed.id, Forecast(draw.choice([1, 10, 10, 1e6]), "test"), core.trace[-1][0])
         return False
 
-    done = run(world, load(seed, 16, priorities=(0, seed % 2)), core=core, gives_up=reforecast)
+    done = run(world, load(seed, 16, priorities=(0, seed % 2)), core=core, drops=reforecast)
     assert_served(done)
     assert_evictions_are_paid_for(done)
 
@@ -250,7 +250,9 @@ NO_HURRY = (("ttft_s", 1e6), ("tpot_s", 1e6))
 
 def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bool:
     """Whether the request needs another claim, and gets none."""
-    return request.known > request.claimed and isinstance(admission.claim(request, request.known, kv), Wait)
+    return request.known > request.reserved_tokens and isinstance(
+        admission.reserve(request, request.known, kv), Deferral
+    )
 
 
 @pytest.mark.parametrize("recipe", [name for name in sorted(RECIPES) if name != "static"])
@@ -292,10 +294,10 @@ def test_no_slot_of_a_step_stays_empty_while_a_request_could_use_it(recipe: str,
             assert [r for r in idle if kv.blocks_of(r) and r not in away] == short
             queue = sorted((r for r in idle if not kv.blocks_of(r)), key=policies.ordering.rank)
             if queue and not short and queue[0].pending <= tokens:
-                promise = policies.admission.claim(queue[0], queue[0].known, kv)
+                promise = policies.admission.reserve(queue[0], queue[0].known, kv)
                 rank = policies.ordering.rank
                 owed = sum(kv.cpu_footprint(r) for r in away if kv.blocks_of(r).is_settled and rank(r) < rank(queue[0]))
-                if isinstance(promise, Grant):
+                if isinstance(promise, Allocation):
                     assert max(promise.now, promise.blocks) + promise.spare > kv.available - owed
         stepper.finish()
     stepper.drain()

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from recorded_plans import FOLDER, MAX_LINES, SCENARIOS, difference, recorded, text_of
 
-from skipjoin.core.events import Admitted, Claimed, Event, Finished, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import Admitted, Event, Finished, MoveFailed, Planned, Preempted, Preemption, Reserved
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepPlan
 from support.watch import Run
@@ -71,9 +71,9 @@ def mechanisms(event: Event) -> Iterator[object]:
     match event:
         case Admitted(cached=cached, on_host=on_host) if cached:
             yield "a prefix-cache hit on the CPU tier" if on_host else "a prefix-cache hit"
-        case Claimed(lender=Request()):
+        case Reserved(parent=Request()):
             yield "a reservation out of another request's"
-        case Claimed(lender=lender, drawn=drawn) if lender is not None or drawn:
+        case Reserved(parent=lender, drawn=drawn) if lender is not None or drawn:
             yield "a reservation out of an account"
         case Preempted(how=how, kept=kept):
             yield how

@@ -35,7 +35,7 @@ from skipjoin.server.engines.messages import Ready, Setup
 
 BLOCK_SIZE = 16
 HOPELESS, POISON, STUCK = 99, 98, 97
-GIVEN_UP = "there was no memory for this request"
+DROPPED = "there was no memory for this request"
 COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
 
@@ -120,12 +120,12 @@ class SimulatedLoop:
             time.sleep(self._step_s)
             if any(_is_lost(piece.request, POISON) for piece in plan.slices):
                 os.kill(os.getpid(), signal.SIGKILL)
-            given_up = {index: GIVEN_UP for index, piece in enumerate(plan.slices) if _is_lost(piece.request, HOPELESS)}
+            dropped = {index: DROPPED for index, piece in enumerate(plan.slices) if _is_lost(piece.request, HOPELESS)}
             tokens = [
-                _sample(piece.request) if piece.samples and index not in given_up else None
+                _sample(piece.request) if piece.samples and index not in dropped else None
                 for index, piece in enumerate(plan.slices)
             ]
-            self.core.finish_step(StepResult(plan, tokens, self._step_s, given_up=given_up), time.monotonic())
+            self.core.finish_step(StepResult(plan, tokens, self._step_s, dropped=dropped), time.monotonic())
             self.core.scheduler.kv.check()
         return [_with_detail(event) for event in self.core.take_events()]
 

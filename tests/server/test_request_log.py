@@ -78,7 +78,7 @@ async def test_the_reason_of_a_stream_that_fails_is_its_error(api: Api, caplog: 
         api.engine.end_all(FinishReason.ERROR, "no memory")
         await asking
     ((_, fields),) = lines(caplog)
-    assert (fields["status"], fields["reason"], fields["output_tokens"]) == (200, "given_up", 1)
+    assert (fields["status"], fields["reason"], fields["output_tokens"]) == (200, "request_failed", 1)
 
 
 async def test_warnings_alone_have_no_line_for_a_request(api: Api, caplog: pytest.LogCaptureFixture) -> None:

@@ -227,7 +227,7 @@ async def test_a_request_that_was_given_up_is_500_and_says_why(api: Api) -> None
     api.engine.end_all(FinishReason.ERROR, "no memory: lower something")
     whole, streamed = [await task for task in tasks]
     error = error_of(whole, 500)
-    assert (error["type"], error["code"]) == ("server_error", "given_up")
+    assert (error["type"], error["code"]) == ("server_error", "request_failed")
     assert error["message"] == "no memory: lower something"
     assert whole.headers["x-should-retry"] == "false"
     assert streamed.status_code == 200
@@ -681,7 +681,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing
         head = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": head, "query_string": b""}
         scope |= {"http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}
-        for is_given_up in (True, False):
+        for is_dropped in (True, False):
             messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
             sent: list[Any] = []
 
@@ -696,13 +696,13 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing
             task = asyncio.create_task(api.app(dict(scope), receive, send))
             await began.wait()
             assert api.service.admission.requests == 1
-            if is_given_up:
+            if is_dropped:
                 task.cancel()
                 await asyncio.wait([task])
                 assert api.is_clean()
             go.set()
             await asyncio.wait([task])
-            assert [one["status"] for one in sent if "status" in one] == ([] if is_given_up else [499])
+            assert [one["status"] for one in sent if "status" in one] == ([] if is_dropped else [499])
             assert api.is_clean()
         assert api.engine.aborted == [add.id for add in api.engine.added]
 

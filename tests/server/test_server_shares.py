@@ -88,9 +88,9 @@ def test_first_request_of_a_new_key_is_admitted(by_tokens: bool, floods: list[tu
             # Only a key within its share, or one that held nothing, may use the reserve.
             assert held + amount <= (CAPACITY - RESERVE) / keys or (held == 0 and amount <= RESERVE)
     room = CAPACITY - queue.used
-    waiting = {key for key, one in queue.admission._requests._clients.items() if one.claim}
+    waiting = {key for key, one in queue.admission._requests._clients.items() if one.reserved}
     if by_tokens:
-        waiting = {key for key, one in queue.admission._tokens._clients.items() if one.claim}
+        waiting = {key for key, one in queue.admission._tokens._clients.items() if one.reserved}
     if room and not waiting:
         assert queue.ask("newcomer", min(room, RESERVE)) is None
 
@@ -205,8 +205,8 @@ def test_counts_of_all_keys_return_to_zero(actions: list[tuple[str, str, int]]) 
     admission.reserve([1], client="d")[0].ended()
     assert (admission.requests, admission.tokens) == (0, 0)
     for limit in (admission._requests, admission._tokens):
-        assert limit._claimed == sum(one.claim for one in limit._clients.values())
-        assert all(one.claim and not one.held for one in limit._clients.values())
+        assert limit._reserved == sum(one.reserved for one in limit._clients.values())
+        assert all(one.reserved and not one.held for one in limit._clients.values())
 
 
 @pytest.mark.parametrize(("others", "min_accurate"), [({"b": 5.0}, 0.95), ({"b": 0.1}, 0.75), ({"b": 1.0}, 0.75)])

@@ -77,7 +77,7 @@ def test_events_are_reported_as_they_happen() -> None:
     replica = Replica(UNIT.core(), SimulatedExecutor(UNIT.cost))
     simulate(replica, [make(0, 2, 2)], on_events=lambda events: story.append([type(e).__name__ for e in events]))
     assert story == [
-        ["Arrived", "Admitted", "Claimed", "Started", "Planned"],
+        ["Arrived", "Admitted", "Reserved", "Started", "Planned"],
         ["Computed", "Token", "Planned"],
         ["Computed", "Token", "Finished"],
     ]

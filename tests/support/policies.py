@@ -9,7 +9,7 @@ from typing import Any
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Callbacks, Eviction, EvictionPolicy, Grant, Ordering, Refusal, Wait
+from skipjoin.core.policy import Allocation, Callbacks, Deferral, Eviction, EvictionPolicy, Ordering, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
@@ -51,10 +51,10 @@ class Ranks(Callbacks):
         self.read = 0
         self._live: list[Request] = []
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._live.append(request)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._live.remove(request)
 
     def ranked(self, now: float) -> Iterator[Request]:
@@ -91,13 +91,13 @@ class Verdicts:
 
 
 # A claim as a test asks for it, of a request that is to have so many tokens.
-Answer = Callable[[Request, int, KVLedger], Grant | Wait]
+Answer = Callable[[Request, int, KVLedger], Allocation | Deferral]
 
 
-def whole(request: Request, target: int, kv: KVLedger) -> Grant:
+def whole(request: Request, target: int, kv: KVLedger) -> Allocation:
     """All that the request may ever need, of what is free for all."""
     blocks = kv.blocks_for(request.max_total_tokens)
-    return Grant(now=blocks, blocks=blocks)
+    return Allocation(now=blocks, blocks=blocks)
 
 
 class Scripted(Callbacks):
@@ -112,10 +112,10 @@ class Scripted(Callbacks):
         self.asked: list[tuple[int, int]] = []
         self._keeps = keeps or {}
 
-    def begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
+    def on_begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
         return self._keeps.items()
 
-    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant | Wait:
+    def reserve(self, request: Request, target: int, kv: KVLedger) -> Allocation | Deferral:
         self.asked.append((request.id, target))
         return self.answers.get(request.id, whole)(request, target, kv)
 

@@ -23,7 +23,7 @@ class Queues:
     def arrive(self, prompt: int) -> Request:
         request = make(self._count, prompt, 1000, arrival=self.now)
         self._count += 1
-        self.mlfq.arrived(request, self.now)
+        self.mlfq.on_arrived(request, self.now)
         return request
 
     def run(self, request: Request, most: int = 1000) -> int:
@@ -32,14 +32,14 @@ class Queues:
         start, end = request.computed, request.computed + tokens
         request.computed = request.planned = end
         self.now += tokens
-        self.mlfq.ran([Slice(request, start, tokens, end == request.known, False, ())], self.now)
+        self.mlfq.on_scheduled([Slice(request, start, tokens, end == request.known, False, ())], self.now)
         request.known += end == request.known
         return self.mlfq.level(request)
 
     def drop(self, request: Request) -> None:
         """Drop the KV of a request."""
         request.computed = request.planned = 0
-        self.mlfq.evicted(request, self.now)
+        self.mlfq.on_preempted(request, self.now)
 
     def order(self) -> list[Request]:
         return list(self.mlfq.ranked(self.now))

@@ -236,7 +236,7 @@ class WatchedCore(EngineCore):
             assert victim not in ran, "evicted and run in one step"
             by_growth = any(ordering.rank(r) < ordering.rank(victim) for r in grown)
             runs = before[victim].last_plan >= before[victim].latest
-            is_spared = before[victim].is_fresh and runs
+            is_spared = before[victim].is_newly_resident and runs
             newcomers = tuple(r.id for r in new if ordering.outranks(r, victim))
             if is_stuck and ordering.rank(ran[0]) < ordering.rank(victim):
                 continue
@@ -263,7 +263,7 @@ class _State(NamedTuple):
     device: int
     has_room: bool
     claim: tuple[int, Owner]
-    is_fresh: bool
+    is_newly_resident: bool
     last_plan: int
     latest: int
 
@@ -277,8 +277,8 @@ class _State(NamedTuple):
             own = held.reservation
             claim = own.size + own.adopted - own.lent, kv.reservations.parent_of(request)
         known, planned, pending = request.known, request.planned, request.pending_samples
-        evictions, is_fresh, last_plan = request.evictions, request.is_fresh, request.last_plan
-        return cls(known, planned, pending, evictions, device, has_room, claim, is_fresh, last_plan, latest)
+        evictions, is_newly_resident, last_plan = request.evictions, request.is_newly_resident, request.last_plan
+        return cls(known, planned, pending, evictions, device, has_room, claim, is_newly_resident, last_plan, latest)
 
 
 def plan_value(plan: StepPlan) -> Any:
@@ -312,16 +312,16 @@ class Run:
         return {request.id: request.output for request in self.requests}
 
 
-GIVEN_UP = "too large for the device"
+DROPPED = "too large for the device"
 
 
-def give_up(result: StepResult, which: Callable[[Slice], bool]) -> StepResult:
+def drop_slices(result: StepResult, which: Callable[[Slice], bool]) -> StepResult:
     """The result of a step that was too large with some of its slices."""
-    given_up = {index: GIVEN_UP for index, piece in enumerate(result.plan.slices) if which(piece)}
-    if not given_up:
+    dropped = {index: DROPPED for index, piece in enumerate(result.plan.slices) if which(piece)}
+    if not dropped:
         return result
-    tokens = [None if index in given_up else token for index, token in enumerate(result.tokens)]
-    return replace(result, tokens=tokens, given_up=given_up)
+    tokens = [None if index in dropped else token for index, token in enumerate(result.tokens)]
+    return replace(result, tokens=tokens, dropped=dropped)
 
 
 class SmallDevice(SimulatedExecutor):
@@ -331,7 +331,7 @@ class SmallDevice(SimulatedExecutor):
 
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
         handle = super().submit(plan, now)
-        return replace(handle, outcome=give_up(handle.outcome, self.which))
+        return replace(handle, outcome=drop_slices(handle.outcome, self.which))
 
 
 def run(
@@ -341,15 +341,15 @@ def run(
     sample: Callable[[Request, int], int] = position_as_token,
     core: WatchedCore | None = None,
     fails: Callable[[Move], bool] = never,
-    gives_up: Callable[[Slice], bool] = lambda piece: False,
+    drops: Callable[[Slice], bool] = lambda piece: False,
 ) -> Run:
     """Run the requests to their end on the virtual clock, every step watched; all blocks must be home then. fails:
-    which moves do. gives_up: which slices the executor does."""
+    which moves do. drops: which slices the executor does."""
     todo = list(requests)
     core = core or world.core()
     events: list[Event] = []
     executor = SmallDevice(world.machine or world.cost, sample, world.stages, fails=fails)
-    executor.which = gives_up
+    executor.which = drops
     end = simulate(Replica(core, executor), todo, on_events=events.extend)
     core.assert_home()
     return Run(core, todo, end, events)
@@ -359,7 +359,7 @@ class Stepper:
     """A driver in slow motion: the test says when plans start and when they finish.
 
     tokens: each request's generated tokens by id, as the events told them. late: plans that finish, beyond its own,
-    before an overlapped move ends. fails: which moves do. gives_up: which slices the executor does. They may
+    before an overlapped move ends. fails: which moves do. drops: which slices the executor does. They may
     change at any time.
     """
 
@@ -370,7 +370,7 @@ class Stepper:
         self.tokens: dict[int, list[int]] = {}
         self.late = 0
         self.fails: Callable[[Move], bool] = never
-        self.gives_up: Callable[[Slice], bool] = lambda piece: False
+        self.drops: Callable[[Slice], bool] = lambda piece: False
         self._sample = sample
         self._transit: list[tuple[int, Move]] = []  # plans to finish before it ends, and the move
 
@@ -395,7 +395,7 @@ class Stepper:
         failed = [move for move in ended if self.fails(move)]
         landed = [move for move in ended if move not in failed]
         result = StepResult(plan, tokens, 0.01, landed=landed, failed=failed)
-        self.core.finish_step(give_up(result, self.gives_up), self.now)
+        self.core.finish_step(drop_slices(result, self.drops), self.now)
         self._take()
         return plan
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholeClaims, WholePrompts
+from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholePrompts, WholeReservations
 from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths, Phase
 from skipjoin.policies.eviction import Swap
 from skipjoin.recipes import Forecasts, Params, Settings, recipe
-from skipjoin.recipes.econoserve import ClaimParams, GroupParams, decoupled
+from skipjoin.recipes.econoserve import GroupParams, ReservationParams, decoupled
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 
 
@@ -22,13 +22,13 @@ def econoserve_sd(s: Settings, p: GroupParams) -> Policies:
 
 
 @recipe(forecasts=Forecasts.LEARNED)
-def econoserve_d(s: Settings, p: ClaimParams) -> Policies:
+def econoserve_d(s: Settings, p: ReservationParams) -> Policies:
     """EconoServe with separate queues and exact reservations only (EconoServe section 4, -D)."""
     return decoupled(s, p, PaddedLengths(p.padding), ByArrival(), groups=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeClaimParams(Params):
+class WholeReservationParams(Params):
     """Reservation and step sizes (EconoServe sections 2.1 and 2.3)."""
 
     padding: Padding = 0.15
@@ -36,14 +36,14 @@ class WholeClaimParams(Params):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeGroupParams(WholeClaimParams):
+class WholeGroupParams(WholeReservationParams):
     """Parameters of groups that start together."""
 
     length_range: LengthRange = 32
 
 
 @recipe(forecasts=Forecasts.LEARNED)
-def multires(s: Settings, p: WholeClaimParams) -> Policies:
+def multires(s: Settings, p: WholeReservationParams) -> Policies:
     """MultiRes (EconoServe section 2.1): requests that best fill both compute and KV, with exact reservations.
 
     It is for simulations, as its planning time is quadratic in the queue length.
@@ -54,7 +54,7 @@ def multires(s: Settings, p: WholeClaimParams) -> Policies:
         s,
         lambda: Closest(order, room, lengths),
         staged(s, batcher, batcher.target, cuts=False),
-        WholeClaims(lengths, room=room),
+        WholeReservations(lengths, room=room),
         Swap(s.cost),
     )
 
@@ -73,6 +73,6 @@ def synccoupled(s: Settings, p: WholeGroupParams) -> Policies:
         s,
         lambda: HoldersFirst(order),
         staged(s, batcher, batcher.target, cuts=False),
-        WholeClaims(lengths, group=group),
+        WholeReservations(lengths, group=group),
         Swap(s.cost),
     )

@@ -12,10 +12,10 @@ from typing import Any
 
 from papers.econoserve.setting import labelled
 from papers.figures.runs import slim
-from skipjoin.core.events import Arrived, Claimed, Computed, Event, Finished, Planned, Preempted, Preemption, Started
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Preemption, Reserved, Started
 from skipjoin.core.request import Request
 from skipjoin.observe.record import Record, percentile, rounded
-from skipjoin.policies.exact_claims import PROMPTS
+from skipjoin.policies.exact_reservations import PROMPTS
 from skipjoin.sim.experiments.simulation import Cell, run
 
 # Plans between two samples of the waiting requests.
@@ -49,8 +49,8 @@ class Watch:
         self._shares: dict[Preemption, list[float]] = {how: [] for how in Preemption}
         self._over: list[float] = []
         self._under: list[float] = []
-        self._claims: dict[Request, Claimed] = {}
-        self._claimed = self._max_claimed = 0  # blocks of all reservations
+        self._reservations: dict[Request, Reserved] = {}
+        self._reserved = self._max_reserved = 0  # blocks of all reservations
         self._prompts = 0  # blocks of prompts in the reserve
         self._hosted: set[Request] = set()
         self._vacated = 0
@@ -65,7 +65,7 @@ class Watch:
         self.first: dict[str, float] = {}  # first use of each way to handle a reservation that is too small
         self._handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
-            Claimed: self._claim,
+            Reserved: self._reserve,
             Started: self._start,
             Preempted: self._preempt,
             Planned: self._plan,
@@ -83,7 +83,7 @@ class Watch:
         """Return the figures of the run.
 
         Shares are of requests. `over` and `under` are relative to the first exact reservation, `away` to the completion
-        time of preempted requests, and `max_claimed` to the pool.
+        time of preempted requests, and `max_reserved` to the pool.
         """
         count = max(1, self._requests)
         ends = Counter(self._ends_at.values())
@@ -101,7 +101,7 @@ class Watch:
             "synced": self._synced(),
             "hosted": len(self._hosted),
             "vacated": self._vacated,
-            "max_claimed": rounded(self._max_claimed / self._blocks),
+            "max_reserved": rounded(self._max_reserved / self._blocks),
             "forwards": {str(tokens): plans for tokens, plans in sorted(self._forwards.items())},
             "first": self.first,
         }
@@ -117,27 +117,27 @@ class Watch:
         self._live[event.request] = self._fresh[event.request] = None
         self._requests += 1
 
-    def _claim(self, event: Claimed) -> None:
+    def _reserve(self, event: Reserved) -> None:
         request = event.request
         self._set(request, event)
-        if isinstance(event.lender, Request):
+        if isinstance(event.parent, Request):
             self._hosted.add(request)
         if event.group is not None:
             self._groups[event.now, event.group].append(request)
         if request in self._exact:
             self._outgrown.add(request)
             self.first.setdefault("reserve" if event.drawn else "more", event.now)
-        elif request.output or isinstance(event.lender, Request):
+        elif request.output or isinstance(event.parent, Request):
             self._exact[request] = event.blocks
 
-    def _set(self, request: Request, claim: Claimed | None) -> None:
+    def _set(self, request: Request, reservation: Reserved | None) -> None:
         """Replace the reservation of a request."""
-        for one, sign in ((self._claims.pop(request, None), -1), (claim, 1)):
+        for one, sign in ((self._reservations.pop(request, None), -1), (reservation, 1)):
             if one is not None:
-                self._claimed += sign * one.blocks
-                self._prompts += sign * one.blocks * (one.lender is PROMPTS)
-        if claim is not None:
-            self._claims[request] = claim
+                self._reserved += sign * one.blocks
+                self._prompts += sign * one.blocks * (one.parent is PROMPTS)
+        if reservation is not None:
+            self._reservations[request] = reservation
 
     def _start(self, event: Started) -> None:
         self._fresh.pop(event.request, None)
@@ -150,8 +150,8 @@ class Watch:
         request, how = event.request, event.how
         if how is not Preemption.PAUSE:
             self._lost.add(request)
-            claim = self._claims.get(request)
-            self._vacated += claim is not None and isinstance(claim.lender, Request)
+            reservation = self._reservations.get(request)
+            self._vacated += reservation is not None and isinstance(reservation.parent, Request)
             self._set(request, None)
         elif request not in self._exact:
             return  # its prompt is computed, and it waits for its reservation
@@ -163,7 +163,7 @@ class Watch:
 
     def _plan(self, event: Planned) -> None:
         self._plans += 1
-        self._max_claimed = max(self._max_claimed, self._claimed)
+        self._max_reserved = max(self._max_reserved, self._reserved)
         runs = {piece.request for piece in event.plan.slices}
         waiting = next((request for request in self._fresh if request not in runs), None)
         if waiting is not None and self._prompts + -(-len(waiting.prompt) // self._block_size) <= self._reserve:
@@ -191,11 +191,11 @@ class Watch:
         self._ends_at[event.now] += 1
         for how, seconds in self._away_s.pop(request, {}).items():
             self._shares[how].append(seconds / (event.now - request.arrival))
-        if (claimed := self._exact.pop(request, None)) is not None:
+        if (reserved := self._exact.pop(request, None)) is not None:
             # The KV of the last token is never computed.
             needed = -(-(len(request.prompt) + len(request.output) - 1) // self._block_size)
-            self._over.append(max(0, claimed - needed) / claimed)
-            self._under.append(max(0, needed - claimed) / claimed)
+            self._over.append(max(0, reserved - needed) / reserved)
+            self._under.append(max(0, needed - reserved) / reserved)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -158,8 +158,8 @@ def _call(connection: Connection, work: Callable[[BatchClient], Awaitable[T]]) -
 async def _download(client: BatchClient, file_id: str, out: Path | None) -> None:
     try:
         with nullcontext(sys.stdout.buffer) if out is None else out.open("wb") as file:
-            async for piece in client.content(file_id):
-                file.write(piece)
+            async for chunk in client.content(file_id):
+                file.write(chunk)
     except OSError as error:
         raise ConfigError(f"{out or 'standard output'}: {error.strerror or error}") from error
 

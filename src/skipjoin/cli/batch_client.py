@@ -15,7 +15,7 @@ import msgspec
 
 # Timeouts to connect and between chunks of a response. Uploads and downloads have no total timeout.
 _CONNECT_S, _READ_S = 10.0, 120.0
-_PIECE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _LONGEST_QUOTE = 500
 # Statuses of servers that start or shut down, and of proxies.
 _AWAY = (502, 503, 504)
@@ -83,8 +83,8 @@ class BatchClient:
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
         async with self._answer("GET", f"/v1/files/{file_id}/content") as response:
-            async for piece in response.content.iter_chunked(_PIECE):
-                yield piece
+            async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                yield chunk
 
     async def _json(self, method: str, path: str, **body: Any) -> dict[str, Any]:
         async with self._answer(method, path, **body) as response:

@@ -102,8 +102,8 @@ class EngineCore:
         if request is None:
             return False
         request.forecast = forecast
-        for reforecast in self.scheduler.policies.on_reforecast:
-            reforecast(request, now)
+        for notify in self.scheduler.policies.on_reforecast:
+            notify(request, now)
         return True
 
     def start_step(self, now: float) -> StepPlan | None:
@@ -129,14 +129,14 @@ class EngineCore:
         """Commit a step's result, append its tokens, and end requests that are complete or were dropped."""
         scheduler = self.scheduler
         void = scheduler.commit(result, now)
-        for index, why in sorted(result.given_up.items()):
+        for index, why in sorted(result.dropped.items()):
             if (request := result.plan.slices[index].request).finish_reason is None:
                 self._finish(request, FinishReason.ERROR, now, why)
         events, details = scheduler.events, result.details
-        for index, (piece, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
-            request = piece.request
+        for index, (slice_, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
+            request = slice_.request
             # Requests that finished during the step, or whose KV was lost, get no token.
-            if not piece.samples or request.finish_reason is not None or request in void:
+            if not slice_.samples or request.finish_reason is not None or request in void:
                 continue
             if token is None:
                 raise ValueError(f"plan {result.plan.id} sampled no token for request {request.id}")
@@ -169,15 +169,15 @@ class EngineCore:
         grown = kv.growth(requests, steps)
         if grown is None:
             raise ValueError(f"{steps} steps need more blocks than are available")
-        claimed = kv.device_total - kv.available
+        reserved = kv.device_total - kv.available
         for request in requests:
             request.output += [request.output[-1]] * steps
             request.known += steps
             request.computed += steps
             request.planned += steps
             kv.grow(request, request.computed)
-        claims = [claimed + blocks for blocks in accumulate(grown)]
-        self.scheduler.events.append(Decoded(requests, since, ends, claims))
+        totals = [reserved + blocks for blocks in accumulate(grown)]
+        self.scheduler.events.append(Decoded(requests, since, ends, totals))
 
     def wait_of(self, request: Request) -> WaitState | None:
         """Return why and since when the request waits, or None while it runs."""

@@ -42,11 +42,11 @@ class Admitted(NamedTuple):
     on_host: int = 0
 
 
-class Claimed(NamedTuple):
+class Reserved(NamedTuple):
     """A request got a KV reservation.
 
     Attributes:
-        lender: Parent reservation; None for the shared pool.
+        parent: Parent reservation; None for the shared pool.
         blocks: Total size of the reservation.
         drawn: Blocks that an account ceded to it.
         group: Equal for requests that start and end together; their reservations are made in one decision.
@@ -54,7 +54,7 @@ class Claimed(NamedTuple):
 
     request: Request
     now: float
-    lender: Owner
+    parent: Owner
     blocks: int
     drawn: int = 0
     group: Hashable | None = None
@@ -114,7 +114,7 @@ class Planned(NamedTuple):
 
     Attributes:
         held: Device blocks that are not free.
-        claimed: Device blocks that are held or reserved.
+        reserved: Device blocks that are held or reserved.
         tail: Wait reason of requests that the decision did not examine.
         cap: Number of requests up to which the next step accepts best-effort requests.
         lent: Number of bidirectionally shared device blocks.
@@ -123,7 +123,7 @@ class Planned(NamedTuple):
     plan: StepPlan
     now: float
     held: int
-    claimed: int
+    reserved: int
     tail: WaitReason = WaitReason.NOT_EXAMINED
     cap: int = 0
     lent: int = 0
@@ -144,13 +144,13 @@ class Decoded(NamedTuple):
     Attributes:
         since: Time at which the first step was planned.
         ends: Times of the steps' results, at which the next steps were planned.
-        claimed: Value of `Planned.claimed` for each step.
+        reserved: Value of `Planned.reserved` for each step.
     """
 
     requests: tuple[Request, ...]
     since: float
     ends: Sequence[float]
-    claimed: Sequence[int]
+    reserved: Sequence[int]
 
 
 class Token(NamedTuple):
@@ -185,12 +185,12 @@ class Released(NamedTuple):
     """The KV that a finished request kept (`Request.keeps_kv`) was released.
 
     Attributes:
-        claimed: Value of `Planned.claimed` from now on.
+        reserved: Value of `Planned.reserved` from now on.
     """
 
     request: Request
     now: float
-    claimed: int
+    reserved: int
 
 
 class Restarted(NamedTuple):
@@ -206,7 +206,7 @@ class Restarted(NamedTuple):
 Event = (
     Arrived
     | Admitted
-    | Claimed
+    | Reserved
     | Started
     | Preempted
     | Waited

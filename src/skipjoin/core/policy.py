@@ -41,10 +41,10 @@ class Callbacks:
     not change the policy unless their docstring says otherwise: the planner may call them speculatively and repeatedly.
     """
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         """Called when a request enters the engine."""
 
-    def begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
+    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         """Called before a step is planned.
 
         Returns:
@@ -52,19 +52,19 @@ class Callbacks:
         """
         return ()
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         """Called after slices were computed and the counters of their requests updated."""
 
-    def claimed(self, request: Request, now: float) -> None:
-        """Called after a request got a KV reservation, which covers `request.claimed` tokens."""
+    def on_reserved(self, request: Request, now: float) -> None:
+        """Called after a request got a KV reservation, which covers `request.reserved_tokens` tokens."""
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         """Called after some or all of a request's KV was dropped or swapped out. Dropped tokens are recomputed."""
 
-    def reforecast(self, request: Request, now: float) -> None:
+    def on_reforecast(self, request: Request, now: float) -> None:
         """Called after `request.forecast` changed."""
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         """Called when a request has finished for any reason. Its state should be discarded."""
 
 
@@ -76,12 +76,12 @@ class Ordering(Protocol):
     length of the queue.
     """
 
-    def arrived(self, request: Request, now: float) -> None: ...
-    def ran(self, slices: Sequence[Slice], now: float) -> None: ...
-    def claimed(self, request: Request, now: float) -> None: ...
-    def evicted(self, request: Request, now: float) -> None: ...
-    def reforecast(self, request: Request, now: float) -> None: ...
-    def finished(self, request: Request, now: float) -> None: ...
+    def on_arrived(self, request: Request, now: float) -> None: ...
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None: ...
+    def on_reserved(self, request: Request, now: float) -> None: ...
+    def on_preempted(self, request: Request, now: float) -> None: ...
+    def on_reforecast(self, request: Request, now: float) -> None: ...
+    def on_finished(self, request: Request, now: float) -> None: ...
 
     def ranked(self, now: float) -> Iterator[Request]:
         """Iterate lazily over all requests in rank order, best first.
@@ -164,39 +164,39 @@ class Batcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """KV reservation that an admission policy grants.
+class Allocation:
+    """Decision of an admission policy to give a request a KV reservation.
 
     Attributes:
         now: Device blocks that must be available immediately.
         blocks: Total size of the reservation.
-        spare: Blocks that must remain available besides.
+        spare: Additional blocks that must remain available.
         tokens: Tokens that the request may hold before it needs another reservation; None for no limit.
-        lender: Parent reservation; None for the shared pool.
+        parent: Parent reservation; None for the shared pool.
         draws: Account that permanently cedes unused blocks to cover a shortage.
-        group: See `Claimed`.
+        group: See `Reserved`.
     """
 
     now: int
     blocks: int = 0
     spare: int = 0
     tokens: int | None = None
-    lender: Owner = None
+    parent: Owner = None
     draws: Account | None = None
     group: Hashable | None = None
 
 
-class Wait(Enum):
-    """Refusal of an admission policy: the request waits for a later step."""
+class Deferral(Enum):
+    """Refusal of an admission policy; the value says which requests wait for a later step."""
 
-    WAIT = "no request that holds no KV gets any in this step"
-    PASS = "others may get some, for a while"
+    NEWCOMERS = "no request without KV is admitted in this step"
+    REQUEST = "other requests may be admitted, for a while"
 
 
 class AdmissionPolicy(Protocol):
     """Policy that sizes a request's KV reservation, at admission and when an earlier reservation is exhausted."""
 
-    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         """Decide on a reservation for a request that has none, or one that covers fewer than `target` tokens.
 
         Must be pure. It is called speculatively, and before arrival if the KV comes from another engine
@@ -257,7 +257,7 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def dropped(self, tokens: int, now: float) -> None:
+    def on_dropped(self, tokens: int, now: float) -> None:
         """Called after the KV of `tokens` tokens was dropped for a newcomer."""
 
     def ahead(
@@ -275,12 +275,13 @@ class EvictionPolicy(Protocol):
         ...
 
 
-def rests(policy: object) -> bool:
+def is_decode_invariant(policy: object) -> bool:
     """True if decode-only steps without waiting requests leave the policy unchanged, even if its calls are skipped.
 
-    A class declares this with an attribute `rests` of its own. It is not inherited, because a subclass may do more.
+    A class declares this with an attribute of this name of its own. It is not inherited, because a subclass may do
+    more.
     """
-    name = "rests"
+    name = "is_decode_invariant"
     return name in vars(type(policy)) and bool(getattr(policy, name))
 
 
@@ -288,7 +289,8 @@ def rests(policy: object) -> bool:
 class Policies:
     """One serving system: a choice for every policy.
 
-    `on_begin`, `on_arrived`, ... are the `Callbacks` that the four policies override, in the order of the fields.
+    Each `on_*` field has the methods with which the four policies override that callback of `Callbacks`, in the order
+    of the fields.
     """
 
     ordering: Ordering
@@ -299,19 +301,19 @@ class Policies:
         init=False, repr=False, compare=False
     )
     on_arrived: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
-    on_ran: tuple[Callable[[Sequence[Slice], float], None], ...] = field(init=False, repr=False, compare=False)
-    on_claimed: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
-    on_evicted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+    on_scheduled: tuple[Callable[[Sequence[Slice], float], None], ...] = field(init=False, repr=False, compare=False)
+    on_reserved: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+    on_preempted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_reforecast: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_finished: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
 
     @property
-    def rest(self) -> bool:
-        return all(map(rests, (self.ordering, self.batcher, self.admission, self.eviction)))
+    def is_decode_invariant(self) -> bool:
+        return all(map(is_decode_invariant, (self.ordering, self.batcher, self.admission, self.eviction)))
 
     def __post_init__(self) -> None:
         seams = (self.ordering, self.batcher, self.admission, self.eviction)
-        for name in ("begin", "arrived", "ran", "claimed", "evicted", "reforecast", "finished"):
+        for name in (name for name in vars(Callbacks) if name.startswith("on_")):
             inherited = getattr(Callbacks, name)
             has = [seam for seam in seams if getattr(type(seam), name, inherited) is not inherited]
-            object.__setattr__(self, f"on_{name}", tuple(getattr(seam, name) for seam in has))
+            object.__setattr__(self, name, tuple(getattr(seam, name) for seam in has))

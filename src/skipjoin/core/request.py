@@ -126,10 +126,10 @@ class Request:
     led_since: float = math.inf  # since when it waits for another request to compute a shared prefix
     cached: int = 0  # prefix-cache hit on arrival, in tokens; 0 once it holds KV
     max_total_tokens: int = 0  # upper bound of `known`: prompt + max_tokens
-    claimed: int = UNLIMITED  # token limit of its KV reservation; set by the ledger only
+    reserved_tokens: int = UNLIMITED  # token limit of its KV reservation; set by the ledger only
     last_plan: int = NEVER  # id of the last plan that contained a slice of it
     evictions: int = 0  # times its KV was dropped or swapped out for another request
-    is_fresh: bool = False  # no token sampled since its KV was last allocated or swapped in
+    is_newly_resident: bool = False  # no token sampled since its KV was last allocated or swapped in
     finish_reason: FinishReason | None = None
     wait: WaitState | None = None  # why the last decision that examined it did not run it
     examined: int = -1  # number of that decision

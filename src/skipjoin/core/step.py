@@ -91,14 +91,14 @@ class StepShape(NamedTuple):
     def of(cls, slices: Sequence[Slice]) -> StepShape:
         """Return the shape of a batch."""
         prefill = attention = decodes = context = 0
-        for piece in slices:
-            n = piece.tokens
+        for slice_ in slices:
+            n = slice_.tokens
             if n == 1:
                 decodes += 1
-                context += piece.start + 1
+                context += slice_.start + 1
             else:
                 prefill += n
-                attention += n * piece.start + n * (n + 1) // 2
+                attention += n * slice_.start + n * (n + 1) // 2
         return cls(prefill, attention, decodes, context)
 
 
@@ -150,7 +150,7 @@ class StepResult:
         failed: Moves that failed since then. Their target blocks, and slices that read these, are invalid.
         stages: Times of the pipeline stages, first to last; their busy seconds add up to `seconds`. Empty without a
             pipeline.
-        given_up: Reasons why slices were dropped because the step exceeded the device's memory, by index of the slice.
+        dropped: Reasons why slices were dropped because the step exceeded the device's memory, by index of the slice.
             Their tokens are None, their requests end with `FinishReason.ERROR` and this text, and later results for
             these requests are ignored. Executors with several ranks drop nothing, because their ranks would diverge.
     """
@@ -163,7 +163,7 @@ class StepResult:
     landed: Sequence[Move] = ()
     failed: Sequence[Move] = ()
     stages: Sequence[StageTime] = ()
-    given_up: Mapping[int, str] = field(default_factory=dict)
+    dropped: Mapping[int, str] = field(default_factory=dict)
 
 
 # Maximum duration of a plan without slices, in seconds. It bounds how long a new request waits for a copy.

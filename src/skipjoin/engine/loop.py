@@ -151,7 +151,7 @@ class EngineLoop:
     def _learn(self, result: StepResult) -> None:
         self._running.popleft()
         # The time of a step that dropped slices is not that of its shape.
-        if result.plan.slices and not result.given_up:
+        if result.plan.slices and not result.dropped:
             self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
 
     def close(self) -> None:

@@ -33,11 +33,11 @@ class RankLosses:
         Returns:
             The request and the error text for its client, or None if all requests are retried.
         """
-        pieces = [piece for plan in plans for piece in plan.slices if piece.request.finish_reason is None]
-        if isinstance(error, RankMemoryError) and pieces:
-            largest = max(pieces, key=memory_rank)
+        slices = [slice_ for plan in plans for slice_ in plan.slices if slice_.request.finish_reason is None]
+        if isinstance(error, RankMemoryError) and slices:
+            largest = max(slices, key=memory_rank)
             return largest.request, out_of_memory(largest, error)
-        counts = {request: self._count(request) for request in {piece.request for piece in pieces}}
+        counts = {request: self._count(request) for request in {slice_.request for slice_ in slices}}
         accused = [request for request, losses in counts.items() if losses >= _LOSSES]
         if not accused:
             return None

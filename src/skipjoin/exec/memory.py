@@ -88,7 +88,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
         for step in steps:
             worker.run(step)
             if worker.halvings:
-                raise torch.OutOfMemoryError("the step does not fit in one piece")
+                raise torch.OutOfMemoryError("the step does not fit as a whole")
 
     try:
         # Decodes run last, so that permanent allocations of the first step are not attributed to them.
@@ -137,7 +137,7 @@ def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
     ]
     blocks = (0,) * -(-positions // block_size)
     return [
-        StepPlan(number, tuple(_slice(index, *piece, blocks) for index, piece in enumerate(batch)))
+        StepPlan(number, tuple(_slice(index, *shape, blocks) for index, shape in enumerate(batch)))
         for number, batch in enumerate(batches)
     ]
 

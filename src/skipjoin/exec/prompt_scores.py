@@ -14,14 +14,14 @@ from skipjoin.model.transfer import HostCopy
 from skipjoin.sampling import TokenLogprob
 
 
-def wants_scores(piece: Slice) -> bool:
+def wants_scores(slice_: Slice) -> bool:
     """Return whether the slice holds prompt tokens whose `prompt_logprobs` are requested and not reported yet."""
-    request = piece.request
-    return _asked(request) is not None and piece.start < len(request.prompt) and not request.output
+    request = slice_.request
+    return _asked(request) is not None and slice_.start < len(request.prompt) and not request.output
 
 
 def score_prompt(
-    piece: Slice, rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
+    slice_: Slice, rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> HostCopy[list[PromptLogprob]]:
     """Score the prompt tokens that the slice's rows predict.
 
@@ -29,22 +29,22 @@ def score_prompt(
         rows: Rows of `CausalLM.wanted_rows`, one per token of the slice.
         logits_of: Returns the logits of a few rows at a time.
     """
-    targets = _targets(piece)
-    return prompt_logprobs(rows[: len(targets)], targets, _asked(piece.request) or 0, logits_of)
+    targets = _targets(slice_)
+    return prompt_logprobs(rows[: len(targets)], targets, _asked(slice_.request) or 0, logits_of)
 
 
-def keep_scores(kept: list[TokenLogprob], piece: Slice, scores: Sequence[PromptLogprob]) -> None:
+def keep_scores(kept: list[TokenLogprob], slice_: Slice, scores: Sequence[PromptLogprob]) -> None:
     """Add the scores of a slice to those of the chunks before it."""
     if not kept:
-        kept.append(TokenLogprob(piece.request.prompt[0], None))
+        kept.append(TokenLogprob(slice_.request.prompt[0], None))
     # A chunk that is recomputed after an eviction is scored again, with the same result.
-    kept[piece.start + 1 :] = [
-        TokenLogprob(token, score.logprob, score.top) for token, score in zip(_targets(piece), scores, strict=True)
+    kept[slice_.start + 1 :] = [
+        TokenLogprob(token, score.logprob, score.top) for token, score in zip(_targets(slice_), scores, strict=True)
     ]
 
 
-def _targets(piece: Slice) -> Sequence[int]:
-    return piece.request.prompt[piece.start + 1 : piece.start + 1 + piece.tokens]
+def _targets(slice_: Slice) -> Sequence[int]:
+    return slice_.request.prompt[slice_.start + 1 : slice_.start + 1 + slice_.tokens]
 
 
 def _asked(request: Request) -> int | None:

@@ -15,9 +15,9 @@ class RequestState:
     Attributes:
         sampling: None on a rank that does not sample.
         scores: Prompt logprobs, collected over the chunks of the prompt until the first output token is reported.
-        is_given_up: Whether a slice was dropped: the KV then has a hole, so slices in later plans are void.
+        is_dropped: Whether a slice was dropped: the KV then has a hole, so slices in later plans are void.
     """
 
     sampling: SamplingState | None
     scores: list[TokenLogprob] = field(default_factory=list)
-    is_given_up: bool = False
+    is_dropped: bool = False

@@ -111,7 +111,8 @@ class SimulatedExecutor:
         while self._transit and self._transit[0][0] <= ready_at:
             ended.append(heapq.heappop(self._transit)[2])
         tokens = tuple(
-            self._sample(piece.request, piece.start + piece.tokens) if piece.samples else None for piece in plan.slices
+            self._sample(slice_.request, slice_.start + slice_.tokens) if slice_.samples else None
+            for slice_ in plan.slices
         )
         failed = [move for move in ended if self._fails(move)]
         landed = [move for move in ended if move not in failed] if failed else ended
@@ -133,8 +134,8 @@ class SimulatedExecutor:
             End times in seconds; empty if a request may finish in the step in flight.
         """
         slices, ready_at = handle.outcome.plan.slices, handle.ready_at
-        for piece in slices:
-            request = piece.request
+        for slice_ in slices:
+            request = slice_.request
             most = min(most, self._alike(request), request.max_total_tokens - request.known - 1)
             if most < 1:
                 return []

@@ -35,7 +35,7 @@ class InFlightStep:
         states: States of the slices' requests, which may finish before the step does.
         chosen: Indexes of the slices that sample, in the row order of `sampled`.
         scores: Prompt scores of slices, by index.
-        given_up: See `StepResult`.
+        dropped: See `StepResult`.
         waited: Seconds spent waiting for the previous stage.
     """
 
@@ -47,7 +47,7 @@ class InFlightStep:
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
     scores: list[tuple[int, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
-    given_up: dict[int, str] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
     end: Mark | None = None
     waited: float = 0.0
 
@@ -159,7 +159,7 @@ class Worker:
             landed=in_flight.ended.landed,
             failed=in_flight.ended.failed,
             stages=self._stage_times(in_flight, seconds),
-            given_up=in_flight.given_up,
+            dropped=in_flight.dropped,
         )
 
     def on_finished(self, request: Request) -> None:
@@ -186,10 +186,10 @@ class Worker:
         return (StageTime(busy, idle),)
 
     def _compute(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
-        in_flight.states = states = [self._state_of(piece.request) for piece in slices]
-        void = [index for index, state in enumerate(states) if state.is_given_up]
-        in_flight.given_up.update(dict.fromkeys(void, "an earlier step gave this request up"))
-        going = [index for index in range(len(slices)) if index not in in_flight.given_up]
+        in_flight.states = states = [self._state_of(slice_.request) for slice_ in slices]
+        void = [index for index, state in enumerate(states) if state.is_dropped]
+        in_flight.dropped.update(dict.fromkeys(void, "the request was dropped in an earlier step"))
+        going = [index for index in range(len(slices)) if index not in in_flight.dropped]
         parts = self._halved(slices, going, in_flight) if going else []
         in_flight.chosen = [index for part in parts for index in part.chosen]
         in_flight.scores = [score for part in parts for score in part.scores]
@@ -209,8 +209,8 @@ class Worker:
             if not self._alone or not is_out_of_memory(error):
                 raise
             if len(going) == 1:
-                in_flight.given_up[going[0]] = out_of_memory(slices[going[0]], error)
-                in_flight.states[going[0]].is_given_up = True
+                in_flight.dropped[going[0]] = out_of_memory(slices[going[0]], error)
+                in_flight.states[going[0]].is_dropped = True
         self.halvings += 1
         # After the except block, whose traceback keeps the attempt's tensors alive.
         torch.cuda.empty_cache()
@@ -230,22 +230,22 @@ class Worker:
 
     def _attempt(self, slices: Sequence[Slice], states: Sequence[RequestState], going: Sequence[int]) -> _Part:
         part = _Part()
-        pieces = [slices[index] for index in going]
-        segments = [self._segment(piece) for piece in pieces]
-        chosen = [at for at, piece in enumerate(pieces) if piece.samples]
+        selected = [slices[index] for index in going]
+        segments = [self._segment(slice_) for slice_ in selected]
+        chosen = [at for at, slice_ in enumerate(selected) if slice_.samples]
         if any(segment.all_logits for segment in segments):
-            logits = self._score(pieces, segments, chosen, part)
+            logits = self._score(selected, segments, chosen, part)
             part.scores = [(going[at], scores) for at, scores in part.scores]
         else:
             logits = self._forward(segments)
         if chosen and self.model.shard.is_last:
-            rows = [self._sample_row(pieces[at], states[going[at]].sampling) for at in chosen]
+            rows = [self._sample_row(selected[at], states[going[at]].sampling) for at in chosen]
             part.sampled = self._sampler.sample(logits, rows)
             part.chosen = [going[at] for at in chosen]
         return part
 
     def _score(
-        self, pieces: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], part: _Part
+        self, selected: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], part: _Part
     ) -> torch.Tensor:
         """Run the segments, score prompts, and return the logits of the rows that predict the next tokens.
 
@@ -256,10 +256,10 @@ class Worker:
         rows = self.model.wanted_rows(batch, self.store.device)
         if not self.model.shard.is_last:
             return rows
-        each = zip(pieces, segments, batch.row_starts, batch.row_starts[1:], strict=False)
-        for at, (piece, segment, first, end) in enumerate(each):
+        each = zip(selected, segments, batch.row_starts, batch.row_starts[1:], strict=False)
+        for at, (slice_, segment, first, end) in enumerate(each):
             if segment.all_logits:
-                part.scores.append((at, score_prompt(piece, rows[first:end], self.model.logits)))
+                part.scores.append((at, score_prompt(slice_, rows[first:end], self.model.logits)))
         if not chosen:
             return rows
         # The last row of a segment predicts the next token.
@@ -278,10 +278,10 @@ class Worker:
             batch.fill_in(self._sampled.tokens)
         return batch
 
-    def _segment(self, piece: Slice) -> Segment:
-        request, start, end = piece.request, piece.start, piece.start + piece.tokens
+    def _segment(self, slice_: Slice) -> Segment:
+        request, start, end = slice_.request, slice_.start, slice_.start + slice_.tokens
         row = None
-        if piece.awaits:
+        if slice_.awaits:
             if (stages := self.model.shard.pp_size) > 1:
                 raise ValueError(
                     f"request {request.id} awaits a token that only the last of {stages} stages samples: "
@@ -291,22 +291,22 @@ class Worker:
         return Segment(
             request.tokens(start, end) if end > start else (),
             start,
-            piece.blocks,
-            piece.samples,
-            all_logits=wants_scores(piece),
+            slice_.blocks,
+            slice_.samples,
+            all_logits=wants_scores(slice_),
             awaits=row,
             reverse=request.reverse,
         )
 
-    def _sample_row(self, piece: Slice, state: SamplingState | None) -> SampleRow:
+    def _sample_row(self, slice_: Slice, state: SamplingState | None) -> SampleRow:
         """Return the sampler's input for the token after a slice, with the tokens before it accepted."""
         assert state is not None
-        request = piece.request
-        length = piece.start + piece.tokens - len(request.prompt)
+        request = slice_.request
+        length = slice_.start + slice_.tokens - len(request.prompt)
         if state.reads_output:
             # The engine may append during this call, so take only the tokens before this slice's end.
-            tokens = request.output[state.length : length - piece.awaits]
-            if piece.awaits and state.length < length:
+            tokens = request.output[state.length : length - slice_.awaits]
+            if slice_.awaits and state.length < length:
                 tokens.append(self._awaited(request))
             state.accept(tokens)
             assert state.length == length, "no plan samples before a token that an earlier plan sampled"
@@ -336,15 +336,15 @@ def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], li
     return sorted(ordered[:count]), sorted(ordered[count:])
 
 
-def memory_rank(piece: Slice) -> tuple[bool, int, int]:
+def memory_rank(slice_: Slice) -> tuple[bool, int, int]:
     """Return a sort key that orders slices by memory use."""
-    return wants_scores(piece), piece.tokens, piece.start
+    return wants_scores(slice_), slice_.tokens, slice_.start
 
 
-def out_of_memory(piece: Slice, error: Exception) -> str:
+def out_of_memory(slice_: Slice, error: Exception) -> str:
     """Log that a slice is dropped and return the error text for its request."""
-    _log.error("out of memory in a step: request %s is given up: %s", piece.request.id, error)
-    tokens = f"{piece.tokens} token{'s' if piece.tokens > 1 else ''}"
+    _log.error("out of memory in a step: request %s is dropped: %s", slice_.request.id, error)
+    tokens = f"{slice_.tokens} token{'s' if slice_.tokens > 1 else ''}"
     return (
         f"the device ran out of memory in a step with {tokens} of this request; a lower --max-num-batched-tokens, "
         "--max-num-seqs or --gpu-memory-utilization leaves more for steps"

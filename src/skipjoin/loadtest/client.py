@@ -24,7 +24,7 @@ from skipjoin.observe.requests import RequestFacts
 from skipjoin.workload.workload import Closed, ClosedMode, WorkloadRequest
 
 # A run is aborted after this time and number of failures without any data from the server.
-GIVE_UP_S, GIVE_UP_FAILURES = 3.0, 3
+MAX_FAILING_S, MIN_FAILURES = 3.0, 3
 CONNECTION_FAILURES = ("refused", "reset", "unreachable")
 REJECTED = "http_429"
 # Below the idle timeout of servers, which is 5 s or more: a request that is sent while the server closes its connection
@@ -226,7 +226,7 @@ class ClientRun:
                 await self._pace(group, list(self.exchanges))
         except* ServerGoneError:
             self.gone = True
-            self._give_up()
+            self._abandon()
         finally:
             if ticker is not None:
                 ticker.cancel()
@@ -285,15 +285,15 @@ class ClientRun:
         if self._failing_since is None:
             self._failing_since, self._failures = now, 0
         self._failures += 1
-        if now - self._failing_since >= GIVE_UP_S and self._failures >= GIVE_UP_FAILURES:
+        if now - self._failing_since >= MAX_FAILING_S and self._failures >= MIN_FAILURES:
             raise ServerGoneError
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         now = self._now()
         for exchange in self.exchanges:
             if exchange.facts.ended is None:
                 sent = exchange.sent is not None
-                exchange.failure = Failure("given_up" if sent else "not_sent", "the server failed all connections")
+                exchange.failure = Failure("abandoned" if sent else "not_sent", "the server failed all connections")
                 exchange.facts.ended, exchange.facts.reason = now, exchange.failure.kind
 
     async def _report(self) -> None:

@@ -66,7 +66,7 @@ class Answer:
     """
 
     __slots__ = (
-        "_pieces",
+        "_parts",
         "_tail",
         "ended",
         "error",
@@ -79,7 +79,7 @@ class Answer:
 
     def __init__(self) -> None:
         self._tail = b""
-        self._pieces: list[str] = []
+        self._parts: list[str] = []
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.prompt_tokens: int | None = None
@@ -90,7 +90,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return "".join(self._pieces)
+        return "".join(self._parts)
 
     def feed(self, data: bytes, now: float) -> None:
         *lines, self._tail = (self._tail + data).split(b"\n")
@@ -132,7 +132,7 @@ class Answer:
             self.prompt_tokens, self.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         if event.choices and (choice := event.choices[0]).shows_token():
             self.last_token = now
-            self._pieces.append(choice.content())
+            self._parts.append(choice.content())
             if self.first_token is None:
                 self.first_token = now
             self.finish_reason = choice.finish_reason or self.finish_reason

@@ -18,7 +18,7 @@ import uvloop
 from skipjoin.config import ConfigError
 from skipjoin.loadtest.client import (
     CONNECTION_FAILURES,
-    GIVE_UP_S,
+    MAX_FAILING_S,
     REJECTED,
     Client,
     ClientProgress,
@@ -85,7 +85,7 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
             if lost and (reason := await _unreachable(client)):
                 return reason
             if run.gone:
-                return f"{target.base_url} failed all connections for {GIVE_UP_S:g} s; the run was ended early"
+                return f"{target.base_url} failed all connections for {MAX_FAILING_S:g} s; the run was ended early"
     return None
 
 

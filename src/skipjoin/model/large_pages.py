@@ -11,7 +11,7 @@ import mmap
 import torch
 
 # Weights share chunks of this size, so that small tensors are in huge pages too.
-_PIECE_BYTES = 64 << 20
+_BUFFER_BYTES = 64 << 20
 # Alignment: each tensor starts on a cache line of its own.
 _ALIGN = 64
 
@@ -31,14 +31,14 @@ class Arena:
     """Allocates byte tensors from large chunks. A chunk is freed with the arena and its last tensor."""
 
     def __init__(self) -> None:
-        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
         """Return `size` zero bytes as a uint8 tensor, aligned to a cache line."""
-        if self._used + size > len(self._piece):
-            self._piece = large_page_bytes(max(size, _PIECE_BYTES))
+        if self._used + size > len(self._buffer):
+            self._buffer = large_page_bytes(max(size, _BUFFER_BYTES))
             self._used = 0
-        taken = self._piece[self._used : self._used + size]
+        taken = self._buffer[self._used : self._used + size]
         self._used = -(-(self._used + size) // _ALIGN) * _ALIGN
         return taken

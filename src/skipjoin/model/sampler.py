@@ -237,8 +237,8 @@ def prompt_logprobs(
     if not len(targets):
         return HostCopy([], lambda _: [])
     index = send(targets, rows.device, torch.int64)[:, None]
-    pieces = zip(rows.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
-    scored = [_scored(logits_of(piece), wanted, k) for piece, wanted in pieces]
+    parts = zip(rows.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
+    scored = [_scored(logits_of(part), wanted, k) for part, wanted in parts]
 
     def build(tensors: list[torch.Tensor]) -> list[PromptLogprob]:
         chosen, ranks, ids, values = tensors

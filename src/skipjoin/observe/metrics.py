@@ -285,7 +285,7 @@ class EngineMetrics:
         if plan.blocking:  # without copies the measurement is noise
             self._stall[0] += result.moving
         if plan.slices:
-            self._batch.observe(sum(piece.tokens for piece in plan.slices))
+            self._batch.observe(sum(slice_.tokens for slice_ in plan.slices))
         for proactive, moves in enumerate((plan.blocking, plan.overlapped)):
             for move in moves:
                 row = self._swapped.get(move.direction) if move.request is not None else None

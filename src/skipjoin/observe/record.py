@@ -143,7 +143,7 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
     record["steps"] = steps
     record["batch_mean"] = rounded(sum(usage.slices for usage in usages) / max(1, steps))
     record["forward"] = _forward(sum((usage.forwards for usage in usages), Counter()), target_tokens)
-    record["groups"] = _groups(sum((usage.claims.groups() for usage in usages), Counter()))
+    record["groups"] = _groups(sum((usage.reservations.groups() for usage in usages), Counter()))
     record["series"] = {name: [rounded(value) for value in values] for name, values in usages[0].series().items()}
 
 

@@ -285,8 +285,8 @@ class RequestLog:
         moving, computing = result.moving, result.seconds - result.moving
         live = self._live
         waits = self.waits.computed(result, now)
-        for piece in result.plan.slices:
-            facts = live.get(piece.request)
+        for slice_ in result.plan.slices:
+            facts = live.get(slice_.request)
             if facts is not None and facts.waits is not None:  # it may have finished during the step
                 facts.execution_s += computing
                 if moving or host:

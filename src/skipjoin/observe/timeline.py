@@ -127,7 +127,7 @@ class Timeline:
     With pipeline stages, each stage has a lane with its part of every step and with bubbles. Stages report durations
     only, so parts are drawn as early as the lane and the decision allow, and before the next stage begins.
 
-    Counters show running and waiting requests, and KV blocks that are held (not free) and claimed (held or reserved).
+    Counters show running and waiting requests, held KV blocks (not free), and reserved ones, which include the held.
 
     A span's `left` is a `FinishReason`, a `Preemption` or one of three texts: "caught up" (prefill continues as decode
     in the same slot), "lost in a restart", and "still running" (at `close`).
@@ -203,9 +203,9 @@ class Timeline:
         at = self._at(event.now)
         self._in_flight.append(_Flight(event.plan, at, self._preempted))
         self._preempted = []
-        for piece in event.plan.slices:
-            self._tracks[piece.request].plans += 1
-        self._show(at, held=event.held, claimed=event.claimed)
+        for slice_ in event.plan.slices:
+            self._tracks[slice_.request].plans += 1
+        self._show(at, held=event.held, reserved=event.reserved)
 
     def _restart(self, event: Restarted) -> None:
         """End all spans and discard the plans in flight."""
@@ -217,7 +217,7 @@ class Timeline:
         self._running.clear()
         self._step_end = at
         self._trace.span(_STEPS, "restart", at, at, {"plans": len(event.plans)})
-        self._show(at, held=0, claimed=0)
+        self._show(at, held=0, reserved=0)
 
     def _compute(self, event: Computed, after_rest: bool) -> None:
         result = event.result
@@ -231,12 +231,12 @@ class Timeline:
             if (track := self._tracks.get(preempted.request)) is not None:
                 self._vacate(preempted.request, track, preempted.how.value)
         prefill = decodes = 0
-        for piece in flight.plan.slices:
-            is_decode = piece.tokens == 1 and piece.samples and piece.start >= len(piece.request.prompt)
+        for slice_ in flight.plan.slices:
+            is_decode = slice_.tokens == 1 and slice_.samples and slice_.start >= len(slice_.request.prompt)
             decodes += is_decode
-            prefill += 0 if is_decode else piece.tokens
-            if (track := self._tracks.get(piece.request)) is not None:
-                self._extend(track, piece, "decode" if is_decode else "prefill", begin, end)
+            prefill += 0 if is_decode else slice_.tokens
+            if (track := self._tracks.get(slice_.request)) is not None:
+                self._extend(track, slice_, "decode" if is_decode else "prefill", begin, end)
         self._settle(flight.plan)
         batch = {"plan": flight.plan.id, "requests": len(flight.plan.slices), "prefill": prefill, "decodes": decodes}
         self._trace.span(_STEPS, "step", begin, end, batch)
@@ -274,13 +274,13 @@ class Timeline:
 
     def _settle(self, plan: StepPlan) -> None:
         """Remove requests that finished while the plan ran, unless another plan holds them."""
-        for piece in plan.slices:
-            track = self._tracks.get(piece.request)
+        for slice_ in plan.slices:
+            track = self._tracks.get(slice_.request)
             if track is None:
                 continue
             track.plans -= 1
             if track.leaving is not None and not track.plans:
-                self._leave(piece.request, track.leaving)
+                self._leave(slice_.request, track.leaving)
 
     def _copies(self, result: StepResult, begin: int, end: int) -> None:
         plan = result.plan
@@ -311,16 +311,16 @@ class Timeline:
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def _extend(self, track: _Track, piece: Slice, phase: str, begin: int, end: int) -> None:
+    def _extend(self, track: _Track, slice_: Slice, phase: str, begin: int, end: int) -> None:
         span = track.span
         if span is None:
             span = track.span = _Span(self._take_slot(), phase, begin, end)
         elif span.phase != phase:
-            self._write(piece.request, span, "caught up")
+            self._write(slice_.request, span, "caught up")
             span = track.span = _Span(span.slot, phase, begin, end)
         span.end = end
-        span.computed += piece.tokens
-        span.position = piece.start + piece.tokens
+        span.computed += slice_.tokens
+        span.position = slice_.start + slice_.tokens
 
     def _finish(self, event: Finished) -> None:
         request, track, at = event.request, self._tracks[event.request], self._at(event.now)
@@ -331,7 +331,7 @@ class Timeline:
         else:
             self._leave(request, event.reason.value)
         if not self._live:
-            self._show(at, held=0, claimed=0)
+            self._show(at, held=0, reserved=0)
 
     def _leave(self, request: Request, why: str) -> None:
         self._vacate(request, self._tracks.pop(request), why)
@@ -360,11 +360,11 @@ class Timeline:
         }
         self._trace.span(_lane_of(span.slot), span.phase, span.begin, span.end, args)
 
-    def _show(self, at: int, *, held: int, claimed: int) -> None:
+    def _show(self, at: int, *, held: int, reserved: int) -> None:
         running = len(self._running)
         for name, value in (
             ("KV blocks held", held),
-            ("KV blocks claimed", claimed),
+            ("KV blocks reserved", reserved),
             ("requests running", running),
             ("requests waiting", self._live - running),
         ):

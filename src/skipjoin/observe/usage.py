@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from skipjoin.core.events import (
     Admitted,
     Arrived,
-    Claimed,
     Computed,
     Decoded,
     Event,
@@ -20,12 +19,13 @@ from skipjoin.core.events import (
     Preempted,
     Preemption,
     Released,
+    Reserved,
     Restarted,
 )
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
-from skipjoin.observe.claims import ClaimUse
 from skipjoin.observe.prefixes import PrefixUse
+from skipjoin.observe.reservations import ReservationUse
 from skipjoin.observe.shared_ends import SharedEndUse
 
 # Length of the series. At twice this length, every other point is dropped.
@@ -72,7 +72,7 @@ class EngineUsage:
         self.recomputed_tokens = 0
         self.swapped_out_bytes = 0
         self.swapped_in_bytes = 0
-        self.claims = ClaimUse()
+        self.reservations = ReservationUse()
         self.prefixes = PrefixUse()
         self.shared_ends = SharedEndUse()
         self._spilled: set[Request] = set()  # in the current decision
@@ -84,13 +84,13 @@ class EngineUsage:
         self._now = 0.0
         self._used_seconds = 0.0
         self._allocated_seconds = 0.0
-        self._claimed = 0
+        self._reserved = 0
         self._points: list[Point] = []
         self._spacing = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
             Admitted: self.prefixes.admitted,
-            Claimed: self._claim,
+            Reserved: self._reserve,
             Planned: self._plan,
             Computed: self._compute,
             Decoded: self._decode,
@@ -124,7 +124,7 @@ class EngineUsage:
             "swapped_out_bytes": self.swapped_out_bytes,
             "swapped_in_bytes": self.swapped_in_bytes,
             "recomputed_tokens": self.recomputed_tokens,
-            **self.claims.kv(seconds, self._blocks),
+            **self.reservations.kv(seconds, self._blocks),
             **self.shared_ends.kv(seconds, self._block_bytes / self._block_size),
         }
 
@@ -141,7 +141,7 @@ class EngineUsage:
         """
         for known in (self._live, self._resident, self._on_host, self._dropped, self._spilled):
             known.clear()
-        self.claims.close()
+        self.reservations.close()
         self.shared_ends.close()
         self.prefixes.close()
         if not keeps_series:
@@ -152,13 +152,13 @@ class EngineUsage:
     def _arrive(self, event: Arrived) -> None:
         self._live.add(event.request)
 
-    def _claim(self, event: Claimed) -> None:
+    def _reserve(self, event: Reserved) -> None:
         self._advance(event.now)
-        self.claims.claimed(event)
+        self.reservations.reserved(event)
 
     def _plan(self, event: Planned) -> None:
         self._advance(event.now)
-        self._claimed = event.claimed
+        self._reserved = event.reserved
         self.shared_ends.planned(event.lent)
         for move in event.plan.blocking:
             # Another slot of a request that is preempted already. Its first slots are part of the preemption event.
@@ -176,7 +176,7 @@ class EngineUsage:
             return
         kept = event.kept
         self._spilled.add(request)
-        self.claims.lost_kv(request, blocks_left=-(-kept // self._block_size))
+        self.reservations.lost_kv(request, blocks_left=-(-kept // self._block_size))
         # KV in CPU memory is a suffix, so KV before it may still be on the device.
         tokens = max(self._leave(request), self._on_host.pop(request, 0))
         if how is Preemption.DROP:
@@ -194,17 +194,17 @@ class EngineUsage:
             self._leave(request)
         self._on_host.pop(request, None)
         self._dropped.pop(request, None)
-        self.claims.finished(request)
+        self.reservations.finished(request)
         self.shared_ends.lost(request)
         self.prefixes.finished(request)
 
     def _release(self, event: Released) -> None:
         self._advance(event.now)
-        self._claimed = event.claimed
+        self._reserved = event.reserved
         self._leave(event.request)
 
     def _restart(self, event: Restarted) -> None:
-        self.claims.restarted()
+        self.reservations.restarted()
 
     def _compute(self, event: Computed) -> None:
         self._advance(event.now)
@@ -214,20 +214,20 @@ class EngineUsage:
         self.steps += 1
         self.slices += len(slices)
         live, resident, dropped = self._live, self._resident, self._dropped
-        self.forwards[sum(piece.tokens for piece in slices)] += 1
-        for piece in slices:
-            request, end = piece.request, piece.start + piece.tokens
+        self.forwards[sum(slice_.tokens for slice_ in slices)] += 1
+        for slice_ in slices:
+            request, end = slice_.request, slice_.start + slice_.tokens
             if request not in live:  # it finished during the step
                 continue
             self._used += end - resident.get(request, 0)
             resident[request] = end
-            if dropped and (high := dropped.get(request, 0)) > piece.start:
-                self.recomputed_tokens += min(end, high) - piece.start
+            if dropped and (high := dropped.get(request, 0)) > slice_.start:
+                self.recomputed_tokens += min(end, high) - slice_.start
 
     def _decode(self, event: Decoded) -> None:
         count, begin = len(event.requests), event.since
-        for end, claimed in zip(event.ends, event.claimed, strict=True):
-            self._claimed = claimed
+        for end, reserved in zip(event.ends, event.reserved, strict=True):
+            self._reserved = reserved
             self._note(begin, count)
             self._advance(end)
             self._used += count
@@ -282,10 +282,10 @@ class EngineUsage:
 
     def _advance(self, now: float) -> None:
         seconds = now - self._now
-        self.claims.pass_time(seconds)
+        self.reservations.pass_time(seconds)
         self.shared_ends.pass_time(seconds)
         self._used_seconds += seconds * self._used / self._capacity
-        self._allocated_seconds += seconds * self._claimed / self._blocks
+        self._allocated_seconds += seconds * self._reserved / self._blocks
         self._now = now
 
     def _note(self, now: float, running: int) -> None:
@@ -293,7 +293,7 @@ class EngineUsage:
         points = self._points
         if points and now < points[-1].time_s + self._spacing:
             return
-        used, allocated = self._used / self._capacity, self._claimed / self._blocks
+        used, allocated = self._used / self._capacity, self._reserved / self._blocks
         points.append(Point(now, used, allocated, running, max(0, len(self._live) - running)))
         if len(points) > 2 * POINTS:
             del points[1::2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Grant, Wait
+from skipjoin.core.policy import Allocation, Deferral
 from skipjoin.core.request import Request
 
 
@@ -15,26 +15,26 @@ class OnDemand:
             then grow for a while before one is evicted. It does not limit growth.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, watermark: float = 0.01) -> None:
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
         self.watermark = watermark
 
-    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation:
         known = kv.blocks_for(request.known)
         # Capped by the pool, so that a request nearly as large as the pool is admitted once it is empty or all others
         # are evicted.
         spare = max(0, min(int(self.watermark * kv.device_total), kv.device_total - known))
-        return Grant(now=known, blocks=known, spare=spare)
+        return Allocation(now=known, blocks=known, spare=spare)
 
 
 class WholeMaximum:
     """Reserves blocks for the prompt and max_tokens at admission (Orca), so a running request never runs out."""
 
-    rests = True
+    is_decode_invariant = True
 
-    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         blocks = kv.blocks_for(request.max_total_tokens)
-        return Grant(now=blocks, blocks=blocks) if blocks <= kv.available else Wait.WAIT
+        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Deferral.NEWCOMERS

@@ -36,7 +36,7 @@ class Greedy:
             a step).
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, max_seqs: int, max_tokens: int, *, chunked: bool) -> None:
         _check_budgets(max_seqs, max_tokens)
@@ -103,7 +103,7 @@ class TargetForward:
         target: Forward size in tokens; None derives it from `cost`.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, max_seqs: int, max_tokens: int, cost: CostModel, *, target: int | None = None) -> None:
         _check_budgets(max_seqs, max_tokens)

@@ -14,7 +14,7 @@ from skipjoin.core.policy import (
     Callbacks,
     CostModel,
     Refusal,
-    rests,
+    is_decode_invariant,
 )
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
@@ -58,11 +58,11 @@ class LimitedBestEffort(Callbacks):
         return self.batcher.cap
 
     @property
-    def rests(self) -> bool:
-        """True if decode-only steps do not change this policy's decisions; see `skipjoin.core.policy.rests`."""
-        return not self._best_effort and rests(self.batcher)
+    def is_decode_invariant(self) -> bool:
+        """See `skipjoin.core.policy.is_decode_invariant`."""
+        return not self._best_effort and is_decode_invariant(self.batcher)
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         if request.is_best_effort:
             self._best_effort += 1
             return
@@ -71,7 +71,7 @@ class LimitedBestEffort(Callbacks):
         patience = self._patience(request)
         self.limit_s += (_LIMIT_RATE if self.limit_s else 1) * (patience - self.limit_s)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         if request.is_best_effort:
             self._best_effort -= 1
         else:

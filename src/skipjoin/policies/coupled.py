@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, BatchBuilder, Callbacks, CostModel, Grant, Refusal, Wait
+from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, Allocation, BatchBuilder, Callbacks, CostModel, Deferral, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext, eligible_tokens
 from skipjoin.policies.batching import TargetBuilder, TargetForward
@@ -92,7 +92,7 @@ class Room:
         return demand.prompt if demand.prompt <= self._target else self._tokens
 
 
-class WholeClaims(Callbacks):
+class WholeReservations(Callbacks):
     """Reserves KV for prompt and expected output before the first token (exact allocation, EconoServe section 2.1).
 
     A request that outgrows its reservation reserves its newly expected need. Failing that, it grows block by block and
@@ -116,23 +116,23 @@ class WholeClaims(Callbacks):
         self._group = group
         self._now = 0.0
 
-    def begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
+    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._now = now
         if self._room is not None:
             self._room.begin(kv)
         return ()
 
-    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         tokens = self._lengths.kv_tokens(request, max(0, target - len(request.prompt)))
         blocks = kv.blocks_for(tokens)
         fits = kv.shortfall_of_reservation(request, blocks, None) <= 0
         if kv.blocks_of(request) is None:
             group = None if self._group is None else self._group(request, self._now)
-            return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Wait.WAIT
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Deferral.NEWCOMERS
         if not fits:
             blocks = kv.blocks_for(target)
             tokens = min(tokens, blocks * kv.block_size)
-        return Grant(now=blocks, blocks=blocks, tokens=tokens)
+        return Allocation(now=blocks, blocks=blocks, tokens=tokens)
 
 
 class WholePrompts(TargetForward):
@@ -191,28 +191,28 @@ class HoldersFirst(Callbacks):
     def __init__(self, order: QueueOrder) -> None:
         self._order = order
         self._ranking = Ranking()
-        self._claims = count()
+        self._reservations = count()
         self._holders: set[Request] = set()
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._wait(request, now)
 
-    def claimed(self, request: Request, now: float) -> None:
+    def on_reserved(self, request: Request, now: float) -> None:
         if request not in self._holders:
             self._forget(request)
             self._holders.add(request)
-            self._ranking.rest(request, (_Class.HOLDER, next(self._claims), request.id))
+            self._ranking.set_stable(request, (_Class.HOLDER, next(self._reservations), request.id))
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         if request in self._holders and not request.computed:  # dropped
             self._holders.remove(request)
             self._wait(request, now)
 
-    def reforecast(self, request: Request, now: float) -> None:
+    def on_reforecast(self, request: Request, now: float) -> None:
         if request not in self._holders:
             self._wait(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._forget(request)
         self._holders.discard(request)
 
@@ -231,7 +231,7 @@ class HoldersFirst(Callbacks):
     def _wait(self, request: Request, now: float) -> None:
         """Rank a request without KV among the waiting ones."""
         key = self._order.key(request, request.known, Phase.WAITING, now)
-        self._ranking.rest(request, (_Class.WAITING, *key, request.arrival, request.id))
+        self._ranking.set_stable(request, (_Class.WAITING, *key, request.arrival, request.id))
 
     def _forget(self, request: Request) -> None:
         """Remove a request from the waiting ones."""
@@ -276,7 +276,7 @@ class Closest(HoldersFirst):
             if self._distance(request)[0] == math.inf:
                 return
             self._room.take(left.pop(request))
-            self._ranking.rest(request, (_Class.CHOSEN, len(self._chosen), request.id))
+            self._ranking.set_stable(request, (_Class.CHOSEN, len(self._chosen), request.id))
             self._chosen.append(request)
 
     def _distance(self, request: Request) -> tuple[float, float, int]:

@@ -74,26 +74,26 @@ class ByDeadline(Callbacks):
         self._missed: deque[tuple[float, Request]] = deque()
         self._now = -inf
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._next.begin(request, now)
         self._put(request, _WINNABLE)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
-        for piece in slices:
-            request = piece.request
-            if piece.samples:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
+        for slice_ in slices:
+            request = slice_.request
+            if slice_.samples:
                 self._next.sampled(request, now)
                 if self._tier[request] != _WINNABLE:
                     self._take(request)
                     self._tier[request] = _WINNABLE
-                self._winnable.change(request, self._key(request, _WINNABLE))
+                self._winnable.set_volatile(request, self._key(request, _WINNABLE))
             elif self._tier[request] == _LATE:
                 self._put(request, _LATE)
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         self._put(request, self._tier[request])
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._take(request)
         del self._tier[request]
         self._next.end(request)
@@ -136,7 +136,7 @@ class ByDeadline(Callbacks):
     def _put(self, request: Request, tier: int) -> None:
         self._take(request)
         self._tier[request] = tier
-        self._tiers[tier].rest(request, self._key(request, tier))
+        self._tiers[tier].set_stable(request, self._key(request, tier))
 
     def _take(self, request: Request) -> None:
         if (tier := self._tier.get(request)) is not None:
@@ -157,25 +157,25 @@ class StartedFirst(Callbacks):
     swap least (BROS section 4.2). Ties are broken by deadline, then by arrival.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self) -> None:
         self._ranking = Ranking()
         self._stages: dict[Request, int] = {}
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._put(request, _ON_DEVICE if request.planned else _AWAY if request.output else _NEW)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
-        for piece in slices:
-            if self._stages[piece.request] != _ON_DEVICE:
-                self._put(piece.request, _ON_DEVICE)
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
+        for slice_ in slices:
+            if self._stages[slice_.request] != _ON_DEVICE:
+                self._put(slice_.request, _ON_DEVICE)
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         if self._stages[request] == _ON_DEVICE:
             self._put(request, _AWAY)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
         del self._stages[request]
 
@@ -193,7 +193,7 @@ class StartedFirst(Callbacks):
 
     def _put(self, request: Request, stage: int) -> None:
         self._stages[request] = stage
-        self._ranking.rest(request, (stage, request.deadline, request.arrival, request.id))
+        self._ranking.set_stable(request, (stage, request.deadline, request.arrival, request.id))
 
 
 _ON_DEVICE, _AWAY, _NEW = range(3)

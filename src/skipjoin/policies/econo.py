@@ -30,7 +30,7 @@ def phase_of(request: Request, known: int) -> Phase:
     """Return the phase of a request with `known` tokens, including one that was just sampled."""
     if known - request.computed > 1 or known == len(request.prompt):
         return Phase.PROMPT
-    return Phase.RUNNING if known <= request.claimed else Phase.WAITING
+    return Phase.RUNNING if known <= request.reserved_tokens else Phase.WAITING
 
 
 class PaddedLengths:
@@ -47,15 +47,15 @@ class PaddedLengths:
         if not padding > -1:
             raise ValueError(f"padding must be above -1, got {padding}")
         self._padding = padding
-        self._guest_padding = max(padding, 0.0)
+        self._nested_padding = max(padding, 0.0)
         self._lengths = lengths
 
-    def kv_tokens(self, request: Request, generated: int, *, guest: bool = False) -> int:
+    def kv_tokens(self, request: Request, generated: int, *, nested: bool = False) -> int:
         """Return the total KV tokens of a request that continues after `generated` output tokens.
 
-        The KV of the last token is never computed. `guest` requests the length for a nested reservation.
+        The KV of the last token is never computed. `nested` selects the length for a nested reservation.
         """
-        padded = math.ceil(self._lengths(request) * (1 + (self._guest_padding if guest else self._padding)))
+        padded = math.ceil(self._lengths(request) * (1 + (self._nested_padding if nested else self._padding)))
         total = padded if padded > generated else generated + _overrun(generated)
         return len(request.prompt) + min(total, request.max_tokens) - 1
 
@@ -242,8 +242,8 @@ class Tasks:
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order
-        self._claims = count()
-        self._claimed: dict[Request, int] = {}
+        self._reservations = count()
+        self._reserved: dict[Request, int] = {}
 
     @property
     def revision(self) -> int:
@@ -252,7 +252,7 @@ class Tasks:
     def key(self, request: Request, known: int, now: float) -> tuple[Any, ...]:
         phase = phase_of(request, known)
         if phase is Phase.RUNNING:
-            return (phase, self._claimed.get(request, -1))
+            return (phase, self._reserved.get(request, -1))
         return (phase, *self._order.key(request, known, phase, now))
 
     def until(self, request: Request, now: float) -> float:
@@ -260,36 +260,36 @@ class Tasks:
         return math.inf if phase_of(request, known) is Phase.RUNNING else self._order.until(request, known, now)
 
     def tokens(self, request: Request, known: int) -> int:
-        return request.claimed + 1 if known <= request.claimed < UNLIMITED else known + 1
+        return request.reserved_tokens + 1 if known <= request.reserved_tokens < UNLIMITED else known + 1
 
     def group(self, request: Request, now: float) -> Hashable:
         """Return a key that is equal for waiting decodes of one group."""
         return self._order.key(request, request.known, Phase.WAITING, now)
 
-    def claimed(self, request: Request) -> None:
+    def on_reserved(self, request: Request) -> None:
         """Record that the request reserved KV."""
-        self._claimed[request] = next(self._claims)
+        self._reserved[request] = next(self._reservations)
         self._order.left(request)
 
-    def finished(self, request: Request) -> None:
+    def on_finished(self, request: Request) -> None:
         """Forget a finished request."""
-        self._claimed.pop(request, None)
+        self._reserved.pop(request, None)
         self._order.left(request)
 
 
 class TwoQueues(Valued):
     """Ordering by `Tasks`."""
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, tasks: Tasks) -> None:
         super().__init__(tasks)
         self._tasks = tasks
 
-    def claimed(self, request: Request, now: float) -> None:
-        self._tasks.claimed(request)
+    def on_reserved(self, request: Request, now: float) -> None:
+        self._tasks.on_reserved(request)
         self._place(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
-        super().finished(request, now)
-        self._tasks.finished(request)
+    def on_finished(self, request: Request, now: float) -> None:
+        super().on_finished(request, now)
+        self._tasks.on_finished(request)

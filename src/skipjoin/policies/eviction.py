@@ -29,7 +29,7 @@ def _until_enough(short: int, candidates: Sequence[Request], kv: KVAccounts) -> 
 class Recompute:
     """Drops the KV of the lowest-ranked requests, which recompute it later (FastServe section 4.2, strawman 2)."""
 
-    rests = True
+    is_decode_invariant = True
     lends = False
 
     def returns_overlapped(self, request: Request) -> bool:
@@ -40,7 +40,7 @@ class Recompute:
     ) -> Sequence[Eviction]:
         return [Eviction(victim, Preemption.DROP) for victim, _ in _until_enough(short, candidates, kv)]
 
-    def dropped(self, tokens: int, now: float) -> None:
+    def on_dropped(self, tokens: int, now: float) -> None:
         pass
 
     def ahead(
@@ -52,7 +52,7 @@ class Recompute:
 class Defer(Recompute):
     """Never evicts for new requests, whatever their rank; only growth evicts (FastServe section 4.2, strawman 1)."""
 
-    rests = True
+    is_decode_invariant = True
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
@@ -82,7 +82,7 @@ class Swap(Recompute):
             than their victim are exempt.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
         if not drop_share > 0:
@@ -113,7 +113,7 @@ class Swap(Recompute):
         """Return how many blocks the victim frees when `missing` are short, or None for all."""
         return None
 
-    def dropped(self, tokens: int, now: float) -> None:
+    def on_dropped(self, tokens: int, now: float) -> None:
         seconds = self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
         self._next_drop = max(now, self._next_drop) + seconds / self._drop_share
 
@@ -136,7 +136,7 @@ class Vacate(Swap):
     Requests with nested reservations are evicted first.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
@@ -156,7 +156,7 @@ class Spill(Swap):
     tier or is recomputed faster; here that includes unfinished prefills.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
@@ -182,7 +182,7 @@ class Lend(Spill):
     swapped out, are handled by `Spill`.
     """
 
-    rests = True
+    is_decode_invariant = True
     lends = True
 
     def victims(
@@ -232,7 +232,7 @@ class ProactiveSwap(Swap):
     def returns_overlapped(self, request: Request) -> bool:
         return not self._is_cheap
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._arrivals.note(request, now)
         self._new.append(request)
 

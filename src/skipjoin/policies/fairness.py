@@ -22,7 +22,7 @@ from skipjoin.core.policy import (
     CostModel,
     Ordering,
     Refusal,
-    rests,
+    is_decode_invariant,
 )
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
@@ -99,7 +99,7 @@ class Fair(Callbacks):
             return found.served
         return max(self._left.get(client, 0.0), self._least())
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         name = request.options.client
         if name not in self._clients:
             served = self.served(name)
@@ -108,29 +108,29 @@ class Fair(Callbacks):
             self._is_sorted = False
         client = self._clients[name]
         client.live[request] = min(request.computed, len(request.prompt))
-        client.ordering.arrived(request, now)
+        client.ordering.on_arrived(request, now)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         by_client: dict[_Client, list[Slice]] = {}
-        for piece in slices:
-            by_client.setdefault(self._of(piece.request), []).append(piece)
-        for client, pieces in by_client.items():
-            client.served += sum(self._service(client, piece) for piece in pieces)
-            client.ordering.ran(pieces, now)
+        for slice_ in slices:
+            by_client.setdefault(self._of(slice_.request), []).append(slice_)
+        for client, own_slices in by_client.items():
+            client.served += sum(self._service(client, slice_) for slice_ in own_slices)
+            client.ordering.on_scheduled(own_slices, now)
         self._is_sorted = False
 
-    def claimed(self, request: Request, now: float) -> None:
-        self._of(request).ordering.claimed(request, now)
+    def on_reserved(self, request: Request, now: float) -> None:
+        self._of(request).ordering.on_reserved(request, now)
 
-    def evicted(self, request: Request, now: float) -> None:
-        self._of(request).ordering.evicted(request, now)
+    def on_preempted(self, request: Request, now: float) -> None:
+        self._of(request).ordering.on_preempted(request, now)
 
-    def reforecast(self, request: Request, now: float) -> None:
-        self._of(request).ordering.reforecast(request, now)
+    def on_reforecast(self, request: Request, now: float) -> None:
+        self._of(request).ordering.on_reforecast(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         client = self._of(request)
-        client.ordering.finished(request, now)
+        client.ordering.on_finished(request, now)
         del client.live[request]
         if not client.live:
             self._forget(request.options.client)
@@ -183,13 +183,13 @@ class Fair(Callbacks):
                 before = client
         return self._sorted
 
-    def _service(self, client: _Client, piece: Slice) -> float:
+    def _service(self, client: _Client, slice_: Slice) -> float:
         """Return the service of a slice and count its prompt tokens."""
-        request = piece.request
+        request = slice_.request
         counted = client.live[request]
-        end = min(piece.start + piece.tokens, len(request.prompt))
+        end = min(slice_.start + slice_.tokens, len(request.prompt))
         client.live[request] = max(counted, end)
-        return max(0, end - counted) + (self._output_weight if piece.samples else 0.0)
+        return max(0, end - counted) + (self._output_weight if slice_.samples else 0.0)
 
     def _forget(self, name: str) -> None:
         """Remove an inactive client, keeping its counter until the others have caught up."""
@@ -216,17 +216,17 @@ class FairSteps(Callbacks):
         return self.batcher.cap
 
     @property
-    def rests(self) -> bool:
-        """See `skipjoin.core.policy.rests`."""
-        return len(self._clients) < 2 and rests(self.batcher)
+    def is_decode_invariant(self) -> bool:
+        """See `skipjoin.core.policy.is_decode_invariant`."""
+        return len(self._clients) < 2 and is_decode_invariant(self.batcher)
 
-    def arrived(self, request: Request, now: float) -> None:
-        self.batcher.arrived(request, now)
+    def on_arrived(self, request: Request, now: float) -> None:
+        self.batcher.on_arrived(request, now)
         if not request.is_best_effort:
             self._clients[request.options.client] += 1
 
-    def finished(self, request: Request, now: float) -> None:
-        self.batcher.finished(request, now)
+    def on_finished(self, request: Request, now: float) -> None:
+        self.batcher.on_finished(request, now)
         if not request.is_best_effort:
             client = request.options.client
             self._clients[client] -= 1

@@ -102,7 +102,7 @@ class SkipJoinMlfq(Callbacks):
         self._next_promotion = -math.inf  # earliest time of the next promotion
         self._batch = 1.0  # mean number of requests in a step
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         if self._cost.revision != self._revision:
             self._revise()
         level = self._covering(self._prefill_seconds(request.known - request.reached)) if self._skip_join else 0
@@ -110,32 +110,32 @@ class SkipJoinMlfq(Callbacks):
         self._queues[level][request] = job
         heapq.heappush(self._watch, (now + self._starvation_s, request.id, request))
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if self._cost.revision != self._revision:
             self._revise()
         jobs, quanta, decode_seconds = self._jobs, self._quanta, self._decode_seconds
         if slices:
             self._batch += _BATCH_RATE * (len(slices) - self._batch)
-        for piece in slices:
-            job = jobs[piece.request]
+        for slice_ in slices:
+            job = jobs[slice_.request]
             job.last = now
-            if piece.tokens == 1:
+            if slice_.tokens == 1:
                 # Cached by buckets of 64 context tokens, as decode time changes slowly.
-                bucket = piece.start >> 6
+                bucket = slice_.start >> 6
                 seconds = decode_seconds.get(bucket) or self._fill_decode_seconds(bucket)
             else:
-                seconds = self._cost.step(StepShape.of((piece,)))
-            if job.home is not None and (piece.tokens > 1 or not piece.samples):
+                seconds = self._cost.step(StepShape.of((slice_,)))
+            if job.home is not None and (slice_.tokens > 1 or not slice_.samples):
                 # A promoted request gets a quantum besides its recomputation. If that is chunked, it takes longer than
                 # `_promote` estimated, so later chunks delay the next promotion.
-                if not piece.samples:
+                if not slice_.samples:
                     self._next_promotion += seconds / self._promotion_share
                 continue
             job.used += seconds
             if job.used >= quanta[job.level]:
-                self._step_down(piece.request, job)
+                self._step_down(slice_.request, job)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         del self._queues[job.level][request]
         # Stale entries are dropped when due; sweep them when they outnumber the live ones.

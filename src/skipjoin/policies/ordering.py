@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from skipjoin.core.policy import Callbacks, Ordering, rests
+from skipjoin.core.policy import Callbacks, Ordering, is_decode_invariant
 from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
@@ -22,16 +22,16 @@ class FixedKey(Callbacks):
         key: Returns a comparable value.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self._key = key
         self._ranking = Ranking()
 
-    def arrived(self, request: Request, now: float) -> None:
-        self._ranking.rest(request, (self._key(request), request.arrival, request.id))
+    def on_arrived(self, request: Request, now: float) -> None:
+        self._ranking.set_stable(request, (self._key(request), request.arrival, request.id))
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
 
     def ranked(self, now: float) -> Iterator[Request]:
@@ -51,7 +51,7 @@ class FixedKey(Callbacks):
 class Fcfs(FixedKey):
     """First come, first served."""
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(self) -> None:
         super().__init__(lambda request: request.arrival)
@@ -89,9 +89,9 @@ class Prioritized(Callbacks):
         self._lifted: Request | None = None  # served as real-time despite its class
 
     @property
-    def rests(self) -> bool:
-        """See `skipjoin.core.policy.rests`."""
-        return all(map(rests, self._sorted))
+    def is_decode_invariant(self) -> bool:
+        """See `skipjoin.core.policy.is_decode_invariant`."""
+        return all(map(is_decode_invariant, self._sorted))
 
     def band(self, request: Request) -> Band:
         """Return the band in which the request is served."""
@@ -101,31 +101,31 @@ class Prioritized(Callbacks):
         """Return whether the request is served as best-effort."""
         return request.is_best_effort and request is not self._lifted
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         if request.is_best_effort:
             self._best_effort[request] = None
         self._join(request, now)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if len(self._sorted) == 1:
-            self._sorted[0].ran(slices, now)
+            self._sorted[0].on_scheduled(slices, now)
             return
         by_band: dict[Band, list[Slice]] = {}
-        for piece in slices:
-            by_band.setdefault(self.band(piece.request), []).append(piece)
-        for band, pieces in by_band.items():
-            self._bands[band].ran(pieces, now)
+        for slice_ in slices:
+            by_band.setdefault(self.band(slice_.request), []).append(slice_)
+        for band, own_slices in by_band.items():
+            self._bands[band].on_scheduled(own_slices, now)
 
-    def claimed(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].claimed(request, now)
+    def on_reserved(self, request: Request, now: float) -> None:
+        self._bands[self.band(request)].on_reserved(request, now)
 
-    def evicted(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].evicted(request, now)
+    def on_preempted(self, request: Request, now: float) -> None:
+        self._bands[self.band(request)].on_preempted(request, now)
 
-    def reforecast(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].reforecast(request, now)
+    def on_reforecast(self, request: Request, now: float) -> None:
+        self._bands[self.band(request)].on_reforecast(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._leave(request, now)
         self._best_effort.pop(request, None)
         if request is self._lifted:
@@ -172,11 +172,11 @@ class Prioritized(Callbacks):
             self._sizes[band] = 0
             self._sort()
         self._sizes[band] += 1
-        self._bands[band].arrived(request, now)
+        self._bands[band].on_arrived(request, now)
 
     def _leave(self, request: Request, now: float) -> None:
         band = self.band(request)
-        self._bands[band].finished(request, now)
+        self._bands[band].on_finished(request, now)
         self._sizes[band] -= 1
         # Empty bands are removed, since users may send any integer as a priority.
         if not self._sizes[band]:

@@ -18,8 +18,8 @@ class Ranking:
     """
 
     def __init__(self) -> None:
-        self._resting: list[tuple[Any, Request]] = []
-        self._restless: dict[Request, Any] = {}
+        self._stable: list[tuple[Any, Request]] = []
+        self._volatile: dict[Request, Any] = {}
         self._keys: dict[Request, Any] = {}
 
     def __len__(self) -> int:
@@ -29,32 +29,32 @@ class Ranking:
         """Return the request's current key."""
         return self._keys[request]
 
-    def rest(self, request: Request, key: Any) -> None:
+    def set_stable(self, request: Request, key: Any) -> None:
         """Add or update a request whose key is not expected to change soon."""
         self.discard(request)
         self._keys[request] = key
-        insort(self._resting, (key, request), key=itemgetter(0))
+        insort(self._stable, (key, request), key=itemgetter(0))
 
-    def change(self, request: Request, key: Any) -> None:
+    def set_volatile(self, request: Request, key: Any) -> None:
         """Add or update a request whose key is expected to change in the next step."""
-        if request not in self._restless:
+        if request not in self._volatile:
             self.discard(request)
-        self._keys[request] = self._restless[request] = key
+        self._keys[request] = self._volatile[request] = key
 
     def discard(self, request: Request) -> None:
         """Remove the request if present."""
-        if request in self._restless:
-            del self._restless[request], self._keys[request]
+        if request in self._volatile:
+            del self._volatile[request], self._keys[request]
         elif (key := self._keys.pop(request, None)) is not None:
-            del self._resting[bisect_left(self._resting, key, key=itemgetter(0))]
+            del self._stable[bisect_left(self._stable, key, key=itemgetter(0))]
 
     def __iter__(self) -> Iterator[Request]:
-        resting, at, end = self._resting, 0, len(self._resting)
-        for request, key in sorted(self._restless.items(), key=itemgetter(1)):
-            while at < end and resting[at][0] < key:
-                yield resting[at][1]
+        stable, at, end = self._stable, 0, len(self._stable)
+        for request, key in sorted(self._volatile.items(), key=itemgetter(1)):
+            while at < end and stable[at][0] < key:
+                yield stable[at][1]
                 at += 1
             yield request
         while at < end:
-            yield resting[at][1]
+            yield stable[at][1]
             at += 1

@@ -151,7 +151,7 @@ class EvenBuilder:
         slots, tokens = rules.max_seqs, rules.max_tokens
         for plan in context.in_flight:
             slots -= len(plan.slices)
-            tokens -= sum(piece.tokens for piece in plan.slices if piece.tokens > 1)
+            tokens -= sum(slice_.tokens for slice_ in plan.slices if slice_.tokens > 1)
         for request, pending in context.candidates:
             if slots <= 0:
                 break

@@ -30,24 +30,24 @@ class ByTurn(Callbacks):
         self._turn = turn
         self._classes = {False: make(), True: make()}  # by `is_best_effort`
 
-    def arrived(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].arrived(request, now)
+    def on_arrived(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].on_arrived(request, now)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for is_best_effort, ordering in self._classes.items():
-            ordering.ran([piece for piece in slices if piece.request.is_best_effort == is_best_effort], now)
+            ordering.on_scheduled([slice_ for slice_ in slices if slice_.request.is_best_effort == is_best_effort], now)
 
-    def claimed(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].claimed(request, now)
+    def on_reserved(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].on_reserved(request, now)
 
-    def evicted(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].evicted(request, now)
+    def on_preempted(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].on_preempted(request, now)
 
-    def reforecast(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].reforecast(request, now)
+    def on_reforecast(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].on_reforecast(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].finished(request, now)
+    def on_finished(self, request: Request, now: float) -> None:
+        self._classes[request.is_best_effort].on_finished(request, now)
 
     def ranked(self, now: float) -> Iterator[Request]:
         first = self._turn.best_effort

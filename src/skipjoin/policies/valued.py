@@ -66,35 +66,35 @@ class Valued(Callbacks):
         self._watch: list[tuple[float, int, Request]] = []
         self._due: dict[Request, float] = {}
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._place(request, now)
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if self._value.revision != self._revision:
             self._revision = self._value.revision
             self._changes.clear()
-        change, changes, due = self._ranking.change, self._changes, self._due
+        set_volatile, changes, due = self._ranking.set_volatile, self._changes, self._due
         key, tokens, until = self._value.key, self._value.tokens, self._value.until
-        for piece in slices:
-            request = piece.request
+        for slice_ in slices:
+            request = slice_.request
             # Include the just-sampled token, which is not appended yet. Without it an eviction would lower the key, and
             # the victim could outrank the request that preempted it.
-            known = request.known + piece.samples
+            known = request.known + slice_.samples
             changes_at = changes.get(request)
-            if not changes_at or known >= changes_at or piece.tokens > 1:
-                change(request, (key(request, known, now), request.arrival, request.id))
+            if not changes_at or known >= changes_at or slice_.tokens > 1:
+                set_volatile(request, (key(request, known, now), request.arrival, request.id))
                 if changes_at != 0:
                     changes[request] = tokens(request, known)
                 if (when := until(request, now)) != _NEVER or due:
                     self._watch_until(request, when)
 
-    def evicted(self, request: Request, now: float) -> None:
+    def on_preempted(self, request: Request, now: float) -> None:
         self._place(request, now)
 
-    def reforecast(self, request: Request, now: float) -> None:
+    def on_reforecast(self, request: Request, now: float) -> None:
         self._place(request, now)
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
         self._changes.pop(request, None)
         self._due.pop(request, None)
@@ -120,7 +120,7 @@ class Valued(Callbacks):
     def _place(self, request: Request, now: float) -> None:
         """Give the request a key that holds until it runs or time changes it."""
         key = self._value.key(request, request.known, now)
-        self._ranking.rest(request, (key, request.arrival, request.id))
+        self._ranking.set_stable(request, (key, request.arrival, request.id))
         self._changes.pop(request, None)
         self._watch_until(request, self._value.until(request, now))
 

@@ -95,17 +95,17 @@ class ShortestWithWaits(Valued):
         self._backlog = Backlog(_BUCKET)
         self._waiting: dict[Request, tuple[float, float]] = {}  # arguments of `Backlog.add`
 
-    def ran(self, slices: Sequence[Slice], now: float) -> None:
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if slices:
             self._batch += _BATCH_RATE * (len(slices) - self._batch)
         waiting = self._waiting
-        for piece in slices:
-            if piece.request in waiting:
-                self._backlog.remove(*waiting.pop(piece.request))
-        super().ran(slices, now)
+        for slice_ in slices:
+            if slice_.request in waiting:
+                self._backlog.remove(*waiting.pop(slice_.request))
+        super().on_scheduled(slices, now)
 
-    def finished(self, request: Request, now: float) -> None:
-        super().finished(request, now)
+    def on_finished(self, request: Request, now: float) -> None:
+        super().on_finished(request, now)
         if request in self._waiting:
             self._backlog.remove(*self._waiting.pop(request))
 

@@ -11,14 +11,14 @@ from skipjoin.options import ConfigError, Option
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.econo import ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.eviction import Vacate
-from skipjoin.policies.exact_claims import ExactClaims, Hosts
+from skipjoin.policies.exact_reservations import ExactReservations, Hosts
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimParams(Params):
+class ReservationParams(Params):
     """Reservation sizes and the share for prompts (EconoServe sections 2.3, 3.3 and 4)."""
 
     # The paper pads by 0.1 to 0.2. With imperfect forecasts, three quarters of the forecast serve better; see
@@ -26,7 +26,9 @@ class ClaimParams(Params):
     padding: Padding = -0.25
     reserve: Annotated[
         float,
-        Option("Share of the KV pool kept for prompts and for requests that outgrow a claim.", low=0, high=0.9),
+        Option(
+            "Share of the KV pool kept for prompts and for requests that outgrow their reservations.", low=0, high=0.9
+        ),
     ] = 0.03
     forward_tokens: ForwardTokens = None
     overdue_s: Annotated[
@@ -40,7 +42,7 @@ class ClaimParams(Params):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupParams(ClaimParams):
+class GroupParams(ReservationParams):
     """Parameters of groups of decodes that start and finish together."""
 
     length_range: LengthRange = 32
@@ -59,7 +61,7 @@ class OrderParams(GroupParams):
         str, Option("Which lengths come first within the same ranges", choices=("shortest", "longest"))
     ] = "shortest"
     sharing: Annotated[
-        bool, Option("Whether requests use the KV that others have claimed and not yet filled (nested reservations).")
+        bool, Option("Whether requests use the KV that others have reserved and not yet filled (nested reservations).")
     ] = True
     buffer: Annotated[
         float,
@@ -68,7 +70,7 @@ class OrderParams(GroupParams):
 
     def __post_init__(self) -> None:
         # super() does not work with slots=True, which replaces the class.
-        ClaimParams.__post_init__(self)
+        ReservationParams.__post_init__(self)
         self.borders()
 
     def borders(self) -> tuple[float, ...]:
@@ -88,7 +90,13 @@ class OrderParams(GroupParams):
 
 
 def decoupled(
-    s: Settings, p: ClaimParams, lengths: PaddedLengths, order: QueueOrder, *, groups: bool, hosts: Hosts | None = None
+    s: Settings,
+    p: ReservationParams,
+    lengths: PaddedLengths,
+    order: QueueOrder,
+    *,
+    groups: bool,
+    hosts: Hosts | None = None,
 ) -> Policies:
     """Return policies with separate queues for prompts and decodes and with exact reservations.
 
@@ -102,14 +110,14 @@ def decoupled(
 
     tasks = Tasks(order)
     batcher = TargetForward(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)
-    claims = ExactClaims(
+    reservations = ExactReservations(
         lengths, group=group if groups else None, reserve=p.reserve, hosts=hosts, overdue_s=p.overdue_s
     )
     return classed(
         s,
         lambda: TwoQueues(tasks),
         staged(s, batcher, batcher.target, cuts=True),
-        claims,
+        reservations,
         Vacate(s.cost),
     )
 

@@ -42,7 +42,7 @@ EvictionChoice = Annotated[
 Padding = Annotated[
     float,
     Option(
-        "Share of the expected output that is claimed besides; below 0: that is not claimed at first.",
+        "Share of the expected output that is reserved in addition. Below 0: share that is not reserved at first.",
         above=-1,
         high=10,
     ),

@@ -93,7 +93,7 @@ class Replica:
         if self._decision_s or (plan := self.core.steady()) is None:
             return ()
         ends = self._executor.predict(self._in_flight[0], _MAX_STEPS)
-        requests = (piece.request for piece in plan.slices)
+        requests = (slice_.request for slice_ in plan.slices)
         return ends if len(ends) > 1 and self.core.kv.growth(requests, len(ends)) is not None else ()
 
     def _settle(self, now: float) -> None:

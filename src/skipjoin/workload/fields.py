@@ -58,7 +58,7 @@ class FieldTexts(dict[str, str]):
                 raise ConfigError(f"{what} needs {name}=, got {text!r}")
 
     def _add(self, part: str, known: Sequence[str]) -> None:
-        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name, equals, value = (item.strip() for item in part.partition("="))
         if not equals:
             raise ConfigError(f"{self._what} must consist of KEY=VALUE fields, got {part!r}")
         if name not in known:

@@ -70,9 +70,9 @@ class CountingLedger(BlockLedger):
     def filled(self, request: Request) -> int:
         return min(len(self._held[request].device), self.blocks_for(request.computed))
 
-    def filled_after(self, request: Request, given_up: int) -> int:
+    def filled_after(self, request: Request, freed: int) -> int:
         keep = self.filled(request)
-        return max(0, min(keep, self._held[request].size - given_up))
+        return max(0, min(keep, self._held[request].size - freed))
 
     def shortfall(self, request: Request, tokens: int) -> int:
         return max(0, self.blocks_for(tokens) - self.footprint(request) - self.available)
@@ -87,7 +87,7 @@ class CountingLedger(BlockLedger):
     def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: object = None) -> None:
         held = self._held.setdefault(request, Counts())
         held.promised = blocks
-        request.claimed = UNLIMITED if tokens is None else tokens
+        request.reserved_tokens = UNLIMITED if tokens is None else tokens
         self._resize(request, held, len(held.device))
 
     def grow(self, request: Request, tokens: int) -> Counts:
@@ -108,7 +108,7 @@ class CountingLedger(BlockLedger):
 
     def release(self, request: Request) -> None:
         if self._held.pop(request, None) is not None:
-            request.claimed = UNLIMITED
+            request.reserved_tokens = UNLIMITED
 
     def clear(self) -> None:
         for request in list(self._held):
@@ -117,13 +117,13 @@ class CountingLedger(BlockLedger):
     def _cut(self, request: Request, keep: int) -> None:
         held = self._held[request]
         held.promised = 0
-        if request.claimed != UNLIMITED:
-            request.claimed = 0
+        if request.reserved_tokens != UNLIMITED:
+            request.reserved_tokens = 0
         self._resize(request, held, keep)
 
     def _resize(self, request: Request, held: Counts, blocks: int) -> None:
         held.device = range(blocks)
-        held.room = min(blocks * self.block_size, request.claimed)
+        held.room = min(blocks * self.block_size, request.reserved_tokens)
 
 
 def plain(part: Any) -> Any:

@@ -101,7 +101,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lender is None or request in nested_in(kv, lender)
             held = kv.blocks_of(request)
             assert held is not None
-            assert held.room == min(len(held.device) * BLOCK, request.claimed)
+            assert held.room == min(len(held.device) * BLOCK, request.reserved_tokens)
 
     def lenders(self, lender: Owner) -> set[Request]:
         """The lender, where it is a request, and all that lend it its own claim."""
@@ -200,8 +200,8 @@ class LedgerMachine(RuleBasedStateMachine):
         others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
         return len(others.intersection(blocks))
 
-    @rule(request=requests, given_up=st.integers(0, DEVICE))
-    def give_up(self, request: Request, given_up: int) -> None:
+    @rule(request=requests, freed=st.integers(0, DEVICE))
+    def trim(self, request: Request, freed: int) -> None:
         """Blocks that hold no KV, and KV behind some that is kept, as an eviction gives it up."""
         kv, held = self.kv, self.kv.blocks_of(request)
         if held is None or request in self.transit:
@@ -209,7 +209,7 @@ class LedgerMachine(RuleBasedStateMachine):
         footprint, filled, before = kv.footprint(request), kv.filled(request), self.places(request)
         lender = kv.reservations.parent_of(request)
         headroom = kv.reservations.headroom(lender)
-        keep = kv.filled_after(request, given_up)
+        keep = kv.filled_after(request, freed)
         if keep == filled:
             kv.trim(request)
             assert self.places(request) == (before[0][:keep], before[1])
@@ -218,7 +218,7 @@ class LedgerMachine(RuleBasedStateMachine):
             kv.drop(request, keep=keep)
             request.computed = request.planned = kept
             assert self.places(request) == (before[0][:keep], [])
-        assert kv.footprint(request) <= max(0, footprint - given_up)
+        assert kv.footprint(request) <= max(0, footprint - freed)
         if not self.held_by_others(before[0], request):
             assert kv.footprint(request) == keep
         if lender is None:

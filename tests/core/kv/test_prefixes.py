@@ -119,10 +119,10 @@ def test_none_waits_for_less_important_requests_or_for_long() -> None:
 
 def test_a_step_that_was_given_up_offers_nothing() -> None:
     steps = stepper()
-    steps.gives_up = lambda piece: True
+    steps.drops = lambda piece: True
     steps.add(asking(0, TEXT[:20]))
     steps.step()
-    steps.gives_up = lambda piece: False
+    steps.drops = lambda piece: False
     steps.add(asking(1, TEXT[:20]))
     steps.drain()
     assert cached(steps) == [0, 0]
@@ -134,9 +134,9 @@ def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> N
     steps.add(asking(0, TEXT[:20]))
     steps.start()
     steps.start()
-    steps.gives_up = lambda piece: piece.start == 0
+    steps.drops = lambda piece: piece.start == 0
     steps.finish()
-    steps.gives_up = lambda piece: False
+    steps.drops = lambda piece: False
     steps.finish()
     steps.add(asking(1, TEXT[:20]))
     steps.drain()

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from skipjoin.core.events import Admitted, Claimed, Preempted, Preemption
+from skipjoin.core.events import Admitted, Preempted, Preemption, Reserved
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import EvictionPolicy, Grant, Policies, Wait
+from skipjoin.core.policy import Allocation, Deferral, EvictionPolicy, Policies
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.scheduling.waits import WaitReason
@@ -62,8 +62,8 @@ class Scene:
     def claims(self, number: int) -> Iterator[tuple[Owner, int, int]]:
         """What the request was granted, in order: the lender, the blocks in all and those that an account gave up."""
         for event in self.stepper.events:
-            if isinstance(event, Claimed) and event.request.id == number:
-                yield event.lender, event.blocks, event.drawn
+            if isinstance(event, Reserved) and event.request.id == number:
+                yield event.parent, event.blocks, event.drawn
 
     def preempted(self) -> list[tuple[int, Preemption]]:
         return [(event.request.id, event.how) for event in self.stepper.events if isinstance(event, Preempted)]
@@ -71,10 +71,10 @@ class Scene:
 
 def granting(blocks: int, tokens: int | None = None, lender: Owner = None, *, draws: Account | None = None) -> Answer:
     """So many blocks in all, which must be available at once."""
-    return lambda *_: Grant(blocks, blocks, tokens=tokens, lender=lender, draws=draws)
+    return lambda *_: Allocation(blocks, blocks, tokens=tokens, parent=lender, draws=draws)
 
 
-def refusing(how: Wait) -> Answer:
+def refusing(how: Deferral) -> Answer:
     return lambda *_: how
 
 
@@ -85,8 +85,8 @@ def refusing(how: Wait) -> Answer:
 def test_a_claim_asks_again_at_the_first_token_beyond_it(depth: int, overlap: bool) -> None:
     """Though the last block has room for more, and never before."""
 
-    def in_parts(request: Request, target: int, kv: KVLedger) -> Grant:
-        return Grant(now=2, blocks=2, tokens=6) if target <= 6 else Grant(now=4, blocks=4, tokens=13)
+    def in_parts(request: Request, target: int, kv: KVLedger) -> Allocation:
+        return Allocation(now=2, blocks=2, tokens=6) if target <= 6 else Allocation(now=4, blocks=4, tokens=13)
 
     scene = Scene({0: in_parts}, blocks=20, depth=depth, overlap=overlap)
     scene.add(make(0, 5, 9), make(1, 5, 9))
@@ -102,7 +102,7 @@ def test_a_request_whose_claim_is_not_renewed_pauses_with_its_kv_and_goes_on_whe
     paused = make(0, 8, 6)
     scene.add(paused, make(1, 8, 9))
     assert [scene.ran() for _ in range(2)] == [[0, 1]] * 2
-    scene.admission.answers[0] = refusing(Wait.PASS)
+    scene.admission.answers[0] = refusing(Deferral.REQUEST)
     table = scene.kv.blocks_of(paused).table
     assert [scene.ran() for _ in range(3)] == [[1]] * 3
     assert scene.kv.blocks_of(paused).table == table
@@ -118,9 +118,10 @@ def test_a_request_whose_claim_is_not_renewed_pauses_with_its_kv_and_goes_on_whe
 
 
 @pytest.mark.parametrize(
-    ("how", "refused", "gets_in"), [(Wait.PASS, 63, True), (Wait.PASS, 64, False), (Wait.WAIT, 1, False)]
+    ("how", "refused", "gets_in"),
+    [(Deferral.REQUEST, 63, True), (Deferral.REQUEST, 64, False), (Deferral.NEWCOMERS, 1, False)],
 )
-def test_a_refusal_lets_others_pass_until_there_were_64(how: Wait, refused: int, gets_in: bool) -> None:
+def test_a_refusal_lets_others_pass_until_there_were_64(how: Deferral, refused: int, gets_in: bool) -> None:
     scene = Scene({number: refusing(how) for number in range(1, 1 + refused)}, blocks=1000, slots=300)
     scene.add(make(0, 4, 4))
     assert scene.ran() == [0]
@@ -137,7 +138,7 @@ def test_a_refusal_that_closes_a_step_does_not_close_it_to_requests_that_hold_kv
     scene = Scene({}, blocks=100)
     scene.add(make(1, 4, 8), make(2, 4, 8))
     assert scene.ran() == [1, 2]
-    scene.admission.answers[0] = refusing(Wait.WAIT)
+    scene.admission.answers[0] = refusing(Deferral.NEWCOMERS)
     scene.add(make(0, 4, 4), make(3, 4, 4))
     assert scene.ran() == [1, 2]
     scene.admission.answers.clear()
@@ -232,7 +233,7 @@ def test_a_host_that_grows_vacates_its_guest_and_no_other_request() -> None:
     scene.add(other)
     assert scene.ran() == [0, 1, 2]
     assert scene.kv.available == 0
-    scene.admission.answers = dict.fromkeys((1, 2), refusing(Wait.PASS))
+    scene.admission.answers = dict.fromkeys((1, 2), refusing(Deferral.REQUEST))
     while not guest.evictions:
         assert 0 in scene.ran()
     assert len(scene.kv.blocks_of(host).table) == 10 - 4 + 1
@@ -245,7 +246,7 @@ def test_a_host_takes_what_is_available_before_it_vacates_a_guest() -> None:
     scene, host, guest = lending(output=30, blocks=12, eviction=Vacate(COST))
     held = []
     while not guest.evictions:
-        scene.admission.answers[1] = granting(4, 16, host) if guest.known <= 16 else refusing(Wait.PASS)
+        scene.admission.answers[1] = granting(4, 16, host) if guest.known <= 16 else refusing(Deferral.REQUEST)
         assert 0 in scene.ran()
         held.append(len(scene.kv.blocks_of(host).table))
     assert held[-2:] == [12 - 4, 12 - 4 + 1]
@@ -292,8 +293,8 @@ def test_an_account_that_has_too_little_gives_up_nothing() -> None:
 
 
 @DEPTHS
-@pytest.mark.parametrize("how", Wait)
-def test_where_every_claim_is_refused_requests_run_one_at_a_time(how: Wait, depth: int, overlap: bool) -> None:
+@pytest.mark.parametrize("how", Deferral)
+def test_where_every_claim_is_refused_requests_run_one_at_a_time(how: Deferral, depth: int, overlap: bool) -> None:
     """Each to its end, in order, with what an account keeps."""
     scene = Scene(dict.fromkeys(range(3), refusing(how)), blocks=6, keeps=3, depth=depth, overlap=overlap)
     requests = [make(number, 9, 14) for number in range(3)]
@@ -312,7 +313,7 @@ def test_a_request_that_is_forced_takes_the_blocks_of_requests_that_hold_them_fo
     requests = [make(0, 12, 8), make(1, 12, 8)]
     scene.add(*requests)
     assert scene.ran() == [0, 1]
-    scene.admission.answers.update(dict.fromkeys(range(2), refusing(Wait.PASS)))
+    scene.admission.answers.update(dict.fromkeys(range(2), refusing(Deferral.REQUEST)))
     assert scene.ran() == [0]
     assert scene.preempted() == [(1, Preemption.DROP)]
     scene.drain()
@@ -320,7 +321,7 @@ def test_a_request_that_is_forced_takes_the_blocks_of_requests_that_hold_them_fo
 
 
 def test_nothing_is_forced_while_anything_runs() -> None:
-    scene = Scene({1: refusing(Wait.PASS)}, blocks=20)
+    scene = Scene({1: refusing(Deferral.REQUEST)}, blocks=20)
     scene.add(make(0, 4, 6), make(1, 4, 3))
     while 0 in scene.stepper.core.requests:
         assert scene.ran() == [0]
@@ -341,10 +342,10 @@ def test_a_claim_ends_when_the_kv_leaves_the_device_and_is_asked_for_again(limit
     eviction.out = [request]
     assert scene.ran() == [0]
     assert scene.kv.cpu_footprint(request) == 2
-    assert request.claimed == (UNLIMITED if limit is None else 0)
+    assert request.reserved_tokens == (UNLIMITED if limit is None else 0)
     assert scene.kv.available == 12 - 7
     if limit is not None:
-        scene.admission.answers[1] = refusing(Wait.PASS)
+        scene.admission.answers[1] = refusing(Deferral.REQUEST)
         assert scene.ran() == [0]
         assert scene.kv.cpu_footprint(request) == 2, "what is granted nothing does not come back"
         scene.admission.answers[1] = granting(5, limit)
@@ -380,7 +381,7 @@ def test_a_restart_ends_all_claims_and_all_are_asked_for_again() -> None:
     scene.stepper.start()
     scene.stepper.restart()
     unused = scene.kv.reservations.unused(KEPT)
-    assert (scene.kv.available, unused, host.claimed, guest.claimed) == (12, 0, UNLIMITED, UNLIMITED)
+    assert (scene.kv.available, unused, host.reserved_tokens, guest.reserved_tokens) == (12, 0, UNLIMITED, UNLIMITED)
     assert scene.ran() == [0, 1]
     assert [lender for lender, *_ in scene.claims(0)] == [KEPT, KEPT]
     assert [lender for lender, *_ in scene.claims(1)] == [host, host]

@@ -12,7 +12,7 @@ import pytest
 
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import EvictionPolicy, Grant, Policies
+from skipjoin.core.policy import Allocation, EvictionPolicy, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.policies.admission import OnDemand
@@ -110,7 +110,7 @@ def test_growth_evicts_the_tail_even_before_it_has_a_token() -> None:
     assert ran(stepper) == {0, 1}
     while not fresh.evictions:
         stepper.step()
-    assert fresh.output == [] or not fresh.is_fresh
+    assert fresh.output == [] or not fresh.is_newly_resident
     stepper.drain()
 
 
@@ -196,8 +196,8 @@ def test_a_request_that_cannot_come_back_yet_keeps_out_its_equals_behind_it() ->
 class NoPromise:
     """A reservation that promises nothing: every chunk of a prompt has to find space of its own."""
 
-    def claim(self, request: Request, target: int, kv: KVLedger) -> Grant:
-        return Grant(now=0)
+    def reserve(self, request: Request, target: int, kv: KVLedger) -> Allocation:
+        return Allocation(now=0)
 
 
 def test_a_request_that_cannot_grow_yet_keeps_out_those_behind_it() -> None:

@@ -33,7 +33,7 @@ ALIKE, PROMPTS, SPREAD = map(poisson, ("fixed:64,256", "fixed:128,32", "uniform:
 _S = 60.0
 # What the checks read.
 KEPT = (
-    *("watch.max_claimed", "watch.hosted", "watch.vacated", "watch.synced", "watch.forwards", "watch.first"),
+    *("watch.max_reserved", "watch.hosted", "watch.vacated", "watch.synced", "watch.forwards", "watch.first"),
     *("requests.finished", "requests.unfinished", "jct_s.mean", "normalized_latency_s.mean", "throughput_tps"),
     *("kv.swapped_out_bytes", "kv.swapped_in_bytes", "kv.preemptions", "kv.allocated_mean", "kv.used_mean"),
     *("groups.mean_size", "forward.target", "slo.jct_attained"),
@@ -86,7 +86,7 @@ def checks(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
 def hosting(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
     """Check nested reservations, groups and forward sizes."""
     mixed, plain = found["mixed, econoserve"], found["mixed, econoserve-sdo"]
-    claims = mixed["watch"]["max_claimed"], plain["watch"]["max_claimed"]
+    reserved = mixed["watch"]["max_reserved"], plain["watch"]["max_reserved"]
     moved = mixed["kv"]["swapped_out_bytes"] + mixed["kv"]["swapped_in_bytes"]
     share = mixed["watch"]["hosted"] / mixed["requests"]["finished"]
     ratio = mixed["jct_s"]["mean"] / plain["jct_s"]["mean"]
@@ -97,8 +97,8 @@ def hosting(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
     size = found["spread, econoserve-sdo"]["groups"]["mean_size"]
     forward = _reached(found["prompts, econoserve-sdo"])
     return [
-        ("1 claims at one time to the pool, econoserve", claims[0], "above 1", claims[0] > 1),
-        ("1 the same, econoserve-sdo", claims[1], "at most 1", claims[1] <= 1),
+        ("1 reservations at one time to the pool, econoserve", reserved[0], "above 1", reserved[0] > 1),
+        ("1 the same, econoserve-sdo", reserved[1], "at most 1", reserved[1] <= 1),
         ("1 swapped bytes", moved, "0", moved == 0),
         ("1 hosted, share of requests", share, "at least 0.2", share >= 0.2),
         ("1 mean JCT to econoserve-sdo", ratio, "at most 0.75", ratio <= 0.75),

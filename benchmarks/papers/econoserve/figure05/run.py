@@ -61,7 +61,7 @@ def measure(options: Options) -> Result:
     records = watched(asked, options.jobs)
     return {
         "settings": said(list(systems.values()), options, seeds=SEEDS),
-        "tables": [compared("Claims and what outgrowing them costs", records, ("lengths", "variant"), FIELDS)],
+        "tables": [compared("Reservations and what outgrowing them costs", records, ("lengths", "variant"), FIELDS)],
         "records": records,
     }
 
@@ -77,9 +77,9 @@ def draw(result: Result) -> Mapping[str, Figure]:
         for side in ("over", "under")
     }
     bars(axes, list(TRACES), series, {"over": style.BLUE, "under": style.VERMILION})
-    axes.set_ylabel("% of the claim")
+    axes.set_ylabel("% of the reservation")
     style.legend(figure, *axes.get_legend_handles_labels())
-    return {"claims.png": figure}
+    return {"reservations.png": figure}
 
 
 if __name__ == "__main__":

@@ -312,8 +312,8 @@ class KVAccounts(Protocol):
     def filled(self, request: Request) -> int:
         """Return the number of the request's device blocks with computed KV; they are its first ones."""
 
-    def filled_after(self, request: Request, given_up: int) -> int:
-        """Return what `filled` would be after the request gave up `given_up` blocks of its footprint.
+    def filled_after(self, request: Request, freed: int) -> int:
+        """Return what `filled` would be after `freed` blocks were freed of its footprint.
 
         Reserved blocks that it does not hold go first, then blocks without KV, then the last ones with KV.
         """
@@ -365,7 +365,7 @@ class BlockLedger(KVAccounts, Protocol):
 
         Args:
             blocks: Total number of device blocks that it may have.
-            tokens: Token limit of the reservation (`Request.claimed`); None for no limit.
+            tokens: Token limit of the reservation (`Request.reserved_tokens`); None for no limit.
             parent: Parent reservation; None for the shared pool, and always without `Reserving`.
         """
 

@@ -99,12 +99,12 @@ class KVLedger:
         held = self._held.get(request)
         return min(len(held.device), self.blocks_for(request.computed)) if held else 0
 
-    def filled_after(self, request: Request, given_up: int) -> int:
+    def filled_after(self, request: Request, freed: int) -> int:
         held = self._held.get(request)
         if held is None:
             return 0
         keep, reservation = self.filled(request), held.reservation
-        missing = given_up - (reservation.size + reservation.adopted - reservation.lent - keep)
+        missing = freed - (reservation.size + reservation.adopted - reservation.lent - keep)
         if held.sharing.borrows:  # borrowed blocks without KV stay with their owner
             missing += sum(at >= keep for at in held.sharing.borrows)
         while keep and missing > 0:
@@ -137,7 +137,7 @@ class KVLedger:
         for request in requests:
             reservation = self._held[request].reservation
             room = (reservation.size + reservation.adopted - reservation.lent) * size - request.planned
-            if request.planned + steps > request.claimed or (room < steps and reservation.parent is not root):
+            if request.planned + steps > request.reserved_tokens or (room < steps and reservation.parent is not root):
                 return None
             for step in range(room, steps, size):
                 blocks[step] += 1
@@ -155,7 +155,7 @@ class KVLedger:
         self.reservations.find(parent)  # raises before anything changes
         held = self._hold(request)
         self.reservations.promise(request, blocks, parent)
-        request.claimed = UNLIMITED if tokens is None else tokens
+        request.reserved_tokens = UNLIMITED if tokens is None else tokens
         held.refresh_room()
 
     def grow(self, request: Request, tokens: int) -> RequestBlocks:
@@ -194,7 +194,7 @@ class KVLedger:
         self._transfers.detach(held)
         del self._held[request]
         self.reservations.close(request)
-        request.claimed = UNLIMITED
+        request.reserved_tokens = UNLIMITED
         self._give_back(held, held.device)
         self._cpu.put(held.cpu)
         self.cache.retract(request)
@@ -204,7 +204,7 @@ class KVLedger:
     def clear(self) -> None:
         waiting = list(self.cache.awaited)
         for request in self._held:
-            request.claimed = UNLIMITED
+            request.reserved_tokens = UNLIMITED
         self._compose()
         for request in waiting:
             self.cache.await_prefix(request)
@@ -232,8 +232,8 @@ class KVLedger:
         reservation, request = held.reservation, held.request
         reservation.hand_over()
         reservation.promised = 0
-        if request.claimed != UNLIMITED:
-            request.claimed = 0
+        if request.reserved_tokens != UNLIMITED:
+            request.reserved_tokens = 0
         gone = held.device[keep:]
         del held.device[keep:]
         held.keyed = min(held.keyed, keep)

@@ -114,7 +114,7 @@ class RequestBlocks:
 
     def _room(self) -> int:
         size, sharing = self.block_size, self.sharing
-        room = min(len(self.device) * size, self.request.claimed)
+        room = min(len(self.device) * size, self.request.reserved_tokens)
         last = sharing.lends.get(len(self.device) - 1) if sharing.lends else None
         if last is not None and last.borrower is not None:
             room = min(room, (last.index + 1) * size - last.split)

@@ -231,7 +231,7 @@ class Reservations:
     def draw(self, account: Account, blocks: int) -> None:
         this = self._of[account]
         if not 0 <= blocks <= this.unused:
-            raise LedgerError(f"account {account.name} gives up {blocks} blocks, and {this.unused} are unused")
+            raise LedgerError(f"account {account.name} cedes {blocks} blocks, and {this.unused} are unused")
         this.promised = this.size - blocks
         this.resize()
 

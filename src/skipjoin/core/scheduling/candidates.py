@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skipjoin.core.kv.interface import MISS, Hit, KVAccounts
-from skipjoin.core.policy import Grant, Policies, Wait
+from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext, eligible_tokens
 from skipjoin.core.scheduling.evictor import Evictor
@@ -21,19 +21,20 @@ def find_candidates(
     admission, blocks_of, returns_overlapped = policies.admission, kv.blocks_of, policies.eviction.returns_overlapped
     space = _Space(kv, evictor)
     for request in policies.ordering.ranked(context.now):
-        if not (tokens := eligible_tokens(request, context)) or request in space.given_up:
+        if not (tokens := eligible_tokens(request, context)) or request in space.donors:
             continue
         held, target = blocks_of(request), request.planned + tokens
         hit = kv.hit(request) if held is None else MISS
         if comes_soon(request, hit, context):
             continue
         away = held.away if held is not None else 0
-        grant = admission.claim(request, target, kv) if held is None or target > request.claimed else None
-        if grant is Wait.PASS or (grant is Wait.WAIT and held is not None):
+        is_covered = held is not None and target <= request.reserved_tokens
+        allocation = None if is_covered else admission.reserve(request, target, kv)
+        if allocation is Deferral.REQUEST or (allocation is Deferral.NEWCOMERS and held is not None):
             continue
         if held is None:
-            blocks = max(grant.now, grant.blocks) - hit.held if isinstance(grant, Grant) else 0
-            if not isinstance(grant, Grant) or not space.take(request, blocks, grant.spare):
+            blocks = max(allocation.now, allocation.blocks) - hit.held if isinstance(allocation, Allocation) else 0
+            if not isinstance(allocation, Allocation) or not space.take(request, blocks, allocation.spare):
                 break
         elif held.moving is not None or (away and (returns_overlapped(request) or not space.take(request, away, 0))):
             continue
@@ -42,7 +43,7 @@ def find_candidates(
         return
     for holder in evictor.holders_after(request):
         held = blocks_of(holder)
-        if held is None or not held.device or held.away or holder in space.given_up:
+        if held is None or not held.device or held.away or holder in space.donors:
             continue
         if tokens := eligible_tokens(holder, context):
             yield holder, tokens
@@ -67,16 +68,16 @@ class _Space:
     """Device blocks that candidates can still take.
 
     Attributes:
-        given_up: Least important best-effort requests, whose blocks real-time candidates take. Surplus blocks of the
+        donors: Least important best-effort requests, whose blocks real-time candidates take. Surplus blocks of the
             last one are not offered to best-effort candidates, because an eviction may leave them in place.
     """
 
     def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
-        self.given_up: set[Request] = set()
+        self.donors: set[Request] = set()
         self._kv = kv
         self._evictor = evictor
         self._free = kv.available
-        self._given = 0  # blocks that best-effort requests give up for real-time ones
+        self._given = 0  # blocks of donors, for real-time ones
         self._donors: Iterator[Request] | None = None
 
     def take(self, request: Request, blocks: int, spare: int) -> bool:
@@ -95,11 +96,11 @@ class _Space:
         return True
 
     def _collect(self, request: Request, blocks: int) -> None:
-        """Add best-effort donors until they give up `blocks` blocks, as far as possible."""
+        """Add best-effort donors until they free `blocks` blocks, as far as possible."""
         while self._given < blocks:
             if self._donors is None:  # real-time requests precede all of them in rank order
                 self._donors = iter(self._evictor.best_effort_below(request))
             if (donor := next(self._donors, None)) is None:
                 return
-            self.given_up.add(donor)
+            self.donors.add(donor)
             self._given += self._kv.footprint(donor)

@@ -80,7 +80,7 @@ class Evictor:
             borrower = request if parent is None else None
             dropped = sum(self._evict(one) for one in evictions if not self._lend(one, borrower))
             if newcomer and dropped:
-                eviction.dropped(dropped, now)
+                eviction.on_dropped(dropped, now)
             return None if evictions else WaitReason.HELD_BY_EVICTION
         if self._freed_by_all(settled, request, tokens) >= short:
             return self._clear(settled, missing, comes)
@@ -176,7 +176,7 @@ class Evictor:
         self.blocking += sharing.take_slots(request, tokens)
         for owner in sorted(whole, key=self._rank):
             self._note(owner, Preemption.SPILL, sharing.tokens_there(owner))
-            owner.is_fresh = True
+            owner.is_newly_resident = True
 
     def swap_ahead(self, request: Request) -> Move:
         """Start an overlapped swap-out of the request."""
@@ -230,7 +230,7 @@ class Evictor:
             if newcomer:
                 if not outranks(request, victim):
                     break
-                if victim.is_fresh and victim.last_plan >= latest:
+                if victim.is_newly_resident and victim.last_plan >= latest:
                     continue
             found.append(victim)
         return found
@@ -264,7 +264,7 @@ class Evictor:
         how = self._take(victim, eviction.how, keep)
         if how is Preemption.DROP:
             victim.computed = victim.planned = kept
-        victim.is_fresh = victim.is_fresh or keep > 0  # the kept part is not swapped in again
+        victim.is_newly_resident = victim.is_newly_resident or keep > 0  # the kept part is not swapped in again
         self._note(victim, how, kept)
         return computed - victim.computed
 

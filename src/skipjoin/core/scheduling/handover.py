@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from skipjoin.core.events import Admitted, Claimed, Event
+from skipjoin.core.events import Admitted, Event, Reserved
 from skipjoin.core.kv.interface import BlockLedger
-from skipjoin.core.policy import Grant, Policies, Wait
+from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.planner import begin_decision
 
@@ -18,7 +18,7 @@ class Incoming:
     def __init__(self, policies: Policies, kv: BlockLedger) -> None:
         self._policies = policies
         self._kv = kv
-        self._grants: dict[Request, Grant] = {}
+        self._allocations: dict[Request, Allocation] = {}
 
     def expect(self, request: Request, now: float) -> bool:
         """Admit a request and fence device blocks for its computed tokens. Nothing is evicted.
@@ -31,26 +31,26 @@ class Incoming:
         if tiers is None:
             return False
         begin_decision(self._policies, kv, now)
-        grant = self._policies.admission.claim(request, request.known, kv)
-        if isinstance(grant, Wait):
+        allocation = self._policies.admission.reserve(request, request.known, kv)
+        if isinstance(allocation, Deferral):
             return False
         blocks = kv.blocks_for(request.known)
-        need = max(grant.now, grant.blocks, blocks) + grant.spare
+        need = max(allocation.now, allocation.blocks, blocks) + allocation.spare
         swapped_out = tiers.cpu_total - tiers.cpu_free
-        short = kv.shortfall_of_reservation(request, need, grant.lender) + swapped_out
+        short = kv.shortfall_of_reservation(request, need, allocation.parent) + swapped_out
         if short > 0 or blocks > kv.device_free:
             return False
-        kv.reserve(request, grant.blocks, tokens=grant.tokens, parent=grant.lender)
+        kv.reserve(request, allocation.blocks, tokens=allocation.tokens, parent=allocation.parent)
         tiers.expect(request)
-        self._grants[request] = grant
+        self._allocations[request] = allocation
         return True
 
     def receive(self, request: Request, now: float) -> list[Event]:
         """Return the events of a request that enters the engine with its expected KV; none if it was not expected."""
-        grant = self._grants.pop(request, None)
-        if grant is None or (tiers := self._kv.tiers) is None:
+        allocation = self._allocations.pop(request, None)
+        if allocation is None or (tiers := self._kv.tiers) is None:
             return []
         tiers.receive(request)
-        request.is_fresh = True
-        claimed = Claimed(request, now, grant.lender, grant.blocks, group=grant.group)
-        return [Admitted(request, now), claimed]
+        request.is_newly_resident = True
+        reserved = Reserved(request, now, allocation.parent, allocation.blocks, group=allocation.group)
+        return [Admitted(request, now), reserved]

@@ -63,11 +63,11 @@ class StepPlanner:
         if self._slices and context.may_leave and tiers is not None and (copy := tiers.keep_cached(context.depth)):
             overlapped.append(copy)
         for request in evictor.evicted:
-            for evicted in self._policies.on_evicted:
-                evicted(request, context.now)
-        for request in residency.claimed:
-            for claimed in self._policies.on_claimed:
-                claimed(request, context.now)
+            for notify in self._policies.on_preempted:
+                notify(request, context.now)
+        for request in residency.reserved:
+            for notify in self._policies.on_reserved:
+                notify(request, context.now)
         return StepPlan(
             context.plan_id,
             slices=tuple(self._slices),
@@ -100,7 +100,7 @@ class StepPlanner:
         for request in back:
             if tiers.can_move_in(request):
                 moves.append(tiers.move_in(request))
-                request.is_fresh = True
+                request.is_newly_resident = True
         return moves
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
@@ -173,7 +173,7 @@ class StepPlanner:
     def _begin_anew(self) -> None:
         """Restart an empty batch without candidates, because the earlier candidates found no space."""
         before, self._residency = self._residency, self._new_residency()
-        self._residency.first, self._residency.claimed = before.first, before.claimed
+        self._residency.first, self._residency.reserved = before.first, before.reserved
         self._residency.overlapped = before.overlapped
         self._context.pausing.clear()  # no plan in flight delays their eviction
         self.waiting.clear()

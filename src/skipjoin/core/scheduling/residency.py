@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from skipjoin.core.events import Admitted, Claimed, Event
+from skipjoin.core.events import Admitted, Event, Reserved
 from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import Grant, Policies, Wait
+from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.scheduling.evictor import Evictor
@@ -27,7 +27,7 @@ class Residency:
         short: Number of blocks missing for the last request that got none.
         first: The most important request, or None where nothing depends on it.
         waiting_for_kv: Requests that would run if all their KV were on the device.
-        claimed: Requests that got reservations. Policies are notified when the iteration over the ordering has ended.
+        reserved: Requests that got reservations. Policies are notified when the iteration over the ordering has ended.
         overlapped: Swap-ins of prefix-cache hits on the CPU tier, whose requests wait for them.
     """
 
@@ -45,7 +45,7 @@ class Residency:
         self.short = 0
         self.first: Request | None = None
         self.waiting_for_kv: list[Request] = []
-        self.claimed: list[Request] = []
+        self.reserved: list[Request] = []
         self.overlapped: list[Move] = []
         self._is_forced = False
         self._drawn = 0  # blocks that an account cedes to the current reservation
@@ -93,32 +93,32 @@ class Residency:
 
         Adopting and releasing a long prefix is slow, so a waiting request must not do it at every step.
         """
-        grant = self._ask(request, target)
-        if isinstance(grant, WaitReason):
-            return grant
-        self.short = self._missing(request, grant, target, found=hit.held)
-        if grant.draws is not None:
-            self.short -= self._drawable(grant.draws, request, self.short)
+        allocation = self._ask(request, target)
+        if isinstance(allocation, WaitReason):
+            return allocation
+        self.short = self._missing(request, allocation, target, found=hit.held)
+        if allocation.draws is not None:
+            self.short -= self._drawable(allocation.draws, request, self.short)
         if self.short <= 0:
             return None
-        reason = self._evictor.refusal(request, self.short, parent=grant.lender)
+        reason = self._evictor.refusal(request, self.short, parent=allocation.parent)
         if reason is not None:
             self.closed = WaitReason.BEHIND_MEMORY
         return reason
 
     def _get_in(self, request: Request, target: int, hit: Hit) -> HeldBlocks | WaitReason:
         # The answer may differ from an earlier one, because an adopted hit is no longer available to others.
-        grant = self._ask(request, target)
-        if isinstance(grant, WaitReason):
-            return grant
+        allocation = self._ask(request, target)
+        if isinstance(allocation, WaitReason):
+            return allocation
         kv = self._kv
-        missing = partial(self._missing, request, grant, target)
-        if (reason := self._make_room_for(request, grant, missing, target, newcomer=True)) is not None:
+        missing = partial(self._missing, request, allocation, target)
+        if (reason := self._make_room_for(request, allocation, missing, target, newcomer=True)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
             return reason
         self._events.append(Admitted(request, self._context.now, hit.tokens, hit.away * kv.block_size))
-        self._claim(request, grant)
-        request.is_fresh = True
+        self._reserve(request, allocation)
+        request.is_newly_resident = True
         if kv.cache is not None:
             kv.cache.announce(request)
         if hit.away and (tiers := kv.tiers) is not None:
@@ -131,18 +131,18 @@ class Residency:
         self._evictor.take_slots(request, target)
         return held
 
-    def _missing(self, request: Request, grant: Grant, target: int, *, found: int = 0) -> int:
+    def _missing(self, request: Request, allocation: Allocation, target: int, *, found: int = 0) -> int:
         """Return how many blocks a newcomer lacks, if it gets `found` blocks from the prefix cache."""
         kv = self._kv
-        need = max(grant.now, grant.blocks, kv.blocks_for(target)) + grant.spare - found
-        room = need - kv.shortfall_of_reservation(request, need, grant.lender)
+        need = max(allocation.now, allocation.blocks, kv.blocks_for(target)) + allocation.spare - found
+        room = need - kv.shortfall_of_reservation(request, need, allocation.parent)
         # More important swapped-out requests have precedence for free blocks.
         return need - max(0, room - self._owed)
 
     # -- reservations -------------------------------------------------------------------------------------
 
     def force(self) -> None:
-        """From now on, grant what a request needs for its next step without asking the admission policy.
+        """From now on, allocate what a request needs for its next step without asking the admission policy.
 
         Other requests are evicted whole, because kept parts of their KV could fill the device.
         """
@@ -152,47 +152,48 @@ class Residency:
         self._is_forced = True
         self._evictor.force()
 
-    def _ask(self, request: Request, target: int) -> Grant | WaitReason:
+    def _ask(self, request: Request, target: int) -> Allocation | WaitReason:
         kv = self._kv
         if self._is_forced:
             blocks = max(kv.blocks_for(target), kv.footprint(request))
-            return Grant(now=blocks, blocks=blocks, tokens=target)
-        answer = self._policies.admission.claim(request, target, kv)
-        if isinstance(answer, Grant):
+            return Allocation(now=blocks, blocks=blocks, tokens=target)
+        answer = self._policies.admission.reserve(request, target, kv)
+        if isinstance(answer, Allocation):
             return answer
         self._passes += 1
-        if answer is Wait.WAIT or self._passes >= _MAX_PASSES:
+        if answer is Deferral.NEWCOMERS or self._passes >= _MAX_PASSES:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         self.short = kv.shortfall(request, target)
         return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
 
     def _renew(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
         """Replace a reservation that does not cover `target` tokens, or return the wait reason."""
-        grant = self._ask(request, target)
-        if isinstance(grant, WaitReason):
-            return grant
+        allocation = self._ask(request, target)
+        if isinstance(allocation, WaitReason):
+            return allocation
         kv = self._kv
-        need = max(grant.now, grant.blocks, kv.blocks_for(target))
+        need = max(allocation.now, allocation.blocks, kv.blocks_for(target))
 
         def missing() -> int:
             # Free blocks must suffice as well: a reservation of a request that still waits would help no request.
-            of_claim = kv.shortfall_of_reservation(request, need, grant.lender) + grant.spare
-            return max(of_claim, kv.shortfall_of_blocks(request, target))
+            of_reservation = kv.shortfall_of_reservation(request, need, allocation.parent) + allocation.spare
+            return max(of_reservation, kv.shortfall_of_blocks(request, target))
 
-        if (reason := self._make_room_for(request, grant, missing, target, newcomer=newcomer)) is not None:
+        if (reason := self._make_room_for(request, allocation, missing, target, newcomer=newcomer)) is not None:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
             return reason
-        self._claim(request, grant)
+        self._reserve(request, allocation)
         return None
 
     def _make_room_for(
-        self, request: Request, grant: Grant, missing: Callable[[], int], target: int, *, newcomer: bool
+        self, request: Request, allocation: Allocation, missing: Callable[[], int], target: int, *, newcomer: bool
     ) -> WaitReason | None:
-        """Make room for what is granted, after drawing on the account that the grant names."""
+        """Make room for the allocation, after drawing on its account."""
         self._drawn = 0
-        if grant.draws is not None:
-            self._drawn = self._drawable(grant.draws, request, missing())
-        return self._make_room(request, lambda: missing() - self._drawn, target, parent=grant.lender, newcomer=newcomer)
+        if allocation.draws is not None:
+            self._drawn = self._drawable(allocation.draws, request, missing())
+        parent = allocation.parent
+        return self._make_room(request, lambda: missing() - self._drawn, target, parent=parent, newcomer=newcomer)
 
     def _make_room(
         self, request: Request, missing: Callable[[], int], target: int, *, parent: Owner, newcomer: bool
@@ -214,13 +215,13 @@ class Residency:
         unused = self._reservations.unused_without(account, request) if self._reservations is not None else 0
         return max(0, min(blocks, unused))
 
-    def _claim(self, request: Request, grant: Grant) -> None:
-        self._kv.reserve(request, grant.blocks, tokens=grant.tokens, parent=grant.lender)
-        if grant.draws is not None and self._reservations is not None:
-            self._reservations.draw(grant.draws, self._drawn)
-        self.claimed.append(request)
+    def _reserve(self, request: Request, allocation: Allocation) -> None:
+        self._kv.reserve(request, allocation.blocks, tokens=allocation.tokens, parent=allocation.parent)
+        if allocation.draws is not None and self._reservations is not None:
+            self._reservations.draw(allocation.draws, self._drawn)
+        self.reserved.append(request)
         now = self._context.now
-        self._events.append(Claimed(request, now, grant.lender, grant.blocks, self._drawn, grant.group))
+        self._events.append(Reserved(request, now, allocation.parent, allocation.blocks, self._drawn, allocation.group))
 
     # -- holders ------------------------------------------------------------------------------------------
 
@@ -245,7 +246,7 @@ class Residency:
         # A request whose last tokens were dropped counts as a newcomer until it has recomputed them. Otherwise two
         # requests could evict each other endlessly.
         newcomer = held.away > 0 or request.planned < held.regains
-        if target > request.claimed:
+        if target > request.reserved_tokens:
             waits = self._renew(request, target, newcomer=newcomer)
             if waits is not None:
                 return waits
@@ -275,7 +276,7 @@ class Residency:
             return reason
         if tiers is not None:
             self._evictor.blocking += tiers.restore(request, target)
-        request.is_fresh = True
+        request.is_newly_resident = True
         return kv.grow(request, target)
 
     def _miss(self, request: Request, blocks: int) -> None:
@@ -286,8 +287,8 @@ class Residency:
         """
         if request.in_flight:  # a plan in flight swaps its KV in before its slices
             return
-        for piece in self._slices[self._counted :]:
-            self._taken += len(piece.blocks)
+        for slice_ in self._slices[self._counted :]:
+            self._taken += len(slice_.blocks)
         self._counted = len(self._slices)
         if self._taken + self._owed + blocks <= self._kv.device_total:
             self.waiting_for_kv.append(request)

@@ -91,10 +91,10 @@ class Scheduler:
             if (cache := self.kv.cache) is not None:
                 cache.await_prefix(request)
             request.cached = self.kv.hit(request).tokens
-        for arrived in self.policies.on_arrived:
-            arrived(request, now)
-        for claimed in self.policies.on_claimed if received else ():
-            claimed(request, now)
+        for notify in self.policies.on_arrived:
+            notify(request, now)
+        for notify in self.policies.on_reserved if received else ():
+            notify(request, now)
 
     def expect(self, request: Request, now: float) -> bool:
         """Allocate blocks for a request whose computed KV arrives from another engine before `add`.
@@ -110,8 +110,8 @@ class Scheduler:
         Its blocks are freed now, or when the last plan that contains or moves them commits. If it keeps its KV,
         `release` frees them.
         """
-        for finished in self.policies.on_finished:
-            finished(request, now)
+        for notify in self.policies.on_finished:
+            notify(request, now)
         if (cache := self.kv.cache) is not None:
             cache.forget_prefix(request)
         self._release_if_settled(request)
@@ -155,9 +155,9 @@ class Scheduler:
         self._in_flight.append(plan)
         self._note_pauses(plan, planner.started, now)
         kv = self.kv
-        held, claimed = kv.device_total - kv.device_free, kv.device_total - kv.available
+        held, reserved = kv.device_total - kv.device_free, kv.device_total - kv.available
         cap, lent = self.policies.batcher.cap, kv.sharing.lent_blocks if kv.sharing is not None else 0
-        self.events.append(Planned(plan, now, held, claimed, planner.tail, cap, lent))
+        self.events.append(Planned(plan, now, held, reserved, planner.tail, cap, lent))
         return plan
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:
@@ -183,8 +183,8 @@ class Scheduler:
         if self._window == 1 and len(plan.slices) - started == len(old.slices):
             return  # all of them continue
         old_id = old.id
-        for piece in old.slices:
-            request = piece.request
+        for slice_ in old.slices:
+            request = slice_.request
             if request.last_plan == old_id and request.finish_reason is None and not request.is_satisfied:
                 self.events.append(Preempted(request, now, Preemption.PAUSE))
 
@@ -196,10 +196,10 @@ class Scheduler:
         if self.depth > 1 or self.overlap or not self._in_flight or self.kv.is_moving:
             return None
         (plan,) = self._in_flight
-        if len(plan.slices) != live or plan.blocking or plan.overlapped or not self.policies.rest:
+        if len(plan.slices) != live or plan.blocking or plan.overlapped or not self.policies.is_decode_invariant:
             return None
         decodes = all(
-            piece.tokens == 1 and piece.samples and piece.request.finish_reason is None for piece in plan.slices
+            slice_.tokens == 1 and slice_.samples and slice_.request.finish_reason is None for slice_ in plan.slices
         )
         return plan if decodes else None
 
@@ -218,27 +218,27 @@ class Scheduler:
         plan = self._in_flight.popleft()
         self.events.append(Computed(result, now))
         lost = self._settle_moves(result, now)
-        void = {*lost, *(plan.slices[index].request for index in result.given_up)}
+        void = {*lost, *(plan.slices[index].request for index in result.dropped)}
         gone, cache = bool(void), self.kv.cache
-        for piece in plan.slices:
-            request = piece.request
-            request.computed = piece.start + piece.tokens
+        for slice_ in plan.slices:
+            request = slice_.request
+            request.computed = slice_.start + slice_.tokens
             if request.finish_reason is not None:
                 gone = True
             elif request.prefix is not None and cache is not None and request not in void:
                 cache.offer(request)
-            if piece.samples:
+            if slice_.samples:
                 request.pending_samples -= 1
-                request.is_fresh = False
+                request.is_newly_resident = False
         alive = plan.slices
         if gone:
             alive = tuple(
-                piece for piece in plan.slices if piece.request.finish_reason is None and piece.request not in void
+                slice_ for slice_ in plan.slices if slice_.request.finish_reason is None and slice_.request not in void
             )
-            for piece in plan.slices:
-                self._release_if_finished(piece.request)
-        for ran in self.policies.on_ran:
-            ran(alive, now)
+            for slice_ in plan.slices:
+                self._release_if_finished(slice_.request)
+        for notify in self.policies.on_scheduled:
+            notify(alive, now)
         for request, keep in lost.items():
             self._forget(request, keep, now)
         for move in (*result.landed, *result.failed):
@@ -288,10 +288,10 @@ class Scheduler:
     def _drop(self, request: Request, kept: int, now: float) -> None:
         """Reset the request to its first `kept` tokens with KV, after a loss that was not an eviction."""
         request.computed = request.planned = kept
-        request.is_fresh = request.is_fresh or kept > 0
+        request.is_newly_resident = request.is_newly_resident or kept > 0
         request.last_plan = NEVER
-        for evicted in self.policies.on_evicted:
-            evicted(request, now)
+        for notify in self.policies.on_preempted:
+            notify(request, now)
         self.events.append(Preempted(request, now, Preemption.DROP, kept))
 
     def _release_if_finished(self, request: Request) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # Slices as (start, tokens).
-Pieces = tuple[tuple[int, int], ...]
+SliceShapes = tuple[tuple[int, int], ...]
 # Of each kind, one step in this many is held out of the fit, to assess it.
 HELD_OUT_EVERY = 3
 # Bases of the Halton sequences. Not 3: since every third step is held out, one third of a range would be.
@@ -30,7 +30,7 @@ class Case(NamedTuple):
         held_out: Whether it is excluded from the fit.
     """
 
-    pieces: Pieces
+    slices: SliceShapes
     held_out: bool
 
 
@@ -41,33 +41,33 @@ def cases(limits: Limits, per_kind: int) -> list[Case]:
     of which fills the space evenly. Batch and prefill are on a logarithmic scale, as their costs are, and context is on
     a quadratic one.
     """
-    found: dict[Pieces, bool] = {((0, 1),): False}
+    found: dict[SliceShapes, bool] = {((0, 1),): False}
     if limits.tokens < 2 or limits.positions < 2:
-        kinds: tuple[Callable[[Limits, list[float]], Pieces], ...] = (_decodes,)
+        kinds: tuple[Callable[[Limits, list[float]], SliceShapes], ...] = (_decodes,)
     else:
         kinds = (_decodes, _prompts, _mix, _chunk)
     for index in range(per_kind):
         for kind in kinds:
-            pieces = kind(limits, [_halton(index + 1, base) for base in _BASES])
-            if _can_run(pieces, limits):
-                found.setdefault(pieces, index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
-    return [Case(pieces, held_out) for pieces, held_out in found.items()]
+            slices = kind(limits, [_halton(index + 1, base) for base in _BASES])
+            if _can_run(slices, limits):
+                found.setdefault(slices, index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
+    return [Case(slices, held_out) for slices, held_out in found.items()]
 
 
-def _can_run(pieces: Pieces, limits: Limits) -> bool:
+def _can_run(slices: SliceShapes, limits: Limits) -> bool:
     return (
-        len(pieces) <= limits.requests
-        and sum(tokens for _, tokens in pieces) <= limits.tokens
-        and sum(start + tokens for start, tokens in pieces) <= limits.kv_tokens
+        len(slices) <= limits.requests
+        and sum(tokens for _, tokens in slices) <= limits.tokens
+        and sum(start + tokens for start, tokens in slices) <= limits.kv_tokens
     )
 
 
-def _decodes(limits: Limits, at: list[float]) -> Pieces:
+def _decodes(limits: Limits, at: list[float]) -> SliceShapes:
     batch = _between(1, min(limits.requests, limits.tokens), at[0])
     return tuple(_ragged(batch, 1 + int(at[1] ** 2 * (limits.positions - 1)), limits.positions))
 
 
-def _prompts(limits: Limits, at: list[float]) -> Pieces:
+def _prompts(limits: Limits, at: list[float]) -> SliceShapes:
     tokens = _between(2, limits.tokens, at[0])
     # One prompt, or the same tokens split over up to four prompts, which need less attention.
     most = min(limits.requests, tokens // 2)
@@ -75,12 +75,12 @@ def _prompts(limits: Limits, at: list[float]) -> Pieces:
     return ((0, min(limits.positions, max(2, tokens // parts))),) * min(parts, limits.requests)
 
 
-def _chunk(limits: Limits, at: list[float]) -> Pieces:
+def _chunk(limits: Limits, at: list[float]) -> SliceShapes:
     tokens = _between(2, min(limits.tokens, limits.positions), at[0])
     return ((int(at[1] * (limits.positions - tokens)), tokens),)
 
 
-def _mix(limits: Limits, at: list[float]) -> Pieces:
+def _mix(limits: Limits, at: list[float]) -> SliceShapes:
     batch = _between(1, max(1, min(limits.requests - 1, limits.tokens - 2)), at[2])
     context = 1 + int(at[1] ** 2 * (limits.positions - 1))
     tokens = _between(2, max(2, min(limits.tokens - batch, limits.positions)), at[0])

@@ -21,7 +21,7 @@ import torch
 from skipjoin.config.profile import FitErrors, Profile, ProfileKey, Sample
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Slice, StepPlan, StepShape
-from skipjoin.engine.profiling.cases import Case, Limits, Pieces, cases
+from skipjoin.engine.profiling.cases import Case, Limits, SliceShapes, cases
 from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.exec.fit import cost_errors, fit_cost
 from skipjoin.exec.rank_spec import ModelExecutor, RankSpec, by_stage
@@ -219,14 +219,14 @@ def _measure_steps(
     """
     block_size, used = executor.pools[-1], _used_blocks(executor, limits)
     executor.touch(used)
-    plans = [(case, _plan(case.pieces, block_size, used)) for case in cases(limits, _PER_KIND)]
+    plans = [(case, _plan(case.slices, block_size, used)) for case in cases(limits, _PER_KIND)]
     times: dict[Case, list[float]] = {case: [] for case, _ in plans}
     stages: dict[Case, list[tuple[float, ...]]] = {case: [] for case, _ in plans}
     clock, has_run = _Clock(deadline), True
     while has_run and _imprecision(times.values()) > precision:
         has_run = False
         for case, plan in plans:
-            tokens, runs = sum(piece.tokens for piece in plan.slices), times[case]
+            tokens, runs = sum(slice_.tokens for slice_ in plan.slices), times[case]
             if clock.allows(tokens, runs):
                 stages[case].append(_run(executor, plan))
                 runs.append(sum(stages[case][-1]))
@@ -234,8 +234,8 @@ def _measure_steps(
                 has_run = True
                 on_progress("measuring step costs", min(1.0, clock.share))
     on_progress("measuring step costs", 1.0)
-    for piece in (piece for _, plan in plans for piece in plan.slices):
-        executor.on_finished(piece.request)
+    for slice_ in (slice_ for _, plan in plans for slice_ in plan.slices):
+        executor.on_finished(slice_.request)
     # The first run is a warm-up and counts only if there is no other. Interference only adds time, so the lower
     # quartile is closer to the step's own time than the median.
     counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]
@@ -281,11 +281,11 @@ def _used_blocks(executor: ModelExecutor, limits: Limits) -> int:
     return min(blocks, max(_KV_BYTES // block_bytes, -(-limits.positions // block_size)))
 
 
-def _plan(pieces: Pieces, block_size: int, used: int) -> StepPlan:
+def _plan(shapes: SliceShapes, block_size: int, used: int) -> StepPlan:
     """Return a step with slices of (start, tokens), in distinct blocks as far as `used` blocks allow."""
     sampling = Sampling(SamplingParams(temperature=0), 0, ())
     slices, next_block = [], 0
-    for number, (start, tokens) in enumerate(pieces):
+    for number, (start, tokens) in enumerate(shapes):
         blocks = -(-(start + tokens) // block_size)
         table = tuple((next_block + index) % used for index in range(blocks))
         next_block += blocks

@@ -64,7 +64,7 @@ class PlanWriter:
         ended, self._ended = self._ended, []
         message = PlanMessage(
             id=plan.id,
-            slices=[self._slice(piece, new, known) for piece in plan.slices],
+            slices=[self._slice(slice_, new, known) for slice_ in plan.slices],
             blocking=[self._move(move, new) for move in plan.blocking],
             overlapped=[self._move(move, new) for move in plan.overlapped],
             new=new,
@@ -80,9 +80,9 @@ class PlanWriter:
         if (sent := self._sent.pop(request, None)) is not None:
             self._ended.append(sent.number)
 
-    def _slice(self, piece: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
-        sent = self._state_of(piece.request, new)
-        output, blocks = piece.request.output, piece.blocks
+    def _slice(self, slice_: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
+        sent = self._state_of(slice_.request, new)
+        output, blocks = slice_.request.output, slice_.blocks
         if len(output) > sent.tokens:
             known.append(KnownTokens(sent.number, output[sent.tokens :]))
             sent.tokens = len(output)
@@ -93,10 +93,10 @@ class PlanWriter:
             sent.table = blocks
         return SlicePart(
             request=sent.number,
-            start=piece.start,
-            tokens=piece.tokens,
-            samples=piece.samples,
-            awaits=piece.awaits,
+            start=slice_.start,
+            tokens=slice_.tokens,
+            samples=slice_.samples,
+            awaits=slice_.awaits,
             kept=kept,
             blocks=list(blocks[kept:]),
         )

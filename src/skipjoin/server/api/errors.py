@@ -137,9 +137,9 @@ def too_slow() -> ApiError:
     return unavailable("the client reads too slowly: too much of the output waits to be sent", "slow_reader")
 
 
-def given_up(why: str) -> ApiError:
+def request_failed(why: str) -> ApiError:
     """Return 500 for a request that the engine could not compute. It forbids a retry."""
-    return ApiError(500, why, code="given_up", headers={"x-should-retry": "false"})
+    return ApiError(500, why, code="request_failed", headers={"x-should-retry": "false"})
 
 
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:

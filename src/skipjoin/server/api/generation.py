@@ -23,7 +23,7 @@ from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions,
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.sampling import SEED_MIN, SamplingParams
 from skipjoin.server.api.auth import ANONYMOUS
-from skipjoin.server.api.errors import deadline_exceeded, given_up, too_slow, unavailable
+from skipjoin.server.api.errors import deadline_exceeded, request_failed, too_slow, unavailable
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.api.protocol import GenerationBody
@@ -105,7 +105,7 @@ class JobRun:
         self.job = job
         self._service = service
         self._client = service.client
-        self._mailbox = Mailbox(self._give_up, len(job.choices))
+        self._mailbox = Mailbox(self._fail_slow_reader, len(job.choices))
         self._sequences: list[EngineSequence] = []
         self._unfinished = len(job.choices)
         self.first_token_at: float | None = None
@@ -222,7 +222,7 @@ class JobRun:
         self.stop()
         self.job.close()
 
-    def _give_up(self) -> None:
+    def _fail_slow_reader(self) -> None:
         self.fail(too_slow())
         self.stop()
 
@@ -335,7 +335,7 @@ def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
 def _check_reason(reason: FinishReason, error: str) -> None:
     """Raise `ApiError` for a finish reason other than stop or length."""
     if reason is FinishReason.ERROR:
-        raise given_up(error)
+        raise request_failed(error)
     if reason is FinishReason.DEADLINE:
         raise deadline_exceeded()
     if reason is FinishReason.ABORT:

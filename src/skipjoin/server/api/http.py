@@ -62,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
     proxies: ProxyHeadersMiddleware
     # Data of chunks, which may have one byte each, to be joined. All connections share the list, because it is empty
     # between two calls.
-    pieces: list[bytes]
+    chunks: list[bytes]
 
     write: Callable[[bytes], None]
     _head_bytes = 0  # of an incomplete head
@@ -165,8 +165,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parse_slices(self) -> None:
         self._parsing = None
         while self._unparsed and not (self.pipeline or self._is_done):
-            piece, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
-            self._parse(piece)
+            chunk, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
+            self._parse(chunk)
         if self._is_done:
             self._unparsed = b""
         elif not (self._unparsed or self.flow.read_paused):
@@ -182,7 +182,7 @@ class BoundedProtocol(HttpToolsProtocol):
         was_in_head = self._in_head
         had_bytes = self._body_bytes
         self._advanced = False
-        self.pieces.clear()  # another connection may have left data of an invalid body
+        self.chunks.clear()  # another connection may have left data of an invalid body
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # bytes after the request are in another protocol
@@ -192,7 +192,7 @@ class BoundedProtocol(HttpToolsProtocol):
             error = self._fault or ApiError(400, "the request is not valid HTTP", code="invalid_http")
             self._refuse(error, "invalid")
             return
-        if self.pieces:
+        if self.chunks:
             self._take_body()
         if self._advanced:
             return
@@ -209,8 +209,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(ApiError(431, text), "invalid")
 
     def _take_body(self) -> None:
-        body = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
-        self.pieces.clear()
+        body = self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+        self.chunks.clear()
         self._body_bytes += len(body)
         super().on_body(body)
 
@@ -240,7 +240,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count_for("address" if host else "proxy", client_of(host))
 
     def on_message_complete(self) -> None:
-        if self.pieces:
+        if self.chunks:
             self._take_body()
         self._in_head, self._advanced, self._head_bytes, self._awaits_body = True, True, 0, False
         self._expect_nothing()
@@ -453,11 +453,11 @@ def bounded_protocol(
     limits: ConnectionLimits, refused: Callable[[str], None], trusted_proxies: Sequence[str] = ()
 ) -> type[BoundedProtocol]:
     """Return the protocol class of a server."""
-    pieces: list[bytes] = []
+    chunks: list[bytes] = []
     parts = {
         "limits": limits,
-        "pieces": pieces,
-        "on_body": pieces.append,
+        "chunks": chunks,
+        "on_body": chunks.append,
         "pool": Connections(limits, refused),
         "proxies": ProxyHeadersMiddleware(_no_app, list(trusted_proxies)),
     }

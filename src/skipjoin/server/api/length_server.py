@@ -169,8 +169,8 @@ def excerpt(prompt: Sequence[int], text_of: TextOf) -> str:
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
     answer = b""
-    async for piece in response.content.iter_any():
-        answer += piece
+    async for chunk in response.content.iter_any():
+        answer += chunk
         if len(answer) > _MAX_BYTES:
             raise NoLengthError("nonsense", f"its answer has more than {_MAX_BYTES} bytes")
     return answer

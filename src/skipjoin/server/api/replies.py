@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _DISCONNECTED = "disconnected"
 
 # Bytes of a response that are sent at a time.
-_PIECE = 1 << 16
+_CHUNK_BYTES = 1 << 16
 
 
 class DisconnectedError(Exception):
@@ -61,9 +61,9 @@ class JsonReply(Response):
         body = bytes(self.body)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for at in range(0, len(body) - _PIECE, _PIECE):
-                await send({"type": "http.response.body", "body": body[at : at + _PIECE], "more_body": True})
-            rest = len(body) % _PIECE or min(len(body), _PIECE)
+            for at in range(0, len(body) - _CHUNK_BYTES, _CHUNK_BYTES):
+                await send({"type": "http.response.body", "body": body[at : at + _CHUNK_BYTES], "more_body": True})
+            rest = len(body) % _CHUNK_BYTES or min(len(body), _CHUNK_BYTES)
             await send({"type": "http.response.body", "body": body[len(body) - rest :], "more_body": False})
         finally:
             self._on_end()

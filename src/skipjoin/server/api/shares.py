@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Interval of searches for expired claims.
+# Interval of searches for expired reservations.
 _EXPIRY_CHECK_S = 1.0
 
 
 @dataclass(slots=True)
 class _Client:
-    """Holdings of one client. A `claim` is what it was refused within its share, reserved until `claim_ends`."""
+    """Holdings of one client. `reserved` is what it was refused within its share, until `reserved_until`."""
 
     held: int = 0
-    claim: int = 0
-    claim_ends: float = 0.0
+    reserved: int = 0
+    reserved_until: float = 0.0
 
 
 class Shares:
     """Fair shares of one capacity.
 
-    A fraction of the capacity, in [0, 1), is a reserve. The rest, divided by the number of clients that hold or claim
-    something, is the share of each client. A request for `amount` is one of three kinds:
+    A fraction of the capacity, in [0, 1), is a reserve. The rest, divided by the number of clients with holdings or a
+    reservation, is the share of each client. A request for `amount` is one of three kinds:
 
     - Within the share: it may use all free capacity.
-    - First request of a client that holds nothing, and at most the reserve: it leaves room for the claims of others.
-    - Borrowing: it leaves room for the claims of others and for the reserve.
+    - First request of a client that holds nothing, and at most the reserve: it leaves room for others' reservations.
+    - Borrowing: it leaves room for others' reservations and for the reserve.
 
-    A refused request of the first two kinds becomes a claim until the client is expected to retry. Borrowers thus never
-    take the reserve, nor capacity that a refused client waits for.
+    A refused request of the first two kinds becomes a reservation until the client is expected to retry. Borrowers thus
+    never take the reserve, nor capacity that a refused client waits for.
     """
 
     def __init__(self, reserve: float = 0.0) -> None:
         self.used = 0
         self._reserve = reserve
         self._clients: dict[str, _Client] = {}
-        self._claimed = 0
+        self._reserved = 0
         self._next_check = 0.0
 
     def reserve_of(self, capacity: int) -> int:
@@ -48,7 +48,7 @@ class Shares:
         return found.held if (found := self._clients.get(client)) is not None else 0
 
     def count_with(self, client: str) -> int:
-        """Return the number of clients that hold or claim something, this one included."""
+        """Return the number of clients with holdings or a reservation, this one included."""
         return len(self._clients) + (client not in self._clients)
 
     def excess(self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0) -> int:
@@ -59,12 +59,12 @@ class Shares:
         self._drop_expired(now)
         mine = self._clients.get(client) or _Client()
         free = capacity - self.used + instead_of
-        if amount <= mine.claim or self._is_within_share(client, amount - instead_of, capacity):
+        if amount <= mine.reserved or self._is_within_share(client, amount - instead_of, capacity):
             return amount - free
-        claimed = self._claimed - mine.claim
+        reserved = self._reserved - mine.reserved
         if self._is_first(client, amount, capacity, instead_of):
-            return amount + claimed - free
-        return amount + claimed + self.reserve_of(capacity) - free
+            return amount + reserved - free
+        return amount + reserved + self.reserve_of(capacity) - free
 
     def refuse(
         self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0, expected_in_s: float
@@ -74,22 +74,22 @@ class Shares:
         )
         if is_entitled and self._reserve:
             mine = self._clients.setdefault(client, _Client())
-            self._claimed += amount - mine.claim
-            mine.claim, mine.claim_ends = amount, now + expected_in_s
+            self._reserved += amount - mine.reserved
+            mine.reserved, mine.reserved_until = amount, now + expected_in_s
         return is_entitled
 
     def take(self, client: str, amount: int) -> None:
-        """Add `amount`, which may be negative, to what the client holds, and end its claim."""
+        """Add `amount`, which may be negative, to what the client holds, and end its reservation."""
         mine = self._clients.setdefault(client, _Client())
         mine.held += amount
         self.used += amount
-        self._end_claim(client, mine)
+        self._end_reservation(client, mine)
 
     def give_back(self, client: str, amount: int) -> None:
         self.used -= amount
         if (mine := self._clients.get(client)) is not None:
             mine.held -= amount
-            if not (mine.held or mine.claim):
+            if not (mine.held or mine.reserved):
                 del self._clients[client]
 
     def _is_within_share(self, client: str, more: int, capacity: int) -> bool:
@@ -99,16 +99,16 @@ class Shares:
     def _is_first(self, client: str, amount: int, capacity: int, instead_of: int) -> bool:
         return self.held(client) == instead_of and amount <= self.reserve_of(capacity)
 
-    def _end_claim(self, client: str, mine: _Client) -> None:
-        self._claimed -= mine.claim
-        mine.claim = 0
+    def _end_reservation(self, client: str, mine: _Client) -> None:
+        self._reserved -= mine.reserved
+        mine.reserved = 0
         if not mine.held:
             del self._clients[client]
 
     def _drop_expired(self, now: float) -> None:
-        if not self._claimed or now < self._next_check:
+        if not self._reserved or now < self._next_check:
             return
         self._next_check = now + _EXPIRY_CHECK_S
         for client, mine in list(self._clients.items()):
-            if mine.claim and mine.claim_ends <= now:
-                self._end_claim(client, mine)
+            if mine.reserved and mine.reserved_until <= now:
+                self._end_reservation(client, mine)

@@ -23,7 +23,7 @@ BODIES: dict[str, type[BaseModel]] = {"/tokenize": TokenizeRequest, "/detokenize
 # Maximum tokens of a response.
 MAX_TOKENS = 1 << 20
 # Elements that are encoded at a time, which takes 1 ms.
-_PIECE = 1 << 16
+_CHUNK = 1 << 16
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -84,9 +84,9 @@ def _answer(ids: list[int], max_model_len: int, spell: Callable[[int], str] | No
 
 
 def _encoded(values: Sequence[Any]) -> Raw:
-    """Encode a list as JSON in pieces, so that other threads can run in between."""
-    pieces = [encode(values[at : at + _PIECE])[1:-1] for at in range(0, len(values), _PIECE)]
-    return Raw(b"[" + b",".join(pieces) + b"]")
+    """Encode a list as JSON in chunks, so that other threads can run in between."""
+    parts = [encode(values[at : at + _CHUNK])[1:-1] for at in range(0, len(values), _CHUNK)]
+    return Raw(b"[" + b",".join(parts) + b"]")
 
 
 async def _detokenize(service: Service, body: DetokenizeRequest) -> bytes:

@@ -338,7 +338,7 @@ class EngineClient:
         request, now = sequence.request, self._clock()
         if not self._replicas:
             wait = min(max(0.0, request.deadline - now), self._patience_s)
-            sequence.patience = asyncio.get_running_loop().call_later(wait, self._give_up, sequence)
+            sequence.patience = asyncio.get_running_loop().call_later(wait, self._fail_waiting, sequence)
             self._waiting[sequence.id] = sequence
             self._places[sequence.id] = None
             return
@@ -364,7 +364,7 @@ class EngineClient:
         sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
         self._end([sequence], FinishReason.DEADLINE)
 
-    def _give_up(self, sequence: EngineSequence) -> None:
+    def _fail_waiting(self, sequence: EngineSequence) -> None:
         if sequence.request.deadline <= self._clock():
             sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
         else:

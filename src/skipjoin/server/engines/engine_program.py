@@ -22,7 +22,7 @@ _HELP = {
     signal.SIGSEGV: "a fault in native code; the stacks of its threads are in the log above",
     signal.SIGILL: "an instruction that this CPU does not have: compiled operations of another machine in the cache "
     "folder, perhaps",
-    signal.SIGABRT: "a library gave up; the log above says which",
+    signal.SIGABRT: "a library aborted the process; the log above names it",
 }
 
 

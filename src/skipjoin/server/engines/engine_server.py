@@ -112,11 +112,11 @@ class Digest:
         self._new.add(request_id)
 
     def begin(self, plan: StepPlan) -> StepOutputs | None:
-        new = [piece for piece in plan.slices if piece.request.id in self._new] if self._new else []
-        started = [piece.request.id for piece in new]
+        new = [slice_ for slice_ in plan.slices if slice_.request.id in self._new] if self._new else []
+        started = [slice_.request.id for slice_ in new]
         self._new.difference_update(started)
         # The first slice of a request begins after its prefix-cache hits.
-        cached = {piece.request.id: piece.start for piece in new if piece.start}
+        cached = {slice_.request.id: slice_.start for slice_ in new if slice_.start}
         return StepOutputs(started=started, cached=cached) if started else None
 
     def fold(self, events: Iterable[Event]) -> StepOutputs | None:

@@ -125,7 +125,7 @@ class ReplicaSet:
             await asyncio.sleep(CHECK_S)
             reason = await self._in_thread(self._supervisor.check)
             if reason is not None and self._client.alive < self._client.wanted:
-                self._give_up(reason)
+                self._fail_permanently(reason)
 
     def _divide(self, config: EngineConfig) -> EngineConfig:
         """Divide this machine's cores among the engines if all run here and `threads` is not set."""
@@ -137,7 +137,7 @@ class ReplicaSet:
         if self._started is not None and not self._started.done():
             self._started.set_exception(EngineStartError(reason))
 
-    def _give_up(self, reason: str) -> None:
+    def _fail_permanently(self, reason: str) -> None:
         self._fail_start(reason)
         if self._client.alive == 0 and not self._is_ending:
             logger.error("no replica is left, and none will be restarted: %s", reason)

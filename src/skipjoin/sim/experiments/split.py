@@ -139,9 +139,9 @@ def _waited(handover: Handover, now: float) -> dict[WaitReason, float]:
 
 def _prompt_tokens(event: Computed) -> int:
     return sum(
-        min(piece.start + piece.tokens, len(piece.request.prompt)) - piece.start
-        for piece in event.result.plan.slices
-        if piece.start < len(piece.request.prompt)
+        min(slice_.start + slice_.tokens, len(slice_.request.prompt)) - slice_.start
+        for slice_ in event.result.plan.slices
+        if slice_.start < len(slice_.request.prompt)
     )
 
 

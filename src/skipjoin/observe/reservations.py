@@ -6,30 +6,30 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from skipjoin.core.events import Claimed
+from skipjoin.core.events import Reserved
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.request import Request
 
 
-class _Claim(NamedTuple):
+class _Reservation(NamedTuple):
     """Reservation of one request.
 
     Attributes:
-        lender: Parent reservation that it is taken from.
+        parent: Parent reservation that it is taken from.
         drawn: Blocks drawn from an account of the reserve.
     """
 
-    lender: Owner
+    parent: Owner
     blocks: int
     drawn: int
 
 
-class ClaimUse:
+class ReservationUse:
     """Statistics of hosted requests, reserve blocks and groups.
 
     A request is hosted while its reservation is nested in another request's (EconoServe section 3.2). Hosting ends when
     the request finishes, loses its KV or reserves from another parent. When the hosting request finishes, its parent
-    takes over. A group consists of requests that reserve at the same time with equal `Claimed.group`.
+    takes over. A group consists of requests that reserve at the same time with equal `Reserved.group`.
 
     Attributes:
         hosted: Number of requests that were hosted at least once.
@@ -39,8 +39,8 @@ class ClaimUse:
     def __init__(self) -> None:
         self.hosted = 0
         self.vacated = 0
-        self._claims: dict[Request, _Claim] = {}
-        self._guests: dict[Request, dict[Request, None]] = {}
+        self._reservations: dict[Request, _Reservation] = {}
+        self._nested: dict[Request, dict[Request, None]] = {}
         self._once_hosted: set[Request] = set()  # unfinished ones only
         self._hosted_blocks = self._reserved_blocks = 0  # current
         self._hosted_block_s = self._reserved_block_s = 0.0
@@ -55,13 +55,13 @@ class ClaimUse:
         self._hosted_block_s += seconds * self._hosted_blocks
         self._reserved_block_s += seconds * self._reserved_blocks
 
-    def claimed(self, event: Claimed) -> None:
+    def reserved(self, event: Reserved) -> None:
         """Record a reservation. The caller has advanced time to the event."""
-        request, lender = event.request, event.lender
-        before = self._claims.get(request)
+        request, parent = event.request, event.parent
+        before = self._reservations.get(request)
         drawn = event.drawn + (0 if before is None else before.drawn)
-        self._set(request, _Claim(lender, event.blocks, drawn))
-        if isinstance(lender, Request) and request not in self._once_hosted:
+        self._set(request, _Reservation(parent, event.blocks, drawn))
+        if isinstance(parent, Request) and request not in self._once_hosted:
             self._once_hosted.add(request)
             self.hosted += 1
         if event.group is not None:
@@ -73,11 +73,11 @@ class ClaimUse:
         Args:
             blocks_left: Blocks that stay on the device as the request's reduced reservation.
         """
-        claim = self._claims.get(request)
-        self.vacated += claim is not None and isinstance(claim.lender, Request)
+        reservation = self._reservations.get(request)
+        self.vacated += reservation is not None and isinstance(reservation.parent, Request)
         self._end(request)
-        if claim is not None and blocks_left:
-            self._set(request, _Claim(claim.lender, blocks_left, 0))
+        if reservation is not None and blocks_left:
+            self._set(request, _Reservation(reservation.parent, blocks_left, 0))
 
     def finished(self, request: Request) -> None:
         """Record that the request left the engine."""
@@ -86,8 +86,8 @@ class ClaimUse:
 
     def restarted(self) -> None:
         """Discard all reservations."""
-        self._claims.clear()
-        self._guests.clear()
+        self._reservations.clear()
+        self._nested.clear()
         self._hosted_blocks = self._reserved_blocks = 0
 
     def close(self) -> None:
@@ -117,33 +117,33 @@ class ClaimUse:
 
     # -- folding ------------------------------------------------------------------------------------------
 
-    def _set(self, request: Request, claim: _Claim | None) -> None:
+    def _set(self, request: Request, reservation: _Reservation | None) -> None:
         """Replace the request's reservation; None removes it."""
-        before = self._claims.pop(request, None)
+        before = self._reservations.pop(request, None)
         if before is not None:
             self._count(before, -1)
-            if isinstance(before.lender, Request):
-                self._guests[before.lender].pop(request)
-        if claim is not None:
-            self._claims[request] = claim
-            self._count(claim, 1)
-            if isinstance(claim.lender, Request):
-                self._guests.setdefault(claim.lender, {})[request] = None
+            if isinstance(before.parent, Request):
+                self._nested[before.parent].pop(request)
+        if reservation is not None:
+            self._reservations[request] = reservation
+            self._count(reservation, 1)
+            if isinstance(reservation.parent, Request):
+                self._nested.setdefault(reservation.parent, {})[request] = None
 
-    def _count(self, claim: _Claim, sign: int) -> None:
-        self._reserved_blocks += sign * claim.drawn
-        if isinstance(claim.lender, Request):
-            self._hosted_blocks += sign * claim.blocks
-        elif claim.lender is not None:
-            self._reserved_blocks += sign * claim.blocks
+    def _count(self, reservation: _Reservation, sign: int) -> None:
+        self._reserved_blocks += sign * reservation.drawn
+        if isinstance(reservation.parent, Request):
+            self._hosted_blocks += sign * reservation.blocks
+        elif reservation.parent is not None:
+            self._reserved_blocks += sign * reservation.blocks
 
     def _end(self, request: Request) -> None:
         """Remove the request's reservation and move nested ones to its parent."""
-        claim = self._claims.get(request)
-        lender = None if claim is None else claim.lender
-        for guest in list(self._guests.get(request, ())):
-            self._set(guest, self._claims[guest]._replace(lender=lender))
-        self._guests.pop(request, None)
+        reservation = self._reservations.get(request)
+        parent = None if reservation is None else reservation.parent
+        for nested in list(self._nested.get(request, ())):
+            self._set(nested, self._reservations[nested]._replace(parent=parent))
+        self._nested.pop(request, None)
         self._set(request, None)
 
     def _join_group(self, group: Hashable, now: float) -> None:

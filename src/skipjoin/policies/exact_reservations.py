@@ -11,7 +11,7 @@ from operator import itemgetter
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import Callbacks, Grant, Wait
+from skipjoin.core.policy import Allocation, Callbacks, Deferral
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 
@@ -46,8 +46,8 @@ class Hosts:
         """Return the number of unused blocks that a hosting request must have."""
         return blocks + kv.blocks_for(math.ceil(steps * (1 + self._buffer)))
 
-    def seek(self, guest: Request, need: int, kv: KVAccounts) -> Request | None:
-        """Return a hosting request for `guest`, or None."""
+    def seek(self, request: Request, need: int, kv: KVAccounts) -> Request | None:
+        """Return a hosting request for `request`, or None."""
         if self._unused is None:
             self._unused = self._sorted(kv)
         found = self._unused
@@ -55,7 +55,7 @@ class Hosts:
             return None
         place = bisect_left(found, need, key=itemgetter(0))
         for _, _, host in found[place : place + _MAX_HOSTS]:
-            if _unused(host, kv) >= need and not self._lends_to(guest, host, kv):
+            if _unused(host, kv) >= need and not self._lends_to(request, host, kv):
                 return host
         return None
 
@@ -69,7 +69,7 @@ class Hosts:
         """Return possible hosting requests by unused blocks, ascending."""
         found = []
         for request in kv.holders():
-            if request.claimed != UNLIMITED and phase_of(request, request.known) is Phase.RUNNING:
+            if request.reserved_tokens != UNLIMITED and phase_of(request, request.known) is Phase.RUNNING:
                 unused = _unused(request, kv)
                 if unused > 1 and request.finish_reason is None:
                     found.append((unused, request.id, request))
@@ -77,17 +77,17 @@ class Hosts:
         return found
 
     @staticmethod
-    def _lends_to(guest: Request, host: Request, kv: KVAccounts) -> bool:
-        """Return whether `host` is nested, directly or indirectly, in the reservation of `guest`."""
-        lender: Owner = host
-        while isinstance(lender, Request):
-            if lender is guest:
+    def _lends_to(request: Request, host: Request, kv: KVAccounts) -> bool:
+        """Return whether `host` is nested, directly or indirectly, in the reservation of `request`."""
+        parent: Owner = host
+        while isinstance(parent, Request):
+            if parent is request:
                 return True
-            lender = _parent_of(lender, kv)
+            parent = _parent_of(parent, kv)
         return False
 
 
-class ExactClaims(Callbacks):
+class ExactReservations(Callbacks):
     """Reserves exactly the KV that a decode is predicted to need until it finishes.
 
     A prompt reserves only its own KV, from a share of the pool. It then becomes a decode that waits for its reservation
@@ -108,7 +108,7 @@ class ExactClaims(Callbacks):
             a prompt larger than the reserve would starve behind decodes.
     """
 
-    rests = True
+    is_decode_invariant = True
 
     def __init__(
         self,
@@ -131,25 +131,25 @@ class ExactClaims(Callbacks):
         # Cache of `_whole`: forecast and known tokens of the request, and the result.
         self._wholes: dict[Request, tuple[Forecast | None, int, tuple[int, int, int]]] = {}
 
-    def begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
+    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._now = now
         if self._hosts is not None:
             self._hosts.begin()
         return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
 
-    def arrived(self, request: Request, now: float) -> None:
+    def on_arrived(self, request: Request, now: float) -> None:
         self._bands[request.band] += 1
 
-    def finished(self, request: Request, now: float) -> None:
+    def on_finished(self, request: Request, now: float) -> None:
         self._wholes.pop(request, None)
         band = request.band
         self._bands[band] -= 1
         if not self._bands[band]:
             del self._bands[band]
 
-    def claim(self, request: Request, target: int, kv: KVAccounts) -> Grant | Wait:
+    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         if kv.blocks_of(request) is None:
-            return self._first_claim(request, kv)
+            return self._first_reservation(request, kv)
         generated = max(0, target - len(request.prompt))
         if self._has_outgrown(request, kv) and (more := self._more(request, target, kv)) is not None:
             return more
@@ -157,47 +157,49 @@ class ExactClaims(Callbacks):
         blocks = kv.blocks_for(tokens)
         group = None if self._group is None else self._group(request, self._now)
         if kv.shortfall_of_reservation(request, blocks, None) <= 0:
-            return Grant(now=blocks, blocks=blocks, tokens=tokens, group=group)
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group)
         if self._hosts is not None:
-            lent = self._lengths.kv_tokens(request, generated, guest=True)
+            lent = self._lengths.kv_tokens(request, generated, nested=True)
             need = self._hosts.need(kv.blocks_for(lent), lent - target + 1, kv)
             if (host := self._hosts.seek(request, need, kv)) is not None:
                 blocks = kv.blocks_for(lent)
-                return Grant(now=blocks, blocks=blocks, tokens=lent, lender=host, group=group)
+                return Allocation(now=blocks, blocks=blocks, tokens=lent, parent=host, group=group)
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
-            return Grant(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
-        return Wait.PASS
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
+        return Deferral.REQUEST
 
-    def _first_claim(self, request: Request, kv: KVAccounts) -> Grant | Wait:
+    def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
         """Decide on the reservation of a request without KV: whole if nested, else for its prompt."""
         known = request.known
         if self._hosts is not None:
             tokens, blocks, need = self._whole(request, kv)
             if (host := self._hosts.seek(request, need, kv)) is not None:
-                return Grant(now=blocks, blocks=blocks, tokens=tokens, lender=host)
+                return Allocation(now=blocks, blocks=blocks, tokens=tokens, parent=host)
         blocks, unused = kv.blocks_for(known), _unused(PROMPTS, kv)
         if blocks <= unused:
-            return Grant(now=blocks, blocks=blocks, tokens=known, lender=PROMPTS)
+            return Allocation(now=blocks, blocks=blocks, tokens=known, parent=PROMPTS)
         if blocks <= kv.available and not self._generation_waits(kv):
-            return Grant(now=blocks, blocks=blocks, tokens=known)
+            return Allocation(now=blocks, blocks=blocks, tokens=known)
         if self._may_displace(request, kv):
-            return Grant(now=blocks, blocks=blocks, tokens=known, draws=PROMPTS)
+            return Allocation(now=blocks, blocks=blocks, tokens=known, draws=PROMPTS)
         if self._now >= request.arrival + self._overdue_s:
-            return Wait.WAIT
-        return Wait.PASS if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Wait.WAIT
+            return Deferral.NEWCOMERS
+        return (
+            Deferral.REQUEST if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Deferral.NEWCOMERS
+        )
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
         """Return whether the request used up an exact reservation that is not its prompt's."""
-        return _parent_of(request, kv) is not PROMPTS and len(request.prompt) < request.claimed < UNLIMITED
+        return _parent_of(request, kv) is not PROMPTS and len(request.prompt) < request.reserved_tokens < UNLIMITED
 
-    def _more(self, request: Request, target: int, kv: KVAccounts) -> Grant | None:
+    def _more(self, request: Request, target: int, kv: KVAccounts) -> Allocation | None:
         """Return the extension of an outgrown reservation to the expected need or, failing that, by a block."""
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
-        lender = _parent_of(request, kv)
+        parent = _parent_of(request, kv)
         for blocks in (kv.blocks_for(tokens), kv.blocks_for(target)):
-            if kv.shortfall_of_reservation(request, blocks, lender) <= _unused(PROMPTS, kv):
+            if kv.shortfall_of_reservation(request, blocks, parent) <= _unused(PROMPTS, kv):
                 most = min(tokens, blocks * kv.block_size)
-                return Grant(now=blocks, blocks=blocks, tokens=most, lender=lender, draws=PROMPTS)
+                return Allocation(now=blocks, blocks=blocks, tokens=most, parent=parent, draws=PROMPTS)
         return None
 
     def _whole(self, request: Request, kv: KVAccounts) -> tuple[int, int, int]:
@@ -207,7 +209,7 @@ class ExactClaims(Callbacks):
         kept = self._wholes.get(request)
         if kept is None or kept[0] is not forecast or kept[1] != known:
             assert self._hosts is not None
-            tokens = self._lengths.kv_tokens(request, known - len(request.prompt), guest=True)
+            tokens = self._lengths.kv_tokens(request, known - len(request.prompt), nested=True)
             blocks = kv.blocks_for(tokens)
             # One step more, for the prompt.
             need = self._hosts.need(blocks, tokens - known + 1, kv)

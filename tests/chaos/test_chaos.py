@@ -34,12 +34,12 @@ def cut() -> list[Round]:
     ]
 
 
-def test_a_few_rounds() -> None:
+def test_short_chaos_run_finds_nothing() -> None:
     found = asyncio.run(run_rounds(cut()))
     assert not found, "\n".join(found)
 
 
-def test_rounds_are_functions_of_seed_and_number() -> None:
+def test_rounds_are_deterministic() -> None:
     assert [plan(3, number) for number in range(50)] == [plan(3, number) for number in range(50)]
     rounds = [plan(3, number) for number in range(10 * len(WORLDS))]
     assert {this.world for this in rounds} == set(WORLDS)
@@ -70,7 +70,7 @@ def troubles(events: list[str], fault: str = "none", **fields: Any) -> list[str]
     return list(checks.answers([replace(outcome, **fields)], REFERENCES, FAULTS[fault]))
 
 
-def test_a_right_stream_and_a_stream_with_an_error_that_the_fault_explains() -> None:
+def test_valid_streams_pass() -> None:
     assert not troubles(RIGHT)
     assert not troubles([event("one "), FAILED], "kill engine")
     assert not troubles([event("one ")], "kill api", cut="reset")
@@ -93,11 +93,11 @@ def test_a_right_stream_and_a_stream_with_an_error_that_the_fault_explains() -> 
         ([event("one two", "length"), event("!"), "[DONE]"], "none"),  # goes on after its end
     ],
 )
-def test_wrong_streams_are_noticed(events: list[str], fault: str) -> None:
+def test_invalid_streams_are_detected(events: list[str], fault: str) -> None:
     assert troubles(events, fault)
 
 
-def test_counts_that_do_not_agree_are_noticed() -> None:
+def test_mismatched_counts_are_detected() -> None:
     outcome = Outcome(Ask(NUMBER, STREAM, "read", 0, 0.0), 200, tokens=7)
     for one in RIGHT:
         take_event(outcome, one)
@@ -115,11 +115,11 @@ def test_counts_that_do_not_agree_are_noticed() -> None:
     assert count(request_success_total=-1)
 
 
-def test_slope() -> None:
+def test_slope_is_median_of_pairwise_slopes() -> None:
     assert slope([(0, 1), (1, 3), (2, 5), (3, 100), (4, 9)]) == 2
 
 
-def test_a_leak_is_told_and_what_fills_caches_is_not() -> None:
+def test_leaks_are_reported_and_cache_warmup_is_not() -> None:
     def noted(leak_mib: float) -> list[Memory]:
         """An hour with a round in a minute: caches fill for twelve of them, then all of the leak comes."""
         held = [min(minute, 12) + leak_mib * max(0, minute - 15) / 45 + minute % 2 for minute in range(61)]

@@ -27,12 +27,12 @@ SEED, SECONDS = 33, 20.0
 
 
 @pytest.mark.timeout(600)
-def test_half_a_minute_of_rounds() -> None:
+def test_short_fuzz_run_finds_nothing() -> None:
     found = asyncio.run(fuzz(rounds(SEED, 0, None, SECONDS)))
     assert not found, "\n".join(found)
 
 
-def test_rounds_are_functions_of_seed_and_number() -> None:
+def test_rounds_are_deterministic() -> None:
     assert Round(3, 5).cases() == Round(3, 5).cases()
     assert Round(3, 5).cases() != Round(3, 6).cases()
     assert len(Round(3, 5).cases()) == CASES
@@ -77,7 +77,7 @@ def trouble(status: int, headers: dict[str, str], body: bytes, **case: object) -
         (408, {"connection": "close"}, ERROR),
     ],
 )
-def test_right_answers(status: int, headers: dict[str, str], body: bytes) -> None:
+def test_valid_answers_pass(status: int, headers: dict[str, str], body: bytes) -> None:
     assert trouble(status, headers, body) is None
 
 
@@ -101,11 +101,13 @@ def test_right_answers(status: int, headers: dict[str, str], body: bytes) -> Non
         (200, {**JSON, "x-injected": "1"}, b"{}", {}),
     ],
 )
-def test_wrong_answers_are_noticed(status: int, headers: dict[str, str], body: bytes, case: dict[str, object]) -> None:
+def test_invalid_answers_are_detected(
+    status: int, headers: dict[str, str], body: bytes, case: dict[str, object]
+) -> None:
     assert trouble(status, headers, body, **case) is not None
 
 
-def test_errors_in_the_log_are_noticed() -> None:
+def test_errors_in_the_log_are_detected() -> None:
     assert (
         alarm_of("12:00 INFO api: GET /v1/errors\n12:00 WARNING uvicorn.error: Invalid HTTP request received.\n")
         is None

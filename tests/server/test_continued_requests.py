@@ -67,7 +67,7 @@ def run(loop: EngineLoop, params: SamplingParams, output: list[int], events: lis
 
 
 @pytest.mark.parametrize("fields", PARAMS, ids=[str(number) for number in range(len(PARAMS))])
-def test_from_every_token_on_it_is_the_same(engine: EngineLoop, fields: dict[str, Any]) -> None:
+def test_resumed_request_generates_the_same_tokens(engine: EngineLoop, fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     whole = run(engine, params, [])
     assert len(whole.tokens) > 8
@@ -82,7 +82,7 @@ def test_from_every_token_on_it_is_the_same(engine: EngineLoop, fields: dict[str
                 assert [token for token, _ in ours.chosen.top] == [token for token, _ in theirs.chosen.top]
 
 
-def test_a_stop_token_counts_only_after_min_tokens_in_all(engine: EngineLoop) -> None:
+def test_min_tokens_counts_tokens_of_the_previous_engine(engine: EngineLoop) -> None:
     """Those that came along count, too."""
     greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     tokens = run(engine, SamplingParams(**greedy), []).tokens
@@ -97,7 +97,7 @@ def test_a_stop_token_counts_only_after_min_tokens_in_all(engine: EngineLoop) ->
         )
 
 
-def test_it_is_counted_once(engine: EngineLoop) -> None:
+def test_metrics_count_a_resumed_request_once(engine: EngineLoop) -> None:
     """One engine dies after four of nine tokens, another one goes on: together they count what one would have."""
 
     def counted(parts: list[list[Event]]) -> Snapshot:
@@ -127,6 +127,6 @@ def test_it_is_counted_once(engine: EngineLoop) -> None:
     assert sum(two.summed("inter_token_latency_seconds")[:-1]) == 7  # all gaps but the one between the engines
 
 
-def test_what_is_complete_is_refused() -> None:
+def test_completed_request_cannot_be_resumed() -> None:
     with pytest.raises(ValueError, match="generated already"):
         Request(1, 0.0, [1], 2, output=[5, 6])

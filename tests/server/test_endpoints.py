@@ -36,7 +36,7 @@ def without_id(data: bytes) -> dict[str, Any]:
 
 
 @for_each
-async def test_a_job_brings_the_body_that_http_brings(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+async def test_job_response_matches_http_response(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     expected = await api.http.post(endpoint.path, json=fields)
     async with endpoint.run(await endpoint.prepare(body_of(kind, fields))) as run:
@@ -44,7 +44,7 @@ async def test_a_job_brings_the_body_that_http_brings(api: Api, kind: type[Endpo
 
 
 @for_each
-async def test_the_parts_of_a_job_are_the_whole(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+async def test_job_deltas_add_up_to_the_whole_response(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     body = body_of(kind, fields)
     async with endpoint.run(await endpoint.prepare(body)) as run:
@@ -61,7 +61,7 @@ async def test_the_parts_of_a_job_are_the_whole(api: Api, kind: type[Endpoint[An
 
 
 @for_each
-async def test_options_reach_the_engine_as_they_are(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+async def test_request_options_reach_engine_unchanged(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     options = RequestOptions(priority=-7)
     async with endpoint.run(await endpoint.prepare(body_of(kind, fields), options)) as run:
@@ -70,7 +70,7 @@ async def test_options_reach_the_engine_as_they_are(api: Api, kind: type[Endpoin
 
 
 @for_each
-async def test_whatever_ends_a_job_nothing_of_it_is_left(
+async def test_job_releases_everything_however_it_ends(
     make_api: MakeApi, kind: type[Endpoint[Any]], fields: Any
 ) -> None:
     async with make_api() as api:
@@ -119,9 +119,7 @@ async def test_whatever_ends_a_job_nothing_of_it_is_left(
     ],
     ids=str,
 )
-async def test_a_job_that_is_refused_holds_nothing(
-    make_api: MakeApi, fields: Any, status: int, param: str | None
-) -> None:
+async def test_rejected_job_holds_nothing(make_api: MakeApi, fields: Any, status: int, param: str | None) -> None:
     async with make_api(max_queued_requests=4) as api:
         endpoint = CompletionEndpoint(api.service)
         taken = await endpoint.prepare(body_of(CompletionEndpoint, {"prompt": "a"}))

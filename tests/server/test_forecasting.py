@@ -95,7 +95,7 @@ async def metrics_of(api: Api) -> dict[str, float]:
     }
 
 
-async def test_what_is_forecast_in_time_goes_with_the_request(make_api: MakeApi, monkeypatch: Any) -> None:
+async def test_timely_forecast_is_sent_with_the_request(make_api: MakeApi, monkeypatch: Any) -> None:
     monkeypatch.setattr(forecasting, "PATIENCE_S", 10.0)
     teller = Teller()
     async with make_api(ForecastKeeper(teller)) as api:
@@ -116,7 +116,7 @@ async def test_what_is_forecast_in_time_goes_with_the_request(make_api: MakeApi,
     assert (found["forecasts_learned_total censored"], found["forecasts_learned_total exact"]) == (4, 0)
 
 
-async def test_a_late_forecast_follows_its_request_to_whatever_engine_has_it(make_api: MakeApi) -> None:
+async def test_late_forecast_follows_request_to_its_current_engine(make_api: MakeApi) -> None:
     teller = Teller()
     async with make_api(ForecastKeeper(teller), replicas=2, enable_debug_routes=True) as api:
         for engine in api.engines:
@@ -147,7 +147,7 @@ async def test_a_late_forecast_follows_its_request_to_whatever_engine_has_it(mak
     )
 
 
-async def test_every_end_is_learned_once_as_what_it_is(make_api: MakeApi, monkeypatch: Any) -> None:
+async def test_forecaster_learns_every_output_length_once(make_api: MakeApi, monkeypatch: Any) -> None:
     monkeypatch.setattr(forecasting, "PATIENCE_S", 10.0)
     teller = Teller()
     keeper = ForecastKeeper(teller)
@@ -190,7 +190,7 @@ async def test_every_end_is_learned_once_as_what_it_is(make_api: MakeApi, monkey
     assert places == {"below": 1, "inside": 3, "above": 0}
 
 
-async def test_a_burst_does_not_pile_up(make_api: MakeApi) -> None:
+async def test_requests_beyond_queue_limit_keep_the_prior(make_api: MakeApi) -> None:
     """What finds no room keeps the prior, and an end that comes before its forecast is learned after it."""
     teller = Teller()
     most = forecasting.MAX_WAITING
@@ -210,7 +210,7 @@ async def test_a_burst_does_not_pile_up(make_api: MakeApi) -> None:
     assert not api.engine.reforecasts  # all of them had ended
 
 
-async def test_a_forecaster_that_fails_costs_no_request(make_api: MakeApi, caplog: Any) -> None:
+async def test_failing_forecaster_does_not_fail_requests(make_api: MakeApi, caplog: Any) -> None:
     teller = Teller()
     teller.fails = True
     async with make_api(ForecastKeeper(teller)) as api:
@@ -224,13 +224,13 @@ async def test_a_forecaster_that_fails_costs_no_request(make_api: MakeApi, caplo
     assert sum("cannot be forecast" in record.message for record in caplog.records) == 1
 
 
-async def test_without_a_forecaster_requests_carry_none(api: Api) -> None:
+async def test_requests_have_no_forecast_without_forecaster(api: Api) -> None:
     await api.complete(max_tokens=2)
     assert api.engine.added[0].forecast is None
     assert not any((await metrics_of(api)).values())
 
 
-def test_every_source_of_forecasts_has_its_label() -> None:
+def test_every_forecast_source_has_a_metric_label() -> None:
     """Those of every forecaster, before and after it has learned."""
     seen = set()
     for name in FORECASTERS:
@@ -275,7 +275,7 @@ def keeper_on(disk: Disk) -> Callable[[float], None]:
     return learn_for
 
 
-async def test_what_is_learned_is_saved_soon_and_at_the_end() -> None:
+async def test_forecaster_is_saved_periodically_and_on_close() -> None:
     disk = Disk()
     learn_for = keeper_on(disk)
     learn_for(keeping.SAVE_EVERY_S / 2)
@@ -289,7 +289,7 @@ async def test_what_is_learned_is_saved_soon_and_at_the_end() -> None:
     assert disk.saves == 2
 
 
-async def test_slow_saves_take_a_small_share_of_the_time() -> None:
+async def test_slow_saves_take_a_small_share_of_time() -> None:
     disk = Disk()
     disk.seconds = 2.0
     learn_for = keeper_on(disk)
@@ -298,7 +298,7 @@ async def test_slow_saves_take_a_small_share_of_the_time() -> None:
     assert 10 < disk.saves * disk.seconds / 5000 * 1000 < 30
 
 
-async def test_a_full_disk_is_one_warning_until_there_is_room() -> None:
+async def test_full_disk_warns_once_until_a_save_succeeds() -> None:
     disk = Disk()
     learn_for = keeper_on(disk)
     for is_full, complaints in ((True, 1), (False, 1), (True, 2)):
@@ -309,7 +309,7 @@ async def test_a_full_disk_is_one_warning_until_there_is_room() -> None:
     assert disk.saves == 5
 
 
-async def test_requests_of_a_key_do_not_move_the_forecasts_of_another(make_api: MakeApi) -> None:
+async def test_forecasts_are_isolated_between_keys(make_api: MakeApi) -> None:
     """60 requests with another key's prompt and long outputs."""
     config = ForecastConfig(forecaster="learned", forecast_dir="none")
     keeper = open_keeper(config, model="m", folder=".", text_of=str, owners=2)

@@ -48,7 +48,7 @@ def learn(server: ServerProcess, requests: int = BLOCK) -> float:
     return (now[1] - before) / requests
 
 
-def test_what_is_learned_is_kept_through_every_end(start_server: StartServer, tmp_path: Path) -> None:
+def test_learned_forecasts_survive_restarts_and_crashes(start_server: StartServer, tmp_path: Path) -> None:
     def start() -> ServerProcess:
         return start_server(forecaster="learned", forecast_dir=tmp_path)
 
@@ -87,7 +87,7 @@ def test_what_is_learned_is_kept_through_every_end(start_server: StartServer, tm
         ("forecast_dir=/dev/null/x", "forecast_dir /dev/null/x cannot be written: Not a directory"),
     ],
 )
-def test_folders_that_cannot_be_used_are_known_at_once(tokenizer_folder: Path, setting: str, told: str) -> None:
+def test_unusable_forecast_folder_is_reported_before_loading(tokenizer_folder: Path, setting: str, told: str) -> None:
     command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     run = subprocess.run([*command, setting], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2

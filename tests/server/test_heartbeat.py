@@ -11,7 +11,7 @@ from skipjoin.server.engines.engine_program import describe_end, describe_error
 from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatReader
 
 
-def test_silence_is_what_the_reader_has_seen_of_it() -> None:
+def test_silence_excludes_time_when_reader_did_not_run() -> None:
     """Not what passed while the reader itself did not run."""
     now = 0.0
     reader = HeartbeatReader(clock=lambda: now)
@@ -42,12 +42,12 @@ def test_silence_is_what_the_reader_has_seen_of_it() -> None:
         (-signal.SIGUSR2, False, ("SIGUSR2",)),
     ],
 )
-def test_an_end_has_a_cause_and_what_helps(code: int, is_out_of_memory: bool, said: tuple[str, ...]) -> None:
+def test_exit_description_names_cause_and_remedy(code: int, is_out_of_memory: bool, said: tuple[str, ...]) -> None:
     text = describe_end(code, is_out_of_memory=is_out_of_memory)
     assert not [part for part in said if part not in text]
 
 
-def test_an_error_for_want_of_memory_says_what_helps() -> None:
+def test_out_of_memory_error_names_remedy() -> None:
     wanting = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
     assert all("lower --kv-cache-gib" in describe_error(error) for error in wanting)
     assert describe_error(ValueError("no")) == "ValueError: no"

@@ -102,7 +102,7 @@ async def asked(api: Api, number: int) -> dict[str, float]:
     return found
 
 
-async def test_an_answer_follows_the_requests_of_its_prompt(make_api: MakeApi) -> None:
+async def test_answer_updates_forecasts_of_all_choices(make_api: MakeApi) -> None:
     with Predictor(says("1,200 tokens.")) as predictor:
         settings = {"forecast_url": f"{predictor.url}/v1/", "forecast_model": "seer"}
         async with make_api(prior(), **settings) as api:
@@ -138,7 +138,7 @@ TROUBLES: dict[str, tuple[Reply, str]] = {
 
 
 @pytest.mark.parametrize(("reply", "outcome"), TROUBLES.values(), ids=TROUBLES.keys())
-async def test_the_prior_serves_while_there_is_no_answer(
+async def test_prior_is_used_when_length_server_fails(
     reply: Reply, outcome: str, make_api: MakeApi, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning until the server answers again."""
@@ -156,7 +156,7 @@ async def test_the_prior_serves_while_there_is_no_answer(
     assert sum("tells no length" in record.message for record in caplog.records) == 2
 
 
-async def test_a_server_that_goes_away_is_an_error(make_api: MakeApi) -> None:
+async def test_unreachable_length_server_counts_as_error(make_api: MakeApi) -> None:
     with Predictor(says("7")) as predictor:
         async with make_api(prior(), forecast_url=predictor.url) as api:
             predictor.die()
@@ -167,7 +167,7 @@ async def test_a_server_that_goes_away_is_an_error(make_api: MakeApi) -> None:
             assert (await task).status_code == 200
 
 
-async def test_no_request_waits_and_what_nothing_waits_for_is_dropped(make_api: MakeApi) -> None:
+async def test_requests_do_not_wait_and_unneeded_questions_are_cancelled(make_api: MakeApi) -> None:
     most = length_server.MAX_QUESTIONS
     with Predictor(hangs) as predictor:
         async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=NEVER) as api:
@@ -193,7 +193,7 @@ async def test_no_request_waits_and_what_nothing_waits_for_is_dropped(make_api: 
     [("128", 128), (" 128\n", 128), ("250 tokens", 250), ("1,048,576", 1 << 20), ("12.7", 12), ("9. It is short", 9)]
     + [(text, None) for text in ("", "-5", "12th", "10-20", "1e3", "\u0661", "NaN", "1,2", "about 5", "9" * 5000)],
 )
-async def test_an_answer_begins_with_a_number(text: str, tokens: int | None) -> None:
+async def test_length_is_parsed_from_start_of_answer(text: str, tokens: int | None) -> None:
     with Predictor(says(text)) as predictor:
         server = LengthServer(ServerConfig(forecast_url=predictor.url), "sesame")
         if tokens is None:
@@ -205,7 +205,7 @@ async def test_an_answer_begins_with_a_number(text: str, tokens: int | None) -> 
     assert predictor.headers[0]["Authorization"] == "Bearer sesame"
 
 
-def test_long_prompts_are_cut_to_their_ends() -> None:
+def test_long_prompts_are_shortened_to_beginning_and_end() -> None:
     def text_of(ids: Any) -> str:
         seen.append(len(ids))
         return "".join(f"<{number}>" for number in ids)
@@ -230,12 +230,12 @@ def test_long_prompts_are_cut_to_their_ends() -> None:
         ({"forecast_url": "http://a", "forecast_timeout_s": float("nan")}, "forecast_timeout_s must be in"),
     ],
 )
-def test_settings_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:
+def test_invalid_forecast_url_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(**settings)
 
 
-async def test_beside_another_server_there_is_the_prior_alone() -> None:
+async def test_forecast_url_excludes_learned_forecaster() -> None:
     engine = EngineConfig(recipe="alise")
     chosen = chosen_forecasts(ForecastConfig(forecast_dir="none"), engine, url="http://a")
     assert chosen == ForecastConfig(forecaster="prior", forecast_dir="none")
@@ -262,7 +262,7 @@ async def test_beside_another_server_there_is_the_prior_alone() -> None:
     ],
     ids=["down", "nonsense", "error", "slow"],
 )
-def test_a_server_that_cannot_forecast_is_known_before_the_model_is_loaded(
+def test_unusable_length_server_is_reported_before_model_loads(
     tokenizer_folder: Path, reply: Reply | None, told: str
 ) -> None:
     command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
@@ -276,7 +276,7 @@ def test_a_server_that_cannot_forecast_is_known_before_the_model_is_loaded(
     assert "Traceback" not in run.stderr
 
 
-def test_a_server_can_be_stopped_while_it_asks_for_the_first_time(tokenizer_folder: Path) -> None:
+def test_server_can_be_stopped_during_first_question(tokenizer_folder: Path) -> None:
     command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     with Predictor(hangs) as predictor:
         settings = [f"forecast_url={predictor.url}", f"forecast_timeout_s={NEVER}", "forecast_dir=none"]
@@ -290,7 +290,7 @@ def test_a_server_can_be_stopped_while_it_asks_for_the_first_time(tokenizer_fold
     assert (server.returncode, told) == (0, "")
 
 
-def test_a_server_of_ours_tells_lengths_to_another(start_server: StartServer, tmp_path: Path) -> None:
+def test_skipjoin_can_be_the_length_server(start_server: StartServer, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("128 tokens, {{ messages[0]['content'] }}")  # the engine repeats what it is asked
     predictor = start_server(chat_template=template)
@@ -304,7 +304,7 @@ def test_a_server_of_ours_tells_lengths_to_another(start_server: StartServer, tm
     assert server.process.returncode == 0
 
 
-def test_a_question_without_an_answer_does_not_keep_a_server_from_ending(start_server: StartServer) -> None:
+def test_unanswered_question_does_not_delay_shutdown(start_server: StartServer) -> None:
     with Predictor(says("9"), hangs) as predictor:
         server = start_server(step_s=0.05, forecast_url=predictor.url, forecast_timeout_s=NEVER, forecast_dir="none")
         with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as stream:

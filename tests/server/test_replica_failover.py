@@ -73,7 +73,7 @@ class World:
         return items
 
 
-async def test_at_whichever_token_the_engine_dies_the_output_is_the_same() -> None:
+async def test_output_is_unchanged_by_engine_death_at_any_token() -> None:
     """Before the first token, after each one, and twice in a row."""
     for tokens in range(10):
         for deaths in (1, 2):
@@ -97,7 +97,7 @@ async def test_at_whichever_token_the_engine_dies_the_output_is_the_same() -> No
 
 
 @pytest.mark.parametrize("caches", [True, False])
-async def test_a_prompt_goes_where_its_beginning_was(caches: bool) -> None:
+async def test_requests_are_routed_by_prefix_affinity(caches: bool) -> None:
     """With what was generated, and of the same salt, while that engine lives; without caching to the least work."""
     world = World(engines=3, ready=replace(READY, caches_prefixes=caches))
 
@@ -129,7 +129,7 @@ async def test_a_prompt_goes_where_its_beginning_was(caches: bool) -> None:
     assert place(firsts[1], "salt") == 0
 
 
-async def test_choices_of_a_prompt_share_its_keys_and_one_engine_needs_none() -> None:
+async def test_choices_share_prefix_keys_and_single_engine_has_none() -> None:
     world, prompt = World(), list(range(100))
     first = world.submit(prompt=prompt)
     second = world.submit(1, prompt, like=first)
@@ -141,7 +141,7 @@ async def test_choices_of_a_prompt_share_its_keys_and_one_engine_needs_none() ->
     assert World(engines=1).submit(prompt=prompt).request.prefix is None
 
 
-async def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:
+async def test_request_finishes_if_engine_dies_after_last_token() -> None:
     world = World()
     world.submit(max_tokens=3)
     home = world.home()
@@ -153,7 +153,7 @@ async def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> 
     assert world.ended == [0]
 
 
-async def test_what_goes_along() -> None:
+async def test_moved_request_keeps_seed_options_and_age() -> None:
     """Seed, priority, what is left of the deadline, the age; prompt scores only while they were not told."""
     world = World()
     params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=2)
@@ -176,7 +176,7 @@ async def test_what_goes_along() -> None:
     assert further.output == PROMPT[:1]
 
 
-async def test_cached_tokens_are_those_of_the_engine_where_the_output_began() -> None:
+async def test_cached_tokens_are_those_of_the_engine_that_began_the_output() -> None:
     world = World(engines=3)
     sequence = world.submit()
     found = []
@@ -190,7 +190,7 @@ async def test_cached_tokens_are_those_of_the_engine_where_the_output_began() ->
     assert found == [16, 32, 32]
 
 
-async def test_seeds_are_drawn_once_and_the_same_every_time() -> None:
+async def test_seeds_are_deterministic_and_distinct() -> None:
     def seeds() -> list[int | None]:
         world = World(engines=1, seed=5)
         for index in range(3):
@@ -203,7 +203,7 @@ async def test_seeds_are_drawn_once_and_the_same_every_time() -> None:
     assert seeds()[3] == 77
 
 
-async def test_words_of_a_dead_engine_count_for_nothing() -> None:
+async def test_messages_of_a_dead_engine_are_ignored() -> None:
     world = World()
     sequence = world.submit()
     first = world.home()
@@ -215,7 +215,7 @@ async def test_words_of_a_dead_engine_count_for_nothing() -> None:
     assert [output.token for output in world.taken()] == PROMPT[:1]
 
 
-async def test_a_request_that_is_given_up_does_not_move() -> None:
+async def test_aborted_request_is_not_moved() -> None:
     world = World()
     sequence = world.submit()
     first = world.home()
@@ -226,7 +226,7 @@ async def test_a_request_that_is_given_up_does_not_move() -> None:
     assert world.client.active == 0
 
 
-async def test_who_waits_for_an_engine_takes_the_first_that_comes() -> None:
+async def test_waiting_requests_run_on_the_first_new_engine() -> None:
     world = World()
     for index in range(4):
         world.submit(index)
@@ -246,7 +246,7 @@ async def test_who_waits_for_an_engine_takes_the_first_that_comes() -> None:
     assert by_index == {index: [PROMPT[n % 4] for n in range(10)] for index in range(4)}
 
 
-async def test_an_engine_that_comes_and_dies_while_others_wait() -> None:
+async def test_new_engine_may_die_while_requests_wait() -> None:
     world = World(engines=1)
     world.submit()
     world.engines[0].step()
@@ -257,7 +257,7 @@ async def test_an_engine_that_comes_and_dies_while_others_wait() -> None:
     assert world.client.active == 1
 
 
-async def test_who_is_given_up_while_it_waits_is_gone() -> None:
+async def test_request_aborted_while_waiting_is_dropped() -> None:
     world = World(engines=1)
     sequence = world.submit()
     world.engines[0].die()
@@ -266,7 +266,7 @@ async def test_who_is_given_up_while_it_waits_is_gone() -> None:
     assert world.new_engine().added == []
 
 
-async def test_patience_has_an_end() -> None:
+async def test_waiting_requests_fail_after_patience_s() -> None:
     world = World(engines=1, patience_s=0.01)
     world.submit()
     world.engines[0].die()
@@ -276,7 +276,7 @@ async def test_patience_has_an_end() -> None:
     assert world.new_engine().added == []
 
 
-async def test_a_deadline_passes_while_waiting() -> None:
+async def test_deadline_applies_while_waiting_for_an_engine() -> None:
     world = World(engines=1)
     world.submit(options=RequestOptions(deadline_s=0.02))
     world.engines[0].die()
@@ -286,7 +286,7 @@ async def test_a_deadline_passes_while_waiting() -> None:
     assert world.client.active == 0
 
 
-async def test_when_there_will_never_be_an_engine_everybody_fails() -> None:
+async def test_all_requests_fail_when_no_engine_can_return() -> None:
     world = World()
     for index in range(3):
         world.submit(index)
@@ -300,7 +300,7 @@ async def test_when_there_will_never_be_an_engine_everybody_fails() -> None:
         world.submit()
 
 
-async def test_work_goes_where_least_is_left() -> None:
+async def test_requests_go_to_engine_with_least_remaining_work() -> None:
     world = World()
     world.submit(0, max_tokens=400)
     long, short = world.engines if world.engines[0].live else world.engines[::-1]
@@ -317,7 +317,7 @@ async def test_work_goes_where_least_is_left() -> None:
 # -- requests that end engines ----------------------------------------------------------------------------------
 
 
-async def test_a_request_is_not_tried_at_a_third_engine() -> None:
+async def test_request_fails_after_crashing_two_engines() -> None:
     world = World(engines=3)
     sequence = world.submit()
     for _ in range(2):
@@ -329,7 +329,7 @@ async def test_a_request_is_not_tried_at_a_third_engine() -> None:
     assert (world.client.alive, world.client.active, world.ended) == (1, 0, [0])
 
 
-async def test_deaths_after_further_tokens_have_an_end_too() -> None:
+async def test_engine_deaths_per_request_are_limited_despite_progress() -> None:
     world = World(engines=9)
     world.submit(max_tokens=100)
     deaths = 0
@@ -341,7 +341,7 @@ async def test_deaths_after_further_tokens_have_an_end_too() -> None:
     assert len(world.taken()) == 8
 
 
-async def test_those_that_ran_beside_each_other_go_on_one_at_a_time() -> None:
+async def test_suspects_of_a_crash_are_retried_one_at_a_time() -> None:
     """The one on trial is to blame; requests that have not begun are not, and wait for none of it."""
     world = World(engines=1)
     sequences = [world.submit(index) for index in range(4)]
@@ -365,7 +365,7 @@ async def test_those_that_ran_beside_each_other_go_on_one_at_a_time() -> None:
     assert sorted(world.ended) == [0, 1, 2, 3, 4]
 
 
-async def test_a_trial_that_waits_in_a_queue_holds_others_up_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queued_trial_delays_other_suspects_for_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crash_isolation, "TRIAL_S", 0.01)
     world = World()
     for index in range(3):
@@ -415,7 +415,7 @@ BODIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[str(number) for number in range(len(BODIES))])
-async def test_clients_notice_nothing(two: Api, body: dict[str, Any]) -> None:
+async def test_responses_are_unchanged_by_engine_deaths(two: Api, body: dict[str, Any]) -> None:
     """Each answer is compared with the undisturbed one: engines die in turn, every few tokens."""
     undisturbed = shown(await two.complete(**body))
     for every in (1, 2, 3):
@@ -467,7 +467,7 @@ async def test_health_and_readiness_count_replicas(two: Api) -> None:
     assert (await two.http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
 
 
-async def test_a_client_that_leaves_takes_its_request_from_wherever_it_is(two: Api) -> None:
+async def test_disconnect_aborts_choices_on_every_engine(two: Api) -> None:
     for engine in two.engines:
         engine.paused = True
     task = asyncio.create_task(two.complete(max_tokens=50, n=4))
@@ -483,7 +483,7 @@ async def test_a_client_that_leaves_takes_its_request_from_wherever_it_is(two: A
     assert not two.engines[1].live
 
 
-async def test_a_request_that_ends_engines_is_not_to_be_retried(two: Api, caplog: pytest.LogCaptureFixture) -> None:
+async def test_request_that_crashes_engines_must_not_be_retried(two: Api, caplog: pytest.LogCaptureFixture) -> None:
     for engine in two.engines:
         engine.paused = True
     task = asyncio.create_task(two.complete())
@@ -501,7 +501,7 @@ async def test_a_request_that_ends_engines_is_not_to_be_retried(two: Api, caplog
     assert re.search(r"cmpl-\w+ is not tried again: engines ended 2 times while they ran it, 2 of them", caplog.text)
 
 
-async def test_while_the_only_engine_hangs_deadlines_hold_and_nothing_is_taken(make_api: MakeApi) -> None:
+async def test_hung_engine_enforces_deadlines_and_rejects_requests(make_api: MakeApi) -> None:
     async with make_api() as api:
         api.engine.paused = True
         response = await api.complete(deadline_ms=50)

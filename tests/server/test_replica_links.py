@@ -62,7 +62,7 @@ def expected(tokens: int) -> list[int]:
     return [PROMPT[n % len(PROMPT)] for n in range(tokens)]
 
 
-async def test_streams_outlive_their_engines(tokenizer_folder: Path) -> None:
+async def test_streams_survive_engine_kills(tokenizer_folder: Path) -> None:
     """Engines are killed at random moments while requests run, once all together."""
     draw = random.Random(3)
     async with local_replicas(tokenizer_folder, 2, step_s=0.005) as replicas:
@@ -96,7 +96,7 @@ async def test_streams_outlive_their_engines(tokenizer_folder: Path) -> None:
         assert float(numbers["skipjoin:requests_moved_total"]) >= 10
 
 
-async def test_death_is_known_at_once_and_others_go_on(tokenizer_folder: Path) -> None:
+async def test_engine_death_is_detected_immediately_and_requests_move(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2) as replicas:
         replicas.keeper.rests = True
         request = asyncio.create_task(generate(replicas, 400))
@@ -110,7 +110,7 @@ async def test_death_is_known_at_once_and_others_go_on(tokenizer_folder: Path) -
         assert not replicas.died.is_set()
 
 
-async def test_a_request_that_ends_engines_fails_alone(tokenizer_folder: Path) -> None:
+async def test_request_that_crashes_engines_fails_alone(tokenizer_folder: Path) -> None:
     """At the second engine, with all that ran beside it going on."""
     async with local_replicas(tokenizer_folder, 2, step_s=0.01) as replicas:
         others = [asyncio.create_task(generate(replicas, 200)) for _ in range(6)]
@@ -121,7 +121,7 @@ async def test_a_request_that_ends_engines_fails_alone(tokenizer_folder: Path) -
         assert 'requests_lost_total{reason="engine_lost"} 1.0' in replicas.metrics.render().decode()
 
 
-async def test_an_engine_that_hangs_is_replaced(tokenizer_folder: Path) -> None:
+async def test_hung_engine_is_replaced(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2, hang_timeout_s=1) as replicas:
         request = asyncio.create_task(generate(replicas, 400))
         await until(lambda: replicas.client.load().running == 1)
@@ -132,7 +132,7 @@ async def test_an_engine_that_hangs_is_replaced(tokenizer_folder: Path) -> None:
         assert await request == expected(400)
 
 
-async def test_slow_is_not_dead(tokenizer_folder: Path) -> None:
+async def test_slow_engine_is_not_declared_dead(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2) as replicas:
         request = asyncio.create_task(generate(replicas, 200))
         await until(lambda: replicas.client.load().running == 1)
@@ -146,7 +146,9 @@ async def test_slow_is_not_dead(tokenizer_folder: Path) -> None:
         assert len(replicas.engines) == 2
 
 
-async def test_an_engine_that_was_given_up_ends(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_declared_dead_exits_when_it_resumes(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A machine that is silent for long is taken for dead; when it speaks again nobody listens."""
     monkeypatch.setattr(link, "SILENCE_S", 2.0)
     async with local_replicas(tokenizer_folder, 2) as replicas:
@@ -161,13 +163,13 @@ async def test_an_engine_that_was_given_up_ends(tokenizer_folder: Path, monkeypa
         await until(lambda: replicas.client.alive == 2)
 
 
-async def test_one_that_cannot_start_is_told(tmp_path: Path) -> None:
+async def test_start_failure_is_reported(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match="there is no folder"):
         async with local_replicas(tmp_path / "nowhere", 2):
             pass
 
 
-async def test_when_nobody_comes_back_the_server_ends(tokenizer_folder: Path, tmp_path: Path) -> None:
+async def test_server_stops_when_no_engine_restarts(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder, folder)
     async with local_replicas(folder, 2) as replicas:
@@ -182,7 +184,7 @@ async def test_when_nobody_comes_back_the_server_ends(tokenizer_folder: Path, tm
         assert replicas.client.dead
 
 
-async def test_while_one_lives_failed_starts_end_nothing(tokenizer_folder: Path, tmp_path: Path) -> None:
+async def test_failed_starts_are_tolerated_while_one_engine_lives(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder, folder)
     async with local_replicas(folder, 2) as replicas:
@@ -195,7 +197,7 @@ async def test_while_one_lives_failed_starts_end_nothing(tokenizer_folder: Path,
         await until(lambda: replicas.client.alive == 2)
 
 
-async def test_progress_of_all_is_told(tokenizer_folder: Path) -> None:
+async def test_progress_of_every_replica_is_reported(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2) as replicas:
         assert {"replica 1: pretending to load", "replica 2: pretending to load"} <= set(replicas.progress)
 
@@ -217,7 +219,7 @@ def try_to_knock(key: ListenerKey) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_strangers_are_not_let_in() -> None:
+async def test_unauthenticated_connections_are_rejected() -> None:
     links: list[EngineLink] = []
     door = EngineListener("127.0.0.1", links.append)
     public, secret = (part.decode() for part in zmq.curve_keypair())
@@ -239,7 +241,7 @@ async def test_strangers_are_not_let_in() -> None:
     door.close()
 
 
-async def test_who_knocks_and_does_not_come_in_is_forgotten(impatient: None) -> None:
+async def test_incomplete_handshake_is_dropped(impatient: None) -> None:
     lost: list[EngineLink] = []
 
     def admit(one: EngineLink) -> None:
@@ -256,7 +258,7 @@ async def test_who_knocks_and_does_not_come_in_is_forgotten(impatient: None) -> 
     door.close()
 
 
-async def test_what_crosses_the_network_cannot_be_read() -> None:
+async def test_links_are_encrypted_at_both_ends() -> None:
     """Either end refuses to speak without encryption, and both speak."""
     links: list[EngineLink] = []
     door = EngineListener("127.0.0.1", links.append)
@@ -272,7 +274,7 @@ async def test_what_crosses_the_network_cannot_be_read() -> None:
     door.close()
 
 
-async def test_an_engine_without_an_api_process_ends(tokenizer_folder: Path) -> None:
+async def test_engine_exits_without_api_process(tokenizer_folder: Path) -> None:
     """Nobody answers at the door: it says so with its exit code."""
     door = EngineListener("127.0.0.1", lambda one: None)
     door.close()

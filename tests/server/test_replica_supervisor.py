@@ -131,9 +131,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 @pytest.mark.parametrize("end", [RayTaskError(GONE), RayError("no words")])
-def test_a_replica_that_ends_is_replaced_at_once(
-    world: World, caplog: pytest.LogCaptureFixture, end: Exception
-) -> None:
+def test_dead_replica_is_replaced_immediately(world: World, caplog: pytest.LogCaptureFixture, end: Exception) -> None:
     one, other = world.actors
     for _ in range(3):
         one.answer()
@@ -149,7 +147,7 @@ def test_a_replica_that_ends_is_replaced_at_once(
     assert len(world.actors) == 3
 
 
-def test_a_replica_that_does_not_answer_is_replaced(world: World) -> None:
+def test_unresponsive_replica_is_replaced(world: World) -> None:
     other = world.actors[1]
     world.check(supervisor._ANSWER_S - 2)
     other.answer()
@@ -160,14 +158,14 @@ def test_a_replica_that_does_not_answer_is_replaced(world: World) -> None:
     assert len(world.actors) == 3
 
 
-def test_time_in_which_the_server_did_not_run_does_not_count(world: World) -> None:
+def test_suspension_of_the_server_does_not_count_as_silence(world: World) -> None:
     world.now += 1000
     world.check(supervisor._ANSWER_S / 2)
     assert len(world.actors) == 2
 
 
 @pytest.mark.parametrize("is_running", [True, False])
-def test_a_replica_on_a_machine_that_is_cut_off_is_replaced_elsewhere(
+def test_replica_on_unreachable_node_is_replaced_on_another_node(
     monkeypatch: pytest.MonkeyPatch, is_running: bool
 ) -> None:
     world = World(monkeypatch, replicas=1)
@@ -184,7 +182,7 @@ def test_a_replica_on_a_machine_that_is_cut_off_is_replaced_elsewhere(
     assert first.labels is None
 
 
-def test_starts_that_fail_are_repeated_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_starts_are_retried_with_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, replicas=1)
     times: list[float] = []
     for _ in range(10):
@@ -204,7 +202,7 @@ def test_starts_that_fail_are_repeated_at_growing_intervals(monkeypatch: pytest.
     assert world.check() is None
 
 
-def test_a_replica_that_waits_for_room_is_in_the_log(
+def test_replica_waiting_for_resources_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(monkeypatch, replicas=1)
@@ -214,7 +212,7 @@ def test_a_replica_that_waits_for_room_is_in_the_log(
     world.bring_up(world.actors[0])
 
 
-def test_a_cluster_that_does_not_answer_is_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_cluster_is_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> list[Node]:
         raise ConnectionError
 
@@ -224,6 +222,6 @@ def test_a_cluster_that_does_not_answer_is_reported(world: World, monkeypatch: p
     assert world.check() == "Ray does not answer: ConnectionError"
 
 
-def test_closing_ends_all(world: World) -> None:
+def test_close_kills_all_replicas(world: World) -> None:
     world.supervisor.close()
     assert world.live == []

@@ -97,14 +97,14 @@ def undisturbed(server: ServerProcess) -> list[dict[int, list[Any]]]:
 
 
 @needs_ray
-def test_no_process_listens_on_an_address_that_other_machines_reach(server: ServerProcess) -> None:
+def test_all_processes_listen_on_loopback_only(server: ServerProcess) -> None:
     processes = [server.api, *server.api.children(recursive=True)]
     assert_only_local(processes, "gcs_server", "raylet", "ray::EngineReplica", server.api.name())
 
 
 @needs_ray
 @pytest.mark.parametrize("what", ["engines", "replica"])
-def test_streams_are_the_same_whatever_is_killed(
+def test_streams_are_unchanged_by_kills(
     server: ServerProcess, undisturbed: list[dict[int, list[Any]]], what: str
 ) -> None:
     until(lambda: alive(server) == 2)
@@ -131,7 +131,7 @@ def test_streams_are_the_same_whatever_is_killed(
 
 
 @needs_ray
-def test_sigterm_drains_and_leaves_nothing(server: ServerProcess) -> None:
+def test_sigterm_drains_and_leaves_no_process(server: ServerProcess) -> None:
     until(lambda: alive(server) == 2)
     readers = [Reader(server.url, CHAT) for _ in range(2)]
     until(lambda: all(reader.events for reader in readers))
@@ -146,7 +146,7 @@ def test_sigterm_drains_and_leaves_nothing(server: ServerProcess) -> None:
 
 
 @needs_ray
-def test_kill_9_of_the_api_process_leaves_nothing(tokenizer_folder: Any) -> None:
+def test_sigkill_of_api_process_leaves_no_process(tokenizer_folder: Any) -> None:
     pytest.importorskip("ray")
     options = ["simulated", str(tokenizer_folder), "0.01", "4096", "512", "replicas=2"]
     server = ServerProcess(options)
@@ -162,7 +162,7 @@ def test_kill_9_of_the_api_process_leaves_nothing(tokenizer_folder: Any) -> None
 # -- without Ray ------------------------------------------------------------------------------------------------
 
 
-def test_without_ray_it_says_what_to_install() -> None:
+def test_missing_ray_error_names_extra_to_install() -> None:
     hide = "import sys; sys.modules['ray'] = None\n"
     program = hide + "from skipjoin.cli import app; app(['serve', 'tally', '--replicas', '2', '--port', '0'])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
@@ -180,7 +180,7 @@ def test_without_ray_it_says_what_to_install() -> None:
         (["--replicas", "2", "--ray-address", "here"], ["--ray-address", "host:port"]),
     ],
 )
-def test_bad_input_is_told_before_anything_is_loaded(options: list[str], words: list[str]) -> None:
+def test_invalid_options_are_rejected_before_loading(options: list[str], words: list[str]) -> None:
     command = [sys.executable, "-c", "from skipjoin.cli import app; app()", "serve", "tally", "--port", "0", *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode in (1, 2)
@@ -192,7 +192,7 @@ def test_bad_input_is_told_before_anything_is_loaded(options: list[str], words: 
 CPU = {"CPU": 4.0}
 
 
-def test_there_must_be_room() -> None:
+def test_replicas_must_fit_cluster_resources() -> None:
     assert check_room(4, Needs(2, "cpu"), [CPU, CPU]) == 0
     with pytest.raises(ClusterError, match=r"replicas must be at most 2: each takes 3 CPU.*4 CPU; 4 CPU; got 3"):
         check_room(3, Needs(3, "cpu"), [CPU, CPU])
@@ -210,7 +210,7 @@ def test_there_must_be_room() -> None:
         check_room(2, Needs(1, "auto", ranks=2), mixed)
 
 
-def test_the_environment_is_left_alone() -> None:
+def test_importing_replicas_does_not_change_environment() -> None:
     """Importing what starts replicas neither imports Ray nor sets anything."""
     code = (
         "import os, sys; before = dict(os.environ); import skipjoin.server.engines.replicas\n"

@@ -134,7 +134,7 @@ async def is_closed(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -
     return True
 
 
-async def test_silence_and_slow_heads_and_bodies_are_ended() -> None:
+async def test_slow_heads_and_bodies_time_out() -> None:
     async with World().serve(head_s=0.2, body_s=0.2, body_bytes_per_s=1000) as world:
         begun = HEAD + b"Content-Length: 100\r\n\r\nabc"
         silent, head, body = await asyncio.gather(*(world.answer(data) for data in (b"", HEAD, begun)))
@@ -146,7 +146,7 @@ async def test_silence_and_slow_heads_and_bodies_are_ended() -> None:
         assert world.refused == {"late": 3}
 
 
-async def test_a_trickle_is_ended_and_a_steady_body_is_not() -> None:
+async def test_trickled_body_times_out_and_steady_body_does_not() -> None:
     async with World().serve(body_s=1.0, body_bytes_per_s=4000) as world:
 
         async def send(piece: bytes) -> bytes:
@@ -164,7 +164,7 @@ async def test_a_trickle_is_ended_and_a_steady_body_is_not() -> None:
         assert trickle.startswith(b"HTTP/1.1 408")
 
 
-async def test_time_in_which_the_server_works_does_not_count() -> None:
+async def test_read_timeouts_pause_while_server_answers() -> None:
     async with World().serve(head_s=0.1, body_s=0.1) as world:
         world.hold.clear()
         reader, writer = await world.connect(GET)
@@ -176,7 +176,7 @@ async def test_time_in_which_the_server_works_does_not_count() -> None:
         assert b"408" in await reader.read()
 
 
-async def test_a_client_that_does_not_read_is_disconnected() -> None:
+async def test_client_that_does_not_read_is_disconnected() -> None:
     async with World(64 * MB).serve(write_s=0.3) as world:
         _, writer = await world.connect(GET)
         writer.transport.pause_reading()
@@ -185,7 +185,7 @@ async def test_a_client_that_does_not_read_is_disconnected() -> None:
         assert world.refused == {"slow_reader": 1}
 
 
-async def test_a_client_that_reads_slowly_gets_all() -> None:
+async def test_slow_reader_gets_whole_response() -> None:
     async with World(8 * MB).serve(write_s=0.6) as world:
         reader, _ = await world.connect(GET)
         got = 0
@@ -195,7 +195,7 @@ async def test_a_client_that_reads_slowly_gets_all() -> None:
         assert world.connections
 
 
-async def test_a_client_that_reads_slower_than_the_kernel_tells_is_kept() -> None:
+async def test_progress_hidden_by_kernel_buffers_does_not_disconnect() -> None:
     """The kernel buffers megabytes, and reports progress when a third of them are read."""
     async with World(16 * MB).serve(write_s=3) as world:
         reader, _ = await world.connect(GET)
@@ -205,7 +205,7 @@ async def test_a_client_that_reads_slower_than_the_kernel_tells_is_kept() -> Non
         assert not world.refused
 
 
-async def test_a_client_that_leaves_is_noticed_with_a_second_request_behind() -> None:
+async def test_disconnect_is_noticed_with_pipelined_request() -> None:
     left = asyncio.Event()
 
     class Endless(World):
@@ -229,7 +229,7 @@ async def test_a_client_that_leaves_is_noticed_with_a_second_request_behind() ->
             await left.wait()
 
 
-async def test_idle_connections_make_way_for_new_ones() -> None:
+async def test_idle_connections_are_closed_for_new_ones() -> None:
     async with World().serve(max_connections=4) as world:
         for _ in range(20):
             await world.connect()
@@ -240,7 +240,7 @@ async def test_idle_connections_make_way_for_new_ones() -> None:
         assert world.refused == {"idle": 18}
 
 
-async def test_health_has_room_where_all_connections_are_busy() -> None:
+async def test_health_is_served_when_all_connections_are_busy() -> None:
     async with World().serve(max_connections=4) as world:
         world.hold.clear()
         busy = [await world.connect(GET) for _ in range(4)]
@@ -276,7 +276,7 @@ async def test_health_has_room_where_all_connections_are_busy() -> None:
     ],
     ids=["trailers", "trailer name", "trailer value", "extension", "zeros", "extensions"],
 )
-async def test_what_is_not_data_of_a_chunked_body_is_bounded(path: bytes, begin: bytes, piece: bytes) -> None:
+async def test_overhead_of_chunked_body_is_limited(path: bytes, begin: bytes, piece: bytes) -> None:
     async with World().serve(body_s=30, linger_bytes=1 << 16) as world:
         world.hold.clear()
         stream = await world.connect(CHUNKED.replace(b"/x", path) + begin)
@@ -334,7 +334,7 @@ async def test_tiny_chunks_cost_a_few_times_their_parsing() -> None:
         assert min(ratios) < 3
 
 
-async def test_a_body_that_breaks_off_is_not_part_of_another() -> None:
+async def test_malformed_body_does_not_leak_into_next_request() -> None:
     async with World().serve() as world:
         assert error_of(await world.answer(CHUNKED + b"5\r\nwrong\r\n5\r\nwrong!"))[0] == b"400"
         await ok(await world.connect(CHUNKED + b"5\r\nright\r\n0\r\n\r\n"))
@@ -344,7 +344,7 @@ async def test_a_body_that_breaks_off_is_not_part_of_another() -> None:
 # -- more than one request ----------------------------------------------------------------------------------------
 
 
-async def test_requests_that_are_sent_ahead_wait_unread() -> None:
+async def test_pipelined_requests_are_read_lazily() -> None:
     async with World().serve() as world:
         world.hold.clear()
         sent = 4000
@@ -358,7 +358,7 @@ async def test_requests_that_are_sent_ahead_wait_unread() -> None:
         assert len(world.ended) == sent
 
 
-async def test_what_is_not_http_does_not_get_into_the_answer_before_it() -> None:
+async def test_invalid_http_does_not_corrupt_previous_response() -> None:
     async with World().serve() as world:
         world.hold.clear()
         stream = await world.connect(GET + b"nonsense\r\n\r\n")
@@ -368,7 +368,7 @@ async def test_what_is_not_http_does_not_get_into_the_answer_before_it() -> None
         assert await is_closed(stream)
 
 
-async def test_the_body_of_a_request_to_change_the_protocol_is_no_request() -> None:
+async def test_body_of_upgrade_request_is_not_parsed_as_request() -> None:
     async with World().serve() as world:
         upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: x\r\n"
         reader, writer = await world.connect(upgrade + b"Content-Length: %d\r\n\r\n" % len(GET))
@@ -384,7 +384,7 @@ async def test_the_body_of_a_request_to_change_the_protocol_is_no_request() -> N
 # -- answers before the request is complete -----------------------------------------------------------------------
 
 
-async def test_a_connection_that_is_answered_early_is_drained_and_closed() -> None:
+async def test_connection_answered_early_is_drained_and_closed() -> None:
     early = HEAD.replace(b"/x", b"/early") + b"Content-Length: 1000000\r\n\r\n"
     async with World().serve(linger_s=1, linger_pause_s=0.3, linger_bytes=MB) as world:
 
@@ -411,7 +411,7 @@ async def test_a_connection_that_is_answered_early_is_drained_and_closed() -> No
 
 
 @pytest.mark.parametrize("client", ["asyncio", "aiohttp"])
-async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(client: str) -> None:
+async def test_rejection_reaches_client_that_sends_all_before_reading(client: str) -> None:
     body = bytes(8 * MB)
 
     async def by_asyncio(world: World, key: bytes) -> int:
@@ -438,7 +438,7 @@ async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(client:
 # -- too many connections -----------------------------------------------------------------------------------------
 
 
-async def test_connections_whose_client_is_to_send_make_way() -> None:
+async def test_connections_awaiting_client_data_are_closed_for_new_ones() -> None:
     begun = HEAD + b"Content-Length: 100\r\n\r\nabc"
     early = HEAD.replace(b"/x", b"/early") + b"Content-Length: 100\r\n\r\n"
     async with World().serve(max_connections=4) as world:
@@ -451,7 +451,7 @@ async def test_connections_whose_client_is_to_send_make_way() -> None:
         await until(lambda: len(world.connections) <= 4)
 
 
-async def test_the_address_with_most_connections_loses_one() -> None:
+async def test_address_with_most_connections_loses_one() -> None:
     async with World().serve(max_connections=40) as world:
         other = await world.connect(GET, "127.0.0.2")
         await ok(other)
@@ -462,7 +462,7 @@ async def test_the_address_with_most_connections_loses_one() -> None:
         await ok(other)
 
 
-async def test_connections_of_an_address_are_bounded() -> None:
+async def test_connections_per_address_are_limited() -> None:
     async with World().serve(max_per_address=4) as world:
         begun = [await world.connect(HEAD + b"Content-Length: 100\r\n\r\n") for _ in range(4)]
         await until(lambda: all(not connection.is_unread for connection in world.connections))
@@ -481,7 +481,7 @@ async def test_connections_of_an_address_are_bounded() -> None:
             await ok(stream)
 
 
-async def test_connections_of_a_key_are_bounded_and_not_those_of_its_address() -> None:
+async def test_authenticated_connections_are_limited_by_key_not_address() -> None:
     async with World(keys=("a", "b")).serve(max_per_address=2, max_per_key=3) as world:
 
         def get(key: bytes) -> bytes:
@@ -507,7 +507,7 @@ async def test_connections_of_a_key_are_bounded_and_not_those_of_its_address() -
             await ok(stream)
 
 
-async def test_connections_of_a_trusted_proxy_count_for_its_clients() -> None:
+async def test_connections_of_trusted_proxy_count_for_its_clients() -> None:
     async with World(proxies=("127.0.0.1",)).serve(max_per_address=2) as world:
 
         def get(client: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""GET /debug/requests: the state of each request, over all replicas. `test_server_door` checks the key."""
+"""GET /debug/requests: the state of each request, over all replicas. `test_server_access` checks the key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state(number: int, **fields: Any) -> RequestState:
     return RequestState(number=number, **{**base, **fields})
 
 
-def test_every_state_and_the_order() -> None:
+def test_request_states_and_order() -> None:
     """Three requests run and one waits. Then two newcomers take slots, and one request is swapped out."""
     eviction = OnCall()
     world = World("fcfs", eviction=lambda: eviction, device_blocks=20, max_seqs=3)
@@ -74,13 +74,13 @@ def test_every_state_and_the_order() -> None:
 
 
 @pytest.mark.anyio
-async def test_there_is_no_route_without_the_flag(make_api: MakeApi) -> None:
+async def test_debug_route_needs_option(make_api: MakeApi) -> None:
     async with make_api() as api:
         assert (await api.http.get("/debug/requests")).status_code == 404
 
 
 @pytest.mark.anyio
-async def test_replicas_that_do_not_answer_are_named(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_replicas_are_listed(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """One answers, with a request that has ended by now besides; one does not; one is lost before it does."""
     monkeypatch.setattr(debug, "TIMEOUT_S", 0.2)
     async with make_api(enable_debug_routes=True, replicas=3, priority_range="0:2") as api:
@@ -118,7 +118,7 @@ async def test_replicas_that_do_not_answer_are_named(make_api: MakeApi, monkeypa
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_forecasts_come_with_requests_and_after_them() -> None:
+def test_forecasts_arrive_with_and_after_requests() -> None:
     """Over the wire; for a request that has ended they come to nothing."""
     loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, 10, 100)
     server = EngineServer(None, 0)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_forecasts_come_with_requests_and_after_them() -> None:
     assert expected(Abort([1])) == expected(Reforecast(1, Forecast(2.0, "learned"))) == [(1.5, "prior")]
 
 
-def test_a_running_server_tells_of_each_request(start_server: StartServer) -> None:
+def test_running_server_lists_every_request(start_server: StartServer) -> None:
     """Twenty requests on a device that holds few of them. Their prompts have no full block, which they could share."""
     learning = {"forecaster": "learned", "forecast_dir": "none"}
     server = start_server(step_s=0.01, blocks=12, enable_debug_routes=True, **learning)
@@ -167,7 +167,7 @@ def show(name: str) -> dict[str, Any]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("keys", [("one", "two", "operator"), ()])
-async def test_a_key_sees_its_own_requests_and_an_operator_all(make_api: MakeApi, keys: tuple[str, ...]) -> None:
+async def test_key_sees_its_own_requests_and_operator_sees_all(make_api: MakeApi, keys: tuple[str, ...]) -> None:
     rights = {owner_of_key(b"operator"): KeyRights(is_operator=True)} if keys else {}
     async with make_api(api_keys=keys, key_rights=rights, enable_debug_routes=True) as api:
         api.engine.paused = True

@@ -23,7 +23,7 @@ import httpx
 import psutil
 import pytest
 from server_worlds import BLOCKS, HERE, ServerProcess, StartServer, simulated_server
-from simulated_engine import GIVEN_UP, HOPELESS, STUCK
+from simulated_engine import HOPELESS, OUT_OF_MEMORY, STUCK
 
 JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
@@ -248,7 +248,12 @@ def test_who_is_given_up_gets_an_error_and_the_others_their_tokens(start_server:
     body = {"prompt": "abc", "max_tokens": 50, "priority": HOPELESS}
     response = httpx.post(f"{server.url}/v1/completions", json=body)
     assert response.status_code == 500
-    assert response.json()["error"] == {"message": GIVEN_UP, "type": "server_error", "param": None, "code": "given_up"}
+    assert response.json()["error"] == {
+        "message": OUT_OF_MEMORY,
+        "type": "server_error",
+        "param": None,
+        "code": "given_up",
+    }
     streamed = Stream(server, **body)
     assert streamed.last() == response.json()
     assert len(streamed.lines) == 4  # with its three tokens

@@ -1,4 +1,4 @@
-"""Endpoints without HTTP: jobs are prepared, run, given up and refused with no request or response around them."""
+"""Endpoints without HTTP: jobs are prepared, run, aborted and rejected without requests or responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skipjoin.server.api.generation import Endpoint
 
 pytestmark = pytest.mark.anyio
 
-# Every endpoint, with a body that takes more than one choice.
+# Every endpoint, with a body that asks for several choices.
 CASES: list[tuple[type[Endpoint[Any]], dict[str, Any]]] = [
     (CompletionEndpoint, {"prompt": ["abcdef", "xyz"], "n": 2, "max_tokens": 8, "seed": 4}),
     (ChatEndpoint, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "n": 2, "logprobs": True}),
@@ -78,11 +78,11 @@ async def test_job_releases_everything_however_it_ends(
         body = body_of(kind, fields)
         job = await endpoint.prepare(body)
         assert api.service.admission.requests == len(job.choices)
-        job.close()  # never run
+        job.close()  # it never ran
         assert api.is_clean()
 
         async with endpoint.run(await endpoint.prepare(body)) as run:
-            await anext(run)  # left half done
+            await anext(run)  # leave before the end
         assert api.is_clean()
         assert not api.engine.live
 
@@ -102,7 +102,7 @@ async def test_job_releases_everything_however_it_ends(
         late = await endpoint.prepare(body, RequestOptions(deadline_s=1.0), arrived=0.0)
         with pytest.raises(ApiError, match="deadline"):
             async with endpoint.run(late):
-                raise AssertionError("it runs")
+                raise AssertionError("an expired job runs")
         assert api.is_clean()
 
 

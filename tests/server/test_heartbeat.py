@@ -1,4 +1,4 @@
-"""Signs of life of an engine process, and what is said of its end."""
+"""Heartbeats of an engine process, and descriptions of its exit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatRea
 
 
 def test_silence_excludes_time_when_reader_did_not_run() -> None:
-    """Not what passed while the reader itself did not run."""
     now = 0.0
     reader = HeartbeatReader(clock=lambda: now)
     os.write(reader.engine_fd, b".")
@@ -27,13 +26,13 @@ def test_silence_excludes_time_when_reader_did_not_run() -> None:
     assert reader.silent_s() == 0
     reader.started()
     now += HEARTBEAT_INTERVAL_S
-    assert reader.silent_s() == HEARTBEAT_INTERVAL_S  # its end is told by others
+    assert reader.silent_s() == HEARTBEAT_INTERVAL_S  # exits are detected elsewhere
     reader.close()
     reader.close()
 
 
 @pytest.mark.parametrize(
-    ("code", "is_out_of_memory", "said"),
+    ("code", "is_out_of_memory", "parts"),
     [
         (7, True, ("exit code 7",)),
         (-signal.SIGKILL, True, ("memory ran out", "SIGKILL", "lower --kv-cache-gib")),
@@ -42,12 +41,12 @@ def test_silence_excludes_time_when_reader_did_not_run() -> None:
         (-signal.SIGUSR2, False, ("SIGUSR2",)),
     ],
 )
-def test_exit_description_names_cause_and_remedy(code: int, is_out_of_memory: bool, said: tuple[str, ...]) -> None:
+def test_exit_description_names_cause_and_remedy(code: int, is_out_of_memory: bool, parts: tuple[str, ...]) -> None:
     text = describe_end(code, is_out_of_memory=is_out_of_memory)
-    assert not [part for part in said if part not in text]
+    assert not [part for part in parts if part not in text]
 
 
 def test_out_of_memory_error_names_remedy() -> None:
-    wanting = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
-    assert all("lower --kv-cache-gib" in describe_error(error) for error in wanting)
+    errors = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+    assert all("lower --kv-cache-gib" in describe_error(error) for error in errors)
     assert describe_error(ValueError("no")) == "ValueError: no"

@@ -1,4 +1,4 @@
-"""The supervisor of replicas over a scripted Ray: which replicas it replaces, when, and what it reports."""
+"""The replica supervisor over a scripted Ray: which replicas it replaces, when, and what it reports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GONE = RuntimeError("the engine process was killed by SIGKILL")
 
 
 class RayError(Exception):
-    """Of a process or machine that has ended."""
+    """Raised for a dead process or node."""
 
 
 class RayTaskError(RayError):
-    """Of a call that raised `cause`."""
+    """Raised for a call that raised `cause`."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class RayTaskError(RayError):
 
 
 class Call:
-    """A call of an actor. answer: set by the test; an exception is raised."""
+    """Call of an actor, whose answer the test sets. An exception as answer is raised."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Call:
 
 
 class Actor:
-    """Records the calls that it gets."""
+    """Actor that records its calls."""
 
     def __init__(self, labels: dict[str, str] | None) -> None:
         self.labels = labels
@@ -59,7 +59,7 @@ class Actor:
 
 
 class World:
-    """A supervisor, its clock, and a Ray that does as it is told."""
+    """Supervisor with a settable clock and a scripted Ray."""
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
 
@@ -100,7 +100,7 @@ class World:
         actor.is_killed = True
 
     def check(self, seconds: float = 0.0) -> str | None:
-        """Check once, and then every `CHECK_S` for this time; return what the last check reported."""
+        """Check once and then every `CHECK_S` for `seconds`, and return the report of the last check."""
         trouble = self.supervisor.check()
         end = self.now + seconds
         while self.now < end:
@@ -122,7 +122,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Two replicas that run on nodes a and b."""
+    """World of two replicas, which run on nodes a and b."""
     made = World(monkeypatch)
     for actor, node in zip(list(made.actors), "ab", strict=True):
         made.bring_up(actor, node)
@@ -130,16 +130,16 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-@pytest.mark.parametrize("end", [RayTaskError(GONE), RayError("no words")])
+@pytest.mark.parametrize("end", [RayTaskError(GONE), RayError("no details")])
 def test_dead_replica_is_replaced_immediately(world: World, caplog: pytest.LogCaptureFixture, end: Exception) -> None:
-    one, other = world.actors
+    first, second = world.actors
     for _ in range(3):
-        one.answer()
-        other.answer()
+        first.answer()
+        second.answer()
         world.check()
-    one.answer(end)
+    first.answer(end)
     assert world.check() is None
-    assert world.live == [other]
+    assert world.live == [second]
     assert ("SIGKILL" if isinstance(end, RayTaskError) else "process, or its machine") in caplog.text
     world.check()
     _, third = world.live

@@ -61,7 +61,7 @@ class StubForecaster:
         assert self.gate.wait(60)
         if self.fails:
             raise RuntimeError("no idea")
-        return Guess(predicted_for(prompt), tuple(prompt), max_tokens)
+        return Guess(forecast_of(prompt), tuple(prompt), max_tokens)
 
     def prior(self, max_tokens: int) -> Forecast:
         return PRIOR
@@ -73,7 +73,7 @@ class StubForecaster:
         return len(self.lessons)
 
 
-def predicted_for(prompt: Sequence[int]) -> Forecast:
+def forecast_of(prompt: Sequence[int]) -> Forecast:
     return Forecast(float(len(prompt)), "learned", (0.0, 0.5, 0.5))
 
 
@@ -101,14 +101,12 @@ async def test_timely_forecast_is_sent_with_the_request(make_api: MakeApi, monke
     async with make_api(ForecastKeeper(forecaster)) as api:
         await api.complete(prompt=["abc", "abcdefgh"], n=2, max_tokens=4)
         await until(lambda: len(forecaster.lessons) == 4)
-        assert [add.forecast for add in api.engine.added] == [predicted_for("abc")] * 2 + [
-            predicted_for("abcdefgh")
-        ] * 2
+        expected = [forecast_of("abc")] * 2 + [forecast_of("abcdefgh")] * 2
+        assert [add.forecast for add in api.engine.added] == expected
         assert not api.engine.reforecasts
         assert forecaster.asked == 2
-        assert {lesson[1:] for lesson in forecaster.lessons} == {
-            (4, False)
-        }  # max_tokens was reached, so the length is censored
+        # max_tokens was reached, so the lengths are censored.
+        assert {lesson[1:] for lesson in forecaster.lessons} == {(4, False)}
         await until(lambda: api.metrics._entries == [4])
         found = await metrics_of(api)
     assert (found["forecasts_total learned"], found["forecasts_total prior"], found["forecasts_late_total"]) == (
@@ -133,10 +131,10 @@ async def test_late_forecast_follows_request_to_its_current_engine(make_api: Mak
         assert not first.reforecasts
         forecaster.gate.set()
         await until(lambda: first.reforecasts)
-        assert [(one.id, one.forecast) for one in first.reforecasts] == [(first.added[0].id, predicted_for("abcdef"))]
+        assert [(one.id, one.forecast) for one in first.reforecasts] == [(first.added[0].id, forecast_of("abcdef"))]
         first.step()
         first.die()
-        assert second.added[0].forecast == predicted_for("abcdef")
+        assert second.added[0].forecast == forecast_of("abcdef")
         second.paused = False
         second.step()
         await task

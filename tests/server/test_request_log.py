@@ -1,4 +1,4 @@
-"""The log: a line for each request, and a time on every line."""
+"""The server log: one line per request, and a timestamp on every line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, object]
 
 
 def logged(api: Api) -> httpx.AsyncClient:
-    """A client of the same application behind the log."""
+    """Return a client of the same application behind the request log."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(RequestLog(api.app)), base_url="http://localhost")
 
 
@@ -57,8 +57,10 @@ async def test_each_request_is_logged_in_one_line(make_api: MakeApi, caplog: pyt
     assert 0 < fields["ttft_s"] <= fields["total_s"] < 60  # type: ignore[operator]
     assert re.fullmatch("[0-9a-f]{8}", str(fields["key"]))
     assert (stream[1]["output_tokens"], stream[1]["reason"], stream[1]["key"]) == (8, "length", fields["key"])
-    told = [(message, one["status"], one["reason"], one["output_tokens"], one["key"]) for message, one in others]
-    assert told == [
+    logged_fields = [
+        (message, one["status"], one["reason"], one["output_tokens"], one["key"]) for message, one in others
+    ]
+    assert logged_fields == [
         ("POST /v1/completions", 400, "bad_request", None, fields["key"]),
         ("POST /v1/completions", 404, "model_not_found", None, fields["key"]),
         ("POST /v1/completions", 401, "unauthorized", None, None),
@@ -99,7 +101,7 @@ def test_record_is_one_text_line_or_one_json_object() -> None:
 
 
 def test_every_server_log_line_has_a_timestamp(start_server: StartServer) -> None:
-    """Those of the engine's process, too, whose settings come by the environment."""
+    """Engine processes get their log settings through the environment."""
     server = start_server(log_format="json", timeline="/dev/full")
     httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
     server.stop()

@@ -243,7 +243,7 @@ def test_every_forecast_source_has_a_metric_label() -> None:
     assert seen | {"url"} == set(FORECAST_SOURCES)
 
 
-# -- saved state -----------------------------------------------------------------------------------------------
+# -- saved state ------------------------------------------------------------------------------------------------
 
 
 class Disk:

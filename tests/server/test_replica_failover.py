@@ -314,7 +314,7 @@ async def test_requests_go_to_engine_with_least_remaining_work() -> None:
     assert len(long.live) == 5
 
 
-# -- requests that crash engines ----------------------------------------------------------------------------------
+# -- requests that crash engines --------------------------------------------------------------------------------
 
 
 async def test_request_fails_after_crashing_two_engines() -> None:

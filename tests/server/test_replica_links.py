@@ -202,7 +202,7 @@ async def test_progress_of_every_replica_is_reported(tokenizer_folder: Path) -> 
         assert {"replica 1: pretending to load", "replica 2: pretending to load"} <= set(replicas.progress)
 
 
-# -- the listener ---------------------------------------------------------------------------------------------------
+# -- the listener -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Keys, sizes and tricks with paths: at the application, and on the wire."""
+"""API keys, size limits and attempts to bypass them, at the application and on the wire."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ async def test_large_bodies_are_413_with_or_without_length(make_api: MakeApi) ->
         body = json.dumps({"prompt": "x" * 1000}).encode()
         assert (await api.http.post("/v1/completions", content=body, headers=JSON)).status_code == 413
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def parts() -> AsyncIterator[bytes]:
             for start in range(0, len(body), 100):
                 yield body[start : start + 100]
 
-        response = await api.http.post("/v1/completions", content=pieces(), headers=JSON)
+        response = await api.http.post("/v1/completions", content=parts(), headers=JSON)
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "request_too_large"
         assert api.is_clean()
@@ -130,14 +130,14 @@ async def test_large_headers_are_431(make_api: MakeApi) -> None:
 
 
 def exchange(server: ServerProcess, request: bytes) -> bytes:
-    """What the server answers to these bytes until it closes, or falls silent."""
+    """Send the bytes and return the answer until the server closes or pauses for two seconds."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=2) as connection:
         answer = b""
         try:
             connection.sendall(request)
-            while piece := connection.recv(65536):
-                answer += piece
+            while data := connection.recv(65536):
+                answer += data
         except (TimeoutError, ConnectionError):
             pass
         return answer
@@ -182,7 +182,7 @@ def test_metrics_port_needs_no_key_and_reports_memory(locked: ServerProcess) -> 
     assert not url.startswith(locked.url)
     for name, process in (("api", locked.api), ("engine", locked.engine)):
         head = f"skipjoin:{name}_resident_memory_bytes "
-        for _ in range(600):  # an engine tells once a second
+        for _ in range(600):  # engines report once a second
             (found,) = (line for line in httpx.get(url).text.splitlines() if line.startswith(head))
             if (resident := float(found.removeprefix(head))) > 0:
                 break
@@ -200,7 +200,7 @@ def test_metrics_port_needs_no_key_and_reports_memory(locked: ServerProcess) -> 
     ids=["one header", "many headers", "target"],
 )
 def test_oversized_request_heads_are_rejected(server: ServerProcess, head: bytes) -> None:
-    """A head of a megabyte and no end to it: answered or dropped, not collected."""
+    """An unfinished head of a megabyte is rejected or dropped, not buffered."""
     answer = exchange(server, head)
     assert answer == b"" or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
     assert httpx.get(f"{server.url}/health").status_code == 200

@@ -1,4 +1,4 @@
-"""The API over a scripted engine: what clients send, what they get, what is left behind."""
+"""The API over a scripted engine: requests, responses, errors and cleanup."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The JSON of a stream's events, and the string "[DONE]"."""
+    """Return a stream's events as parsed JSON, and "[DONE]" as a string."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     found = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -55,7 +55,7 @@ async def until(condition: Any) -> None:
         if condition():
             return
         await asyncio.sleep(0.002)
-    raise AssertionError("it did not come to be")
+    raise AssertionError("the condition does not become true")
 
 
 # -- completions ------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ async def test_prompts_may_be_token_ids(api: Api) -> None:
 
 
 async def test_echo_with_logprobs_scores_the_prompt(api: Api) -> None:
-    """What lm-evaluation-harness asks for: one generated token after the scored prompt."""
+    """lm-evaluation-harness asks for one generated token after the scored prompt."""
     ids = api.service.tokenizer.encode("abc")
     choice = (await api.complete(prompt=ids, echo=True, logprobs=1, max_tokens=1)).json()["choices"][0]
     assert choice["text"] == "abca"
@@ -138,7 +138,7 @@ async def test_echo_with_logprobs_scores_the_prompt(api: Api) -> None:
     assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.5]
     assert logprobs["text_offset"] == [0, 1, 2, 3]
     assert logprobs["top_logprobs"][0] is None
-    assert len(logprobs["top_logprobs"][1]) == 2  # the likeliest, and the one that stands there
+    assert len(logprobs["top_logprobs"][1]) == 2  # the most likely token and the actual one
     assert logprobs["top_logprobs"][1]["b"] == -0.25
 
 
@@ -154,7 +154,7 @@ async def test_echo_comes_first_in_stream(api: Api) -> None:
     assert "".join(event["choices"][0]["text"] for event in found[:-1]) == "abcab"
 
 
-# -- ends -------------------------------------------------------------------------------------------------------
+# -- finish reasons ---------------------------------------------------------------------------------------------
 
 
 async def test_stop_string_truncates_text_and_aborts_request(api: Api) -> None:
@@ -195,7 +195,7 @@ async def test_stop_tokens_are_shown_only_on_request(api: Api) -> None:
 
 async def test_multibyte_characters_are_never_split(api: Api) -> None:
     found = events(await api.complete(prompt="é€😀", max_tokens=9, stream=True))
-    # The first token is half a character: its event has no text, and comes at once.
+    # The first token is half a character; its event has no text and is not delayed.
     assert [event["choices"][0]["text"] for event in found[:-1]] == ["", "é", "€", "😀"]
 
 
@@ -246,26 +246,26 @@ async def test_deadline_from_header_body_and_default(make_api: MakeApi) -> None:
 
 
 async def test_slo_from_body_header_and_default(make_api: MakeApi) -> None:
-    """Each on its own: what the body says counts more than the header, and that more than the server's default."""
+    """For each objective the body overrides the header, which overrides the server's default."""
     headers = {"x-slo-ttft-ms": "150", "x-slo-tpot-ms": "12.5"}
     async with make_api(slo_ttft_ms=90, slo_jct_ms=7000) as api:
-        for some in ({}, headers, {"x-slo-jct-ms": "3e3"}):
-            await api.http.post("/v1/completions", json={"prompt": "a", "slo": {"tpot_ms": 5}}, headers=some)
+        for given in ({}, headers, {"x-slo-jct-ms": "3e3"}):
+            await api.http.post("/v1/completions", json={"prompt": "a", "slo": {"tpot_ms": 5}}, headers=given)
         assert [add.options.target for add in api.engine.added] == [
             Target(0.09, 0.005, 7.0),
             Target(0.15, 0.005, 7.0),
             Target(0.09, 0.005, 3.0),
         ]
     async with make_api() as api:
-        await check_objectives_of(api, headers)
+        await check_slo_precedence(api, headers)
 
 
-async def check_objectives_of(api: Api, headers: dict[str, str]) -> None:
+async def check_slo_precedence(api: Api, headers: dict[str, str]) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}]}
     await api.complete()
     for slo in ({}, {"ttft_ms": 40, "jct_ms": 2500.5}):
-        for path, what in (("completions", {"prompt": "a"}), ("chat/completions", chat)):
-            body = {**what, "max_tokens": 2, "slo": slo}
+        for path, content in (("completions", {"prompt": "a"}), ("chat/completions", chat)):
+            body = {**content, "max_tokens": 2, "slo": slo}
             assert (await api.http.post(f"/v1/{path}", json=body, headers=headers)).status_code == 200
     none, first, second, third, fourth = (add.options.target for add in api.engine.added)
     assert none == NO_TARGET
@@ -301,9 +301,9 @@ async def test_service_tier_sets_class_and_slo_and_is_returned(
     }
     tier = {} if asked is None else {"service_tier": asked}
     async with make_api(**defaults) as api:
-        for post, is_told in ((api.chat, True), (api.complete, asked is not None)):
+        for post, is_returned in ((api.chat, True), (api.complete, asked is not None)):
             found = [(await post(**tier)).json(), *events(await post(**tier, n=2, stream=True))[:-1]]
-            assert [event.get("service_tier") for event in found] == [served if is_told else None] * len(found)
+            assert [event.get("service_tier") for event in found] == [served if is_returned else None] * len(found)
         assert [add.options for add in api.engine.added] == [options] * 6
 
 
@@ -323,17 +323,17 @@ async def test_flex_request_ignores_latency_slo_headers(api: Api) -> None:
 async def test_slo_must_be_within_configured_bounds(make_api: MakeApi, name: str) -> None:
     async def statuses(api: Api, value: float) -> list[int]:
         header = {f"x-slo-{name}-ms": str(value)}
-        one = await api.http.post("/v1/completions", json={"prompt": "a"}, headers=header)
-        two = await api.complete(slo={f"{name}_ms": value})
-        for response, field in ((one, f"x-slo-{name}-ms"), (two, f"slo.{name}_ms")):
+        by_header = await api.http.post("/v1/completions", json={"prompt": "a"}, headers=header)
+        by_body = await api.complete(slo={f"{name}_ms": value})
+        for response, field in ((by_header, f"x-slo-{name}-ms"), (by_body, f"slo.{name}_ms")):
             if response.status_code == 400:
                 error = error_of(response, 400)
                 assert error["param"] == field
                 assert error["message"] == f"{field} must be a number in [50, 2000]"
-        return [one.status_code, two.status_code]
+        return [by_header.status_code, by_body.status_code]
 
     async with make_api(**{f"min_slo_{name}_ms": 50.0, f"max_slo_{name}_ms": 2000.0, f"slo_{name}_ms": 9.0}) as api:
-        assert (await api.complete()).status_code == 200  # the operator's own default
+        assert (await api.complete()).status_code == 200  # the default may be out of bounds
         found = [await statuses(api, value) for value in (49.9, 50, 2000, 2000.1)]
     assert found == [[400] * 2, [200] * 2, [200] * 2, [400] * 2]
     async with make_api() as api:
@@ -417,7 +417,7 @@ async def test_chat_without_max_tokens_may_fill_context(api: Api) -> None:
     assert body["usage"]["completion_tokens"] == 3
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------
+# -- rejected requests ------------------------------------------------------------------------------------------
 
 BAD_COMPLETIONS = [
     ({"prompt": ""}, "prompt"),
@@ -626,19 +626,19 @@ async def test_request_cap_returns_429_with_retry_after(make_api: MakeApi) -> No
 async def test_full_queue_rejects_before_tokenizing_with_retry_after(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ten times as many requests as there are places the others are refused at once (users.md 4.4, 21)."""
+    """With ten times as many requests as slots, the excess is rejected immediately."""
     async with make_api(max_queued_requests=4) as api:
         api.engine.paused = True
         admitted = [asyncio.create_task(api.complete()) for _ in range(4)]
         await until(lambda: len(api.engine.live) == 4)
-        monkeypatch.setattr(api.service, "encode", None)  # it is not called
+        monkeypatch.setattr(api.service, "encode", None)  # must not be called
         seconds = []
         for _ in range(36):
             begin = time.process_time()
-            refused = await api.complete(prompt="long " * 1000)
+            rejected = await api.complete(prompt="long " * 1000)
             seconds.append(time.process_time() - begin)
-            assert error_of(refused, 429)["code"] == "queue_full"
-            assert int(refused.headers["Retry-After"]) == 1
+            assert error_of(rejected, 429)["code"] == "queue_full"
+            assert int(rejected.headers["Retry-After"]) == 1
         assert statistics.median(seconds) < max_stall_s()
         api.engine.paused = False
         assert [(await task).status_code for task in admitted] == [200] * 4
@@ -651,8 +651,8 @@ async def test_token_cap_counts_waiting_requests_only(make_api: MakeApi) -> None
         await until(lambda: api.engine.live)
         error_of(await api.complete(prompt=[1] * 60), 429)
         assert error_of(await api.complete(prompt=[1] * 101), 400)["param"] == "prompt"
-        error_of(await api.complete(prompt="z" * 60), 429)  # a token each, of which four bytes are estimated to be one
-        api.engine.step()  # the first one runs, and no longer waits
+        error_of(await api.complete(prompt="z" * 60), 429)  # 60 tokens; the estimate of four bytes per token is too low
+        api.engine.step()  # the first request now runs and no longer waits
         second = asyncio.create_task(api.complete(prompt=[1] * 60))
         await until(lambda: len(api.engine.live) == 2)
         api.engine.paused = False
@@ -663,7 +663,7 @@ async def test_token_cap_counts_waiting_requests_only(make_api: MakeApi) -> None
 async def test_disconnect_during_tokenization_leaves_nothing(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it closes the connection, which is seen when its job begins, or the server gives its request up."""
+    """Either the client disconnects, which is seen when its job starts, or the server cancels the request."""
     async with make_api() as api:
         began, go = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
@@ -679,7 +679,7 @@ async def test_disconnect_during_tokenization_leaves_nothing(
         head = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": head, "query_string": b""}
         scope |= {"http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}
-        for is_given_up in (True, False):
+        for is_cancelled in (True, False):
             messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
             sent: list[Any] = []
 
@@ -694,13 +694,13 @@ async def test_disconnect_during_tokenization_leaves_nothing(
             task = asyncio.create_task(api.app(dict(scope), receive, send))
             await began.wait()
             assert api.service.admission.requests == 1
-            if is_given_up:
+            if is_cancelled:
                 task.cancel()
                 await asyncio.wait([task])
                 assert api.is_clean()
             go.set()
             await asyncio.wait([task])
-            assert [one["status"] for one in sent if "status" in one] == ([] if is_given_up else [499])
+            assert [one["status"] for one in sent if "status" in one] == ([] if is_cancelled else [499])
             assert api.is_clean()
         assert api.engine.aborted == [add.id for add in api.engine.added]
 
@@ -718,7 +718,7 @@ async def test_drain_rejects_new_requests_and_finishes_running_ones(make_api: Ma
         assert (await task).status_code == 200
 
 
-# -- the rest ---------------------------------------------------------------------------------------------------
+# -- other routes and settings ----------------------------------------------------------------------------------
 
 
 async def test_request_ids_are_sanitized_echoed_and_unique(api: Api) -> None:
@@ -760,7 +760,7 @@ async def test_api_keys_have_their_own_priority_range_and_tiers(make_api: MakeAp
             headers = {"Authorization": f"Bearer {key}"}
             return api.http.post("/v1/completions", json={"prompt": "a", **body}, headers=headers)
 
-        for key, priority, refusal in (
+        for key, priority, reason in (
             ("all", -1, None),
             ("all", 1, f"must be 0 or an integer in [-1, 0] {server}, got 1"),
             ("low", 5, None),
@@ -771,12 +771,12 @@ async def test_api_keys_have_their_own_priority_range_and_tiers(make_api: MakeAp
             ("nine", -8, f"must be 0 or an integer in [-9, -9] {own}, got -8"),
         ):
             answer = await complete(key, priority=priority)
-            if refusal is None:
+            if reason is None:
                 assert answer.status_code == 200
                 assert api.engine.added[-1].options.priority == priority
             else:
                 error = error_of(answer, 400)
-                assert (error["param"], error["message"]) == ("priority", f"priority {refusal}")
+                assert (error["param"], error["message"]) == ("priority", f"priority {reason}")
         for key in ("all", "none"):
             assert (await complete(key, service_tier="priority")).status_code == 200
         error = error_of(await complete("low", service_tier="priority"), 400)

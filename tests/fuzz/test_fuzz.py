@@ -1,4 +1,4 @@
-"""Half a minute of `make fuzz`, and whether its checks notice what they are for."""
+"""A short run of `make fuzz`, and tests that its checks detect failures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_all_endpoints_are_fuzzed(tmp_path: Path) -> None:
     assert len(paths) > 15
 
 
-# -- do the checks notice? ----------------------------------------------------------------------------------------
+# -- tests of the checks ------------------------------------------------------------------------------------------
 
 ID = {"x-request-id": "a"}
 JSON = {**ID, "content-type": "application/json"}
@@ -61,7 +61,7 @@ ERROR = json.dumps({"error": {"message": "m", "type": "t", "param": None, "code"
 BUSY = ERROR.replace(b'"c"', b'"too_many_connections"')
 
 
-def trouble(status: int, headers: dict[str, str], body: bytes, **case: object) -> str | None:
+def failure_of(status: int, headers: dict[str, str], body: bytes, **case: object) -> str | None:
     answer = Answer(status, headers, body, is_complete=True)
     return wrong_with(Case("any", (), **case), answer, is_last=True)  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ def trouble(status: int, headers: dict[str, str], body: bytes, **case: object) -
     ],
 )
 def test_valid_answers_pass(status: int, headers: dict[str, str], body: bytes) -> None:
-    assert trouble(status, headers, body) is None
+    assert failure_of(status, headers, body) is None
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_valid_answers_pass(status: int, headers: dict[str, str], body: bytes) -
 def test_invalid_answers_are_detected(
     status: int, headers: dict[str, str], body: bytes, case: dict[str, object]
 ) -> None:
-    assert trouble(status, headers, body, **case) is not None
+    assert failure_of(status, headers, body, **case) is not None
 
 
 def test_errors_in_the_log_are_detected() -> None:

@@ -204,7 +204,7 @@ class Rehearsal:
         _until(lambda: not self._ranks(THERE), START_S, "the old rank exits")
         gone = time.monotonic()
         self.say(f"the old rank on the second machine exited {gone - cut:.1f} s after the cut")
-        _until(lambda: bool(server.lines("are back")), START_S, "the ranks are ready")
+        _until(lambda: bool(server.lines("the ranks were restarted")), START_S, "the ranks are ready")
         ready = time.monotonic()
         self.say(f"all ranks run on the first machine, {ready - detected:.1f} s later")
         found = [stream.result() for stream in streams]

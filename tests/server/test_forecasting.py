@@ -33,7 +33,7 @@ PRIOR = Forecast(30.0, "prior")
 class Guess(NamedTuple):
     forecast: Forecast
     prompt: tuple[int, ...] = ()
-    max_tokens: int = 99
+    most: int = 99
 
     @property
     def interval(self) -> tuple[float, float]:

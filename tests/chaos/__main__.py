@@ -1,4 +1,4 @@
-"""Rounds of chaos on this machine: `python -m chaos --help`."""
+"""Run rounds of chaos on this machine: `python -m chaos --help`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chaos.plan import WORLDS, Round, plan
 
 
 def rounds(seed: int, first: int, count: int | None, minutes: float, worlds: Collection[str]) -> Iterator[Round]:
-    """Rounds of these worlds from the first on: so many, or as many as begin in time."""
+    """Yield rounds of these worlds from the first on: `count` of them, or None for as many as begin in time."""
     end = time.monotonic() + 60 * minutes
     possible = (this for this in (plan(seed, number) for number in itertools.count(first)) if this.world.name in worlds)
     for this in itertools.islice(possible, count):
@@ -24,11 +24,11 @@ def rounds(seed: int, first: int, count: int | None, minutes: float, worlds: Col
 
 
 def main() -> int:
-    """1 if a round found something."""
+    """Return 1 if a round found a failure."""
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--seed", type=int, help="of all rounds (default: a new one)")
     parser.add_argument("--round", type=int, default=0, help="the first one (default: 0)")
-    parser.add_argument("--rounds", type=int, help="how many (default: as many as begin in --minutes)")
+    parser.add_argument("--rounds", type=int, help="number of rounds (default: as many as begin in --minutes)")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--world", action="append", help="only rounds of this kind of server; may be repeated")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Requests to the built-in model whose outputs are functions of the request: greedy ones and seeded ones."""
+"""Requests to the built-in model with deterministic outputs: greedy and seeded ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SIZE = 60
-# Tokens of the longest prompt, which is one of token ids, and of the longest output.
+# Number of tokens of the longest prompt, which consists of token ids, and of the longest output.
 LONGEST_PROMPT, LONGEST_OUTPUT = 240, 140
-# Tokens that stand for single bytes and numbers; special ones lie above.
+# Tokens of single bytes and numbers, which lie below the special ones.
 _IDS = range(32, 500)
 
 
 class Entry(NamedTuple):
-    """A request without the fields that change no token. choices: answers that it gets."""
+    """Request with the fields that affect its tokens."""
 
     path: str
     body: dict[str, Any]
@@ -26,12 +26,12 @@ class Entry(NamedTuple):
 
     @property
     def max_tokens(self) -> int:
-        """Of all choices together."""
+        """Maximum number of output tokens over all choices."""
         return self.choices * int(self.body["max_tokens"])
 
 
 def entry(number: int) -> Entry:
-    """The request of this number, below `SIZE`."""
+    """Return the request of a number below `SIZE`."""
     draw = random.Random(f"catalog/{number}")
     path = (CHAT, COMPLETIONS)[number % 2]
     body = {"max_tokens": draw.randint(4, LONGEST_OUTPUT), **_prompt(path, draw), **_sampling(draw)}
@@ -47,7 +47,7 @@ def entry(number: int) -> Entry:
 
 
 def numbers(path: str) -> Sequence[int]:
-    """The requests of one path."""
+    """Return the numbers of the requests to one path."""
     return [number for number in range(SIZE) if entry(number).path == path]
 
 

@@ -1,4 +1,4 @@
-"""What must hold after a round. Each check returns what does not, in words; nothing if all is well."""
+"""Checks after a round. Each returns or yields a description of every failure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from chaos.faults import Fault
 from chaos.plan import Ask
 from chaos.served import IDLE_S, Metrics, Served
 
-# Text and reason of each choice, by the number of the catalog's entry.
+# Text and finish reason of each choice, by number of the catalog's entry.
 References = Mapping[int, Mapping[int, tuple[str, str]]]
-# Descriptors that a server may have open beyond those of its first rest: connections that are being closed, a thread
-# that has begun, a file of the database.
+# Number of descriptors that an idle server may have open beyond those when it was first idle: closing connections,
+# new threads and database files.
 _SLACK = {"api descriptors": 6, "engine 0 descriptors": 2, "engine 1 descriptors": 2}
-# Samples that are 0 at rest, with all their labels.
-_AT_REST = (
+# Metrics that are 0 when the server is idle.
+_IDLE_METRICS = (
     "num_requests_running",
     "num_requests_waiting",
     "num_requests_swapped",
@@ -34,80 +34,84 @@ _ADMITTED_ERRORS = ("deadline_exceeded", "request_failed", "engine_dead", "no_re
 
 
 def answers(outcomes: Sequence[Outcome], references: References, fault: Fault) -> Iterator[str]:
-    """Every request ended right, or with one error that the round allows, and what it got is the reference's."""
+    """Check that each request completed or failed as the fault allows, and that its text matches the reference."""
     for outcome in outcomes:
-        trouble = outcome.wrong or _end(outcome, fault) or _texts(outcome, references[outcome.ask.number])
-        if trouble is not None:
-            yield f"{trouble}: {outcome}"
+        failure = outcome.wrong or _end(outcome, fault) or _texts(outcome, references[outcome.ask.number])
+        if failure is not None:
+            yield f"{failure}: {outcome}"
 
 
 def _end(outcome: Outcome, fault: Fault) -> str | None:
     if outcome.is_complete or outcome.has_left:
         return None
     if outcome.cut is not None:
-        return None if fault.cuts else "the connection broke off"
+        return None if fault.cuts else "the connection was closed"
     allowed = fault.errors | {"queue_full"}
     if "deadline_ms" in outcome.ask.extra:
         allowed |= {"deadline_exceeded"}
-    return None if outcome.error in allowed else "an error that nothing explains"
+    return None if outcome.error in allowed else "the fault does not explain the error"
 
 
 def _texts(outcome: Outcome, reference: Mapping[int, tuple[str, str]]) -> str | None:
     for index, choice in outcome.choices.items():
         text, reason = reference[index]
         if choice.reason is not None and (choice.text, choice.reason) != (text, reason):
-            return f"choice {index} differs from the reference: {choice} in place of {(text, reason)}"
+            return f"choice {index} differs from the reference: {choice} instead of {(text, reason)}"
         if not text.startswith(choice.text):
-            return f"choice {index} is no beginning of the reference: {choice} of {text!r}"
+            return f"choice {index} is no prefix of the reference: {choice} of {text!r}"
     return None
 
 
 def batch(lines: Sequence[int], found: Any, references: References) -> Iterator[str]:
-    """found: the lines of the output file. Every line is answered once, with the reference's text."""
+    """Check that every line has exactly one answer, which matches the reference.
+
+    Args:
+        found: Lines of the output file.
+    """
     if sorted(one["custom_id"] for one in found) != sorted(str(index) for index in range(len(lines))):
-        yield f"of {len(lines)} lines there are {[one['custom_id'] for one in found]}"
+        yield f"of {len(lines)} lines the output has {[one['custom_id'] for one in found]}"
         return
     for one in found:
         number = lines[int(one["custom_id"])]
         outcome = as_outcome(number, one["response"]["body"])
-        trouble = outcome.wrong or _texts(outcome, references[number])
-        if trouble is not None:
-            yield f"line {one['custom_id']} of the batch: {trouble}"
+        failure = outcome.wrong or _texts(outcome, references[number])
+        if failure is not None:
+            yield f"line {one['custom_id']} of the batch: {failure}"
 
 
 def as_outcome(number: int, body: Any) -> Outcome:
-    """An answer that is not streamed, of an entry of the catalog."""
+    """Return the outcome of an unstreamed answer to an entry of the catalog."""
     outcome = Outcome(Ask(number, {"stream": False}, "read", 0, 0.0), 200)
     take_whole(outcome, body)
     return outcome
 
 
-# -- the server at rest -------------------------------------------------------------------------------------------
+# -- the idle server ----------------------------------------------------------------------------------------------
 
 
-async def rest(served: Served) -> list[str]:
-    """No request, block or line is left, and nothing more is open than at the first rest."""
+async def idle(served: Served) -> list[str]:
+    """Wait until no requests, blocks or lines remain and no more descriptors are open than at the first call."""
     end = time.monotonic() + IDLE_S
-    while (found := await _unrest(served)) and time.monotonic() < end:
+    while (found := await _busy(served)) and time.monotonic() < end:
         await asyncio.sleep(0.1)
-    if served.resting is None and not found:
-        served.resting = served.held()
+    if served.idle_usage is None and not found:
+        served.idle_usage = served.usage()
     return found
 
 
-async def _unrest(served: Served) -> list[str]:
+async def _busy(served: Served) -> list[str]:
     status, load = await served.get("/load")
     if status != 200:
         return [f"/load answers {status}"]
     found = [f"/load: {name} is {value}" for name, value in load.items() if value]
     status, live = await served.get("/debug/requests")
-    found += [f"live request {one}" for one in live["requests"]]
+    found += [f"live request {request}" for request in live["requests"]]
     for name, value in (await served.metrics()).items():
-        if value and name.partition("/")[0] in _AT_REST:
+        if value and name.partition("/")[0] in _IDLE_METRICS:
             found.append(f"metric {name} is {value:g}")
-    if served.resting is not None:
-        for name, value in served.held().items():
-            if value > (usual := served.resting.get(name, value)) + _SLACK.get(name, 0):
+    if served.idle_usage is not None:
+        for name, value in served.usage().items():
+            if value > (usual := served.idle_usage.get(name, value)) + _SLACK.get(name, 0):
                 found.append(f"{value} {name}, at first {usual}")
     return found
 
@@ -118,37 +122,45 @@ async def _unrest(served: Served) -> list[str]:
 def metrics(
     before: Metrics, after: Metrics, outcomes: Sequence[Outcome], lines: Sequence[Outcome], fault: Fault
 ) -> Iterator[str]:
-    """What the server counted in a round is what clients saw. lines: answers of the batch."""
+    """Check that the server's counts in a round match what clients saw.
+
+    Args:
+        lines: Answers of the batch.
+    """
     complete = [one for one in (*outcomes, *lines) if one.is_complete]
-    open_ended = [one for one in outcomes if not one.is_complete]
-    done, unsure = sum(_choices(one) for one in complete), sum(_choices(one) for one in open_ended)
-    # One whose output a stop string ended may meet its deadline at the engine, before that is told of the end.
+    incomplete = [one for one in outcomes if not one.is_complete]
+    done, unknown = sum(_choices(one) for one in complete), sum(_choices(one) for one in incomplete)
+    # After a stop string the deadline may still expire in the engine before the abort reaches it.
     late = sum(_choices(one) for one in complete if "deadline_ms" in one.ask.extra and "stop" in _entry(one).body)
     tokens = sum(one.tokens for one in complete)
-    # A request that ended early may have had all its tokens in the engine, one with a stop string a few more.
-    max_tokens = tokens + sum(_entry(one).max_tokens for one in open_ended)
+    # The engine may have generated more tokens than the client saw, up to the maximum.
+    max_tokens = tokens + sum(_entry(one).max_tokens for one in incomplete)
     max_tokens += sum(_entry(one).max_tokens - one.tokens for one in complete if "stop" in _entry(one).body)
     refused = sum(one.error == "queue_full" for one in outcomes)
     silent = sum(one.has_left or one.cut is not None for one in outcomes)
-    for what, value, least, most in (
+    for name, value, low, high in (
         (
             "ends by stop or length",
             grown(before, after, "request_success_total", "stop", "length"),
             done - late,
-            done + unsure,
+            done + unknown,
         ),
-        ("ends", grown(before, after, "request_success_total"), done, done + unsure),
+        ("ends", grown(before, after, "request_success_total"), done, done + unknown),
         ("tokens", grown(before, after, "generation_tokens_total"), tokens, max_tokens),
         ("refusals", grown(before, after, "admission_rejected_total", "requests", "tokens"), refused, refused + silent),
         ("blocks that leaked", grown(before, after, "kv_blocks_recovered_total"), 0, 0),
         ("lines", grown(before, after, "batch_lines_ended_total"), len(lines), len(lines)),
     ):
-        if not (0 if fault.loses_counts else least) <= value <= most:
-            yield f"the server counted {value:g} {what}, clients saw {least:g} to {most:g}"
+        if not (0 if fault.loses_counts else low) <= value <= high:
+            yield f"the server counted {value:g} {name}, clients saw {low:g} to {high:g}"
 
 
 def grown(before: Metrics, after: Metrics, metric: str, *labels: str) -> float:
-    """By how much a counter grew. labels: the last one of the samples that count; none: all count."""
+    """Return by how much a counter grew.
+
+    Args:
+        labels: Values of the last label that count, or none for all.
+    """
     return sum(
         value - before.get(name, 0)
         for name, value in after.items()
@@ -165,5 +177,5 @@ def _choices(outcome: Outcome) -> int:
 
 
 def parse_lines(text: str) -> list[Any]:
-    """The lines of a file of answers."""
+    """Parse the lines of an output file."""
     return [json.loads(line) for line in text.splitlines()]

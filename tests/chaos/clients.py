@@ -1,4 +1,4 @@
-"""Clients: each sends one request in the manner of the plan, and notes what came of it."""
+"""Clients that send the planned requests and record the outcomes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import aiohttp
 from chaos.catalog import entry
 from chaos.plan import Ask
 
-# Seconds without a byte after which a request counts as hung; faults last less.
+# Seconds without data after which a request counts as hung, longer than any fault.
 HANG_S = 60.0
-# Seconds that a slow client waits between two reads, and a stuck one before its first.
+# Seconds that a slow client waits between reads, and a stuck one before the first read.
 _SLOW_S, _STUCK_S = 0.05, 2.5
 _DONE = "[DONE]"
 
 
 @dataclass
 class Choice:
-    """What a client got of a choice."""
+    """Text and finish reason received for a choice."""
 
     text: str = ""
     reason: str | None = None
@@ -31,8 +31,15 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """What came of a request. status: None where there was no answer. error: the code of the error that ended it. cut:
-    the connection broke off or was refused. has_left: the client closed it. wrong: what breaks the protocol."""
+    """Outcome of a request.
+
+    Attributes:
+        status: HTTP status, or None without an answer.
+        error: Code of the error that ended the request.
+        cut: Why the connection was closed or refused.
+        has_left: Whether the client closed the connection.
+        wrong: Violation of the protocol.
+    """
 
     ask: Ask
     status: int | None = None
@@ -46,25 +53,29 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all choices are there, with their reasons."""
+        """True if all choices were received without an error."""
         return self.is_done and self.error is None
 
     @property
     def end(self) -> str:
-        """How it ended, in a word."""
+        """Kind of outcome, in one word."""
         if self.is_complete:
             return "complete"
         return "left" if self.has_left else "cut" if self.cut is not None else str(self.error)
 
     def __str__(self) -> str:
-        ends = [("cut", self.cut), ("error", self.error), ("wrong", self.wrong), ("left", self.has_left or None)]
-        told = ", ".join(f"{name}: {what}" for name, what in ends if what is not None)
-        got = {index: (len(choice.text), choice.reason) for index, choice in self.choices.items()}
-        return f"entry {self.ask.number} ({self.ask.manner}, {self.ask.extra}) status {self.status} {got} {told}"
+        details = [("cut", self.cut), ("error", self.error), ("wrong", self.wrong), ("left", self.has_left or None)]
+        text = ", ".join(f"{name}: {value}" for name, value in details if value is not None)
+        received = {index: (len(choice.text), choice.reason) for index, choice in self.choices.items()}
+        return f"entry {self.ask.number} ({self.ask.manner}, {self.ask.extra}) status {self.status} {received} {text}"
 
 
 class Clients:
-    """The clients of a round, and how many events they have got together."""
+    """Clients of a round.
+
+    Attributes:
+        events: Number of stream events received by all clients.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -81,7 +92,7 @@ class Clients:
         await self._session.close()
 
     async def ask(self, ask: Ask) -> Outcome:
-        """Send a request when its time has come."""
+        """Send a request at its planned time."""
         outcome = Outcome(ask)
         self.outcomes.append(outcome)
         await asyncio.sleep(ask.begin_s)
@@ -90,7 +101,7 @@ class Clients:
                 outcome.status = answer.status
                 await self._read(outcome, answer)
         except TimeoutError:
-            outcome.wrong = f"no byte within {HANG_S:g} s"
+            outcome.wrong = f"no data within {HANG_S:g} s"
         except (aiohttp.ClientError, OSError) as error:
             outcome.cut = f"{type(error).__name__}: {error}"
         return outcome
@@ -99,7 +110,7 @@ class Clients:
         if answer.status == 200 and outcome.ask.is_streamed:
             await self._read_stream(outcome, answer)
         elif outcome.ask.manner == "leave" and outcome.ask.after % 2:
-            outcome.has_left = True  # once the head of the answer is there
+            outcome.has_left = True  # after the response head
         else:
             take_whole(outcome, await answer.json())
 
@@ -119,12 +130,12 @@ class Clients:
         if not (outcome.is_done or outcome.error):
             outcome.wrong = "the stream ended without [DONE] and without an error"
 
-    async def be_rude(self, begin_s: float, data: bytes) -> None:
-        """Send bytes that are no complete request, and keep the connection for a while."""
+    async def send_garbage(self, begin_s: float, data: bytes) -> None:
+        """Send bytes that are no complete request, and keep the connection open for a while."""
         await asyncio.sleep(begin_s)
-        where = urlsplit(self.url)
+        address = urlsplit(self.url)
         try:
-            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
             try:
                 writer.write(data)
                 await writer.drain()
@@ -138,14 +149,14 @@ class Clients:
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    """The data of server-sent events."""
+    """Yield the data of server-sent events."""
     async for line in answer.content:
         if line.strip():
             yield line.decode().strip().removeprefix("data: ")
 
 
 def take_event(outcome: Outcome, data: str) -> None:
-    """Take an event of a stream."""
+    """Add a stream event to an outcome."""
     if outcome.is_done or outcome.error is not None:
         outcome.wrong = f"an event after the end: {data[:200]}"
     elif data == _DONE:
@@ -161,7 +172,7 @@ def take_event(outcome: Outcome, data: str) -> None:
 
 
 def take_whole(outcome: Outcome, body: Any) -> None:
-    """Take an answer that is not streamed."""
+    """Add an unstreamed answer to an outcome."""
     if "error" in body:
         outcome.error = str(body["error"]["code"])
         return
@@ -172,11 +183,11 @@ def take_whole(outcome: Outcome, body: Any) -> None:
 
 
 def _take_choices(outcome: Outcome, choices: Any, part: Callable[[Any], Any]) -> None:
-    """part: of a choice, what has its text."""
+    """Add choices to an outcome, the text of each of which is in `part(choice)`."""
     for one in choices:
         choice = outcome.choices.setdefault(one["index"], Choice())
         if choice.reason is not None:
-            outcome.wrong = f"choice {one['index']} goes on after its end"
+            outcome.wrong = f"choice {one['index']} continues after its finish reason"
         found = part(one)
         choice.text += found.get("content") or found.get("text") or ""
         choice.reason = one["finish_reason"]
@@ -185,4 +196,4 @@ def _take_choices(outcome: Outcome, choices: Any, part: Callable[[Any], Any]) ->
 def _check_complete(outcome: Outcome) -> None:
     wanted = entry(outcome.ask.number).choices
     if sorted(outcome.choices) != list(range(wanted)) or not all(one.reason for one in outcome.choices.values()):
-        outcome.wrong = f"{wanted} choices with a reason each were due"
+        outcome.wrong = f"{wanted} choices with a finish reason each were expected"

@@ -1,4 +1,4 @@
-"""Runs rounds: a server, a load with a batch, a fault in the middle, and the checks."""
+"""Runs rounds: starts a server, runs the load with a fault in the middle, and checks the results."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ import psutil
 from chaos import batches, checks
 from chaos.catalog import entry
 from chaos.clients import Clients, Outcome
-from chaos.faults import FAULTS, Fault, Scene, end_a_start
+from chaos.faults import FAULTS, Fault, Scene, interrupt_start
 from chaos.plan import WORLDS, Round, World
 from chaos.served import START_S, Launched, Place, Served, lacks_mounts, reference_server
 
 _T = TypeVar("_T")
 
-# Seconds for a round's requests and its fault.
+# Maximum seconds for the requests and the fault of a round.
 _ROUND_S = 120.0
-# Metrics that tell whether a load was heavy enough to matter.
+# Metrics that show whether the load caused preemption.
 _COUNTED = ("num_preemptions_total", "recomputed_tokens_total", "swap_in_bytes_total", "batch_lines_ended_total")
 
 
 def possible_worlds(say: Callable[[str], None] = print) -> tuple[World, ...]:
-    """Those that this machine can have. say: gets why others are left out."""
+    """Return the worlds that this machine supports, and report through `say` why others are skipped."""
     try:
         import ray  # noqa: F401, PLC0415 (optional)
 
@@ -46,19 +46,23 @@ def possible_worlds(say: Callable[[str], None] = print) -> tuple[World, ...]:
         if lack is None:
             found.append(world)
         else:
-            say(f"without the world {world.name!r}: {lack}")
+            say(f"skipping world {world.name!r}: {lack}")
     return tuple(found)
 
 
 class References:
-    """Answers of an idle server, which are asked for once. wanted: an entry's number -> its choices."""
+    """Cached reference answers of an idle server.
+
+    Attributes:
+        known: Text and finish reason of each choice, by number of the entry.
+    """
 
     def __init__(self, served: Served) -> None:
         self._served = served
         self.known: dict[int, dict[int, tuple[str, str]]] = {}
 
     async def learn(self, numbers: set[int]) -> None:
-        """Ask for those that are not known, one after the other."""
+        """Request the missing references one after another."""
         async with aiohttp.ClientSession() as session:
             for number in sorted(numbers - self.known.keys()):
                 asked = entry(number)
@@ -72,16 +76,21 @@ class References:
 
 @dataclass
 class Play:
-    """What a round has brought. batch: the id of its batch, if the server took it."""
+    """Results of a round.
+
+    Attributes:
+        batch: Id of its batch, or None if the server did not accept one.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     batch: str | None = None
 
 
 class Driver:
-    """Runs rounds one after another, on one server of a block's world as long as that lives.
+    """Runs rounds one after another, with one server for each block while it lives.
 
-    seen: how requests ended, and what the servers counted of preemption, by name.
+    Attributes:
+        seen: Counts of outcomes and of preemption, by name.
     """
 
     def __init__(self, references: References) -> None:
@@ -92,27 +101,27 @@ class Driver:
         self._block = -1
 
     async def run(self, this: Round) -> list[str]:
-        """What does not hold in this round."""
-        found = await self.leave() if this.block != self._block else []
+        """Run a round and return its failures."""
+        found = await self.stop() if this.block != self._block else []
         self._block = this.block
         await self._references.learn({ask.number for ask in this.asks} | set(this.lines))
         try:
             return found + await self._run(this)
-        except Exception:  # a bug of a check, or of the server: told with the round that has it
+        except Exception:  # report a bug in the server or in a check with its round
             return [*found, traceback.format_exc()]
 
-    async def leave(self) -> list[str]:
-        """End the server in order, if one runs; what it leaves."""
+    async def stop(self) -> list[str]:
+        """Stop the server, if one runs, and return what is wrong with its exit and leftovers."""
         found: list[str] = []
         if self._served is not None:
             if (code := await self._served.stop()) != 0:
-                found.append(f"told to end, the server ended with code {code}")
-            found += [f"left behind: {one}" for one in await self._served.left()]
+                found.append(f"after SIGTERM the server exited with code {code}")
+            found += [f"left behind: {one}" for one in await self._served.leftovers()]
         self.close()
         return found
 
     def close(self) -> None:
-        """End whatever runs, and remove the folders."""
+        """Kill the server and remove its folders."""
         if self._served is not None:
             self._served.close()
         if self._place is not None:
@@ -121,15 +130,15 @@ class Driver:
         self._block = -1
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Of the server that runs."""
+        """Return the API and engine processes of the running server."""
         if self._served is None:
             return {}
         engines = {f"engine {number}": engine for number, engine in enumerate(self._served.engines())}
         return {"api": self._served.api, **engines}
 
-    def told(self) -> str:
-        """The end of what the server wrote."""
-        return "" if self._served is None else self._served.told()
+    def log_tail(self) -> str:
+        """Return the end of the server's log."""
+        return "" if self._served is None else self._served.log_tail()
 
     # -- a round --------------------------------------------------------------------------------------------------
 
@@ -140,19 +149,19 @@ class Driver:
         play = await asyncio.wait_for(_play(served, this, fault), _ROUND_S)
         found = list(checks.answers(play.outcomes, self._references.known, fault))
         self.seen.update(outcome.end for outcome in play.outcomes)
-        if await self._has_ended(served, fault):
-            found += await self._bury(served, fault)
-            found += await self._start_in_vain(this, fault)
+        if await self._is_exiting(served, fault):
+            found += await self._check_exit(served, fault)
+            found += await self._interrupt_starts(this, fault)
             served = await self._ready(this)
         lines: list[Any] = []
         if play.batch is not None:
             lines = await batches.fetch(served, play.batch)
             found += checks.batch(this.lines, lines, self._references.known)
-        found += await checks.rest(served)
+        found += await checks.idle(served)
         if served is first and not found:
             answered = [checks.as_outcome(this.lines[int(one["custom_id"])], one["response"]["body"]) for one in lines]
             after = await served.metrics()
-            # The engine tells its counts from time to time: last when it has read that the last client has left.
+            # The engine reports its counts periodically, and last after it has seen the last disconnect.
             end = time.monotonic() + checks.IDLE_S
             while found := list(checks.metrics(before, after, play.outcomes, answered, fault)):
                 if time.monotonic() > end:
@@ -163,7 +172,7 @@ class Driver:
         return found
 
     async def _ready(self, this: Round) -> Served:
-        """The server of the round's world, with all its engines."""
+        """Return a server of the round's world once all of its engines are ready."""
         if self._place is None:
             self._place = Place(this.world)
         if self._served is None:
@@ -176,65 +185,65 @@ class Driver:
             assert time.monotonic() < end, f"the server is not ready: {status} {health}"
             await asyncio.sleep(0.1)
 
-    async def _start_in_vain(self, this: Round, fault: Fault) -> list[str]:
-        """Start servers and end them while they start; what is wrong with their ends."""
+    async def _interrupt_starts(self, this: Round, fault: Fault) -> list[str]:
+        """Stop servers while they start, and return what is wrong with their exits."""
         assert self._place is not None
         draw = random.Random(f"starts/{this.seed}/{this.number}")
         found = []
         for _ in range(fault.false_starts):
             launched = Launched(self._place, *_options(this))
             try:
-                found += await end_a_start(launched, draw, replaces_engines=this.world.name == "replicas")
+                found += await interrupt_start(launched, draw, replaces_engines=this.world.name == "replicas")
             finally:
                 launched.close()
         return found
 
     @staticmethod
-    async def _has_ended(served: Served, fault: Fault) -> bool:
-        """Whether the server ends, or has ended."""
+    async def _is_exiting(served: Served, fault: Fault) -> bool:
+        """Return whether the server has exited or will exit."""
         if not fault.may_survive:
             return bool(fault.ends)
         return served.process.poll() is not None or (await served.get("/health"))[0] != 200
 
-    async def _bury(self, served: Served, fault: Fault) -> list[str]:
-        """What is wrong with the end of a server that was to end."""
+    async def _check_exit(self, served: Served, fault: Fault) -> list[str]:
+        """Wait until the server exits, and return what is wrong with its exit and leftovers."""
         found = []
-        if (code := await served.ended()) not in fault.ends:
-            found.append(f"the server ended with code {code}")
-        found += [f"left behind: {one}" for one in await served.left()]
+        if (code := await served.wait()) not in fault.ends:
+            found.append(f"the server exited with code {code}")
+        found += [f"left behind: {one}" for one in await served.leftovers()]
         served.close()
         self._served = None
         return found
 
 
 def _options(this: Round) -> tuple[str, ...]:
-    """Of the command line of a round's server."""
+    """Return the command-line options of a round's server."""
     return *this.world.options, "--recipe", this.recipe
 
 
 async def _play(served: Served, this: Round, fault: Fault) -> Play:
-    """Run the load, and the fault in the middle of it."""
+    """Run the load with the fault in the middle of it."""
     play, clients = Play(), Clients(served.url)
     play.outcomes = clients.outcomes
     try:
         async with asyncio.TaskGroup() as group:
             for ask in this.asks:
                 group.create_task(clients.ask(ask))
-            for begin_s, data in this.rude:
-                group.create_task(clients.be_rude(begin_s, data))
-            handed_in = group.create_task(batches.submit(served, this.lines)) if this.lines else None
-            group.create_task(_strike(served, this, fault, clients))
+            for begin_s, data in this.garbage:
+                group.create_task(clients.send_garbage(begin_s, data))
+            submitted = group.create_task(batches.submit(served, this.lines)) if this.lines else None
+            group.create_task(_inject(served, this, fault, clients))
     finally:
         await clients.close()
-    if handed_in is not None:
-        play.batch = handed_in.result()
+    if submitted is not None:
+        play.batch = submitted.result()
     return play
 
 
-async def _strike(served: Served, this: Round, fault: Fault, clients: Clients) -> None:
-    """Wait for the fault's moment, and let it happen."""
-    late = time.monotonic() + this.late_s
-    while clients.events < this.at and time.monotonic() < late:
+async def _inject(served: Served, this: Round, fault: Fault, clients: Clients) -> None:
+    """Wait for the time of the fault and inject it."""
+    end = time.monotonic() + this.late_s
+    while clients.events < this.at and time.monotonic() < end:
         await asyncio.sleep(0.005)
     draw = random.Random(f"fault/{this.seed}/{this.number}")
     await fault.act(Scene(served, draw, this.length_s))
@@ -242,9 +251,9 @@ async def _strike(served: Served, this: Round, fault: Fault, clients: Clients) -
 
 @asynccontextmanager
 async def driver() -> AsyncIterator[Driver]:
-    """A driver, and the idle server that it compares answers with."""
-    with reference_server() as idle:
-        found = Driver(References(idle))
+    """Create a driver and its reference server."""
+    with reference_server() as reference:
+        found = Driver(References(reference))
         try:
             yield found
         finally:
@@ -252,28 +261,28 @@ async def driver() -> AsyncIterator[Driver]:
 
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:
-    """As `asyncio.run`. SIGTERM ends the work's servers first, then the process."""
+    """Run a coroutine as `asyncio.run` does. SIGTERM cancels it, which stops its servers, and exits."""
 
-    async def until_told() -> _T:
+    async def until_terminated() -> _T:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await work
 
     try:
-        return asyncio.run(until_told())
+        return asyncio.run(until_terminated())
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
 
 
 async def run_rounds(rounds: Iterable[Round], say: Callable[[str], None] = print) -> list[str]:
-    """Run rounds until one of them finds something; what that is. say: gets a line for each."""
+    """Run rounds until one of them fails, and return its failures. Report each round through `say`."""
     async with driver() as found:
         for this in rounds:
             begin = time.monotonic()
-            troubles = await found.run(this)
-            say(f"{this}: {f'{len(troubles)} TROUBLES' if troubles else 'ok'}, {time.monotonic() - begin:.1f} s")
-            if troubles:
-                return [*troubles, f"to run it again: {this.replay}", found.told()]
+            failures = await found.run(this)
+            say(f"{this}: {f'{len(failures)} FAILURES' if failures else 'ok'}, {time.monotonic() - begin:.1f} s")
+            if failures:
+                return [*failures, f"to run it again: {this.replay}", found.log_tail()]
         say(", ".join(f"{name} {count}" for name, count in sorted(found.seen.items())))
-        return await found.leave()
+        return await found.stop()

@@ -1,9 +1,8 @@
-"""What is done to a server in the middle of a load, and which ends of requests each of it allows.
+"""Faults that are injected under load, and the request outcomes that each allows.
 
-Everything here is what operators meet: signals, limits of the system, a disk that fills up. Copies of KV that fail or
-hang cannot be had from outside: `tests/exec/test_transfer.py` and `tests/core/kv/test_two_tiers.py` have them. A clock
-that jumps is out of reach, too, unless the machine's own is set: `tests/server/test_batch_store.py` sets that of
-batches.
+These faults occur in operation: signals, resource limits and full disks. Failed and hung KV copies cannot be caused
+from outside; `tests/exec/test_transfer.py` and `tests/core/kv/test_two_tiers.py` test them.
+`tests/server/test_batch_store.py` tests jumps of the clock.
 """
 
 from __future__ import annotations
@@ -22,13 +21,17 @@ import psutil
 if TYPE_CHECKING:
     from chaos.served import Launched, Served
 
-# Seconds within which /health has to tell that the engine has died.
+# Seconds within which /health must report that the engine died.
 NOTICE_S = 5.0
 _STUTTER_S = 0.05
 
 
 class Scene(NamedTuple):
-    """Where a fault takes place. length_s: how long it lasts, if it lasts."""
+    """Target of a fault.
+
+    Attributes:
+        length_s: Duration of a temporary fault.
+    """
 
     served: Served
     draw: random.Random
@@ -37,10 +40,17 @@ class Scene(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """act: does it, and undoes it if it can be undone. ends: the exit codes with which the server may end; empty: it
-    goes on. may_survive: whether it may go on as well. errors: codes that requests may end with. cuts: whether
-    connections may break off. loses_counts: whether an engine loses the counts of its last moments. false_starts: of
-    how many servers after this one the start is ended."""
+    """Fault and its allowed consequences.
+
+    Attributes:
+        act: Injects the fault, and reverts a temporary one.
+        ends: Exit codes with which the server may exit, or empty if it must survive.
+        may_survive: Whether the server may survive although `ends` is not empty.
+        errors: Error codes with which requests may end.
+        cuts: Whether connections may be closed.
+        loses_counts: Whether an engine may lose its latest counts.
+        false_starts: Number of subsequent servers that are stopped while they start.
+    """
 
     act: Callable[[Scene], Awaitable[None]]
     ends: frozenset[int] = frozenset()
@@ -59,7 +69,7 @@ async def _nothing(scene: Scene) -> None:
 
 
 async def _pause(scene: Scene, some: list[psutil.Process]) -> None:
-    """Stop processes for a while. They go on whatever happens."""
+    """Suspend a random process for a while."""
     victim = scene.draw.choice(some)
     victim.suspend()
     try:
@@ -69,7 +79,7 @@ async def _pause(scene: Scene, some: list[psutil.Process]) -> None:
 
 
 async def _stutter(scene: Scene) -> None:
-    """Let the engine run only half of the time, so that steps and copies are slow."""
+    """Suspend the engine half of the time, so that steps and copies are slow."""
     end = time.monotonic() + scene.length_s
     while time.monotonic() < end:
         await _pause(scene._replace(length_s=_STUTTER_S), scene.served.engines())
@@ -77,12 +87,12 @@ async def _stutter(scene: Scene) -> None:
 
 
 async def _kill_engine(scene: Scene) -> None:
-    """Kill the only engine. /health has to tell; the server is told to end, in place of its ten seconds of grace."""
+    """Kill the only engine, check that /health reports it, and mostly skip the grace period of ten seconds."""
     served = scene.served
     scene.draw.choice(served.engines()).kill()
     begin = time.monotonic()
     while (await served.get("/health"))[0] != 503:
-        assert time.monotonic() - begin < NOTICE_S, f"/health does not tell of the engine's death within {NOTICE_S:g} s"
+        assert time.monotonic() - begin < NOTICE_S, f"/health does not report the engine's death within {NOTICE_S:g} s"
         await asyncio.sleep(0.05)
     if scene.draw.random() < 0.8:
         await asyncio.sleep(0.5)
@@ -98,7 +108,7 @@ async def _terminate(scene: Scene) -> None:
 
 
 async def _few_descriptors(scene: Scene) -> None:
-    """Leave the API process next to no descriptors for a while."""
+    """Leave the API process almost no descriptors for a while."""
     api = scene.served.api
     before = api.rlimit(resource.RLIMIT_NOFILE)
     assert before is not None
@@ -110,7 +120,7 @@ async def _few_descriptors(scene: Scene) -> None:
 
 
 async def _little_memory(scene: Scene) -> None:
-    """Refuse the engine more memory than it has, or a little more, for a while."""
+    """Limit the engine's memory to about what it has for a while."""
     (engine,) = scene.served.engines()
     before = engine.rlimit(resource.RLIMIT_AS)
     assert before is not None
@@ -123,7 +133,7 @@ async def _little_memory(scene: Scene) -> None:
 
 
 async def _full_disk(scene: Scene) -> None:
-    """Fill the disk of the batches, to the last byte, for a while."""
+    """Fill the disk of the batches for a while."""
     disk = scene.served.place.disk
     assert disk is not None
     try:
@@ -133,30 +143,30 @@ async def _full_disk(scene: Scene) -> None:
         disk.empty()
 
 
-# -- servers that start -------------------------------------------------------------------------------------------
+# -- interrupted starts -------------------------------------------------------------------------------------------
 
-# How a server may be ended while it starts, and its exit codes then: an early signal ends it before it can handle it.
-_ENDS_OF_STARTS = {
+# Ways to stop a starting server, and its exit codes. A signal may arrive before its handler is installed.
+_START_EXITS = {
     "kill api": frozenset({-signal.SIGKILL}),
     "terminate": frozenset({0, -signal.SIGTERM}),
     "kill engine": frozenset({1}),
 }
-# Seconds of a start after which it is ended at the latest: longer than any of the built-in model without ranks.
-_LATEST_START_S = 6.0
+# Maximum seconds before a start is interrupted. The built-in model without ranks starts faster.
+_MAX_START_S = 6.0
 _SOCKET = "skipjoin-engine-"
 
 
-async def end_a_start(launched: Launched, draw: random.Random, *, replaces_engines: bool) -> list[str]:
-    """End a server while it starts, or soon after, and return what is wrong with its end and its leftovers.
+async def interrupt_start(launched: Launched, draw: random.Random, *, replaces_engines: bool) -> list[str]:
+    """Stop a server during or soon after its start, and return what is wrong with its exit and leftovers.
 
     A killed server leaves the folder of a socket, which the next start removes unless SIGTERM ends it before that.
 
     Args:
-        replaces_engines: Whether the server survives the end of an engine.
+        replaces_engines: Whether the server survives the death of an engine.
     """
     before = launched.files()
-    how = draw.choice(sorted(_ENDS_OF_STARTS.keys() - ({"kill engine"} if replaces_engines else set())))
-    await asyncio.sleep(draw.uniform(0, _LATEST_START_S))
+    how = draw.choice(sorted(_START_EXITS.keys() - ({"kill engine"} if replaces_engines else set())))
+    await asyncio.sleep(draw.uniform(0, _MAX_START_S))
     if how == "kill engine":
         while not (engines := launched.engines()) and launched.process.poll() is None:
             await asyncio.sleep(0.02)
@@ -164,13 +174,13 @@ async def end_a_start(launched: Launched, draw: random.Random, *, replaces_engin
             engine.kill()
     else:
         launched.process.send_signal(signal.SIGKILL if how == "kill api" else signal.SIGTERM)
-    code = await launched.ended()
-    found = [f"the server ended with code {code}"] if code not in _ENDS_OF_STARTS[how] else []
+    code = await launched.wait()
+    found = [f"the server exited with code {code}"] if code not in _START_EXITS[how] else []
 
     def may_remain(name: str) -> bool:
         return name.startswith(_SOCKET) and (how == "kill api" or (code == -signal.SIGTERM and name in before))
 
-    found += [f"left behind: {one}" for one in await launched.left(may_remain)]
+    found += [f"left behind: {one}" for one in await launched.leftovers(may_remain)]
     return [f"{how}, while the server started: {one}" for one in found]
 
 

@@ -1,4 +1,4 @@
-"""A round as a function of the seed and its number. No clock and no process: the same arguments, the same round."""
+"""Generates a round from a seed and its number, deterministically."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from chaos.catalog import SIZE, entry, numbers
 from chaos.faults import FAULTS
 from support.recipes import SPELLED
 
-# Rounds in a row that have a world, and one server of it as long as that lives.
+# Number of consecutive rounds with the same world, which share one server while it lives.
 BLOCK = 10
-# Seconds in which the requests of a round begin.
+# Seconds within which the requests of a round start.
 _SPREAD_S = 1.5
 RECIPES = tuple(
     SPELLED[label]
@@ -22,8 +22,14 @@ RECIPES = tuple(
 
 @dataclass(frozen=True)
 class World:
-    """A kind of server. options: of its command line; small_disk: its batches are on a disk of a few megabytes;
-    needs_ray: more than one engine or rank; faults: what it may meet, by name."""
+    """Kind of server.
+
+    Attributes:
+        options: Command-line options.
+        small_disk: Whether batches are on a disk of a few megabytes.
+        needs_ray: Whether there is more than one engine or rank.
+        faults: Names of possible faults.
+    """
 
     name: str
     options: tuple[str, ...] = ()
@@ -65,8 +71,15 @@ WORLDS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """A request over HTTP. number: of its entry in the catalog; extra: further fields of its body. manner: read, slow,
-    stuck or leave; after: events after which it leaves. begin_s: seconds into the round."""
+    """Planned HTTP request.
+
+    Attributes:
+        number: Number of its entry in the catalog.
+        extra: Additional fields of its body.
+        manner: Client behavior: read, slow, stuck or leave.
+        after: Number of events after which a leaving client disconnects.
+        begin_s: Start in seconds after the beginning of the round.
+    """
 
     number: int
     extra: dict[str, Any]
@@ -85,9 +98,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Round:
-    """block: rounds of one share a server as long as that lives. rude: bytes that are no complete request, and when
-    they come. lines: entries of a batch, all of one path. at: the fault comes once the clients have got so many events,
-    or late_s seconds after the beginning. length_s: how long a fault lasts that does."""
+    """Plan of a round.
+
+    Attributes:
+        block: Rounds of a block share a server while it lives.
+        garbage: Start times and bytes of connections that send no complete request.
+        lines: Entries of a batch, all to one path.
+        at: Number of received events after which the fault happens.
+        late_s: Seconds after which the fault happens at the latest.
+        length_s: Duration of a temporary fault.
+    """
 
     seed: int
     number: int
@@ -95,7 +115,7 @@ class Round:
     world: World
     recipe: str
     asks: tuple[Ask, ...]
-    rude: tuple[tuple[float, bytes], ...]
+    garbage: tuple[tuple[float, bytes], ...]
     lines: tuple[int, ...]
     fault: str
     at: int
@@ -104,7 +124,7 @@ class Round:
 
     @property
     def replay(self) -> str:
-        """The command that runs this round alone."""
+        """Command that runs this round alone."""
         return f"PYTHONPATH=tests python -m chaos --seed {self.seed} --round {self.number} --rounds 1"
 
     def __str__(self) -> str:
@@ -113,7 +133,7 @@ class Round:
 
 
 def plan(seed: int, number: int) -> Round:
-    """The round of this number."""
+    """Return the round of this number."""
     block = random.Random(f"block/{seed}/{number // BLOCK}")
     order = random.Random(f"worlds/{seed}").sample(WORLDS, len(WORLDS))
     world = order[number // BLOCK % len(order)]
@@ -131,7 +151,7 @@ def plan(seed: int, number: int) -> Round:
         world=world,
         recipe=recipe,
         asks=asks,
-        rude=tuple((draw.uniform(0, _SPREAD_S), draw.choice(_RUDE)) for _ in range(draw.randint(0, 4))),
+        garbage=tuple((draw.uniform(0, _SPREAD_S), draw.choice(_GARBAGE)) for _ in range(draw.randint(0, 4))),
         lines=_lines(draw),
         fault=faults[number % BLOCK],
         at=draw.randint(1, 300),
@@ -140,7 +160,7 @@ def plan(seed: int, number: int) -> Round:
     )
 
 
-_RUDE = (
+_GARBAGE = (
     b"",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le",
     b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"prompt": "Cou',

@@ -1,4 +1,4 @@
-"""`skipjoin serve` of the built-in model with a small KV pool: its processes, its state, and what it leaves."""
+"""`skipjoin serve` of the built-in model with a small KV pool: its processes, state and leftovers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OPTIONS = (
     "all",
 )
 _COMMAND = (sys.executable, "-c", SERVE, "serve", "tally", *_OPTIONS)
-# Seconds: to start, to end after what ends it, until all that belongs to it is gone, until it is idle.
+# Seconds until a server is ready, has exited, has left no processes and files, and is idle.
 START_S, END_S, GONE_S, IDLE_S = 90.0, 30.0, 15.0, 20.0
 _DISK = "8m"
 
@@ -50,8 +50,11 @@ Metrics = dict[str, float]
 
 
 class Place:
-    """Folders of the servers of one run: their batches, which the next server takes over, and what is temporary. With
-    a small disk the batches are on `disk`."""
+    """Folders shared by the servers of one run: batches, which the next server resumes, and temporary files.
+
+    Attributes:
+        disk: Small disk with the batches, or None.
+    """
 
     def __init__(self, world: World) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="skipjoin-chaos-"))
@@ -61,7 +64,7 @@ class Place:
 
     @property
     def enter(self) -> list[str]:
-        """The beginning of a command that sees the disk."""
+        """Prefix of commands that use the disk."""
         return [] if self.disk is None else self.disk.enter
 
     def close(self) -> None:
@@ -73,7 +76,7 @@ class Place:
 
 
 def _short_folder() -> Path:
-    """A new folder with a short name: Ray puts sockets deep into it, whose paths have at most 107 characters."""
+    """Create a folder with a short name, because Ray's socket paths in it are limited to 107 characters."""
     while True:
         with suppress(FileExistsError):
             folder = Path(tempfile.gettempdir(), secrets.token_urlsafe(2))
@@ -82,7 +85,7 @@ def _short_folder() -> Path:
 
 
 def lacks_mounts() -> str | None:
-    """Why there can be no small disk here; None if there can."""
+    """Return why small disks cannot be mounted, or None if they can."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             SmallDisk(Path(folder), _DISK).close()
@@ -92,7 +95,7 @@ def lacks_mounts() -> str | None:
 
 
 class Launched:
-    """A server that was started, ready or not."""
+    """Server that was started, ready or not."""
 
     def __init__(self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS) -> None:
         self.place = place
@@ -109,23 +112,23 @@ class Launched:
         )
         self.api = psutil.Process(self.process.pid)
 
-    def told(self) -> str:
-        """The end of what it wrote."""
+    def log_tail(self) -> str:
+        """Return the end of the log."""
         text = (self.place.root / "log").read_text(errors="replace")
         return "\n".join(text.splitlines()[-40:])
 
     # -- processes ------------------------------------------------------------------------------------------------
 
     def engines(self) -> list[psutil.Process]:
-        """Engine processes, oldest first."""
+        """Return the engine processes, oldest first."""
         return self._named(lambda process: "engine_process" in " ".join(process.cmdline()))
 
     def ranks(self) -> list[psutil.Process]:
-        """Ranks that Ray has placed."""
+        """Return the rank actors."""
         return self._named(lambda process: "RankActor" in process.name())
 
     def replicas(self) -> list[psutil.Process]:
-        """The actors that keep an engine each."""
+        """Return the replica actors, each the parent of an engine."""
         return [parent for engine in self.engines() if (parent := engine.parent()) is not None]
 
     def _named(self, is_one: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
@@ -136,34 +139,34 @@ class Launched:
                     found.append((process.create_time(), process.pid, process))
         return [process for *_, process in sorted(found)]
 
-    # -- its end --------------------------------------------------------------------------------------------------
+    # -- exit -----------------------------------------------------------------------------------------------------
 
-    async def ended(self, seconds: float = END_S) -> int:
-        """Its exit code, once it has ended."""
+    async def wait(self, seconds: float = END_S) -> int:
+        """Wait until the server exits and return its exit code."""
         return await asyncio.to_thread(self.process.wait, seconds)
 
     async def stop(self) -> int:
-        """End it in order; its exit code."""
+        """Stop the server with SIGTERM and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return await self.ended()
+        return await self.wait()
 
     def files(self) -> set[str]:
         """Return the names of the temporary files."""
         return {path.name for path in self.place.temporary.iterdir()}
 
-    async def left(self, allowed: Callable[[str], bool] = lambda name: False) -> list[str]:
+    async def leftovers(self, allowed: Callable[[str], bool] = lambda name: False) -> list[str]:
         """Return the processes and temporary files that remain after the server has exited.
 
         Args:
             allowed: Returns whether a file of this name may remain.
         """
         end = time.monotonic() + GONE_S
-        while (found := self._left(allowed)) and time.monotonic() < end:
+        while (found := self._leftovers(allowed)) and time.monotonic() < end:
             await asyncio.sleep(0.1)
         return found
 
-    def _left(self, allowed: Callable[[str], bool]) -> list[str]:
+    def _leftovers(self, allowed: Callable[[str], bool]) -> list[str]:
         found = []
         for process in self.mark.processes():
             with suppress(psutil.Error):
@@ -171,7 +174,7 @@ class Launched:
         return found + [f"file {name}" for name in sorted(self.files()) if not allowed(name)]
 
     def close(self) -> None:
-        """End whatever runs of it."""
+        """Kill all processes of the server."""
         for process in [self.process, *self.mark.processes()]:
             with suppress(psutil.Error, OSError):
                 process.kill()
@@ -182,7 +185,14 @@ class Launched:
 
 
 class Served(Launched):
-    """A server that runs. headers: of all requests of `get`, such as a key."""
+    """Running server.
+
+    Args:
+        headers: Headers of the requests of `get`, such as an API key.
+
+    Attributes:
+        idle_usage: What the server had open when it was first idle.
+    """
 
     def __init__(
         self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS, headers: Mapping[str, str] | None = None
@@ -190,17 +200,17 @@ class Served(Launched):
         super().__init__(place, *options, pools=pools)
         self._headers = headers
         self.url = self._wait_ready()
-        self.resting: Mapping[str, int] | None = None  # what it has open when it is idle
+        self.idle_usage: Mapping[str, int] | None = None
 
     def _wait_ready(self) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("Ready"):
                 return line.split(" at ")[1].split()[0]
-        raise AssertionError(f"the server did not start:\n{self.told()}")
+        raise AssertionError(f"the server did not start:\n{self.log_tail()}")
 
     async def get(self, path: str) -> tuple[int, Any]:
-        """Status and body of a GET; the body as a text where it is no JSON. Status 0: no answer."""
+        """Return status and body (parsed JSON or text) of a GET request; the status is 0 without an answer."""
         timeout = aiohttp.ClientTimeout(total=10)
         try:
             async with (
@@ -213,7 +223,7 @@ class Served(Launched):
             return 0, None
 
     async def metrics(self) -> Metrics:
-        """Samples of /metrics, by name and labels."""
+        """Return the samples of /metrics by name and labels."""
         status, text = await self.get("/metrics")
         assert status == 200, f"/metrics answers {status}"
         return {
@@ -224,8 +234,8 @@ class Served(Launched):
             if not sample.name.endswith("_bucket")
         }
 
-    def held(self) -> dict[str, int]:
-        """What the API process and the engines have open, and how many processes there are."""
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of processes and of open descriptors of the API process and the engines."""
         found = {"processes": len(self.mark.processes()), "api descriptors": self.api.num_fds()}
         for number, engine in enumerate(self.engines()):
             found[f"engine {number} descriptors"] = engine.num_fds()
@@ -234,7 +244,7 @@ class Served(Launched):
 
 @contextmanager
 def reference_server() -> Iterator[Served]:
-    """An idle server with room for everything, whose answers others are compared with."""
+    """Start an idle server with a large KV pool for reference answers."""
     place = Place(World("reference"))
     try:
         served = Served(place, "--recipe", "fcfs", pools=("--kv-cache-gib", "0.05", "--swap-space", "0"))
@@ -247,7 +257,7 @@ def reference_server() -> Iterator[Served]:
 
 
 def signal_all(processes: list[psutil.Process], number: int) -> None:
-    """Send a signal to those that still run."""
+    """Send a signal to the live processes."""
     for process in processes:
         with suppress(psutil.Error, OSError):
             os.kill(process.pid, number)

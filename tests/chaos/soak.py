@@ -1,12 +1,10 @@
-"""The load of the rounds without faults, for an hour: `make soak`. Memory and descriptors have to stay flat.
+"""Run the load without faults for an hour (`make soak`) and check that memory and descriptors do not grow.
 
     PYTHONPATH=tests python -m chaos.soak [--minutes 60] [--seed 0]
 
-After each round, with the server at rest, the memory of the API process and of the engine is noted: what is resident,
-without pages of files, which the system takes back when other programs need memory. The first quarter of the time
-fills caches and is left out. Over the rest memory may grow by at most `ROOM_MIB`, by the median of the slopes between
-all pairs of points (Theil-Sen): a longer run finds a smaller leak. The pace of the machine has no part in it, but
-tells what the verdict is worth: the growth is also given for each request.
+After each round, the resident memory of the API process and of the engine is measured without file-backed pages, which
+the system can reclaim. The first quarter of the time fills caches and is ignored. After it, memory may grow by at most
+`MAX_GROWTH_MIB`, by the median of the slopes between all pairs of points (Theil-Sen). A longer run finds smaller leaks.
 """
 
 from __future__ import annotations
@@ -24,17 +22,24 @@ import psutil
 from chaos.driver import Driver, driver, run
 from chaos.plan import WORLDS, Round, plan
 
-# Room for what tells nothing of a leak: an allocator's arenas, a table that doubles.
-ROOM_MIB = 6.0
+# Growth without a leak, such as arenas of the allocator and tables that double.
+MAX_GROWTH_MIB = 6.0
 _WARM_UP = 0.25
-_SAY_EVERY_S = 60.0
+_REPORT_INTERVAL_S = 60.0
 _MIB = 1 << 20
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process holds, in MiB, after so many seconds and requests. anonymous: resident without pages of files."""
+    """Memory of a process in MiB at one time.
+
+    Attributes:
+        at_s: Seconds since the beginning.
+        requests: Number of requests since the beginning.
+        anonymous: Resident memory without file-backed pages.
+        resident: Resident memory.
+    """
 
     at_s: float
     requests: int
@@ -46,18 +51,18 @@ class Memory:
 
 
 def quiet_rounds(seed: int) -> Iterator[Round]:
-    """All on one server, without faults."""
+    """Yield rounds without faults, all on one server."""
     for number in itertools.count():
         yield replace(plan(seed, number), block=0, world=WORLDS[0], recipe="fastserve", fault="none")
 
 
 def slope(points: Sequence[Point]) -> float:
-    """The median of the slopes between all pairs of points with different times."""
+    """Return the median of the slopes between all pairs of points with different times."""
     return statistics.median((y - b) / (x - a) for (a, b), (x, y) in itertools.combinations(points, 2) if x > a)
 
 
 def main() -> int:
-    """1 if a round found something or memory grew."""
+    """Return 1 if a round failed or memory grew."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -66,52 +71,52 @@ def main() -> int:
 
 
 async def soak(seed: int, seconds: float) -> int:
-    """Run quiet rounds for so long; the exit code."""
+    """Run quiet rounds for `seconds` and return the exit code."""
     noted: dict[str, list[Memory]] = {}
-    requests, begin, told_s = 0, time.monotonic(), -_SAY_EVERY_S
+    requests, begin, reported_s = 0, time.monotonic(), -_REPORT_INTERVAL_S
     async with driver() as found:
         for this in quiet_rounds(seed):
-            if troubles := await found.run(this):
-                print(*troubles, found.told(), sep="\n")
+            if failures := await found.run(this):
+                print(*failures, found.log_tail(), sep="\n")
                 return 1
             requests += len(this.asks) + len(this.lines)
             now = time.monotonic() - begin
             note(noted, found, now, requests)
-            if now - told_s >= _SAY_EVERY_S:
-                told_s = now
-                print(f"{now:.0f} s, {this}, {requests} in all: {latest(noted)}", flush=True)
+            if now - reported_s >= _REPORT_INTERVAL_S:
+                reported_s = now
+                print(f"{now:.0f} s, {this}, {requests} requests in total: {latest(noted)}", flush=True)
             if now > seconds:
                 break
     return verdict(noted)
 
 
 def note(noted: dict[str, list[Memory]], found: Driver, now: float, requests: int) -> None:
-    """Add what the processes hold now."""
+    """Append the current memory of each process."""
     for name, process in found.processes().items():
         resident, files = resident_bytes(process)
         noted.setdefault(name, []).append(Memory(now, requests, (resident - files) / _MIB, resident / _MIB))
 
 
 def resident_bytes(process: psutil.Process) -> tuple[int, int]:
-    """What is resident of a process, and how much of that are pages of files (0 where the system does not tell)."""
+    """Return the resident bytes of a process and how many of them are file-backed, or 0 if that is unknown."""
     info = process.memory_info()
     return info.rss, getattr(info, "shared", 0)
 
 
 def latest(noted: dict[str, list[Memory]]) -> str:
-    """The latest of each."""
+    """Format the latest measurement of each process."""
     return ", ".join(f"{name} {some[-1]}" for name, some in noted.items())
 
 
 def growth(some: Sequence[Memory]) -> tuple[float, int]:
-    """MiB by which memory grew after the first quarter of the time, by the slope, and over how many requests."""
+    """Return the growth in MiB after the first quarter of the time, by the slope, and its number of requests."""
     rest = [one for one in some if one.at_s >= some[0].at_s + _WARM_UP * (some[-1].at_s - some[0].at_s)]
     per_s = slope([(one.at_s, one.anonymous) for one in rest])
     return per_s * (rest[-1].at_s - rest[0].at_s), rest[-1].requests - rest[0].requests
 
 
 def verdict(noted: dict[str, list[Memory]]) -> int:
-    """Tell how much memory grew; 1 if that is too much."""
+    """Print how much memory grew, and return 1 if it grew too much."""
     worst = 0.0
     for name, some in noted.items():
         grown, requests = growth(some)
@@ -122,9 +127,10 @@ def verdict(noted: dict[str, list[Memory]]) -> int:
             f"{some[-1].requests} requests"
         )
         print(
-            f"{name}: {grown:+.1f} MiB over the last {requests} of them, {each:+.2f} KiB each, at most {ROOM_MIB:g} MiB"
+            f"{name}: {grown:+.1f} MiB over the last {requests} requests, {each:+.2f} KiB each, "
+            f"at most {MAX_GROWTH_MIB:g} MiB"
         )
-    return int(worst > ROOM_MIB)
+    return int(worst > MAX_GROWTH_MIB)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A minute's cut of `make test-chaos`, and whether its checks notice what they are for."""
+"""A short run of `make test-chaos`, and tests that its checks detect failures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from chaos.clients import Outcome, take_event
 from chaos.driver import possible_worlds, run_rounds
 from chaos.faults import FAULTS
 from chaos.plan import WORLDS, Ask, Round, plan
-from chaos.soak import ROOM_MIB, Memory, growth, slope, verdict
+from chaos.soak import MAX_GROWTH_MIB, Memory, growth, slope, verdict
 
 SEED = 20
-# In this order the server is started anew once after each kill, and once for the disk.
+# In this order the server restarts only after each kill and for the small disk.
 CUT = (("plain", "pause engine"), ("plain", "kill engine"), ("plain", "kill api"), ("small disk", "full disk"))
 STREAM = {"stream": True}
 
 
 def cut() -> list[Round]:
-    """A round of each, with half of its requests, if this machine can have it."""
+    """Return a round with fewer requests for each pair that this machine supports."""
     possible = {world.name: world for world in possible_worlds() if not world.needs_ray}
     return [
         replace(this, block=block, world=possible[world], fault=fault, asks=this.asks[:12], late_s=0.8)
@@ -34,12 +34,12 @@ def cut() -> list[Round]:
     ]
 
 
-def test_a_few_rounds() -> None:
+def test_short_chaos_run_finds_nothing() -> None:
     found = asyncio.run(run_rounds(cut()))
     assert not found, "\n".join(found)
 
 
-def test_rounds_are_functions_of_seed_and_number() -> None:
+def test_rounds_are_deterministic() -> None:
     assert [plan(3, number) for number in range(50)] == [plan(3, number) for number in range(50)]
     rounds = [plan(3, number) for number in range(10 * len(WORLDS))]
     assert {this.world for this in rounds} == set(WORLDS)
@@ -49,7 +49,7 @@ def test_rounds_are_functions_of_seed_and_number() -> None:
     assert {entry(number).path for number in range(0, SIZE, 2)} != {entry(number).path for number in range(1, SIZE, 2)}
 
 
-# -- do the checks notice? ----------------------------------------------------------------------------------------
+# -- tests of the checks ------------------------------------------------------------------------------------------
 
 NUMBER = next(number for number in range(SIZE) if entry(number).path == COMPLETIONS and entry(number).choices == 1)
 REFERENCES = {NUMBER: {0: ("one two", "length")}}
@@ -59,74 +59,74 @@ def event(text: str, reason: str | None = None, index: int = 0) -> str:
     return json.dumps({"choices": [{"index": index, "text": text, "finish_reason": reason}]})
 
 
-FAILED = json.dumps({"error": {"code": "engine_dead"}})
-RIGHT = [event("one "), event("two", "length"), "[DONE]"]
+ERROR = json.dumps({"error": {"code": "engine_dead"}})
+VALID = [event("one "), event("two", "length"), "[DONE]"]
 
 
-def troubles(events: list[str], fault: str = "none", **fields: Any) -> list[str]:
+def failures_of(events: list[str], fault: str = "none", **fields: Any) -> list[str]:
     outcome = Outcome(Ask(NUMBER, STREAM, "read", 0, 0.0), 200)
     for one in events:
         take_event(outcome, one)
     return list(checks.answers([replace(outcome, **fields)], REFERENCES, FAULTS[fault]))
 
 
-def test_a_right_stream_and_a_stream_with_an_error_that_the_fault_explains() -> None:
-    assert not troubles(RIGHT)
-    assert not troubles([event("one "), FAILED], "kill engine")
-    assert not troubles([event("one ")], "kill api", cut="reset")
-    assert not troubles([event("one ")], has_left=True)
+def test_valid_streams_pass() -> None:
+    assert not failures_of(VALID)
+    assert not failures_of([event("one "), ERROR], "kill engine")
+    assert not failures_of([event("one ")], "kill api", cut="reset")
+    assert not failures_of([event("one ")], has_left=True)
 
 
 @pytest.mark.parametrize(
     ("events", "fault"),
     [
-        ([event("one "), event("three", "length"), "[DONE]"], "none"),  # other tokens
-        ([event("one "), event("two", "stop"), "[DONE]"], "none"),  # another reason
-        ([event("one "), "[DONE]"], "none"),  # a choice without an end
-        ([event("one "), event("two", "length"), event("", index=1), "[DONE]"], "none"),  # a choice too many
-        ([*RIGHT, "[DONE]"], "none"),
-        ([*RIGHT, FAILED], "kill engine"),
-        ([event("one "), FAILED, FAILED], "kill engine"),
-        ([event("one "), FAILED], "kill rank"),  # nothing explains the error
-        ([event("two "), FAILED], "kill engine"),  # no beginning of the reference
-        ([event("one ")], "kill engine"),  # no end at all
-        ([event("one two", "length"), event("!"), "[DONE]"], "none"),  # goes on after its end
+        ([event("one "), event("three", "length"), "[DONE]"], "none"),  # wrong tokens
+        ([event("one "), event("two", "stop"), "[DONE]"], "none"),  # wrong finish reason
+        ([event("one "), "[DONE]"], "none"),  # a choice without finish reason
+        ([event("one "), event("two", "length"), event("", index=1), "[DONE]"], "none"),  # an extra choice
+        ([*VALID, "[DONE]"], "none"),
+        ([*VALID, ERROR], "kill engine"),
+        ([event("one "), ERROR, ERROR], "kill engine"),
+        ([event("one "), ERROR], "kill rank"),  # the fault does not explain the error
+        ([event("two "), ERROR], "kill engine"),  # no prefix of the reference
+        ([event("one ")], "kill engine"),  # cut off
+        ([event("one two", "length"), event("!"), "[DONE]"], "none"),  # continues after the finish reason
     ],
 )
-def test_wrong_streams_are_noticed(events: list[str], fault: str) -> None:
-    assert troubles(events, fault)
+def test_invalid_streams_are_detected(events: list[str], fault: str) -> None:
+    assert failures_of(events, fault)
 
 
-def test_counts_that_do_not_agree_are_noticed() -> None:
+def test_mismatched_counts_are_detected() -> None:
     outcome = Outcome(Ask(NUMBER, STREAM, "read", 0, 0.0), 200, tokens=7)
-    for one in RIGHT:
+    for one in VALID:
         take_event(outcome, one)
-    right = {"request_success_total/real-time/length": 1.0, "generation_tokens_total/real-time": 7.0}
+    counts = {"request_success_total/real-time/length": 1.0, "generation_tokens_total/real-time": 7.0}
 
     def count(**changed: float) -> list[str]:
-        after = {name: value + changed.get(name.partition("/")[0], 0) for name, value in right.items()}
+        after = {name: value + changed.get(name.partition("/")[0], 0) for name, value in counts.items()}
         return list(checks.metrics({}, after, [outcome], [], FAULTS["none"]))
 
     assert not count()
-    most = 0 if "stop" not in entry(NUMBER).body else 1000
+    max_hidden = 0 if "stop" not in entry(NUMBER).body else 1000
     assert count(generation_tokens_total=-1)
-    assert count(generation_tokens_total=1 + most)
+    assert count(generation_tokens_total=1 + max_hidden)
     assert count(request_success_total=1)
     assert count(request_success_total=-1)
 
 
-def test_slope() -> None:
+def test_slope_is_median_of_pairwise_slopes() -> None:
     assert slope([(0, 1), (1, 3), (2, 5), (3, 100), (4, 9)]) == 2
 
 
-def test_a_leak_is_told_and_what_fills_caches_is_not() -> None:
-    def noted(leak_mib: float) -> list[Memory]:
-        """An hour with a round in a minute: caches fill for twelve of them, then all of the leak comes."""
+def test_leaks_are_reported_and_cache_warmup_is_not() -> None:
+    def measured(leak_mib: float) -> list[Memory]:
+        """Return an hour of measurements in which caches fill for 12 minutes and the leak begins after 15."""
         held = [min(minute, 12) + leak_mib * max(0, minute - 15) / 45 + minute % 2 for minute in range(61)]
         return [Memory(60 * at, 20 * at, 100 + one, 130 + one) for at, one in enumerate(held)]
 
-    assert growth(noted(0))[1] == 900
-    assert abs(growth(noted(0))[0]) < 0.1
-    assert abs(growth(noted(9))[0] - 9) < 0.2
-    assert verdict({"api": noted(0), "engine 0": noted(ROOM_MIB - 1)}) == 0
-    assert verdict({"api": noted(0), "engine 0": noted(ROOM_MIB + 1)}) == 1
+    assert growth(measured(0))[1] == 900
+    assert abs(growth(measured(0))[0]) < 0.1
+    assert abs(growth(measured(9))[0] - 9) < 0.2
+    assert verdict({"api": measured(0), "engine 0": measured(MAX_GROWTH_MIB - 1)}) == 0
+    assert verdict({"api": measured(0), "engine 0": measured(MAX_GROWTH_MIB + 1)}) == 1

@@ -1,13 +1,15 @@
-"""A model over two machines, one of which is cut off while requests stream: `make test-cluster`.
+"""Run a model on two machines and disconnect one of them while requests stream: `make test-cluster`.
 
-python cut_off.py [forgets]: Ray takes the machine for alive all the time, as it does for a minute; or it soon gives it
-up, and does not take it back when it is there again.
+    python cut_off.py [forgets]
 
-The machines are network namespaces of this one, joined by a cable that can be pulled. The first has Ray's head, the
-server and room for the whole model; the second has one stage of it at first. Needs root, util-linux and iproute2. The
-exit code is 0 if all is well, 1 if not, 77 where something is missing.
+By default Ray considers the machine alive throughout, as it does for about a minute. With `forgets`, Ray soon declares
+it dead and does not accept it again.
 
-All of it runs in a process namespace of its own, which takes everything with it when it ends.
+The machines are network namespaces joined by a virtual cable. The first runs Ray's head and the server and has room for
+the whole model; the second runs one pipeline stage at first. This needs root, util-linux and iproute2. The exit code is
+0 on success, 1 on failure and 77 if a requirement is missing.
+
+Everything runs in a new PID namespace, so that no process survives it.
 """
 
 from __future__ import annotations
@@ -30,30 +32,30 @@ import httpx
 import psutil
 
 SKIPPED = 77
-# Of the range that is set aside for tests of networks.
+# From the address range reserved for network benchmarks (RFC 2544).
 HERE, THERE, RAY_PORT, HTTP_PORT = "198.18.0.1", "198.18.0.2", 6399, 8123
 RAY = f"{HERE}:{RAY_PORT}"
-# Limits of what is tested, in seconds: from the cut until the engine knows, from then until requests go on, and from
-# the cut until the old rank on the machine that was cut off has ended.
+# Maximum seconds from the cut until the engine detects it, from then until requests continue, and from the cut until
+# the old rank on the disconnected machine has exited.
 NOTICE_S, REBUILD_S, STALE_S = 8.0, 10.0, 10.0
-# Longest that anything else may take to start, and to end when told to.
+# Maximum seconds of every other start and stop.
 START_S, END_S = 90.0, 20.0
-# With these settings Ray gives a machine up after some six seconds, by default after a minute or more.
+# With these settings Ray declares a node dead after about six seconds instead of a minute or more.
 FORGETS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-# So many characters of each stream are there when the cable is pulled.
-BEGUN = 40
-# Prompts that the built-in model answers at length, greedy and seeded.
+# Number of characters of each stream before the cable is disconnected.
+MIN_CHARACTERS = 40
+# Greedy and seeded requests with long answers of the built-in model.
 BODIES: list[dict[str, Any]] = [
     {"prompt": f"Count from {first} to 99\n", "max_tokens": 900, "ignore_eos": True, **sampling}
     for first in (1, 7, 30)
     for sampling in ({"temperature": 0}, {"temperature": 1.0, "seed": 5})
 ]
-# What takes one CPU of the first machine while the ranks are placed, so that one of them goes to the other.
+# Occupies a CPU of the first machine while ranks are placed, so that one rank is placed on the second machine.
 HOLD = """
 import ray, sys
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
@@ -69,12 +71,12 @@ sys.stdin.read()
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the test in new namespaces and return the exit code."""
     forgets = sys.argv[1:2] == ["forgets"]
     if sys.argv[-1] == "inside":
         return Rehearsal(Path(os.environ["SKIPJOIN_REHEARSAL"]), forgets).run()
-    if lacks := _lacks():
-        print(f"skipped: {lacks}")
+    if reason := _missing_requirement():
+        print(f"skipped: {reason}")
         return SKIPPED
     folder = Path(tempfile.mkdtemp(prefix="skipjoin-cut-off-"))
     try:
@@ -83,10 +85,10 @@ def main() -> int:
         code = subprocess.run(inside, env=environment, check=False).returncode
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if left := _left(folder):
-        print(f"left behind: {', '.join(left)}")
+    if leftovers := _leftovers(folder):
+        print(f"left behind: {', '.join(leftovers)}")
         return 1
-    print("all of it is gone again")
+    print("no processes or files remain")
     return code
 
 
@@ -94,8 +96,8 @@ def _namespaces() -> list[str]:
     return ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
-def _lacks() -> str | None:
-    """What this test needs and this machine has not."""
+def _missing_requirement() -> str | None:
+    """Return which requirement this machine does not meet, or None."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     for program in ("ip", "unshare", "nsenter"):
@@ -120,8 +122,8 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _left(folder: Path) -> list[str]:
-    """What the rehearsal has left on this machine. Its networks end with its processes."""
+def _leftovers(folder: Path) -> list[str]:
+    """Return the remaining processes and files. Network namespaces disappear with their processes."""
     found = [str(folder)] if folder.exists() else []
     for process in psutil.process_iter():
         try:
@@ -134,7 +136,12 @@ def _left(folder: Path) -> list[str]:
 
 
 class Rehearsal:
-    """All that happens inside. folder: for everybody's files. forgets: whether Ray gives the second machine up."""
+    """Runs the test inside the namespaces.
+
+    Args:
+        folder: Folder for the files of all processes.
+        forgets: Whether Ray declares the second machine dead.
+    """
 
     def __init__(self, folder: Path, forgets: bool) -> None:
         self.folder, self.forgets = folder, forgets
@@ -142,7 +149,7 @@ class Rehearsal:
         self.url = f"http://{HERE}:{HTTP_PORT}"
 
     def run(self) -> int:
-        """The exit code."""
+        """Run the test and return the exit code."""
         try:
             self._lay_cable()
             with self._cluster() as second, self._server() as server:
@@ -152,64 +159,64 @@ class Rehearsal:
             for log in sorted(self.folder.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text()[-4000:]}")
             return 1
-        self.say("a machine was cut off in the middle of streams, and nobody noticed but the log: all is well")
+        self.say("a machine was disconnected in mid-stream without any effect on clients")
         return 0
 
     def say(self, text: str) -> None:
-        """Tell a step, with the seconds since the beginning."""
+        """Print a step with the seconds since the start."""
         print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
 
-    # -- what happens -----------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------
 
     def _rehearse(self, server: Process, second: Process) -> None:
         undisturbed = self._stream_all()
-        self.say(f"{len(BODIES)} streams, undisturbed: {sum(map(len, undisturbed))} characters")
+        self.say(f"{len(BODIES)} streams without failures: {sum(map(len, undisturbed))} characters")
         assert len(self._ranks(THERE)) == 1, f"the second machine should have one rank: {self._ranks(THERE)}"
         self._cut_in_mid_stream(server, undisturbed)
         self._plug(True)
-        self.say("the cable is back")
+        self.say("the cable is reconnected")
         if self.forgets:
-            _until(lambda: not second.runs(), START_S, "Ray on the second machine ends")
-            self.say("Ray on the second machine has ended: it was given up")
-        assert self._stream_all() == undisturbed, "with the cable back, streams differ"
-        self.say("with the cable back, streams are the same")
+            _until(lambda: not second.runs(), START_S, "Ray on the second machine exits")
+            self.say("Ray on the second machine has exited because it was declared dead")
+        assert self._stream_all() == undisturbed, "after reconnecting, streams differ"
+        self.say("after reconnecting, streams are the same")
         assert second.runs() != self.forgets
         starts = len(server.lines("restarting all ranks"))
         self._plug(False)
         assert self._stream_all() == undisturbed, "without the second machine, streams differ"
-        assert len(server.lines("restarting all ranks")) == starts, "ranks were started anew without need"
+        assert len(server.lines("restarting all ranks")) == starts, "ranks were restarted unnecessarily"
         self._plug(True)
-        self.say("cut off again, where it has no rank: nothing happens")
+        self.say("disconnecting the second machine, which has no rank now, has no effect")
 
     def _cut_in_mid_stream(self, server: Process, expected: list[str]) -> None:
-        """Pull the cable, and follow what comes of it until the streams have ended."""
+        """Disconnect the cable during streams, and check detection, restart and output."""
         streams = [Stream(self.url, body) for body in BODIES]
-        _until(lambda: all(len(stream.text) > BEGUN for stream in streams), START_S, "streams begin")
+        _until(lambda: all(len(stream.text) > MIN_CHARACTERS for stream in streams), START_S, "streams begin")
         self._plug(False)
         cut = time.monotonic()
-        there = [len(stream.text) for stream in streams]
-        ended = sum(not stream.is_alive() for stream in streams)
-        self.say(f"the cable is pulled; of the streams {sum(there)} characters are there, {ended} have ended")
-        assert ended == 0, "the streams ended before the cable was pulled"
-        _until(lambda: bool(server.lines("restarting all ranks")), START_S, "the engine notices")
-        noticed = time.monotonic()
-        self.say(f"the engine knows after {noticed - cut:.1f} s: {server.lines('restarting all ranks')[-1]}")
-        _until(lambda: not self._ranks(THERE), START_S, "the old rank ends")
+        received = [len(stream.text) for stream in streams]
+        finished = sum(not stream.is_alive() for stream in streams)
+        self.say(f"the cable is disconnected after {sum(received)} characters; {finished} streams have finished")
+        assert finished == 0, "streams finished before the cable was disconnected"
+        _until(lambda: bool(server.lines("restarting all ranks")), START_S, "the engine detects the cut")
+        detected = time.monotonic()
+        self.say(f"the engine detected it after {detected - cut:.1f} s: {server.lines('restarting all ranks')[-1]}")
+        _until(lambda: not self._ranks(THERE), START_S, "the old rank exits")
         gone = time.monotonic()
-        self.say(f"the old rank on the second machine has ended, {gone - cut:.1f} s after the cut")
-        _until(lambda: bool(server.lines("are back")), START_S, "the ranks are back")
-        back = time.monotonic()
-        self.say(f"all ranks run on the first machine, {back - noticed:.1f} s later")
+        self.say(f"the old rank on the second machine exited {gone - cut:.1f} s after the cut")
+        _until(lambda: bool(server.lines("the ranks were restarted")), START_S, "the ranks are ready")
+        ready = time.monotonic()
+        self.say(f"all ranks run on the first machine, {ready - detected:.1f} s later")
         found = [stream.result() for stream in streams]
         assert found == expected, "streams differ after the cut"
-        self.say(f"all streams have ended, as if nothing had happened, {time.monotonic() - cut:.1f} s after the cut")
+        self.say(f"all streams finished with the expected output {time.monotonic() - cut:.1f} s after the cut")
         assert len(self._ranks(HERE)) == 2
         assert len(server.lines("restarting all ranks")) == 1, (
-            f"{server.count('restarting all ranks')} starts were needed"
+            f"{len(server.lines('restarting all ranks'))} restarts instead of one"
         )
-        assert noticed - cut < NOTICE_S, f"it took {noticed - cut:.1f} s to notice"
-        assert gone - cut < STALE_S, f"it took {gone - cut:.1f} s until the old rank ended"
-        assert back - noticed < REBUILD_S, f"it took {back - noticed:.1f} s to rebuild"
+        assert detected - cut < NOTICE_S, f"detection took {detected - cut:.1f} s"
+        assert gone - cut < STALE_S, f"the old rank exited after {gone - cut:.1f} s"
+        assert ready - detected < REBUILD_S, f"the restart took {ready - detected:.1f} s"
 
     def _stream_all(self) -> list[str]:
         return [stream.result() for stream in [Stream(self.url, body) for body in BODIES]]
@@ -217,10 +224,10 @@ class Rehearsal:
     # -- the machines -----------------------------------------------------------------------------------------
 
     def _lay_cable(self) -> None:
-        """From a switch on the first machine to the second: either side keeps its address while the cable is out."""
+        """Connect a bridge on the first machine to the second, so that both keep their addresses while disconnected."""
         self._there = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         own = os.readlink("/proc/self/ns/net")
-        _until(lambda: os.readlink(f"/proc/{self._there.pid}/ns/net") != own, 5, "a network of its own")
+        _until(lambda: os.readlink(f"/proc/{self._there.pid}/ns/net") != own, 5, "a new network namespace")
         for command in (
             "ip link set lo up",
             "ip link add sj-switch type bridge",
@@ -233,7 +240,7 @@ class Rehearsal:
         for command in ("ip link set lo up", f"ip addr add {THERE}/24 dev sj-there", "ip link set sj-there up"):
             subprocess.run([*self._over_there(), *command.split()], check=True)
         self._plug(True)
-        self.say("two networks, one cable")
+        self.say("two networks are connected")
 
     def _plug(self, connected: bool) -> None:
         subprocess.run(["ip", "link", "set", "sj-port", "up" if connected else "down"], check=True)
@@ -243,7 +250,7 @@ class Rehearsal:
 
     @contextmanager
     def _cluster(self) -> Iterator[Process]:
-        """Ray on both machines; that on the second."""
+        """Run Ray on both machines, and yield the process of the second."""
         shared = ["--object-store-memory", str(80 << 20), "--block"]
         head = ["--head", "--port", str(RAY_PORT), "--num-cpus", "2", "--include-dashboard=false"]
         joins = ["--address", RAY, "--num-cpus", "1"]
@@ -252,12 +259,12 @@ class Rehearsal:
         other = [*self._over_there(), *start, THERE, "--temp-dir", str(self.folder / "b"), *joins, *shared]
         started = "Ray runtime started"
         with self._process("first", own, started), self._process("second", other, started) as second:
-            self.say("Ray runs on both")
+            self.say("Ray runs on both machines")
             yield second
 
     @contextmanager
     def _server(self) -> Iterator[Process]:
-        """Over both machines: one of the first's two CPUs is taken while ranks are placed."""
+        """Run the server on both machines, with a CPU of the first one occupied while ranks are placed."""
         serve = [_program("skipjoin"), "serve", "tally", "--host", HERE, "--port", str(HTTP_PORT)]
         ranks = ["--ray-address", RAY, "-pp", "2", "--threads", "1", "--profile", "off"]
         hold = [sys.executable, "-c", HOLD, RAY]
@@ -274,14 +281,14 @@ class Rehearsal:
         started = Process(self.folder / f"{name}.log", command)
         try:
             _until(lambda: ready in started.log() or not started.runs(), START_S, f"{name} is ready")
-            assert started.runs(), f"{name} has ended"
+            assert started.runs(), f"{name} exited during its start"
             yield started
         finally:
             seconds = started.end()
-            self.say(f"{name} has ended, within {seconds:.1f} s")
+            self.say(f"{name} exited within {seconds:.1f} s")
 
     def _ranks(self, ip: str) -> list[psutil.Process]:
-        """The ranks that run on a machine."""
+        """Return the ranks on a machine."""
         network = os.readlink(f"/proc/{self._there.pid if ip == THERE else 'self'}/ns/net")
         found = []
         for process in psutil.process_iter():
@@ -292,7 +299,7 @@ class Rehearsal:
 
 
 class Process:
-    """A program that runs, and what it has written so far."""
+    """Child process with its output in a log file."""
 
     def __init__(self, log: Path, command: list[str]) -> None:
         self._log = log
@@ -300,19 +307,19 @@ class Process:
             self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT)
 
     def log(self) -> str:
-        """All of it."""
+        """Return the output so far."""
         return self._log.read_text()
 
     def lines(self, words: str) -> list[str]:
-        """Those that have these words."""
+        """Return the output lines that contain `words`."""
         return [line for line in self.log().splitlines() if words in line]
 
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether the process is alive."""
         return self._popen.poll() is None
 
     def end(self) -> float:
-        """Tell it to end; the seconds that this took."""
+        """Stop the process and return the seconds that this took."""
         begin = time.monotonic()
         assert self._popen.stdin is not None
         self._popen.stdin.close()
@@ -326,7 +333,7 @@ class Process:
 
 
 class Stream(threading.Thread):
-    """A streamed completion, read as it comes."""
+    """Thread that reads a streamed completion."""
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
@@ -336,7 +343,7 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read it to its end."""
+        """Read the stream to its end."""
         body = {**self._body, "stream": True}
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=START_S) as response:
             for line in response.iter_lines():
@@ -351,14 +358,14 @@ class Stream(threading.Thread):
                 self._reason = event["choices"][0]["finish_reason"]
 
     def result(self) -> str:
-        """The whole text and how it ended."""
+        """Wait for the end and return the text with its finish reason."""
         self.join(START_S)
-        assert not self.is_alive(), "a stream does not end"
+        assert not self.is_alive(), "a stream does not finish"
         return f"{self.text} ({self._reason})"
 
 
 def _program(name: str) -> str:
-    """One that is installed beside this Python."""
+    """Return the path of a program installed with this Python."""
     return str(Path(sys.executable).with_name(name))
 
 

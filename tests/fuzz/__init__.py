@@ -1,18 +1,18 @@
-"""Fuzzing over HTTP: seeded requests of any form to a real server, and what must hold after every round.
+"""HTTP fuzzing: seeded random requests to a real server, and checks after every round.
 
     PYTHONPATH=tests python -m fuzz --minutes 5
     PYTHONPATH=tests python -m fuzz --seed 7 --round 31 --rounds 1 [--case 12]
 
-| module | what is in it |
+| module | contents |
 |---|---|
-| `values` | JSON bodies: what the schemas allow, with odd values in any place |
-| `wire` | bytes on a connection: heads, chunks, trailers, smuggling, pipelines, clients that leave |
+| `values` | JSON bodies that the schemas allow, with odd values in random places |
+| `wire` | raw bytes: heads, chunks, trailers, smuggling, pipelining, disconnecting clients |
 | `forms` | multipart bodies of uploads |
 | `lines` | JSONL files of batches |
 | `stories` | sequences over files and batches, with several keys, concurrently |
-| `case` | one connection's bytes and what its answers may be |
-| `plan` | a round as a function of seed and number |
-| `talk` | plays a case on a socket |
-| `checks` | what must hold for an answer, and for the server after a round |
-| `driver` | runs rounds on one server, alongside a canary |
+| `case` | bytes of one connection and the allowed answers |
+| `plan` | generates a round from seed and number |
+| `talk` | runs a case on a socket |
+| `checks` | checks of answers |
+| `driver` | runs rounds on one server alongside a canary, and checks the server |
 """

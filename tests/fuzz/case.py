@@ -1,4 +1,4 @@
-"""One connection's bytes and what the answers to them may be."""
+"""Bytes of one connection and the allowed answers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Keys of the server. All cases and stories use those of CLIENTS; a request whose key is WRONG must be refused.
+# API keys. All cases and stories use those of CLIENTS; requests with the key WRONG must be rejected.
 CLIENTS = ("fuzz-alpha", "fuzz-beta")
 CANARY, OPERATOR, WRONG = "canary", "operator", "fuzz-wrong"
 KEYS = (*CLIENTS, CANARY, OPERATOR)
-# Beginnings of `x-request-id` in bytes that are no header of a request: a body, a trailer.
+# Prefixes of `x-request-id` in bytes that are not request headers: bodies and trailers.
 HIDDEN, TRAILER = "hidden-", "trailer-"
 OPEN_PATHS = ("/health", "/ready", "/live")
 
@@ -21,12 +21,14 @@ Headers = Sequence[tuple[str | bytes, str | bytes]]
 class Case:
     """What a client sends on one connection.
 
-    pieces: sent one after another, `pause_s` apart; waits: those after the first one only when that is answered.
-    answers: number of complete requests at the beginning, each of which must be answered. is_locked: no answer may
-    be below 400, because no key is in a head. statuses: that answers may have; empty: any but those of server
-    errors. must_close: the server has to close the connection soon: it has answered a request that is not complete,
-    or a bound was passed. leaves: what the client does without waiting for an answer: "" (it waits), "close" or
-    "reset".
+    Attributes:
+        pieces: Bytes that are sent one after another, `pause_s` apart.
+        answers: Number of complete requests at the beginning, each of which must be answered.
+        is_locked: No answer may be successful, because no head has a key.
+        statuses: Allowed statuses, or empty for any except server errors.
+        must_close: The server must close the connection soon, because a request is incomplete or too large.
+        leaves: "close" or "reset" if the client disconnects without waiting for an answer, else "".
+        waits: Send the first piece alone, and the others once it is answered.
     """
 
     name: str
@@ -46,12 +48,12 @@ class Case:
 
 
 def as_bytes(text: str | bytes) -> bytes:
-    """Encode a text of a head."""
+    """Return the text of a head as bytes."""
     return text if isinstance(text, bytes) else text.encode()
 
 
 def head(method: str, target: str | bytes, headers: Headers = (), *, key: str | None = CLIENTS[0]) -> bytes:
-    """Return a request's head. key: None leaves the header out."""
+    """Return the head of a request, without Authorization if `key` is None."""
     own: Headers = [("Host", "localhost"), *([] if key is None else [("Authorization", f"Bearer {key}")])]
     lines = [b"%s %s HTTP/1.1" % (method.encode(), as_bytes(target))]
     lines += [as_bytes(name) + b": " + as_bytes(value) for name, value in (*own, *headers)]
@@ -67,14 +69,14 @@ def post(path: str, body: bytes, headers: Headers = (JSON,), *, key: str | None 
 
 
 def chunked(data: bytes, size: int) -> bytes:
-    """Return data as chunks, without the last one."""
+    """Return data in chunked encoding without the last chunk."""
     return b"".join(
         b"%x\r\n%s\r\n" % (len(data[at : at + size]), data[at : at + size]) for at in range(0, len(data), size)
     )
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-# Bodies that are answered with 200, in a moment.
+# Valid bodies whose answers are fast.
 BODIES: dict[str, dict[str, object]] = {
     COMPLETIONS: {"prompt": "Spell apple\n", "max_tokens": 4},
     CHAT: {"messages": [{"role": "user", "content": "Spell apple"}], "max_tokens": 4},
@@ -85,5 +87,5 @@ BODIES: dict[str, dict[str, object]] = {
 
 
 def encoded(path: str, **more: object) -> bytes:
-    """Return the body of a path that is answered, with further fields."""
+    """Return a valid body for a path, with additional fields."""
     return json.dumps({**BODIES[path], **more}).encode()

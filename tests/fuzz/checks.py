@@ -1,4 +1,4 @@
-"""What must hold: for each answer, and for the server at rest after a round."""
+"""Checks of answers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from fuzz.case import HIDDEN, TRAILER, Case
 
-# Codes of the 503s that a server without a fault may answer (docs/api.md), and of errors that may end a stream.
+# Error codes of 503 that a healthy server may return (docs/api.md), and error codes that may end a stream.
 _BUSY = frozenset({"too_many_connections"})
 _ENDS = frozenset({"deadline_exceeded", "slow_reader", "shutting_down"})
-# Answers of the protocol itself, which come before a request has an id.
+# Statuses of protocol errors, which occur before a request has an id.
 _REFUSALS = (400, 408, 431)
 
 
 @dataclass
 class Answer:
-    """A response as it was read. is_complete: to its end."""
+    """Response as read so far."""
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
@@ -29,25 +29,29 @@ class Answer:
 
 
 def wrong_with(case: Case, answer: Answer, is_last: bool) -> str | None:
-    """Return what is wrong with an answer; None if nothing is. is_last: of its connection."""
+    """Return what is wrong with an answer, or None.
+
+    Args:
+        is_last: Whether the answer is the last one of its connection.
+    """
     marker = answer.headers.get("x-request-id", "")
     if marker.startswith(HIDDEN):
-        return "bytes that are no request were answered as one"
+        return "bytes inside a request were answered as a request"
     if marker.startswith(TRAILER):
-        return "a trailer counted as a header"
+        return "a trailer was treated as a header"
     if case.is_locked and answer.status < 400:
         return "a request without a key was answered"
     if case.statuses and answer.status not in case.statuses:
-        return f"the status may be {sorted(case.statuses)}"
+        return f"the status must be one of {sorted(case.statuses)}"
     if not answer.is_complete:
-        return None if case.leaves or case.must_close or is_last else "an answer is not complete"
+        return None if case.leaves or case.must_close or is_last else "an answer is incomplete"
     if "x-injected" in answer.headers:
-        return "a header came from the request"
+        return "a response header was injected by the request"
     return wrong_body(answer.status, answer.headers, answer.body)
 
 
 def wrong_body(status: int, headers: dict[str, str], body: bytes) -> str | None:
-    """Return what is wrong with a complete answer to any request; None if nothing is."""
+    """Return what is wrong with a complete answer to any request, or None."""
     kind = headers.get("content-type", "")
     if "x-request-id" not in headers and not (status in _REFUSALS and headers.get("connection") == "close"):
         return "there is no x-request-id"
@@ -64,7 +68,7 @@ def wrong_body(status: int, headers: dict[str, str], body: bytes) -> str | None:
 
 
 def wrong_error(status: int, body: bytes) -> str | None:
-    """Return what is wrong with an error; None if it is OpenAI's, and not the server's fault."""
+    """Return what is wrong with an error, which must have OpenAI's form and be the client's fault, or None."""
     if not body and status in (404, 405):  # HEAD
         return None
     try:
@@ -73,7 +77,7 @@ def wrong_error(status: int, body: bytes) -> str | None:
     except (ValueError, KeyError, TypeError):
         is_whole, error = False, {}
     if not is_whole:
-        return "the error is not OpenAI's"
+        return "the error does not have OpenAI's form"
     if status >= 500 and not (status == 503 and error["code"] in _BUSY):
         return "the server fails"
     return None

@@ -1,4 +1,4 @@
-"""Runs rounds on one server: cases and stories concurrently, alongside a canary, and then the checks."""
+"""Runs rounds on one server: concurrent cases and stories alongside a canary, and then checks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from fuzz.stories import delete_files, story
 from fuzz.talk import HANG_S, play
 from support.pace import slowness
 
-# Connections at a time.
+# Maximum number of concurrent connections.
 _CONCURRENCY = 24
-# MiB by which a process may grow in a round, over what it held before: bodies of 4 MiB are parsed concurrently.
+# Maximum growth of a process in a round, in which bodies of 4 MiB are parsed concurrently.
 PEAK_MIB = 120.0
-# MiB by which a process may grow at rest over all rounds but the first ones, by the slope.
+# Maximum growth of an idle process over all rounds except the first ones, by the slope.
 LEAK_MIB = 48.0
 _MIN_POINTS = 6
 _SAMPLE_S = 0.05
-# Seconds between two texts of the canary.
+# Seconds between two requests of the canary.
 _PAUSE_S = 0.1
 _MIB = 1 << 20
-# Characters of the log around an error: a traceback has several thousands.
+# Number of characters of the log to show around an error, enough for a traceback.
 _SHOWN = 6000
 _ALARMS = re.compile(r"Traceback|\bERROR\b|\bCRITICAL\b|Exception in|never retrieved|never awaited")
 _CANARY_BODY = {
@@ -50,9 +50,13 @@ _CANARY_BODY = {
 
 @dataclass
 class Watch:
-    """What the processes of a server did during a round. peak: MiB by process, over those at its beginning. stall_s:
-    the longest time for which the event loop of the API process did not answer, or for which that process computed,
-    whichever is less, over how slow the machine was."""
+    """Measurements of a server's processes during a round.
+
+    Attributes:
+        peak: Maximum growth in MiB by process.
+        stall_s: Longest stall of the API process's event loop: the response time or the CPU time used, whichever is
+            less, divided by the slowness of the machine.
+    """
 
     peak: dict[str, float] = field(default_factory=dict)
     stall_s: float = 0.0
@@ -63,26 +67,26 @@ class Fuzzer:
 
     def __init__(self, served: Served) -> None:
         self.served = served
-        where = urlsplit(served.url)
-        self._host, self._port = str(where.hostname), int(where.port or 0)
+        address = urlsplit(served.url)
+        self._host, self._port = str(address.hostname), int(address.port or 0)
         self._processes = {"api": served.api, "engine": served.engines()[0]}
         self._notes: dict[str, list[Memory]] = {name: [] for name in self._processes}
         self._begin = time.monotonic()
-        self._told = 0  # characters of the log that were read
+        self._read_characters = 0  # of the log
         self._expected = ""
-        self.cases = self.songs = 0
+        self.cases = self.canary_answers = 0
         self.stall_s = 0.0
         self._peak: dict[str, float] = {}
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{name} +{peak:.0f} MiB at most" for name, peak in self._peak.items())
         stall = f"longest stall {1000 * self.stall_s:.0f} ms"
-        return f"{self.cases} cases, {self.songs} texts of the canary, {stall}, {peaks}"
+        return f"{self.cases} cases, {self.canary_answers} answers of the canary, {stall}, {peaks}"
 
     async def run(self, this: Round) -> list[str]:
-        """Return what does not hold in a round, each with the command that repeats it."""
+        """Run a round and return its failures, each with the command that repeats it."""
         if not self._expected:
-            self._expected = await self._song()
+            self._expected = await self._canary_text()
         before, alone = await self.served.metrics(), self._anonymous()
         watch, found = Watch(), []
         done = asyncio.Event()
@@ -102,19 +106,19 @@ class Fuzzer:
     async def _play_all(self, this: Round) -> list[str]:
         gate = asyncio.Semaphore(_CONCURRENCY)
 
-        async def one(index: int, what: object, work: Callable[[], Awaitable[list[str]]]) -> list[str]:
+        async def run_one(index: int, subject: object, work: Callable[[], Awaitable[list[str]]]) -> list[str]:
             async with gate:
                 try:
                     found = await work()
                 except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
                     found = [f"{type(error).__name__}: {error}"]
-            return [f"{trouble}\n    in {what}\n    to run it again: {this.replay(index)}" for trouble in found]
+            return [f"{failure}\n    in {subject}\n    to run it again: {this.replay(index)}" for failure in found]
 
         cases, stories = this.cases(), this.stories()
         self.cases += len(cases) + len(stories)
         found = await asyncio.gather(
-            *(one(index, "a story", lambda draw=draw: story(self.served.url, draw)) for index, draw in stories),
-            *(one(index, case, lambda case=case: play(case, self._host, self._port)) for index, case in cases),
+            *(run_one(index, "a story", lambda draw=draw: story(self.served.url, draw)) for index, draw in stories),
+            *(run_one(index, case, lambda case=case: play(case, self._host, self._port)) for index, case in cases),
         )
         return list(itertools.chain.from_iterable(found))
 
@@ -122,12 +126,12 @@ class Fuzzer:
 
     async def _after(self, watch: Watch, before: dict[str, float]) -> list[str]:
         if (code := self.served.process.poll()) is not None:
-            return [f"the server ended with code {code}:\n{self.served.told()}"]
+            return [f"the server exited with code {code}:\n{self.served.log_tail()}"]
         if self.served.engines() != [self._processes["engine"]]:
-            return [f"the engine is another process: {self.served.engines()}"]
+            return [f"the engine was replaced: {self.served.engines()}"]
         found = await delete_files(self.served.url)
-        found += await chaos_checks.rest(self.served)
-        found += [f"file {path.name} is left" for path in (self.served.place.batches / "files").iterdir()]
+        found += await chaos_checks.idle(self.served)
+        found += [f"file {path.name} remains" for path in (self.served.place.batches / "files").iterdir()]
         if leaked := chaos_checks.grown(before, await self.served.metrics(), "kv_blocks_recovered_total"):
             found.append(f"{leaked:g} KV blocks leaked")
         for name, peak in watch.peak.items():
@@ -136,7 +140,7 @@ class Fuzzer:
         return found + self._leaks() + self._alarms()
 
     def _anonymous(self) -> dict[str, float]:
-        """Return MiB that each process holds, without pages of files."""
+        """Return the resident memory of each process in MiB, without file-backed pages."""
         found = {}
         for name, process in self._processes.items():
             with suppress(psutil.Error):
@@ -145,20 +149,20 @@ class Fuzzer:
         return found
 
     def _leaks(self) -> list[str]:
-        """Note what processes hold at rest; return those that grow."""
+        """Record the memory of the idle processes, and describe those that grow."""
         found = []
         for name, held in self._anonymous().items():
             some = self._notes[name]
             some.append(Memory(time.monotonic() - self._begin, self.cases, held, held))
             if len(some) >= _MIN_POINTS and (grown := growth(some)[0]) > LEAK_MIB:
                 held_mib = [round(one.anonymous) for one in some]
-                found.append(f"memory of process {name} at rest grew by {grown:.0f} MiB: {held_mib}")
+                found.append(f"memory of idle process {name} grew by {grown:.0f} MiB: {held_mib}")
         return found
 
     def _alarms(self) -> list[str]:
-        """Return what the log has of errors since the last round."""
+        """Return the first error in the log since the last round."""
         text = (self.served.place.root / "log").read_text(errors="replace")
-        new, self._told = text[self._told :], len(text)
+        new, self._read_characters = text[self._read_characters :], len(text)
         alarm = alarm_of(new)
         return [] if alarm is None else [f"the log has an error:\n{alarm}"]
 
@@ -171,7 +175,7 @@ class Fuzzer:
             await asyncio.sleep(_SAMPLE_S)
 
     async def _watch_loop(self, watch: Watch) -> None:
-        """Ask whether the process lives, and note how long its event loop takes to say so."""
+        """Poll /live and record the longest stall of the event loop."""
         slow = await asyncio.to_thread(slowness)
         async with aiohttp.ClientSession() as session:
             while True:
@@ -183,30 +187,34 @@ class Fuzzer:
                 await asyncio.sleep(_SAMPLE_S)
 
     def _computed(self) -> float:
-        """Return seconds of processors that the API process has used."""
+        """Return the CPU time of the API process in seconds."""
         with suppress(psutil.Error):
             times = self.served.api.cpu_times()
             return times.user + times.system
         return 0.0
 
     async def _canary(self, done: asyncio.Event) -> list[str]:
-        """Ask for the same text until the round is done; return what was wrong."""
+        """Request the same text until the round is done, and return failures."""
         while True:
             begin = time.monotonic()
             try:
                 async with asyncio.timeout(HANG_S):
-                    text = await self._song()
+                    text = await self._canary_text()
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 return [f"the canary failed after {time.monotonic() - begin:.1f} s: {type(error).__name__}: {error}"]
             if text != self._expected:
-                return [f"the canary's text is {text!r} in place of {self._expected!r}"]
-            self.songs += 1
+                return [f"the canary's text is {text!r} instead of {self._expected!r}"]
+            self.canary_answers += 1
             if done.is_set():
                 return []
             await asyncio.sleep(_PAUSE_S)
 
-    async def _song(self) -> str:
-        """Return the canary's text. Raises ValueError for an answer that is none."""
+    async def _canary_text(self) -> str:
+        """Return the canary's text.
+
+        Raises:
+            ValueError: The request failed.
+        """
         parts = []
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {CANARY}"}) as session,
@@ -227,14 +235,14 @@ class Fuzzer:
 
 
 def alarm_of(log: str) -> str | None:
-    """Return the part of a log that tells of an error; None if there is none."""
+    """Return the part of a log around its first error, or None."""
     found = _ALARMS.search(log)
     return None if found is None else log[max(0, found.start() - _SHOWN) : found.end() + _SHOWN]
 
 
 @contextmanager
 def server() -> Iterator[Served]:
-    """A server with keys and two pools in which few requests have room."""
+    """Start a server with API keys and small KV pools."""
     place = Place(World("fuzz"))
     try:
         keys = itertools.chain.from_iterable(("--api-key", key) for key in KEYS)
@@ -248,16 +256,18 @@ def server() -> Iterator[Served]:
 
 
 async def fuzz(rounds: Iterable[Round], say: Callable[[str], None] = print) -> list[str]:
-    """Run rounds until one of them finds something; return that. say: gets a line for each."""
+    """Run rounds until one of them fails, and return its failures. Report each round through `say`."""
     with server() as served:
         fuzzer = Fuzzer(served)
         for this in rounds:
             begin = time.monotonic()
             found = await fuzzer.run(this)
-            end = f"{len(found)} TROUBLES" if found else "ok"
+            end = f"{len(found)} FAILURES" if found else "ok"
             say(f"round {this.number}: {end}, {time.monotonic() - begin:.1f} s; so far {fuzzer}")
             if found:
                 return found
         code = await served.stop()
-        left = [f"left behind: {one}" for one in await served.left()]
-        return left if code == 0 else [f"told to end, the server ended with code {code}", *left, served.told()]
+        leftovers = [f"left behind: {one}" for one in await served.leftovers()]
+        if code == 0:
+            return leftovers
+        return [f"after SIGTERM the server exited with code {code}", *leftovers, served.log_tail()]

@@ -23,7 +23,7 @@ _LINE = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prom
 
 
 def form_case(draw: random.Random) -> Case:
-    """Return an upload, mostly with a fault."""
+    """Return an upload, usually with a fault."""
     boundary = "b" if draw.random() < 0.7 else draw.choice(_BOUNDARIES)
     parts = _parts(draw)
     mark = b"--" + as_bytes(boundary)
@@ -57,13 +57,13 @@ def form_case(draw: random.Random) -> Case:
             (start, chunked(data, draw.choice((1, 17, 4000)) if len(data) < 5000 else 60_000), b"0\r\n\r\n"),
             answers=1,
         )
-    told = len(data) + draw.choices((0, 7, -7), (20, 1, 1))[0]
-    start = head("POST", "/v1/files", [*headers, ("Content-Length", str(told))], key=key)
-    return Case("form", (start, data), answers=int(told == len(data)))
+    length = len(data) + draw.choices((0, 7, -7), (20, 1, 1))[0]
+    start = head("POST", "/v1/files", [*headers, ("Content-Length", str(length))], key=key)
+    return Case("form", (start, data), answers=int(length == len(data)))
 
 
 def _parts(draw: random.Random) -> list[tuple[bytes, bytes]]:
-    """Headers and content of each part."""
+    """Return headers and content of each part."""
     parts = [_field("purpose", b"batch"), _file(draw)]
     for _ in range(draw.choice((0, 1, 1, 2))):
         at = draw.randrange(len(parts) + 1)

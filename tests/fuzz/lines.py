@@ -1,4 +1,4 @@
-"""JSONL files of batches: lines that are in order, and lines and ends of lines that are not."""
+"""JSONL files of batches, with valid and invalid lines and line ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FIELDS = ("custom_id", "method", "url", "body")
 
 
 def jsonl(draw: random.Random, path: str) -> bytes:
-    """Return a file for a batch of an endpoint: a few lines, mostly in order, with odd bodies, fields and ends."""
+    """Return a batch file for an endpoint: a few lines, most of them valid, with odd bodies, fields and line ends."""
     lines = [_line(draw, path, number) for number in range(draw.randint(1, 6))]
-    if draw.random() < 0.6:  # else a file that runs
+    if draw.random() < 0.6:  # otherwise a file whose lines run
         fault = draw.choice(_FAULTS)
         at = draw.randrange(len(lines) + 1)
         lines[at:at] = fault(draw, path)

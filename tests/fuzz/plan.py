@@ -1,4 +1,4 @@
-"""A round as a function of the seed and its number. No clock and no process: the same arguments, the same round."""
+"""Generates a round from a seed and its number, deterministically."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fuzz import forms, values, wire
 from fuzz.case import Case
 
-# What makes the cases of a round, and how many of them.
+# Generators of cases, and how many cases of a round each makes.
 _KINDS = (
     (values.json_case, 33),
     (values.refused, 3),
@@ -33,25 +33,28 @@ CASES, STORIES = len(_MAKERS), 4
 
 @dataclass(frozen=True)
 class Round:
-    """Cases that one round plays concurrently, and draws from which its stories are told. only: number of the one case
-    that is played; None: all, and the stories. A story has the numbers after those of cases."""
+    """Cases and stories that run concurrently.
+
+    Attributes:
+        only: Number of the only case or story to run, or None for all. Stories are numbered after the cases.
+    """
 
     seed: int
     number: int
     only: int | None = None
 
     def cases(self) -> list[tuple[int, Case]]:
-        """Return the round's cases with their numbers, in the order in which they begin."""
+        """Return the round's cases with their numbers, in random order."""
         order = random.Random(f"order/{self.seed}/{self.number}").sample(range(CASES), CASES)
         return [(index, _MAKERS[index](self._draw(index))) for index in order if self.only in (None, index)]
 
     def stories(self) -> list[tuple[int, random.Random]]:
-        """Return the generators of the round's stories, with their numbers."""
+        """Return the random generators of the round's stories, with their numbers."""
         some = range(CASES, CASES + STORIES)
         return [(index, self._draw(index)) for index in some if self.only in (None, index)]
 
     def replay(self, index: int | None = None) -> str:
-        """Return the command that runs the round, or one of its cases, again."""
+        """Return the command that repeats the round, or one of its cases."""
         case = "" if index is None else f" --case {index}"
         return f"PYTHONPATH=tests python -m fuzz --seed {self.seed} --round {self.number} --rounds 1{case}"
 

@@ -1,4 +1,4 @@
-"""Sequences over files and batches with several keys: upload, run, cancel, read and delete, concurrently."""
+"""Stories: sequences of calls on files and batches with several keys, some of them concurrent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuzz.checks import wrong_body
 from fuzz.lines import jsonl
 
 _FINAL = ("completed", "failed", "expired", "cancelled")
-# Seconds until a batch ends.
+# Maximum seconds until a batch is final.
 _BATCH_S = 240.0
 _QUERIES = (
     "",
@@ -40,63 +40,63 @@ _ODD_FIELDS: tuple[tuple[str, Any], ...] = (
 
 
 class Http:
-    """A client that checks each answer. troubles: what was wrong."""
+    """HTTP client that checks each answer and collects failures."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.troubles: list[str] = []
+        self.failures: list[str] = []
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BATCH_S))
 
     async def close(self) -> None:
         """Close the connections."""
         await self._session.close()
 
-    async def ask(self, key: str, method: str, path: str, **what: Any) -> tuple[int, Any]:
-        """Return status and body: parsed, if it is JSON."""
-        headers = {"Authorization": f"Bearer {key}", **what.pop("headers", {})}
-        async with self._session.request(method, self.url + path, headers=headers, **what) as answer:
+    async def ask(self, key: str, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        """Send a request and return status and body (parsed JSON or bytes)."""
+        headers = {"Authorization": f"Bearer {key}", **options.pop("headers", {})}
+        async with self._session.request(method, self.url + path, headers=headers, **options) as answer:
             body = await answer.read()
             found = {name.lower(): value for name, value in answer.headers.items()}
-            if (trouble := wrong_body(answer.status, found, body)) is not None:
-                self.troubles.append(f"{trouble}: {method} {path}: {answer.status} {body[:300]!r}")
+            if (failure := wrong_body(answer.status, found, body)) is not None:
+                self.failures.append(f"{failure}: {method} {path}: {answer.status} {body[:300]!r}")
             return answer.status, json.loads(body) if found.get("content-type") == "application/json" else body
 
     async def upload(self, key: str, data: bytes) -> str | None:
-        """Return the id of a new file; None if it is refused."""
+        """Upload a file and return its id, or None if it is rejected."""
         form = aiohttp.FormData({"purpose": "batch"})
-        form.add_field("file", io.BytesIO(data), filename="lines.jsonl")  # aiohttp warns of more than 1 MiB of bytes
+        form.add_field("file", io.BytesIO(data), filename="lines.jsonl")  # aiohttp warns about more than 1 MiB of bytes
         status, body = await self.ask(key, "POST", "/v1/files", data=form)
         return str(body["id"]) if status == 200 else None
 
     async def final(self, key: str, batch: str) -> Any:
-        """Return a batch once it has ended."""
+        """Wait until a batch is final and return it."""
         end = time.monotonic() + _BATCH_S
         while (found := (await self.ask(key, "GET", f"/v1/batches/{batch}"))[1])["status"] not in _FINAL:
             if time.monotonic() > end:
-                self.troubles.append(f"the batch is after {_BATCH_S:g} s still {found}")
+                self.failures.append(f"after {_BATCH_S:g} s the batch is still {found}")
                 break
             await asyncio.sleep(0.05)
         return found
 
 
 async def story(url: str, draw: random.Random) -> list[str]:
-    """Run a batch, disturbed or not; return what was wrong."""
+    """Run a batch, with or without concurrent calls, and return failures."""
     key, other = draw.sample(CLIENTS, 2)
     path = draw.choice((COMPLETIONS, CHAT))
     http = Http(url)
     try:
         file = await http.upload(key, jsonl(draw, path))
         if file is None:
-            return http.troubles
+            return http.failures
         status, batch = await http.ask(key, "POST", "/v1/batches", **_batch(draw, path, file))
         if status != 200:
-            return http.troubles
+            return http.failures
         ids = file, str(batch["id"])
         await asyncio.gather(*(_disturb(http, draw, (key, other), ids) for _ in range(draw.choice((0, 0, 3, 8)))))
         await _check_end(http, key, await http.final(key, batch["id"]))
     finally:
         await http.close()
-    return http.troubles
+    return http.failures
 
 
 def _batch(draw: random.Random, path: str, file: str) -> dict[str, Any]:
@@ -111,8 +111,12 @@ def _batch(draw: random.Random, path: str, file: str) -> dict[str, Any]:
 
 
 async def _disturb(http: Http, draw: random.Random, keys: tuple[str, str], ids: tuple[str, str]) -> None:
-    """Do something to a file and its batch, with their own key, the first one, or with another, which must not find
-    them."""
+    """Make a random call about a file or its batch, with its owner's key or another one, which must not find it.
+
+    Args:
+        keys: The owner's key and the other one.
+        ids: Ids of the file and the batch.
+    """
     (key, other), (file, batch) = keys, ids
     await asyncio.sleep(draw.uniform(0, 0.3))
     owner = draw.choice((key, key, other))
@@ -130,13 +134,13 @@ async def _disturb(http: Http, draw: random.Random, keys: tuple[str, str], ids: 
     )
     status, body = await http.ask(owner, method, target)
     if owner == other and (file in target or batch in target) and "?" not in target and status != 404:
-        http.troubles.append(f"another key's {method} {target} is answered: {status} {str(body)[:300]}")
+        http.failures.append(f"another key's {method} {target} is answered: {status} {str(body)[:300]}")
     if owner == other and status == 200 and (file in str(body) or batch in str(body)):
-        http.troubles.append(f"another key sees it: {method} {target}: {str(body)[:300]}")
+        http.failures.append(f"another key sees the file or batch: {method} {target}: {str(body)[:300]}")
 
 
 async def _check_end(http: Http, key: str, batch: Any) -> None:
-    """Check the counts and files of a batch that has ended."""
+    """Check the counts and files of a final batch."""
     counts = batch["request_counts"]
     found = {}
     for name in ("output_file_id", "error_file_id"):
@@ -146,19 +150,19 @@ async def _check_end(http: Http, key: str, batch: Any) -> None:
     lines = [line for some in found.values() for line in some]
     ids = [line["custom_id"] for line in lines]
     if len(ids) != len(set(ids)) or len(found.get("output_file_id", ())) != counts["completed"]:
-        http.troubles.append(f"of {counts} lines the files have {sorted(ids)}")
+        http.failures.append(f"of {counts} lines the files have {sorted(ids)}")
     if batch["status"] == "failed" and not batch["errors"]["data"]:
-        http.troubles.append(f"a batch failed without a reason: {batch}")
+        http.failures.append(f"a batch failed without a reason: {batch}")
     if batch["status"] == "completed" and len(ids) != counts["total"]:
-        http.troubles.append(f"a completed batch of {counts} lines has {len(ids)} answers")
+        http.failures.append(f"a completed batch of {counts} lines has {len(ids)} answers")
     for line in lines:
         status = (line["response"] or {"status_code": 0})["status_code"]
         if status >= 500:
-            http.troubles.append(f"the server fails at a line: {str(line)[:300]}")
+            http.failures.append(f"a line got a server error: {str(line)[:300]}")
 
 
 async def delete_files(url: str) -> list[str]:
-    """Delete all files of all clients; return what was wrong."""
+    """Delete all files of all clients, and return failures."""
     http = Http(url)
     try:
         for key in CLIENTS:
@@ -167,4 +171,4 @@ async def delete_files(url: str) -> list[str]:
                 await http.ask(key, "DELETE", f"/v1/files/{file['id']}")
     finally:
         await http.close()
-    return http.troubles
+    return http.failures

@@ -1,4 +1,4 @@
-"""Plays a case on a socket, and says what was wrong with its answers."""
+"""Runs a case on a socket and checks its answers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import httptools
 from fuzz.case import Case
 from fuzz.checks import Answer, wrong_with
 
-# Seconds for the answers of complete requests; for an answer to bytes that may be no complete request; and in which
-# the server closes a connection that it must close. The last is less than the server waits for a body (20 s).
+# Maximum seconds until complete requests are answered, until bytes that may be incomplete are answered, and until the
+# server closes a connection that it must close. The last is less than its timeout for bodies (20 s).
 HANG_S, PATIENCE_S, CLOSE_S = 60.0, 1.0, 12.0
 
 
 class _Reader(asyncio.Protocol):
-    """The client's side of a connection: answers as they come. trouble: what is no HTTP."""
+    """Client side of a connection, which parses the answers.
+
+    Attributes:
+        failure: Description of invalid HTTP, or None.
+    """
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
-        self.trouble: str | None = None
+        self.failure: str | None = None
         self.is_closed = False
         self.changed = asyncio.Event()
         self.may_write = asyncio.Event()
@@ -45,7 +49,7 @@ class _Reader(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             if not isinstance(error, httptools.HttpParserUpgrade):
-                self.trouble = f"the answer is not HTTP: {error}: {data[:200]!r}"
+                self.failure = f"the answer is not HTTP: {error}: {data[:200]!r}"
         self.changed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -70,18 +74,18 @@ class _Reader(asyncio.Protocol):
         if self.answers and self._parser.get_status_code() >= 200:
             self.answers[-1].is_complete = True
 
-    async def until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something holds; return whether it does."""
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until a condition is true, and return whether it is."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not holds():
+                while not condition():
                     self.changed.clear()
                     await self.changed.wait()
-        return holds()
+        return condition()
 
 
 async def play(case: Case, host: str, port: int) -> list[str]:
-    """Return what was wrong."""
+    """Run a case and return failures."""
     loop = asyncio.get_running_loop()
     transport, reader = await loop.create_connection(_Reader, host, port)
     try:
@@ -89,11 +93,11 @@ async def play(case: Case, host: str, port: int) -> list[str]:
     finally:
         if not reader.is_closed:
             transport.abort()
-    if reader.trouble:
-        found.append(reader.trouble)
+    if reader.failure:
+        found.append(reader.failure)
     for answer in reader.answers:
-        if (trouble := wrong_with(case, answer, is_last=answer is reader.answers[-1])) is not None:
-            found.append(f"{trouble}: {answer}")
+        if (failure := wrong_with(case, answer, is_last=answer is reader.answers[-1])) is not None:
+            found.append(f"{failure}: {answer}")
     return found
 
 
@@ -119,7 +123,7 @@ async def _exchange(case: Case, transport: asyncio.Transport, reader: _Reader) -
     if not await reader.until(lambda: reader.complete > 0 or reader.is_closed, PATIENCE_S):
         transport.write_eof()
         if not await reader.until(lambda: reader.is_closed, CLOSE_S):
-            return [f"the connection is still open {CLOSE_S:g} s after the client has ended it"]
+            return [f"the connection is still open {CLOSE_S:g} s after the client closed it"]
     return []
 
 

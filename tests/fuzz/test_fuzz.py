@@ -1,4 +1,4 @@
-"""Half a minute of `make fuzz`, and whether its checks notice what they are for."""
+"""A short run of `make fuzz`, and tests that its checks detect failures."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SEED, SECONDS = 33, 20.0
 
 
 @pytest.mark.timeout(600)
-def test_half_a_minute_of_rounds() -> None:
+def test_short_fuzz_run_finds_nothing() -> None:
     found = asyncio.run(fuzz(rounds(SEED, 0, None, SECONDS)))
     assert not found, "\n".join(found)
 
 
-def test_rounds_are_functions_of_seed_and_number() -> None:
+def test_rounds_are_deterministic() -> None:
     assert Round(3, 5).cases() == Round(3, 5).cases()
     assert Round(3, 5).cases() != Round(3, 6).cases()
     assert len(Round(3, 5).cases()) == CASES
@@ -52,7 +52,7 @@ def test_all_endpoints_are_fuzzed(tmp_path: Path) -> None:
     assert len(paths) > 15
 
 
-# -- do the checks notice? ----------------------------------------------------------------------------------------
+# -- tests of the checks ------------------------------------------------------------------------------------------
 
 ID = {"x-request-id": "a"}
 JSON = {**ID, "content-type": "application/json"}
@@ -61,7 +61,7 @@ ERROR = json.dumps({"error": {"message": "m", "type": "t", "param": None, "code"
 BUSY = ERROR.replace(b'"c"', b'"too_many_connections"')
 
 
-def trouble(status: int, headers: dict[str, str], body: bytes, **case: object) -> str | None:
+def failure_of(status: int, headers: dict[str, str], body: bytes, **case: object) -> str | None:
     answer = Answer(status, headers, body, is_complete=True)
     return wrong_with(Case("any", (), **case), answer, is_last=True)  # type: ignore[arg-type]
 
@@ -77,8 +77,8 @@ def trouble(status: int, headers: dict[str, str], body: bytes, **case: object) -
         (408, {"connection": "close"}, ERROR),
     ],
 )
-def test_right_answers(status: int, headers: dict[str, str], body: bytes) -> None:
-    assert trouble(status, headers, body) is None
+def test_valid_answers_pass(status: int, headers: dict[str, str], body: bytes) -> None:
+    assert failure_of(status, headers, body) is None
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,13 @@ def test_right_answers(status: int, headers: dict[str, str], body: bytes) -> Non
         (200, {**JSON, "x-injected": "1"}, b"{}", {}),
     ],
 )
-def test_wrong_answers_are_noticed(status: int, headers: dict[str, str], body: bytes, case: dict[str, object]) -> None:
-    assert trouble(status, headers, body, **case) is not None
+def test_invalid_answers_are_detected(
+    status: int, headers: dict[str, str], body: bytes, case: dict[str, object]
+) -> None:
+    assert failure_of(status, headers, body, **case) is not None
 
 
-def test_errors_in_the_log_are_noticed() -> None:
+def test_errors_in_the_log_are_detected() -> None:
     assert (
         alarm_of("12:00 INFO api: GET /v1/errors\n12:00 WARNING uvicorn.error: Invalid HTTP request received.\n")
         is None

@@ -1,4 +1,4 @@
-"""JSON bodies: values that the schemas of the endpoints allow, and odd ones in any place of them."""
+"""JSON bodies that the schemas of the endpoints allow, with odd values in random places."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = {
     "/v1/batches": BatchRequest,
 }
 SCHEMAS: dict[str, dict[str, Any]] = {path: model.model_json_schema() for path, model in MODELS.items()}
-# JSON texts that no schema expects, small and large.
+# Unexpected JSON texts, small and large.
 _ODD = (
     *("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1e-400", "-0", "1e308", "0.1", "-1", "0", "9" * 400),
     *(str(number) for number in (2**31, 2**32, 2**53 + 1, 2**63, 2**64, -(2**63) - 1)),
@@ -43,19 +43,19 @@ _HUGE: tuple[Callable[[], str], ...] = (
     lambda: "9" * 1_000_000,
 )
 _WRONG_TYPES = ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-16", "", "a" * 3000)
-# Shares of values that are odd, of those that are huge, and of bodies that are no JSON any more.
+# Probabilities of odd values, of huge ones among them, and of invalid JSON.
 _ODD_SHARE, _HUGE_SHARE, _BROKEN_SHARE = 0.05, 0.04, 0.05
 
 
 def odd(draw: random.Random) -> str:
-    """Return a JSON text, or almost one."""
+    """Return an odd JSON text, which may be invalid."""
     if draw.random() < _HUGE_SHARE:
         return draw.choice(_HUGE)()
     return draw.choice(_ODD)
 
 
 def allowed(draw: random.Random, schema: Mapping[str, Any], definitions: Mapping[str, Any], depth: int = 0) -> str:
-    """Return a JSON text that a schema allows, but for odd values in some places of it."""
+    """Return a JSON text that a schema allows, except for odd values in some places."""
     if draw.random() < _ODD_SHARE:
         return odd(draw)
     if "$ref" in schema:
@@ -102,7 +102,7 @@ def _object(draw: random.Random, schema: Mapping[str, Any], definitions: Mapping
 
 
 def body(draw: random.Random, path: str) -> bytes:
-    """Return a body for a path: one that is answered, with a few fields changed; rarely no JSON at all."""
+    """Return a valid body for a path with a few fields changed, rarely invalid JSON."""
     schema = SCHEMAS[path]
     fields, definitions = schema["properties"], schema.get("$defs", {})
     texts = {name: json.dumps(value) for name, value in BODIES[path].items()}
@@ -120,7 +120,7 @@ def body(draw: random.Random, path: str) -> bytes:
 
 
 def broken(draw: random.Random, data: bytes) -> bytes:
-    """Return data with a fault of its encoding or syntax."""
+    """Return data with an error in its encoding or syntax."""
     at = draw.randrange(len(data) + 1)
     return draw.choice(
         (
@@ -155,7 +155,7 @@ _HEADER_VALUES = ("", "0", "1", "-1", "1e3", "nan", "inf", "604800000", "9" * 50
 
 
 def refused(draw: random.Random) -> Case:
-    """Return a request with a body that every endpoint refuses, and that has harmed other servers."""
+    """Return a request with a body that every endpoint must reject."""
     data = draw.choice(_REFUSED) if draw.random() < 0.7 else draw.randbytes(200)
     path = draw.choice((COMPLETIONS, CHAT, "/tokenize", "/detokenize"))
     return Case(f"refused {path}", (post(path, data),), answers=1, statuses=frozenset({400}))
@@ -173,7 +173,7 @@ _REFUSED = (
 
 
 def json_case(draw: random.Random) -> Case:
-    """Return a request with such a body, in one of the ways to send it."""
+    """Return a request with a random body, with Content-Length or in chunks."""
     path = draw.choice(list(MODELS))
     data = body(draw, path)
     kind = JSON if draw.random() < 0.95 else ("Content-Type", draw.choice(_WRONG_TYPES))

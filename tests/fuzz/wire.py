@@ -1,7 +1,7 @@
-"""Bytes on a connection: odd heads, chunks, lengths and trailers, hidden requests, pipelines, clients that leave.
+"""Raw bytes: odd heads, chunks, lengths and trailers, smuggled requests, pipelining, disconnecting clients.
 
-Bytes that are no request of their own (bodies, trailers) hold requests and headers with a right key and an
-`x-request-id` of their own: an answer that shows it has taken them for one.
+Bodies and trailers contain requests and headers with a valid key and a special `x-request-id`. An answer with this id
+shows that the server treated them as a request.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _ODD_TARGETS = (
     *("http://localhost/v1/models", "http://[::1", "localhost:80", "/v1/models#x", "/v1/models?" + "&" * 5000, "/\xe9"),
     *("/x" * 40_000, "/v1/files?limit=1&limit=2", "/v1/files?limit=%31", "/v1/models/a%0d%0aX-Injected:%201"),
 )  # fmt: skip
-# Bytes of trailers beyond which a connection must be closed: more than a head may have (64 KiB), by some reads.
+# Bytes of trailers after which the connection must be closed, well above the limit of a head (64 KiB).
 MANY_TRAILERS = 16 << 20
 
 
 def hidden(number: int, target: str = "/v1/models") -> bytes:
-    """Return a request with a key that stands where no request is. number: tells it from others."""
+    """Return a request to hide where no request is expected, identified by `number`."""
     return head("GET", target, [("x-request-id", f"{HIDDEN}{number}")])
 
 
@@ -57,7 +57,7 @@ def _any_target(draw: random.Random) -> str:
 
 
 def heads(draw: random.Random) -> Case:
-    """Return a request without a body whose head is odd in some place."""
+    """Return a request without a body and with an odd head."""
     method, target = draw.choice(METHODS), _any_target(draw)
     is_usual = draw.random() < 0.3
     lines = [f"{method} {target} HTTP/1.1".encode("latin-1"), b"Host: localhost"]
@@ -131,12 +131,11 @@ def _cut(draw: random.Random, data: bytes) -> list[bytes]:
 
 
 def lengths(draw: random.Random) -> Case:
-    """Return a request whose length is told in a way that a server and a proxy may read differently, and a request
-    that only one of them would find."""
+    """Return a request of ambiguous length with a smuggled request, which only a server or only a proxy would find."""
     data, number = encoded(COMPLETIONS), draw.randrange(10**6)
     inner = draw.choice((data, chunked(data, 20) + b"0\r\n\r\n", b"0\r\n\r\n", b""))
-    told = [(name, value.replace("RIGHT", str(len(data)))) for name, value in draw.choice(_AMBIGUOUS)]
-    return Case("length", (head("POST", COMPLETIONS, [JSON, *told]) + inner + hidden(number),))
+    framing = [(name, value.replace("RIGHT", str(len(data)))) for name, value in draw.choice(_AMBIGUOUS)]
+    return Case("length", (head("POST", COMPLETIONS, [JSON, *framing]) + inner + hidden(number),))
 
 
 _AMBIGUOUS = (
@@ -162,7 +161,7 @@ _AMBIGUOUS = (
 
 
 def chunks(draw: random.Random) -> Case:
-    """Return a chunked body whose framing is odd."""
+    """Return a chunked body with odd framing."""
     data = encoded(COMPLETIONS)
     size = b"%x" % len(data)
     framed = draw.choice(
@@ -209,7 +208,7 @@ def _chunked_post(path: str, trailer: bytes, key: str | None, more: bytes = b"")
 
 
 def known_trailers(draw: random.Random) -> Case:
-    """Return trailers that would change the answer as headers: the right ones are in the head."""
+    """Return trailers that would change the answer if they were headers."""
     number = draw.randrange(10**6)
     some = draw.sample(
         (
@@ -233,7 +232,7 @@ def known_trailers(draw: random.Random) -> Case:
 
 
 def forbidden_trailers(draw: random.Random) -> Case:
-    """Return trailers that may not be trailers, or are no fields: they are refused or ignored."""
+    """Return forbidden or malformed trailers, which must be rejected or ignored."""
     field = draw.choice(
         (b"Content-Length: 3", b"Transfer-Encoding: chunked", b"x: \x01", b"no colon", b": no name", b" x")
     )
@@ -243,32 +242,32 @@ def forbidden_trailers(draw: random.Random) -> Case:
 
 
 def key_in_trailers(draw: random.Random) -> Case:
-    """Return a request without a key in its head."""
+    """Return a request whose key is in a trailer."""
     key = b"Authorization: Bearer " + CLIENTS[0].encode() + b"\r\n"
     path = draw.choice((COMPLETIONS, CHAT, "/v1/models", "/detokenize"))
     return Case("a key in trailers", (_chunked_post(path, key, None, b"\r\n"),), answers=1, is_locked=True)
 
 
 def many_trailers(draw: random.Random) -> Case:
-    """Return trailers without end, which are more than a head may have."""
+    """Return more trailers than a head may have."""
     line = draw.choice((b"A:\r\n", b"A: b\r\n", b"x-%d: y\r\n" % draw.randrange(99), b"A: " + b"y" * 900 + b"\r\n"))
     path, key = draw.choice((("/health", None), ("/v1/models", CLIENTS[1])))
     block = line * (MANY_TRAILERS // 16 // len(line))
-    # They come after the check of the head, which would refuse those that come with it.
+    # They are sent after the head was checked, which would reject trailers in the same packet.
     return Case("many trailers", (_chunked_post(path, b"", key), *[block] * 16), waits=True, must_close=True)
 
 
 def endless_trailer(draw: random.Random) -> Case:
-    """Return one trailer whose name or value does not end."""
+    """Return a trailer with an endless name or value."""
     path = draw.choice(("/health", COMPLETIONS, "/v1/models"))
     start = _chunked_post(path, draw.choice((b"A: ", b"")), CLIENTS[0])
     return Case("an endless trailer", (start, *[b"y" * (MANY_TRAILERS // 16)] * 16), must_close=True)
 
 
-# -- requests that are not complete -------------------------------------------------------------------------------
+# -- incomplete requests ------------------------------------------------------------------------------------------
 
 
-# Requests that are answered without their body.
+# Requests that are answered before their body.
 _UNREAD = (
     ("GET", "/health"),
     ("GET", "/v1/models"),
@@ -280,17 +279,17 @@ _UNREAD = (
 
 
 def incomplete(draw: random.Random) -> Case:
-    """Return a request whose body never ends, and which is answered without it."""
+    """Return a request with an unfinished body, which is answered before the body."""
     method, target = draw.choice(_UNREAD)
     key = draw.choice((CLIENTS[0], None))
-    told = draw.choice((("Content-Length", "100"), ("Content-Length", "3000000"), ("Transfer-Encoding", "chunked")))
-    begun = draw.choice((b"", b"5\r\nabc", b"x" * 50)) if told[0] == "Content-Length" else b"5\r\nabc"
-    data = head(method, target, [told], key=key) + begun
+    framing = draw.choice((("Content-Length", "100"), ("Content-Length", "3000000"), ("Transfer-Encoding", "chunked")))
+    begun = draw.choice((b"", b"5\r\nabc", b"x" * 50)) if framing[0] == "Content-Length" else b"5\r\nabc"
+    data = head(method, target, [framing], key=key) + begun
     return Case("incomplete", (data,), answers=1, must_close=True, is_locked=key is None and _needs_key(target))
 
 
 def leaving(draw: random.Random) -> Case:
-    """Return a client that leaves in any state of a request: a head, a body, a stream."""
+    """Return a client that disconnects during a head, a body or a stream."""
     stream = post(CHAT, encoded(CHAT, stream=True, n=3, max_tokens=100, ignore_eos=True), key=draw.choice(CLIENTS))
     upload = head(
         "POST", "/v1/files", [("Content-Type", "multipart/form-data; boundary=b"), ("Content-Length", "900000")]
@@ -305,7 +304,7 @@ def leaving(draw: random.Random) -> Case:
 
 
 def slow(draw: random.Random) -> Case:
-    """Return a request that comes byte by byte."""
+    """Return a request that is sent byte by byte."""
     path = draw.choice((CHAT, COMPLETIONS, "/tokenize"))
     data = post(path, encoded(path), key=draw.choice(CLIENTS))
     return Case(
@@ -318,7 +317,7 @@ def slow(draw: random.Random) -> Case:
 
 
 def pipeline(draw: random.Random) -> Case:
-    """Return several requests at once: all are answered, in this order."""
+    """Return several pipelined requests, which are answered in order."""
     count = draw.randint(2, 12)
     some = draw.choices(
         (
@@ -330,7 +329,7 @@ def pipeline(draw: random.Random) -> Case:
         ),
         k=count,
     )
-    if draw.random() < 0.3:  # a flood of small ones; the client leaves before all are answered
+    if draw.random() < 0.3:  # many small requests from a client that disconnects early
         return Case("flood", (head("GET", "/health", key=None) * 2000,), leaves=draw.choice(("close", "reset")))
     tail = draw.choice((b"", b"GET /hea"))
     return Case("pipeline", (b"".join(some) + tail,), answers=count, statuses=frozenset({200, 429}))

@@ -1,4 +1,4 @@
-"""What tests of batches share: input files, and waiting for batches through the official client."""
+"""Helpers for batch tests: build input files, submit batches and wait for them with the official client."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
-    """A line of an input file."""
+    """Return one line of an input file."""
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode()
 
 
 def upload(client: openai.OpenAI, lines: Iterable[bytes], name: str = "requests.jsonl") -> str:
-    """The id of a file of these lines."""
+    """Upload the lines as a file and return its id."""
     return client.files.create(file=(name, b"\n".join(lines) + b"\n"), purpose="batch").id
 
 
 def submit(
     client: openai.OpenAI, lines: Iterable[bytes], url: str = COMPLETIONS, window: str = "24h", **more: Any
 ) -> Batch:
-    """A new batch of these lines."""
+    """Create a batch of the lines."""
     return client.batches.create(
         input_file_id=upload(client, lines),
         endpoint=url,  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ def submit(
 
 
 def wait_for(client: openai.OpenAI, batch: Batch, *statuses: str, seconds: float = 60) -> Batch:
-    """The batch in one of these states, by default one that is final."""
+    """Wait until the batch has one of `statuses` (default: any final one) and return it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         batch = client.batches.retrieve(batch.id)
@@ -48,7 +48,7 @@ def wait_for(client: openai.OpenAI, batch: Batch, *statuses: str, seconds: float
 
 
 def answers(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
-    """The lines of an output or error file; none where there is no file."""
+    """Return the lines of an output or error file, or an empty list if there is no file."""
     if file_id is None:
         return []
     return [json.loads(text) for text in client.files.content(file_id).text.splitlines()]

@@ -1,4 +1,4 @@
-"""Stores for tests: on SQLite and on PostgreSQL, with a clock that the test sets, and servers that die."""
+"""Batch stores for tests, on SQLite and PostgreSQL, with a settable clock and simulated server deaths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEP = count()
 
 @dataclass
 class Clock:
-    """Unix seconds, as the test says. They are later than those of any database's clock."""
+    """Settable clock in Unix seconds, which starts later than the clock of any database."""
 
     seconds: float = 4e9
 
@@ -33,19 +33,26 @@ class Clock:
 
 @dataclass
 class Place:
-    """Where stores are opened. url: of PostgreSQL; None: SQLite."""
+    """Location in which stores are opened.
+
+    Attributes:
+        url: URL of a PostgreSQL database, or None for SQLite.
+    """
 
     folder: Path
     url: str | None
     clock: Clock = field(default_factory=Clock)
 
     async def open(self) -> Store:
-        """A store, which the caller closes or kills."""
+        """Open a store, which the caller closes or kills."""
         return await Store.open(self.url, self.folder, clock=self.clock)
 
     @asynccontextmanager
     async def opened(self, servers: int = 1) -> AsyncIterator[list[Store]]:
-        """Stores of several servers, one for SQLite. A caller that ends one of them puts another in its place."""
+        """Open the stores of several servers, or one on SQLite.
+
+        A caller that closes or kills a store replaces it in the list.
+        """
         stores = [await self.open() for _ in range(servers if self.url else 1)]
         try:
             yield stores
@@ -54,7 +61,7 @@ class Place:
                 await store.close()
 
     async def kill(self, store: Store) -> None:
-        """Let a server end without a word, and its lease with it."""
+        """Close a store without cleanup and expire its lease, as if its server had crashed."""
         if self.url:
             async with store._db.writing() as connection:
                 await connection.execute(sa.update(servers).where(servers.c.id == store.server).values(lease_until=0.0))
@@ -63,8 +70,11 @@ class Place:
 
 
 class LoopWatch:
-    """The longest time for which this thread's event loop was held. It is the processor's time, so that a busy machine
-    does not count. As in a server, the garbage collector leaves objects alone that were there before."""
+    """Measures the longest time for which this thread's event loop was blocked.
+
+    It measures CPU time, so load on the machine does not count. Existing objects are frozen, as in a server, so the
+    garbage collector does not scan them.
+    """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -93,7 +103,7 @@ def places(numbers: Sequence[int]) -> list[LinePlace]:
 async def add_batch(
     store: Store, *, owner: str = OWNER, lines: int = 3, window_s: int = 3600, **fields: object
 ) -> BatchRow:
-    """A batch in progress."""
+    """Add a batch, validate it and start it."""
     row = await store.add_batch(new_batch(store, owner=owner, window_s=window_s, **fields))
     assert await store.take_unvalidated() == row
     assert await store.add_lines(row.id, places(range(1, lines + 1)))

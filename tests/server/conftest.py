@@ -1,4 +1,4 @@
-"""Fixtures: an API over a scripted engine in this process, and servers in processes of their own."""
+"""Fixtures for an API over a scripted engine in this process, and for servers in their own processes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_api(tokenizer_folder: Path) -> MakeApi:
-    """`make_api(**settings)`: an `Api` whose `ServerConfig` has those settings, and whose forecasts come from `keeper`,
-    if there is one among them."""
+    """Return a function that creates an `Api` with the given `ServerConfig` settings and forecast keeper."""
 
     @contextlib.asynccontextmanager
     async def make(keeper: ForecastKeeper | None = None, **settings: Any) -> AsyncIterator[Api]:
@@ -53,7 +52,7 @@ async def api(make_api: MakeApi) -> AsyncIterator[Api]:
 
 @pytest.fixture
 def start_server(tokenizer_folder: Path) -> Iterator[StartServer]:
-    """`start_server(step_s=..., **settings)`: a server over the simulated engine."""
+    """Return a function that starts a server over the simulated engine."""
     started: list[ServerProcess] = []
 
     def start(step_s: float = 0.001, blocks: int = BLOCKS, **settings: Any) -> ServerProcess:
@@ -67,7 +66,7 @@ def start_server(tokenizer_folder: Path) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="session")
 def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    """A server over the simulated engine that tests share; each must leave it idle."""
+    """Shared server over the simulated engine, which each test must leave idle."""
     shared = simulated_server(tokenizer_folder, 0.001, BLOCKS)
     yield shared
     shared.stop()
@@ -81,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """A PostgreSQL server of this run's own."""
+    """PostgreSQL server of this test session."""
     with running() as server:
         if server is None:
             pytest.skip("PostgreSQL is not installed")
@@ -90,13 +89,13 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture
 def postgres_place(postgres: Postgres, tmp_path: Path) -> Place:
-    """Where stores are opened on a database of the test's own."""
+    """Store location on a new PostgreSQL database."""
     return Place(tmp_path / "shared", postgres.new_database())
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Where stores are opened, on either database."""
+    """Store location on each kind of database."""
     if request.param == "sqlite":
         return Place(tmp_path / "own", None)
     return request.getfixturevalue("postgres_place")

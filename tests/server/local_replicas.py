@@ -1,4 +1,4 @@
-"""A replica set without Ray: real engine processes over real links, and a supervisor that starts them again."""
+"""Replica set without Ray: real engine processes over real links, and a supervisor that restarts them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from skipjoin.server.metrics import Metrics
 
 
 class LocalSupervisor:
-    """`ReplicaSupervisor` without Ray, in this process. It starts again what ends, unless `rests`."""
+    """`ReplicaSupervisor` without Ray, in this process.
+
+    Attributes:
+        is_paused: Dead replicas are not replaced while this is set.
+        failures: Number of consecutive failed starts.
+    """
 
     def __init__(self) -> None:
         self.replicas: list[EngineReplica] = []
-        self.rests = False
-        self.failures = 0  # consecutive failed starts
+        self.is_paused = False
+        self.failures = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._is_over = threading.Event()
+        self._stopping = threading.Event()
 
     def deploy(self, command: tuple[str, ...], setup: bytes, *, replicas: int, needs: Needs) -> None:
         self._arguments = (command, setup)
@@ -39,15 +44,15 @@ class LocalSupervisor:
         return f"{self.failures} starts in a row failed" if self.failures >= 3 else None
 
     def close(self) -> None:
-        self._is_over.set()
+        self._stopping.set()
         self._thread.join()
         for replica in self.replicas:
             replica.close()
 
     def _watch(self) -> None:
-        # One thread starts all engines, because they end with it.
-        while not self._is_over.wait(0.02):
-            if self.rests:
+        # One thread starts all engines, because each engine dies with the thread that started it.
+        while not self._stopping.wait(0.02):
+            if self.is_paused:
                 continue
             for replica in list(self.replicas):
                 with contextlib.suppress(RuntimeError):
@@ -61,13 +66,13 @@ class LocalSupervisor:
                     replica.start(*self._arguments)
                     self.replicas.append(replica)
                     self.failures = 0
-                except RuntimeError:  # an engine that does not start is tried again
+                except RuntimeError:  # the next iteration retries the start
                     replica.close()
                     self.failures += 1
 
 
 class LocalCluster:
-    """`skipjoin.exec.ranks.cluster.Cluster` of nothing."""
+    """Empty `skipjoin.exec.ranks.cluster.Cluster`."""
 
     ip = "127.0.0.1"
 
@@ -76,7 +81,7 @@ class LocalCluster:
 
 
 class LocalReplicas(ReplicaSet):
-    """Engines are processes of this machine, children of this process."""
+    """`ReplicaSet` whose engines are child processes of this process."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, command: tuple[str, ...]) -> None:
         super().__init__(client, command, lambda what, share: self.progress.append(what))
@@ -91,15 +96,15 @@ class LocalReplicas(ReplicaSet):
 
     @property
     def engines(self) -> list[psutil.Process]:
-        """The engine processes that live, oldest first."""
+        """Live engine processes, oldest first."""
         return sorted(filter(_is_engine, psutil.Process().children()), key=psutil.Process.create_time)
 
 
 def _is_engine(child: psutil.Process) -> bool:
-    """Whether a process is an engine and lives; it may end while it is looked at."""
+    """Return whether a process is a live engine."""
     try:
         return child.status() != psutil.STATUS_ZOMBIE and "simulated_engine" in str(child.cmdline())
-    except psutil.NoSuchProcess:
+    except psutil.NoSuchProcess:  # it may exit during the checks
         return False
 
 
@@ -107,7 +112,7 @@ def _is_engine(child: psutil.Process) -> bool:
 async def local_replicas(
     folder: Path, replicas: int, step_s: float = 0.002, hang_timeout_s: float = 30.0, **settings: Any
 ) -> AsyncIterator[LocalReplicas]:
-    """So many simulated engines behind a client; gone afterwards."""
+    """Run simulated engines behind a client, and check on exit that all of them are gone."""
     command = (sys.executable, str(HERE / "simulated_engine.py"), str(folder), str(step_s), "4096", "512")
     metrics = Metrics()
     found = LocalReplicas(EngineClient(metrics, wanted=replicas, **settings), metrics, command)

@@ -1,9 +1,9 @@
-"""Runs a server in its own process, for tests.
+"""Run a server in its own process, for tests.
 
 python serve.py simulated TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT [SETTING=VALUE ...]
 python serve.py model FOLDER [SETTING=VALUE ...]
 
-descriptors: not a setting, but the limit of open files.
+`descriptors` is not a setting: it limits the number of open files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The server's exit code."""
+    """Run the server and return its exit code."""
     kind, folder, *rest = sys.argv[1:]
     if kind == "model":
         engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1, profile="off")

@@ -1,4 +1,4 @@
-"""A scripted engine inside the test's own process, and servers in processes of their own."""
+"""Scripted engine inside the test process, and servers in their own processes."""
 
 from __future__ import annotations
 
@@ -67,9 +67,13 @@ READY = Ready(
 
 
 class ScriptedEngine:
-    """Stands where an engine process would: the n-th token repeats the n-th of the prompt, each loop turn a step.
+    """Stands in for an engine process: the n-th output token repeats the n-th token of the prompt.
 
-    paused: nothing happens until `step` is called.
+    It runs one step in each iteration of the event loop.
+
+    Attributes:
+        asked: Ids of debug questions, which the test answers.
+        paused: Steps run only when `step` is called.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -79,15 +83,15 @@ class ScriptedEngine:
         self.added: list[Add] = []
         self.aborted: list[int] = []
         self.reforecasts: list[Reforecast] = []
-        self.asked: list[int] = []  # questions, which the test answers
+        self.asked: list[int] = []
         self.paused = False
 
     def join(self, ready: Ready) -> None:
-        """It takes requests from now on."""
+        """Register with the client, which may then send requests."""
         self.replica = self.client.join(ready, self.send)
 
     def tell(self, message: FromEngine) -> None:
-        """It says something."""
+        """Send a message to the client."""
         assert self.replica is not None
         self.client.receive(self.replica, message)
 
@@ -96,7 +100,7 @@ class ScriptedEngine:
             self.live[message.id] = (message, len(message.output))
             self.added.append(message)
             if len(self.live) == 1:
-                asyncio.get_running_loop().call_soon(self._turn)
+                asyncio.get_running_loop().call_soon(self._iterate)
         elif isinstance(message, Abort):
             self.aborted.extend(message.ids)
             for request_id in message.ids:
@@ -107,19 +111,19 @@ class ScriptedEngine:
             self.asked.append(message.id)
 
     def die(self) -> None:
-        """It is gone, with all that it had."""
+        """Disconnect and lose all requests."""
         assert self.replica is not None
         self.live.clear()
         self.client.lose(self.replica)
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         if not self.paused:
             self.step()
         if self.live:
-            asyncio.get_running_loop().call_later(0.001 if self.paused else 0, self._turn)
+            asyncio.get_running_loop().call_later(0.001 if self.paused else 0, self._iterate)
 
     def step(self) -> None:
-        """One token for everybody."""
+        """Generate one token of each request."""
         ids, tokens, details, ended, started = [], [], {}, [], []
         for request_id, (add, count) in list(self.live.items()):
             token = add.prompt[count % len(add.prompt)]
@@ -157,7 +161,7 @@ def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
 
 
 class Api:
-    """An application over scripted engines, and an HTTP client that calls it directly. engine: the first of them."""
+    """Application over scripted engines, and an HTTP client that calls it directly."""
 
     def __init__(self, folder: Path, config: ServerConfig, keeper: ForecastKeeper | None = None) -> None:
         self.metrics = Metrics(config.metrics_compat)
@@ -177,17 +181,17 @@ class Api:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def complete(self, **body: Any) -> httpx.Response:
-        """POST /v1/completions, with a prompt unless the body has one."""
+        """POST to /v1/completions, with a default prompt."""
         return await self.http.post("/v1/completions", json={"prompt": "abcdef", **body})
 
     async def chat(self, **body: Any) -> httpx.Response:
-        """POST /v1/chat/completions, with a message unless the body has some."""
+        """POST to /v1/chat/completions, with a default message."""
         return await self.http.post(
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **body}
         )
 
     def is_clean(self) -> bool:
-        """Whether nothing is left at the engine or in the queue's counts."""
+        """Return whether the engine and the queue's counts are empty."""
         admission = self.service.admission
         return not (self.engine.client.active or admission.requests or admission.tokens or self.service.busy)
 
@@ -199,8 +203,11 @@ MakeApi = Callable[..., contextlib.AbstractAsyncContextManager[Api]]
 
 
 class ServerProcess:
-    """A server that runs on its own, over the simulated engine or a real one. Its output is collected. enter: the
-    beginning of its command."""
+    """Server in its own process, over the simulated engine or a real one.
+
+    Args:
+        enter: Prefix of the server's command.
+    """
 
     def __init__(self, command: list[str], enter: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
@@ -224,7 +231,7 @@ class ServerProcess:
         self.errors.extend(self.process.stderr)
 
     def engines(self) -> list[psutil.Process]:
-        """The engine processes that run, oldest first."""
+        """Return the live engine processes, oldest first."""
         found = []
         for child in self.api.children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -233,7 +240,7 @@ class ServerProcess:
         return [child for _, _, child in sorted(found)]
 
     def metric(self, name: str) -> float:
-        """The value of a metric without labels, or the sum over its classes."""
+        """Return the value of a metric without labels, or the sum over its classes."""
         text = httpx.get(f"{self.url}/metrics").text
         start = (f"skipjoin:{name} ", f'skipjoin:{name}{{class="')
         found = [float(line.split()[1]) for line in text.splitlines() if line.startswith(start)]
@@ -241,17 +248,17 @@ class ServerProcess:
         return sum(found)
 
     def wait_idle(self, seconds: float = 30.0) -> None:
-        """Wait until no request is left and all KV blocks are free."""
+        """Wait until no requests remain and all KV blocks are free."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             load = httpx.get(f"{self.url}/load").json()
             if not (load["server_load"] or load["running"] or load["waiting"] or load["kv_cache_usage"]):
                 return
             time.sleep(0.05)
-        raise AssertionError(f"the server does not fall idle: {load}")
+        raise AssertionError(f"the server does not become idle: {load}")
 
     def stop(self) -> None:
-        """End it, whatever state it is in, and see that nothing is left."""
+        """Stop the server in any state, and check that no process remains."""
         started = self.api.children(recursive=True) if self.process.poll() is None else [self.engine]
         if self.process.poll() is None:
             self.process.terminate()
@@ -280,6 +287,6 @@ def simulated_server(
     enter: Sequence[str] = (),
     **settings: Any,
 ) -> ServerProcess:
-    """A server over the simulated engine. enter: see `ServerProcess`."""
+    """Start a server over the simulated engine."""
     options = [f"{name}={value}" for name, value in settings.items()]
     return ServerProcess(["simulated", str(folder), str(step_s), str(blocks), str(context), *options], enter)

@@ -1,10 +1,9 @@
-"""An engine process without a model: the real core, real steps in real time, and tokens that repeat the prompt.
+"""Engine process without a model: the real core, steps in real time, and output that repeats the prompt.
 
     python simulated_engine.py TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT < setup.json
 
-The n-th generated token is the n-th token of the prompt, starting over at its end. Requests of `HOPELESS` priority are
-given up after three tokens; those of `POISON` priority end the process there. No step is planned while there is one of
-`STUCK` priority.
+The output repeats the prompt. After three tokens a request of `HOPELESS` priority fails for lack of memory, and one of
+`POISON` priority kills the process. While a request of `STUCK` priority exists, no step is planned.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from skipjoin.server.engines.messages import Ready, Setup
 
 BLOCK_SIZE = 16
 HOPELESS, POISON, STUCK = 99, 98, 97
-DROPPED = "there was no memory for this request"
+OUT_OF_MEMORY = "there was no memory for this request"
 COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
 
@@ -118,14 +117,16 @@ class SimulatedLoop:
         plan, self._plan = self._plan, None
         if plan is not None:
             time.sleep(self._step_s)
-            if any(_is_lost(piece.request, POISON) for piece in plan.slices):
+            if any(_fails_now(part.request, POISON) for part in plan.slices):
                 os.kill(os.getpid(), signal.SIGKILL)
-            dropped = {index: DROPPED for index, piece in enumerate(plan.slices) if _is_lost(piece.request, HOPELESS)}
+            failed = {
+                index: OUT_OF_MEMORY for index, part in enumerate(plan.slices) if _fails_now(part.request, HOPELESS)
+            }
             tokens = [
-                _sample(piece.request) if piece.samples and index not in dropped else None
-                for index, piece in enumerate(plan.slices)
+                _sample(part.request) if part.samples and index not in failed else None
+                for index, part in enumerate(plan.slices)
             ]
-            self.core.finish_step(StepResult(plan, tokens, self._step_s, dropped=dropped), time.monotonic())
+            self.core.finish_step(StepResult(plan, tokens, self._step_s, dropped=failed), time.monotonic())
             self.core.scheduler.kv.check()
         return [_with_detail(event) for event in self.core.take_events()]
 
@@ -137,7 +138,7 @@ def _sample(request: Request) -> int:
     return request.prompt[len(request.output) % len(request.prompt)]
 
 
-def _is_lost(request: Request, priority: int) -> bool:
+def _fails_now(request: Request, priority: int) -> bool:
     return request.options.priority == priority and len(request.output) == 3
 
 

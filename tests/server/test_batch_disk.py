@@ -1,4 +1,4 @@
-"""Files and batches on a disk that is full, and on a database that is damaged."""
+"""Files and batches on a full disk and with a corrupt database."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 class Client:
-    """What tests ask of a server whose batches are on the disk."""
+    """HTTP client of a server whose batch folder is on the small disk."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.url = server.url
 
-    def ask(self, method: str, path: str, **what: Any) -> httpx.Response:
-        return httpx.request(method, self.url + path, timeout=30, **what)
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=30, **options)
 
     def upload(self, size: int) -> httpx.Response:
         return self.ask("POST", "/v1/files", files={"file": ("x", b"x" * size)}, data={"purpose": "batch"})
@@ -55,23 +55,23 @@ class Client:
     def files(self) -> set[str]:
         return {file["id"] for file in self.ask("GET", "/v1/files").json()["data"]}
 
-    def until_files(self) -> None:
-        """Wait until files are served."""
+    def wait_for_files(self) -> None:
+        """Wait until the files API is available."""
         end = time.monotonic() + 60
         while self.ask("GET", "/v1/files").status_code != 200:
             assert time.monotonic() < end
             time.sleep(0.1)
 
 
-def refused(answer: httpx.Response) -> str:
-    """The message of an answer that the disk is full."""
+def storage_error(answer: httpx.Response) -> str:
+    """Return the error message of an answer that reports a full disk."""
     assert answer.status_code == 503, answer.text
     error = answer.json()["error"]
     assert error["code"] == "insufficient_storage"
     return str(error["message"])
 
 
-def test_files_are_deleted_on_a_full_disk_and_after_a_start_there(
+def test_files_can_be_deleted_on_full_disk_and_after_restart(
     start_server: StartServer, disk: SmallDisk, tmp_path: Path
 ) -> None:
     folder = tmp_path / "batches"
@@ -80,7 +80,7 @@ def test_files_are_deleted_on_a_full_disk_and_after_a_start_there(
     ids = [client.upload(size).json()["id"] for size in (1, 1, 1 << 20, 1, 1 << 20)]
     for count, file_id in enumerate(ids[:-1], 1):
         disk.fill()
-        assert refused(client.upload(1 << 20)) == f"{FULL} {folder}"
+        assert storage_error(client.upload(1 << 20)) == f"{FULL} {folder}"
         client.delete(file_id)
         assert client.files() == set(ids[count:])
     disk.fill()
@@ -93,22 +93,22 @@ def test_files_are_deleted_on_a_full_disk_and_after_a_start_there(
     assert client.upload(1 << 19).status_code == 200
 
 
-def test_a_server_starts_on_a_full_disk_and_uses_it_once_there_is_space(
+def test_server_starts_on_full_disk_and_recovers_when_space_is_freed(
     start_server: StartServer, disk: SmallDisk, tmp_path: Path
 ) -> None:
     folder = tmp_path / "batches"
     disk.fill()
     client = Client(start_server(enter=disk.enter, batch_dir=folder))
     for answer in (client.upload(1), client.ask("GET", "/v1/batches"), client.ask("DELETE", "/v1/files/file-1")):
-        assert refused(answer) == f"files and batches cannot be used now: {FULL} {folder}"
+        assert storage_error(answer) == f"files and batches cannot be used now: {FULL} {folder}"
     assert client.ask("POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 3}).status_code == 200
     disk.empty()
-    client.until_files()
+    client.wait_for_files()
     assert client.upload(100).status_code == 200
 
 
 class Server:
-    """An API with batches in a folder."""
+    """API with a batch folder."""
 
     def __init__(self, api: Api) -> None:
         self.http = api.http
@@ -123,7 +123,7 @@ class Server:
         return {file["id"] for file in (await self.http.get("/v1/files")).json()["data"]}
 
     async def refusal(self) -> tuple[str, str]:
-        """Code and message of a route of files, which has to be refused."""
+        """Return code and message of the error with which the files API answers."""
         answer = await self.http.get("/v1/files")
         assert answer.status_code == 503, answer.text
         error = answer.json()["error"]
@@ -141,7 +141,7 @@ async def served(make_api: MakeApi, folder: Path, **settings: Any) -> AsyncItera
 
 
 @pytest.mark.parametrize("damage", ["no database", "pages"])
-async def test_a_damaged_database_is_named_at_the_start(
+async def test_startup_error_names_corrupt_database(
     make_api: MakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     monkeypatch.setattr(service, "_REOPEN_S", 0.1)
@@ -162,7 +162,7 @@ async def test_a_damaged_database_is_named_at_the_start(
         assert await server.files() == {file_id}
 
 
-async def test_a_database_that_is_damaged_while_it_is_used_is_named(tmp_path: Path) -> None:
+async def test_error_names_database_corrupted_in_use(tmp_path: Path) -> None:
     place = StorePlace(tmp_path, None)
     async with place.opened() as (store,):
         await add_batch(store)

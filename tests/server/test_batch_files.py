@@ -1,4 +1,4 @@
-"""/v1/files: what is uploaded is what is read, under generated names, for one key, within its bounds."""
+"""/v1/files: upload, download, ownership, quotas and expiry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MB = 1_000_000
 
 
 class Files:
-    """The routes of files alone, and clients with two keys."""
+    """Application with only the files routes, and clients with two keys."""
 
     def __init__(self, folder: Path, store: Store, config: ServerConfig) -> None:
         self.folder, self.store, self.blobs = folder, store, Blobs(folder)
@@ -89,7 +89,7 @@ async def world(tmp_path: Path) -> AsyncIterator[Files]:
         yield found
 
 
-async def test_a_file_from_upload_to_deletion(world: Files) -> None:
+async def test_file_lifecycle_with_openai_client(world: Files) -> None:
     client = openai.AsyncOpenAI(api_key="first", base_url="http://test/v1", http_client=world.http)
     content = os.urandom(2_500_000) + b"\r\n--half a boundary\r\n"
     made = await client.files.create(file=("../../etc/passwd", content), purpose="batch")
@@ -110,7 +110,7 @@ async def test_a_file_from_upload_to_deletion(world: Files) -> None:
         await client.files.retrieve(made.id)
 
 
-async def test_files_of_another_key_are_not_there(world: Files) -> None:
+async def test_files_of_another_key_are_not_found(world: Files) -> None:
     file_id = (await world.upload()).json()["id"]
     for method, path in [("GET", ""), ("GET", "/content"), ("DELETE", "")]:
         response = await world.other.request(method, f"/v1/files/{file_id}{path}")
@@ -137,7 +137,9 @@ async def test_files_of_another_key_are_not_there(world: Files) -> None:
         ({"color": "r" * 2000}, "color must have at most 1024 bytes"),
     ],
 )
-async def test_wrong_fields_are_named_and_leave_nothing(world: Files, fields: dict[str, str], text: str) -> None:
+async def test_invalid_form_fields_are_rejected_and_nothing_is_stored(
+    world: Files, fields: dict[str, str], text: str
+) -> None:
     response = await world.upload(**fields)
     assert response.status_code == 400
     assert text in response.json()["error"]["message"]
@@ -163,14 +165,14 @@ PURPOSE = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
         (PART.replace(b"{}", b"") + PURPOSE + b"--b--\r\n", "multipart/form-data; boundary=b", "must not be empty"),
     ],
 )
-async def test_what_is_no_form_is_refused(world: Files, body: bytes, kind: str, text: str) -> None:
+async def test_malformed_forms_are_rejected(world: Files, body: bytes, kind: str, text: str) -> None:
     response = await world.http.post("/v1/files", content=body, headers={"Content-Type": kind})
     assert response.status_code == 400
     assert text in response.json()["error"]["message"]
     assert world.on_disk() == []
 
 
-async def test_a_form_may_arrive_byte_by_byte(world: Files) -> None:
+async def test_form_may_arrive_byte_by_byte(world: Files) -> None:
     async def slowly() -> AsyncIterator[bytes]:
         for byte in PURPOSE + PART + b"--b--\r\n":
             yield bytes([byte])
@@ -181,13 +183,13 @@ async def test_a_form_may_arrive_byte_by_byte(world: Files) -> None:
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=10001", "limit=x", "order=up", "purpose=assistants"])
-async def test_wrong_queries_are_named(world: Files, query: str) -> None:
+async def test_invalid_query_parameters_are_rejected(world: Files, query: str) -> None:
     response = await world.http.get(f"/v1/files?{query}")
     assert response.status_code == 400
     assert response.json()["error"]["param"] == query.split("=", maxsplit=1)[0]
 
 
-async def test_the_number_of_files_is_bounded(tmp_path: Path) -> None:
+async def test_number_of_files_per_key_is_limited(tmp_path: Path) -> None:
     async with opened(tmp_path, batch_max_files_per_key=3) as world:
         answers = await asyncio.gather(*(world.upload() for _ in range(6)))
         assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 3
@@ -200,14 +202,14 @@ async def test_the_number_of_files_is_bounded(tmp_path: Path) -> None:
         assert (await world.upload()).status_code == 200
 
 
-async def test_sizes_are_bounded(world: Files) -> None:
+async def test_file_sizes_are_limited(world: Files) -> None:
     large = await world.upload(b"x" * (3 * MB + 1))
     assert large.status_code == 413
     assert large.json()["error"]["message"] == "file must have at most 3000000 bytes"
     assert (await world.upload(b"x" * 3 * MB)).status_code == 200
     full = await world.upload(b"x" * (2 * MB + 1))
     assert (full.status_code, full.json()["error"]["code"]) == (429, "quota_exceeded")
-    half = b"x" * (3 * MB // 2)  # two that arrive at the same time count together
+    half = b"x" * (3 * MB // 2)  # concurrent uploads count together
     answers = await asyncio.gather(world.upload(half), world.upload(half))
     assert sorted(answer.status_code for answer in answers) in ([200, 429], [429, 429])
     elsewhere = await world.other.post("/v1/files", data=FORM, files={"file": b"x" * 3 * MB})
@@ -233,7 +235,7 @@ async def test_expired_files_are_swept_unless_a_batch_reads_them(tmp_path: Path)
         assert await world.store.known_files() == set()
 
 
-async def test_a_crash_leaves_parts_that_are_swept(world: Files) -> None:
+async def test_partial_files_of_a_crash_are_swept(world: Files) -> None:
     file_id = (await world.upload()).json()["id"]
     folder = world.folder / FILES
     (folder / "file-unknown").write_bytes(b"x")
@@ -244,7 +246,9 @@ async def test_a_crash_leaves_parts_that_are_swept(world: Files) -> None:
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
-async def test_a_full_disk_is_told_and_leaves_nothing(world: Files, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+async def test_full_disk_is_reported_and_leaves_no_file(
+    world: Files, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     def full(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -257,7 +261,7 @@ async def test_a_full_disk_is_told_and_leaves_nothing(world: Files, monkeypatch:
     assert (await world.upload(b"x" * 2 * MB)).status_code == 200
 
 
-async def test_a_folder_that_is_gone_is_told(world: Files) -> None:
+async def test_missing_folder_is_reported(world: Files) -> None:
     file_id = (await world.upload()).json()["id"]
     (world.folder / FILES).rename(world.folder / "elsewhere")
     for response in (await world.upload(), await world.http.get(f"/v1/files/{file_id}/content")):
@@ -269,7 +273,7 @@ async def test_a_folder_that_is_gone_is_told(world: Files) -> None:
 
 
 @pytest.mark.parametrize(("error", "kept"), [(NoSpace, 0), (StoreUnavailable, 1)])
-async def test_content_stays_if_it_may_have_a_row(
+async def test_content_is_kept_if_its_row_may_be_committed(
     world: Files, monkeypatch: pytest.MonkeyPatch, error: type[StoreError], kept: int
 ) -> None:
     async def fail(*_: object, **__: object) -> None:
@@ -297,14 +301,14 @@ async def served(world: Files) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def large_form(size: int) -> tuple[dict[str, str], AsyncIterator[bytes]]:
-    """Headers and body of an upload, whose file has this size."""
+    """Return headers and body of an upload of a file of `size` bytes."""
     head, tail = PURPOSE + PART.removesuffix(b"{}\r\n"), b"\r\n--b--\r\n"
-    piece = b"x" * 9_999 + b"\n"
+    block = b"x" * 9_999 + b"\n"
 
     async def body() -> AsyncIterator[bytes]:
         yield head
-        for _ in range(size // len(piece)):
-            yield piece
+        for _ in range(size // len(block)):
+            yield block
         yield tail
 
     length = len(head) + size + len(tail)
@@ -314,22 +318,20 @@ def large_form(size: int) -> tuple[dict[str, str], AsyncIterator[bytes]]:
 @pytest.mark.parametrize(
     ("size", "declared", "status"), [(60 * MB, True, 200), (61 * MB, True, 413), (61 * MB, False, 413)]
 )
-async def test_the_largest_file_passes_and_a_larger_one_does_not_and_neither_fills_the_memory(
-    tmp_path: Path, size: int, declared: bool, status: int
-) -> None:
-    assert ServerConfig().batch_max_file_bytes == 200 * MB  # as OpenAI's
+async def test_upload_size_limit_and_memory_use(tmp_path: Path, size: int, declared: bool, status: int) -> None:
+    assert ServerConfig().batch_max_file_bytes == 200 * MB  # the same as OpenAI
     async with opened(tmp_path, batch_max_file_bytes=60 * MB) as world, served(world) as client:
         headers, body = large_form(size)
         if not declared:
             del headers["Content-Length"]
         process = psutil.Process()
         gc.collect()
-        before = most = process.memory_info().rss
+        before = peak = process.memory_info().rss
 
         async def sample() -> None:
-            nonlocal most
+            nonlocal peak
             while True:
-                most = max(most, process.memory_info().rss)
+                peak = max(peak, process.memory_info().rss)
                 await asyncio.sleep(0.01)
 
         sampling = asyncio.create_task(sample())
@@ -337,13 +339,13 @@ async def test_the_largest_file_passes_and_a_larger_one_does_not_and_neither_fil
             response = await client.post("/v1/files", headers=headers, content=body)
         sampling.cancel()
         assert response.status_code == status
-        assert most - before < 30 * MB
+        assert peak - before < 30 * MB
         assert watch.longest_s < max_stall_s()
         assert len(world.on_disk()) == (status == 200)
-        assert (await client.get("/v1/files")).status_code == 200  # the connection, or another one, goes on
+        assert (await client.get("/v1/files")).status_code == 200  # on this connection or a new one
 
 
-async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+async def test_aborted_upload_leaves_no_file(tmp_path: Path) -> None:
     async with opened(tmp_path) as world, served(world) as client:
         _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         head = (
@@ -356,16 +358,16 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         await until(lambda: not world.on_disk())
 
 
-async def test_a_descriptor_is_open_as_long_as_a_thread_reads_it(tmp_path: Path) -> None:
-    """However often the download is cancelled: its number could be that of another client's connection by then."""
+async def test_descriptor_stays_open_while_a_thread_reads_it(tmp_path: Path) -> None:
+    # The number of a closed descriptor could already belong to another client's connection.
     blobs = Blobs(tmp_path)
     os.mkfifo(blobs.path("file-1"))
     process = psutil.Process()
     reading = asyncio.create_task(anext(blobs.iterate("file-1")))
     before = process.num_fds()
     end = await asyncio.to_thread(os.open, blobs.path("file-1"), os.O_WRONLY)
-    await asyncio.sleep(0.1)  # the thread reads now
-    while not reading.done():  # as structured concurrency does
+    await asyncio.sleep(0.1)  # the thread is now blocked in read()
+    while not reading.done():  # structured concurrency cancels repeatedly
         reading.cancel()
         await asyncio.sleep(0)
     assert process.num_fds() == before + 2
@@ -375,9 +377,9 @@ async def test_a_descriptor_is_open_as_long_as_a_thread_reads_it(tmp_path: Path)
     blobs.close()
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     for _ in range(1000):
-        if holds():
+        if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it does not come to hold")
+    raise AssertionError("the condition does not become true")

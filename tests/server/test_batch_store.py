@@ -1,4 +1,4 @@
-"""The store of batches, on SQLite and on PostgreSQL: what is committed stays, and every line ends once."""
+"""The batch store on SQLite and PostgreSQL: commits are durable, and every line finishes exactly once."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def file_of(store: Store, **fields: object) -> FileRow:
 
 
 async def written(store: Store, batch_id: str) -> tuple[list[str], list[str]]:
-    """custom_ids in the output and the error file."""
+    """Return the custom_ids in the output file and in the error file."""
     found = [[json.loads(body)["custom_id"] async for body in store.results(batch_id, failed=f)] for f in (False, True)]
     return found[0], found[1]
 
 
 async def settle(store: Store, row_id: str, owner: str = OWNER) -> tuple[BatchStatus, list[str], list[str]]:
-    """Finalize a batch that is due, as the runner does; its end and the ids in its files."""
+    """Finalize a due batch, as the runner does, and return its status and the custom_ids in its files."""
     batch = await store.batch(owner, row_id)
     assert batch is not None
     if batch.status is BatchStatus.CANCELLING:
@@ -82,7 +82,12 @@ async def settle(store: Store, row_id: str, owner: str = OWNER) -> tuple[BatchSt
 
 
 class Model:
-    """What the store is to say after any sequence of calls. Calls are chosen at random; servers die between them."""
+    """Reference model of the store, checked after each of a random sequence of calls and server deaths.
+
+    Attributes:
+        taken: All lines ever taken, most of them stale.
+        held: Server and attempt of each running line.
+    """
 
     def __init__(self, place: Place, seed: int) -> None:
         self.place = place
@@ -93,8 +98,8 @@ class Model:
         self.ended: dict[str, dict[int, LineState]] = defaultdict(dict)
         self.attempts: Counter[tuple[str, int]] = Counter()
         self.lost: Counter[tuple[str, int]] = Counter()
-        self.taken: list[Line] = []  # all of them: most are stale later on
-        self.held: dict[tuple[str, int], tuple[str, int]] = {}  # by line: server and attempt
+        self.taken: list[Line] = []
+        self.held: dict[tuple[str, int], tuple[str, int]] = {}
         self.final: set[str] = set()
 
     async def run(self, steps: int) -> None:
@@ -152,7 +157,7 @@ class Model:
             await store.cancel(self.owner[batch_id], batch_id)
 
     async def pass_time(self, store: Store) -> None:
-        # The second: the clock is set back, and time goes on all the same.
+        # Store time advances even when the clock is set back.
         self.place.clock.seconds += self.random.choice([50, 50, -120])
 
     async def settle(self, store: Store) -> None:
@@ -195,7 +200,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (2, 3))])
-async def test_every_line_ends_once_whatever_happens(place: Place, seed: int) -> None:
+async def test_every_line_finishes_exactly_once(place: Place, seed: int) -> None:
     model = Model(place, seed)
     async with place.opened(servers=2) as stores:
         model.stores = stores
@@ -208,26 +213,26 @@ WAITING = st.dictionaries(
 
 
 @given(WAITING, st.dictionaries(st.sampled_from("abc"), st.integers(0, 5)), st.integers(0, 40))
-def test_owners_take_turns_and_the_earliest_expiry_is_first(
+def test_lines_are_dealt_fairly_to_owners_earliest_expiry_first(
     given: dict[str, list[tuple[int, int]]], runs: dict[str, int], limit: int
 ) -> None:
     waiting = {
         owner: [Waiting(expiry, seq, f"{owner}{seq}", ready) for seq, (expiry, ready) in enumerate(own)]
         for owner, own in given.items()
     }
-    turns = deal(waiting, Counter(runs), limit)
+    dealt = deal(waiting, Counter(runs), limit)
     ready = {batch.batch_id: batch.ready for own in waiting.values() for batch in own}
-    assert len(turns) == min(limit, sum(ready.values()))
+    assert len(dealt) == min(limit, sum(ready.values()))
     running = Counter(runs)
-    for turn in turns:
-        left = {owner: [batch for batch in own if ready[batch.batch_id]] for owner, own in waiting.items()}
-        best = min((running[owner], min(own), owner) for owner, own in left.items() if own)
-        assert turn == best[1].batch_id
-        ready[turn] -= 1
+    for batch_id in dealt:
+        remaining = {owner: [batch for batch in own if ready[batch.batch_id]] for owner, own in waiting.items()}
+        best = min((running[owner], min(own), owner) for owner, own in remaining.items() if own)
+        assert batch_id == best[1].batch_id
+        ready[batch_id] -= 1
         running[best[2]] += 1
 
 
-async def test_two_servers_take_a_batch_apart_without_sharing_a_line(postgres_place: Place) -> None:
+async def test_two_servers_never_claim_the_same_line(postgres_place: Place) -> None:
     async with postgres_place.opened(servers=2) as (first, second):
         await add_batch(first, lines=400)
         taken: list[Line] = []
@@ -238,7 +243,7 @@ async def test_two_servers_take_a_batch_apart_without_sharing_a_line(postgres_pl
         assert sorted(line.number for line in taken) == list(range(1, 401))
 
 
-async def test_a_server_that_was_taken_for_dead_changes_nothing(postgres_place: Place) -> None:
+async def test_server_with_expired_lease_cannot_write_results(postgres_place: Place) -> None:
     async with postgres_place.opened(servers=2) as (frozen, other):
         row = await add_batch(frozen, lines=2)
         stale = await frozen.take_lines(2)
@@ -258,7 +263,7 @@ async def test_a_server_that_was_taken_for_dead_changes_nothing(postgres_place: 
         assert (await settle(other, row.id))[1] == ["id-1", "id-2"]
 
 
-async def test_cancelled_while_validated_and_while_running(place: Place) -> None:
+async def test_cancel_during_validation_and_while_running(place: Place) -> None:
     async with place.opened() as (store,):
         early = await store.add_batch(new_batch(store))
         await store.take_unvalidated()
@@ -269,7 +274,7 @@ async def test_cancelled_while_validated_and_while_running(place: Place) -> None
         assert not await store.begin(early.id, 3)
         assert await store.due() == []
         assert await store.start_finalizing(early.id) is None
-        # Its lines are read to the end: each of them is in the error file.
+        # Validation continues, so that the error file lists every line.
         assert (await store.take_unvalidated("another model", runs=False)).id == early.id
         assert await store.add_lines(early.id, places([1, 2, 3]))
         assert await store.begin(early.id, 3)
@@ -294,7 +299,7 @@ async def test_cancelled_while_validated_and_while_running(place: Place) -> None
         assert await store.renew() == frozenset()
 
 
-async def test_what_was_broken_off_is_taken_up_again(place: Place) -> None:
+async def test_interrupted_validation_and_finalization_resume(place: Place) -> None:
     async with place.opened(servers=2) as stores:
         store, other = stores[0], stores[-1]
         row = await store.add_batch(new_batch(store))
@@ -314,7 +319,7 @@ async def test_what_was_broken_off_is_taken_up_again(place: Place) -> None:
         assert (await settle(store, row.id))[:2] == (BatchStatus.COMPLETED, ["id-1"])
 
 
-async def test_the_words_of_lines_that_did_not_run(place: Place) -> None:
+async def test_error_message_of_expired_lines(place: Place) -> None:
     async with place.opened() as (store,):
         row = await add_batch(store, lines=1, window_s=20)
         place.clock.seconds += 100
@@ -351,7 +356,7 @@ async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
         place.clock.seconds += 4000
         assert (await store.files(OWNER))[0] == rows[:0:-1]
         assert await store.removable() == [rows[0].id]
-        # A batch goes on reading a file that is deleted.
+        # A batch can still read a deleted input file.
         batch = await store.add_batch(replace(new_batch(store), input_file_id=rows[1].id))
         deleted = await store.delete_file(OWNER, rows[1].id)
         assert deleted.deleted_at >= place.clock.seconds
@@ -366,7 +371,7 @@ async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
         assert await store.known_files() == {row.id for row in rows[2:]}
 
 
-async def test_batches_of_a_key_are_bounded_and_asked_for_once(place: Place) -> None:
+async def test_active_batches_and_idempotency_keys_are_per_owner(place: Place) -> None:
     async with place.opened() as (store,):
         row = await store.add_batch(new_batch(store, metadata={"k": "v\x00"}), "key", max_active=1)
         assert await store.add_batch(new_batch(store), "key", max_active=1) == row
@@ -381,7 +386,7 @@ async def test_batches_of_a_key_are_bounded_and_asked_for_once(place: Place) -> 
         assert await store.active_of(OWNER) == 2
 
 
-async def test_a_batch_runs_on_its_model(place: Place) -> None:
+async def test_batch_runs_only_on_its_model(place: Place) -> None:
     async with place.opened() as (store,):
         await add_batch(store, lines=2, model="tiny")
         assert await store.take_lines(5, "large") == []
@@ -390,11 +395,11 @@ async def test_a_batch_runs_on_its_model(place: Place) -> None:
         await store.add_batch(new_batch(store, model="tiny"))
         assert await store.take_unvalidated("large") is None
         assert await store.batch_states() == {BatchStatus.VALIDATING: 1, BatchStatus.IN_PROGRESS: 1}
-        anyones = await store.add_batch(new_batch(store))
-        assert await store.take_unvalidated("large") == anyones
+        any_model = await store.add_batch(new_batch(store))
+        assert await store.take_unvalidated("large") == any_model
 
 
-async def test_time_goes_on_when_the_clock_is_set_back() -> None:
+async def test_steady_clock_never_goes_back() -> None:
     wall, elapsed = [5000.0], [10.0]
     clock = SteadyClock(lambda: wall[0], lambda: elapsed[0])
     wall[0], elapsed[0] = 100.0, 17.0
@@ -406,7 +411,7 @@ async def test_time_goes_on_when_the_clock_is_set_back() -> None:
     assert clock.now() == 7001.0
 
 
-async def test_a_store_that_opens_after_the_clock_was_set_back(place: Place) -> None:
+async def test_store_reopened_after_clock_was_set_back(place: Place) -> None:
     async with place.opened() as (store,):
         row = await add_batch(store, window_s=20)
     place.clock.seconds -= 1e8
@@ -416,7 +421,7 @@ async def test_a_store_that_opens_after_the_clock_was_set_back(place: Place) -> 
         assert [due.id for due in await store.due()] == [row.id]
 
 
-async def test_a_lease_from_before_the_database_clock_was_set_back_is_void(postgres_place: Place) -> None:
+async def test_lease_from_before_database_clock_was_set_back_is_void(postgres_place: Place) -> None:
     async with postgres_place.opened(servers=2) as (dead, other):
         await add_batch(dead, lines=1)
         await dead.take_lines(1)
@@ -427,7 +432,7 @@ async def test_a_lease_from_before_the_database_clock_was_set_back_is_void(postg
         assert len(await other.take_lines(1)) == 1
 
 
-async def test_an_older_database_is_brought_up_to_date(place: Place) -> None:
+async def test_older_database_is_migrated(place: Place) -> None:
     place.folder.mkdir()
     database = Database.on_postgres(place.url) if place.url else Database.on_sqlite(place.folder / DATABASE_FILE)
 
@@ -459,11 +464,11 @@ async def test_an_older_database_is_brought_up_to_date(place: Place) -> None:
         await store.finish([result(line)])
         assert (await store.batch(OWNER, "batch_1")).completion_tokens == 2
         assert (await store.usage_of(OWNER)).bytes == result(line).bytes
-    async with place.opened() as (store,):  # nothing to do
+    async with place.opened() as (store,):  # no migration left to run
         assert (await settle(store, "batch_1"))[1] == ["id-1"]
 
 
-async def test_the_tables_are_those_that_the_migrations_make(place: Place) -> None:
+async def test_migrations_match_table_definitions(place: Place) -> None:
     async with place.opened() as (store,), store._db.reading() as connection:
         differences = await connection.run_sync(compare)
     assert differences == []
@@ -473,14 +478,14 @@ def compare(connection: sa.Connection) -> list[object]:
     return compare_metadata(MigrationContext.configure(connection), batches.metadata)
 
 
-async def test_a_newer_database_is_refused(place: Place) -> None:
+async def test_newer_database_is_rejected(place: Place) -> None:
     async with place.opened() as (store,), store._db.writing() as connection:
         await connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(StoreError, match="newer version"):
         await place.open()
 
 
-async def test_a_folder_is_for_one_server(tmp_path: Path, postgres_place: Place) -> None:
+async def test_folder_is_locked_by_one_server(tmp_path: Path, postgres_place: Place) -> None:
     alone = Place(tmp_path, None)
     async with alone.opened():
         with pytest.raises(FolderLocked, match=str(tmp_path)):
@@ -501,12 +506,12 @@ async def test_a_folder_is_for_one_server(tmp_path: Path, postgres_place: Place)
         ("postgresql://u@127.0.0.1:1/x", "cannot be reached"),
     ],
 )
-async def test_a_database_that_cannot_be_is_named(tmp_path: Path, url: str, text: str) -> None:
+async def test_invalid_database_url_is_rejected(tmp_path: Path, url: str, text: str) -> None:
     with pytest.raises(StoreError, match=text):
         await Store.open(url, tmp_path)
 
 
-async def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+async def test_failed_commit_on_full_disk_changes_nothing(tmp_path: Path) -> None:
     place = Place(tmp_path, None)
     async with place.opened() as (store,):
         row = await add_batch(store, lines=2)
@@ -526,7 +531,7 @@ async def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
         assert (await store.batch(OWNER, row.id)).completed == 2
 
 
-async def test_a_database_file_that_is_moved_away(tmp_path: Path) -> None:
+async def test_missing_database_file_is_reported(tmp_path: Path) -> None:
     async with Place(tmp_path, None).opened() as (store,):
         row = await add_batch(store)
         (tmp_path / DATABASE_FILE).rename(tmp_path / "elsewhere")
@@ -536,7 +541,7 @@ async def test_a_database_file_that_is_moved_away(tmp_path: Path) -> None:
         assert (await store.take_lines(1))[0].batch_id == row.id
 
 
-async def test_a_database_that_goes_and_comes_back(
+async def test_store_recovers_after_database_restart(
     postgres: Postgres, postgres_place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with postgres_place.opened() as (store,):
@@ -552,14 +557,12 @@ async def test_a_database_that_goes_and_comes_back(
         assert await store.finish([result(line) for line in taken]) == 2
         assert len(await store.take_lines(9)) == 1
         assert (await store.batch(OWNER, row.id)).completed == 2
-    (told,) = [record.getMessage() for record in caplog.records if record.name.startswith("skipjoin")]
-    assert "Error" in told or "No such file" in told
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("skipjoin")]
+    assert "Error" in warning or "No such file" in warning
 
 
 @pytest.mark.parametrize(("state", "kind"), [("53100", NoSpace), ("57P03", StoreUnavailable), ("40P01", Conflict)])
-async def test_what_postgresql_says_in_words_of_the_store(
-    postgres_place: Place, state: str, kind: type[StoreError]
-) -> None:
+async def test_postgresql_errors_map_to_store_errors(postgres_place: Place, state: str, kind: type[StoreError]) -> None:
     async with postgres_place.opened() as (store,):
 
         async def fail() -> None:
@@ -570,7 +573,7 @@ async def test_what_postgresql_says_in_words_of_the_store(
             await fail()
 
 
-async def test_a_transaction_that_another_was_preferred_to_is_repeated() -> None:
+async def test_conflicting_transaction_is_retried() -> None:
     failures = [Conflict("busy")] * 4
 
     @repeated
@@ -598,33 +601,33 @@ asyncio.run(main())
 """
 
 
-async def test_what_was_committed_survives_kill_9(tmp_path: Path) -> None:
+async def test_committed_results_survive_sigkill(tmp_path: Path) -> None:
     place = Place(tmp_path, None)
     async with place.opened() as (store,):
         row = await add_batch(store, lines=3000)
-    told: list[int] = []
+    printed: list[int] = []
     for kill in range(3):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", KILLED, str(tmp_path), stdout=asyncio.subprocess.PIPE
         )
         assert process.stdout is not None
         for _ in range(5 + 17 * kill):
-            told += map(int, (await process.stdout.readline()).split())
+            printed += map(int, (await process.stdout.readline()).split())
         os.kill(process.pid, signal.SIGKILL)
-        told += map(int, (await process.stdout.read()).split())
+        printed += map(int, (await process.stdout.read()).split())
         await process.wait()
-    assert len(told) == len(set(told)) > 50
+    assert len(printed) == len(set(printed)) > 50
     async with place.opened() as (store,):
         found = await store.batch(OWNER, row.id)
-        # The last group of each process may be committed and not told.
-        assert 0 <= found.completed - len(told) <= 3 * 2
-        left = {line.number for line in await store.take_lines(3000)}
-        assert len(left) == 3000 - found.completed
-        assert not left & set(told)
+        # The last group of each process may be committed but not printed.
+        assert 0 <= found.completed - len(printed) <= 3 * 2
+        remaining = {line.number for line in await store.take_lines(3000)}
+        assert len(remaining) == 3000 - found.completed
+        assert not remaining & set(printed)
 
 
-async def test_cancelling_while_the_files_are_written(place: Place) -> None:
-    """It comes too late for a batch whose lines have all ended, and ends one as cancelled that was not begun with."""
+async def test_cancel_during_finalization(place: Place) -> None:
+    """A cancel is too late once finalization has begun; before that the batch becomes cancelled."""
     async with place.opened() as (store, *_):
         late, early = [await add_batch(store, lines=2) for _ in range(2)]
         await store.finish([result(line) for line in await store.take_lines(4)])

@@ -1,4 +1,4 @@
-"""The lines of input files: what is refused, by which words, and that the event loop is not held by it."""
+"""Validation of input files: which lines are rejected, with which errors, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ async def check(path: Path) -> list[LinePlace]:
         return [place async for chunk in chunks for place in chunk]
 
 
-def told(content: bytes) -> list[LineError]:
-    """The errors of a file, without a process."""
+def errors_of(content: bytes) -> list[LineError]:
+    """Validate a file in this process and return its errors."""
     rules = Rules(endpoint="/v1/completions", max_lines=50, max_line_bytes=4000, models=("tiny", "tiny-folder"))
     return list(reports(BytesIO(content), rules))[-1].errors
 
 
-async def test_lines_are_found_where_they_are(tmp_path: Path) -> None:
+async def test_line_offsets_and_numbers(tmp_path: Path) -> None:
     texts = [
         line(custom_id=f"é{n}", body={"prompt": "ü" * n, "stream": False, "model": RULES.models[n % 2]})
         for n in range(1200)
@@ -81,10 +81,10 @@ async def test_lines_are_found_where_they_are(tmp_path: Path) -> None:
         (line(body={"prompt": "x" * 3_000_000}), "line_too_long", "at most 4000 bytes", None),
     ],
 )
-async def test_a_wrong_line_is_named(wrong: bytes, code: str, text: str, param: str | None) -> None:
+async def test_invalid_line_is_reported(wrong: bytes, code: str, text: str, param: str | None) -> None:
     lines = [line(custom_id=str(number)) for number in range(1, 10)]
     lines[6] = wrong
-    (error,) = told(b"\n".join(lines))
+    (error,) = errors_of(b"\n".join(lines))
     assert (error.code, error.line, error.param) == (code, 7, param)
     assert error.message.startswith("line 7: ")
     assert text in error.message
@@ -100,12 +100,12 @@ async def test_a_wrong_line_is_named(wrong: bytes, code: str, text: str, param: 
         (b"\n" * 1000, "too_many_lines", 51),
     ],
 )
-async def test_the_number_of_lines_is_bounded(content: bytes, code: str, number: int | None) -> None:
-    (error,) = told(content)
+async def test_number_of_lines_is_limited(content: bytes, code: str, number: int | None) -> None:
+    (error,) = errors_of(content)
     assert (error.code, error.line) == (code, number)
 
 
-async def test_at_most_a_hundred_errors_are_told(tmp_path: Path) -> None:
+async def test_at_most_100_errors_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "input"
     file.write_bytes(b"\n".join([line(custom_id="0"), *[b"nonsense"] * 10_000]))
     with pytest.raises(Refused, match="line 2: ") as caught:
@@ -113,8 +113,8 @@ async def test_at_most_a_hundred_errors_are_told(tmp_path: Path) -> None:
     assert [error.line for error in caught.value.errors] == list(range(2, 102))
 
 
-async def test_50001_lines_do_not_hold_the_event_loop(tmp_path: Path, place: Place) -> None:
-    """From the file to the database, and the longest statements after that."""
+async def test_validating_50001_lines_does_not_block_event_loop(tmp_path: Path, place: Place) -> None:
+    """This includes writing the lines to the database and rejecting the batch."""
     file = tmp_path / "input"
     file.write_bytes(b"\n".join(line(custom_id="i" * 500 + str(n)) for n in range(50_001)))
     async with place.opened() as (store,), LoopWatch() as watch:
@@ -124,8 +124,8 @@ async def test_50001_lines_do_not_hold_the_event_loop(tmp_path: Path, place: Pla
             async with aclosing(validate(file, RULES)) as chunks:
                 async for places in chunks:
                     assert await store.add_lines(batch.id, places)
-        except Refused as verdict:
-            errors = verdict.errors
+        except Refused as refusal:
+            errors = refusal.errors
         assert [error.line for error in errors] == [50_001]
         assert await store.reject(batch.id, errors)
     assert watch.longest_s < max_stall_s()
@@ -133,7 +133,7 @@ async def test_50001_lines_do_not_hold_the_event_loop(tmp_path: Path, place: Pla
 
 @pytest.fixture
 def slow_file(tmp_path: Path) -> Callable[[], Path]:
-    """A file that is never read to its end."""
+    """Return a function that creates a pipe, which a reader never reads to its end."""
 
     def make() -> Path:
         path = tmp_path / "pipe"
@@ -143,16 +143,16 @@ def slow_file(tmp_path: Path) -> Callable[[], Path]:
     return make
 
 
-def checks() -> list[psutil.Process]:
+def validators() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "skipjoin.server.batches.line_check" in child.cmdline()]
 
 
-async def test_the_process_ends_with_its_reader(slow_file: Callable[[], Path]) -> None:
+async def test_validator_process_exits_when_reader_is_cancelled(slow_file: Callable[[], Path]) -> None:
     path = slow_file()
     reading = asyncio.create_task(check(path))
     writer = await asyncio.to_thread(os.open, path, os.O_WRONLY)
     os.write(writer, line() + b"\n")
-    (child,) = checks()
+    (child,) = validators()
     while child.nice() <= os.nice(0):
         await asyncio.sleep(0.01)
     reading.cancel()
@@ -162,11 +162,11 @@ async def test_the_process_ends_with_its_reader(slow_file: Callable[[], Path]) -
     os.close(writer)
 
 
-async def test_a_process_that_dies_is_no_verdict(slow_file: Callable[[], Path]) -> None:
+async def test_killed_validator_process_is_an_error(slow_file: Callable[[], Path]) -> None:
     path = slow_file()
     reading = asyncio.create_task(check(path))
     writer = await asyncio.to_thread(os.open, path, os.O_WRONLY)
-    (child,) = checks()
+    (child,) = validators()
     child.kill()
     path.unlink()
     path.write_bytes(b"")
@@ -175,6 +175,6 @@ async def test_a_process_that_dies_is_no_verdict(slow_file: Callable[[], Path]) 
     os.close(writer)
 
 
-async def test_a_file_that_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_missing_input_file_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BlobMissing):
         await check(tmp_path / "none")

@@ -1,4 +1,4 @@
-"""Batches through the official client, on the built-in model."""
+"""Batches on the built-in model, through the official client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skipjoin.cli import app
 from skipjoin.cli.batch_watch import Watch
 
 LINES = 60
-# What keeps the engine busy for longer than a test takes.
+# Requests that keep the engine busy for longer than a test takes.
 ENDLESS = {"prompt": "1", "max_tokens": 400, "ignore_eos": True}
 PAGE = Path(__file__).parents[2] / "docs" / "batches.md"
 
@@ -49,10 +49,10 @@ def other(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def test_answers_are_those_of_direct_requests(client: openai.OpenAI) -> None:
-    """Joined by custom_id; lines that the endpoint refuses are in the error file with what it says."""
-    alike = "Count well. " * 8
-    chats = {f"id {n}": [{"role": "user", "content": f"{alike}Count from {n} to {n + 3}"}] for n in range(LINES)}
+def test_batch_answers_match_direct_requests(client: openai.OpenAI) -> None:
+    """Lines that the endpoint rejects are in the error file with its response."""
+    prefix = "Count well. " * 8
+    chats = {f"id {n}": [{"role": "user", "content": f"{prefix}Count from {n} to {n + 3}"}] for n in range(LINES)}
     asked = {"temperature": 0, "max_tokens": 24}
     lines = [line(name, CHAT, model="tally", messages=messages, **asked) for name, messages in chats.items()]
     lines.append(line("bad", CHAT, messages=[], **asked))
@@ -84,8 +84,8 @@ def test_answers_are_those_of_direct_requests(client: openai.OpenAI) -> None:
     assert client.files.retrieve(done.output_file_id).purpose == "batch_output"  # type: ignore[arg-type]
 
 
-def test_a_line_without_a_seed_gets_one_of_its_own(client: openai.OpenAI) -> None:
-    """So that a rerun repeats its tokens; the choices of a line differ."""
+def test_line_without_seed_gets_its_own(client: openai.OpenAI) -> None:
+    """A rerun then repeats its tokens. The choices of a line differ."""
     asked = {"prompt": "1 2 3", "temperature": 2.0, "max_tokens": 60, "ignore_eos": True}
     lines = [line("a", **asked, n=4), line("b", **asked), line("c", **asked, seed=7), line("d", **asked, seed=7)]
     done = wait_for(client, submit(client, lines))
@@ -97,8 +97,8 @@ def test_a_line_without_a_seed_gets_one_of_its_own(client: openai.OpenAI) -> Non
     assert len({*texts["a"], *texts["b"]}) == 5
 
 
-def test_a_window_that_ends(client: openai.OpenAI, server: ServerProcess) -> None:
-    """What was answered in time is in the output file, each other line in the error file, in OpenAI's words."""
+def test_expired_batch_reports_every_line(client: openai.OpenAI, server: ServerProcess) -> None:
+    """Lines answered in time are in the output file, all others in the error file with OpenAI's error."""
     lines = [line("short", prompt="1", max_tokens=2), *(line(str(n), **ENDLESS) for n in range(300))]
     done = wait_for(client, submit(client, lines, window="3s"))
     assert done.status == "expired"
@@ -117,10 +117,10 @@ def test_a_window_that_ends(client: openai.OpenAI, server: ServerProcess) -> Non
         }
         for one in late
     )
-    server_is_idle(server)
+    wait_until_idle(server)
 
 
-def test_cancelling_ends_a_batch_and_its_generation(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_cancel_stops_batch_and_its_generation(client: openai.OpenAI, server: ServerProcess) -> None:
     batch = submit(client, [line(str(n), **ENDLESS) for n in range(200)])
     wait_for(client, batch, "in_progress")
     while not load(server)["running"]:
@@ -130,15 +130,15 @@ def test_cancelling_ends_a_batch_and_its_generation(client: openai.OpenAI, serve
     assert done.status == "cancelled"
     assert {one["error"]["code"] for one in answers(client, done.error_file_id)} == {"batch_cancelled"}
     assert len(answers(client, done.output_file_id)) + len(answers(client, done.error_file_id)) == 200
-    assert client.batches.cancel(batch.id).status == "cancelled"  # again: nothing changes
-    server_is_idle(server)
+    assert client.batches.cancel(batch.id).status == "cancelled"  # a second cancel changes nothing
+    wait_until_idle(server)
 
 
 def load(server: ServerProcess) -> dict[str, float]:
     return httpx.get(f"{server.url}/load", headers={"authorization": "Bearer first"}).json()
 
 
-def server_is_idle(server: ServerProcess) -> None:
+def wait_until_idle(server: ServerProcess) -> None:
     end = time.monotonic() + 30
     while (now := load(server))["running"] or now["waiting"] or now["kv_cache_usage"]:
         assert time.monotonic() < end, now
@@ -146,7 +146,7 @@ def server_is_idle(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "number", "said"),
+    ("lines", "number", "message"),
     [
         ([line(str(n), prompt="x") for n in range(6)] + [b'{"custom_id": "7"'], 7, "JSON"),
         ([line("a", prompt="x"), line("b", prompt="x"), line("a", prompt="x")], 3, "custom_id"),
@@ -155,18 +155,18 @@ def server_is_idle(server: ServerProcess) -> None:
         ([line("a", prompt="x", model="gpt-9")], 1, "gpt-9"),
     ],
 )
-def test_a_file_that_is_not_in_order(client: openai.OpenAI, lines: list[bytes], number: int, said: str) -> None:
+def test_invalid_input_file_fails_batch(client: openai.OpenAI, lines: list[bytes], number: int, message: str) -> None:
     done = wait_for(client, submit(client, lines))
     assert done.status == "failed"
     assert done.failed_at is not None
     assert done.errors is not None
     (error,) = done.errors.data or []
     assert error.line == number
-    assert said in (error.message or "")
+    assert message in (error.message or "")
     assert done.output_file_id is None
 
 
-def test_another_key_sees_nothing(client: openai.OpenAI, other: openai.OpenAI) -> None:
+def test_batches_and_files_are_hidden_from_other_keys(client: openai.OpenAI, other: openai.OpenAI) -> None:
     file_id = upload(client, [line("a", prompt="1", max_tokens=2)])
     batch = client.batches.create(input_file_id=file_id, endpoint=COMPLETIONS, completion_window="24h")
     done = wait_for(client, batch)
@@ -201,7 +201,9 @@ def test_another_key_sees_nothing(client: openai.OpenAI, other: openai.OpenAI) -
         ({"priority": 1}, 400, "priority"),
     ],
 )
-def test_what_makes_no_batch(server: ServerProcess, client: openai.OpenAI, body: dict, status: int, param: str) -> None:
+def test_invalid_batch_request_is_rejected(
+    server: ServerProcess, client: openai.OpenAI, body: dict, status: int, param: str
+) -> None:
     good = {"endpoint": COMPLETIONS, "completion_window": "24h"}
     if "input_file_id" not in body:
         good["input_file_id"] = upload(client, [line("a", prompt="1")])
@@ -209,7 +211,7 @@ def test_what_makes_no_batch(server: ServerProcess, client: openai.OpenAI, body:
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
 
 
-def test_pages_and_repeated_keys(client: openai.OpenAI) -> None:
+def test_pagination_and_idempotency_keys(client: openai.OpenAI) -> None:
     file_id = upload(client, [line("a", prompt="1", max_tokens=1)])
     asked = {"input_file_id": file_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
     made = [client.batches.create(**asked, extra_headers={"Idempotency-Key": key}) for key in "abca"]  # type: ignore[arg-type]
@@ -228,8 +230,8 @@ def test_pages_and_repeated_keys(client: openai.OpenAI) -> None:
         client.batches.create(**asked | {"input_file_id": output})  # type: ignore[arg-type]
 
 
-def test_a_key_that_stands_for_another_batch_is_an_error(client: openai.OpenAI) -> None:
-    """And makes no batch, where the body is another one in any field; the same body again is no error."""
+def test_reused_idempotency_key_is_rejected(client: openai.OpenAI) -> None:
+    """A key may be reused only with the same body; a change in any field is an error and creates no batch."""
     first, second = (upload(client, [line("a", prompt="1", max_tokens=1)]) for _ in range(2))
     asked = {"input_file_id": first, "endpoint": COMPLETIONS, "completion_window": "24h", "metadata": {"a": "b"}}
     again = {"extra_headers": {"Idempotency-Key": "used twice"}}
@@ -249,8 +251,8 @@ def test_a_key_that_stands_for_another_batch_is_an_error(client: openai.OpenAI) 
     wait_for(client, made)
 
 
-def test_the_page_works(server: ServerProcess) -> None:
-    """The Python example of the documents."""
+def test_documented_example_runs(server: ServerProcess) -> None:
+    """Run the Python example of `docs/batches.md`."""
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     here = code.replace("http://127.0.0.1:8000", server.url).replace('"none"', '"first"')
     shown = StringIO()
@@ -259,36 +261,36 @@ def test_the_page_works(server: ServerProcess) -> None:
     assert shown.getvalue() == "{'1': '1, 2, 3, 4, 5', '2': '2, 3, 4, 5, 6', '3': '3, 4, 5, 6, 7'}\n"
 
 
-def test_the_command(server: ServerProcess, tmp_path: Path) -> None:
-    place = ["--url", server.url, "--api-key", "first"]
+def test_batch_command(server: ServerProcess, tmp_path: Path) -> None:
+    target = ["--url", server.url, "--api-key", "first"]
     requests, output = tmp_path / "requests.jsonl", tmp_path / "output.jsonl"
     requests.write_bytes(b"\n".join(line(str(n), prompt="1", max_tokens=2) for n in range(3)))
-    run = CliRunner().invoke(app, ["batch", "submit", str(requests), "--endpoint", COMPLETIONS, "--watch", *place])
+    run = CliRunner().invoke(app, ["batch", "submit", str(requests), "--endpoint", COMPLETIONS, "--watch", *target])
     assert run.exit_code == 0, run.output
     batch_id = run.stdout.split()[0]
     assert f"{batch_id} completed: 3 of 3 lines done, 0 failed" in run.stdout
-    run = CliRunner().invoke(app, ["batch", "fetch", batch_id, "-o", str(output), *place])
+    run = CliRunner().invoke(app, ["batch", "fetch", batch_id, "-o", str(output), *target])
     assert run.exit_code == 0, run.output
     assert [json.loads(text)["custom_id"] for text in output.read_text().splitlines()] == ["0", "1", "2"]
-    run = CliRunner().invoke(app, ["batch", "fetch", batch_id, "--errors", *place])
+    run = CliRunner().invoke(app, ["batch", "fetch", batch_id, "--errors", *target])
     assert (run.exit_code, run.stderr) == (2, f"error: {batch_id} is completed and has no error file\n")
-    assert batch_id in CliRunner().invoke(app, ["batch", "list", *place]).stdout
-    assert "completed" in CliRunner().invoke(app, ["batch", "cancel", batch_id, *place]).stdout
+    assert batch_id in CliRunner().invoke(app, ["batch", "list", *target]).stdout
+    assert "completed" in CliRunner().invoke(app, ["batch", "cancel", batch_id, *target]).stdout
     requests.write_bytes(b"no")
-    run = CliRunner().invoke(app, ["batch", "submit", str(requests), "--endpoint", COMPLETIONS, "--watch", *place])
+    run = CliRunner().invoke(app, ["batch", "submit", str(requests), "--endpoint", COMPLETIONS, "--watch", *target])
     assert run.exit_code == 1
     assert "  line 1: it is not valid JSON" in run.stdout
-    for arguments, said in (
-        (["watch", "batch_none", *place], "there is no batch 'batch_none' (HTTP status 404)"),
+    for arguments, message in (
+        (["watch", "batch_none", *target], "there is no batch 'batch_none' (HTTP status 404)"),
         (["list", "--url", server.url], "API key"),
         (["list", "--url", "http://127.0.0.1:9"], "cannot be reached: connection refused"),
-        (["submit", str(tmp_path / "none"), *place], "No such file"),
+        (["submit", str(tmp_path / "none"), *target], "No such file"),
     ):
         run = CliRunner().invoke(app, ["batch", *arguments])
-        assert (run.exit_code, said in run.stderr) == (1, True), run.stderr
+        assert (run.exit_code, message in run.stderr) == (1, True), run.stderr
 
 
-def test_what_is_shown_of_a_batch_is_whole_at_80_columns() -> None:
+def test_watch_output_fits_80_columns() -> None:
     console = Console(file=StringIO(), width=80)
     counts = {"total": 50_000, "completed": 12_345, "failed": 67}
     with Watch(console) as watch:
@@ -298,7 +300,7 @@ def test_what_is_shown_of_a_batch_is_whole_at_80_columns() -> None:
     assert "12412 of 50000 lines, 67 failed, 0 tokens/s, the window ends in 23:53:" in " ".join(shown.split())
 
 
-def test_watching_waits_for_a_server_that_restarts() -> None:
+def test_watch_survives_server_restart() -> None:
     batch = {"id": "batch_1", "expires_at": 2e9, "request_counts": {"total": 1, "completed": 1, "failed": 0}}
     replies = [(200, "in_progress"), (503, ""), (200, "completed")]
 

@@ -1,4 +1,4 @@
-"""Batches of servers that end in every way: nothing is lost, nothing is answered twice."""
+"""Batches survive every kind of server exit: no line is lost or answered twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEED = 17
 LINES, TOKENS = 120, 24
 STEP_S = 0.004
 INFLIGHT = 16
-# A server that finishes four lines of a few tokens in 0.4 s, and 120 in 12 s: it ends in the middle of the batch.
+# This server finishes four lines of a few tokens in 0.4 s and 120 lines in 12 s, so it is killed in mid-batch.
 SLOW, FEW = {"step_s": 0.05, "batch_inflight": 4}, 8
 
 Start = Callable[..., ServerProcess]
@@ -38,7 +38,7 @@ Start = Callable[..., ServerProcess]
 
 @pytest.fixture
 def start(tokenizer_folder: Path, tmp_path: Path) -> Iterator[Start]:
-    """Servers on one folder, one after the other."""
+    """Return a function that starts servers on one batch folder."""
     started: list[ServerProcess] = []
 
     def begin(step_s: float = STEP_S, **settings: object) -> ServerProcess:
@@ -62,13 +62,13 @@ def begin_batch(server: ServerProcess, count: int = LINES, tokens: int = TOKENS)
 
 
 def finished(folder: Path) -> int:
-    """Lines whose answers are written."""
+    """Return the number of lines whose answers are committed."""
     with closing(sqlite3.connect(folder / DATABASE_FILE)) as database:
         return int(database.execute("SELECT completed FROM batches").fetchone()[0])
 
 
 def check(server: ServerProcess, batch: Batch, count: int = LINES, tokens: int = TOKENS) -> None:
-    """Every line has exactly one answer, the one that a request over HTTP gets."""
+    """Check that every line has exactly one answer, the same as that of a direct request."""
     with client_of(server) as client:
         done = wait_for(client, batch)
         assert done.status == "completed"
@@ -85,8 +85,8 @@ def check(server: ServerProcess, batch: Batch, count: int = LINES, tokens: int =
             assert one["response"]["body"]["choices"][0]["text"] == direct.choices[0].text
 
 
-def test_kill_9_of_either_process(start: Start, tmp_path: Path) -> None:
-    """At random moments, each a while after lines were written. What is written is not generated again."""
+def test_batch_survives_sigkill_of_api_and_engine(start: Start, tmp_path: Path) -> None:
+    """Processes are killed at random moments. Committed lines are not generated again."""
     dice, folder = random.Random(SEED), tmp_path / "batches"
     server = start(**SLOW)
     batch = begin_batch(server, tokens=FEW)
@@ -96,14 +96,14 @@ def test_kill_9_of_either_process(start: Start, tmp_path: Path) -> None:
         time.sleep(dice.uniform(0, 0.4))
         killed = server.api if victim == "api" else server.engine
         os.kill(killed.pid, signal.SIGKILL)
-        if victim == "engine":  # the server tells so for a while, and ends earlier when it is told to
+        if victim == "engine":  # skip the grace period in which the server still reports the death
             server.process.terminate()
         server.process.wait(30)
         written = finished(folder)
         server = start(**(SLOW if victim == "api" else {}))
     assert 0 < written < LINES
     check(server, batch, tokens=FEW)
-    # Exactly what was not written, and what `check` has asked for is not counted.
+    # Only uncommitted lines were generated; the direct requests of `check` are not counted.
     assert server.metric("batch_generation_tokens_total") == (LINES - written) * FEW
 
 
@@ -114,12 +114,12 @@ def test_sigterm_does_not_wait_for_batches(start: Start, tmp_path: Path) -> None
     server.process.terminate()
     assert server.process.wait(30) == 0
     assert 0 < finished(tmp_path / "batches") < LINES
-    assert any("draining: 0 requests" in said for said in server.errors)
+    assert any("draining: 0 requests" in line for line in server.errors)
     check(start(), batch, tokens=FEW)
 
 
-def test_two_servers_on_one_folder(start: Start, tokenizer_folder: Path, tmp_path: Path) -> None:
-    """The second does not start. Where the folder is the default one, it serves all but batches, until it has it."""
+def test_second_server_waits_for_batch_folder(start: Start, tokenizer_folder: Path, tmp_path: Path) -> None:
+    """A second server does not start on the same explicit folder. With the default folder it starts without batches."""
     first = start()
     arguments = ["simulated", str(tokenizer_folder), "0.001", "64", "512", f"batch_dir={tmp_path / 'batches'}"]
     refused = subprocess.run(
@@ -141,11 +141,13 @@ def test_two_servers_on_one_folder(start: Start, tokenizer_folder: Path, tmp_pat
 
 
 @pytest.mark.postgres
-def test_two_servers_on_one_database(start: Start, postgres: Postgres, postgres_place: Place) -> None:
-    """They share the lines. The database is gone for a while, then one server for good."""
+def test_two_servers_share_a_batch_through_one_database(
+    start: Start, postgres: Postgres, postgres_place: Place
+) -> None:
+    """The database fails for a while, then one of the servers is killed."""
     url = postgres_place.url
     assert url is not None
-    # A server finishes eight lines in half a second: the batch outlives what is done to the database.
+    # Each server finishes eight lines in half a second, so the batch outlasts the database failure.
     settings = {"step_s": 0.02, "batch_inflight": 8, "batch_dir": postgres_place.folder, "batch_db": url}
     first, second = servers = [start(**settings) for _ in range(2)]
     batch = begin_batch(first)
@@ -156,8 +158,8 @@ def test_two_servers_on_one_database(start: Start, postgres: Postgres, postgres_
     assert answer.json()["error"]["code"] == "batch_store_unavailable"
     assert httpx.post(f"{first.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
     postgres.start()
-    ran = second.metric("batch_generation_tokens_total")
-    until(lambda: second.metric("batch_generation_tokens_total") > ran)
+    before = second.metric("batch_generation_tokens_total")
+    until(lambda: second.metric("batch_generation_tokens_total") > before)
     second.api.kill()
     second.process.wait(30)
     asyncio.run(end_leases(url))
@@ -165,7 +167,7 @@ def test_two_servers_on_one_database(start: Start, postgres: Postgres, postgres_
 
 
 async def end_leases(url: str) -> None:
-    """Let the time pass for which a dead server has its lines. One that is alive renews its own."""
+    """Expire all leases, of which a live server renews its own."""
     connection = await asyncpg.connect(url)
     await connection.execute("UPDATE servers SET lease_until = 0")
     await connection.close()

@@ -1,4 +1,4 @@
-"""How lines run: over a scripted engine in this process."""
+"""The batch runner over a scripted engine in this process."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ INFLIGHT = 8
 SHORT = {"prompt": "abc", "max_tokens": 4, "ignore_eos": True}
 
 
-class Place:
-    """An API with batches. most: sequences of batches in the engine."""
+class World:
+    """API with batches, of which at most `inflight` sequences run in the engine."""
 
-    def __init__(self, api: Api, most: int = INFLIGHT) -> None:
+    def __init__(self, api: Api, inflight: int = INFLIGHT) -> None:
         self.api = api
-        self.batches = Batches(api.service, most=most)
+        self.batches = Batches(api.service, most=inflight)
         self.batches.add_routes(api.app.app)  # type: ignore[arg-type]
 
     @property
@@ -58,14 +58,14 @@ class Place:
         return found.json()
 
     async def until(self, batch_id: str, *statuses: str) -> dict[str, Any]:
-        """The batch in one of these states, by default one that is final."""
+        """Wait until the batch has one of `statuses` (default: any final one) and return it."""
         async with asyncio.timeout(30):
             while (found := await self.batch(batch_id))["status"] not in (statuses or FINAL):
                 await asyncio.sleep(0.02)
         return found
 
     async def answers(self, file_id: str | None) -> dict[str, Any]:
-        """Lines of a file by custom_id, each exactly once."""
+        """Return the lines of a file by custom_id, after checking that none is repeated."""
         if file_id is None:
             return {}
         text = (await self.api.http.get(f"/v1/files/{file_id}/content")).text
@@ -85,28 +85,28 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def open_place(make_api: MakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def open_world(make_api: MakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(service, "_LOOK_S", 0.2)
     monkeypatch.setattr(periodic, "_LONGEST_S", 1.0)
 
     @asynccontextmanager
-    async def make(most: int = INFLIGHT, **settings: Any) -> AsyncIterator[Place]:
+    async def make(inflight: int = INFLIGHT, **settings: Any) -> AsyncIterator[World]:
         async with make_api(batch_dir=str(tmp_path / "batches"), **settings) as api:
-            place = Place(api, most)
-            await place.batches.open()
-            yield place
-            await place.batches.close()
+            world = World(api, inflight)
+            await world.batches.open()
+            yield world
+            await world.batches.close()
             assert api.is_clean()
 
     return make
 
 
-async def test_lines_leave_the_limits_of_others_alone(open_place: Callable[..., Any]) -> None:
-    """They are best effort, as many at once as they may be, and end with the window."""
-    async with open_place(max_queued_requests=2) as place:
-        engine = place.api.engine
+async def test_batch_lines_do_not_count_against_request_limits(open_world: Callable[..., Any]) -> None:
+    """They are best effort, limited in number, and have the batch's window as deadline."""
+    async with open_world(max_queued_requests=2) as world:
+        engine = world.api.engine
         engine.paused = True
-        batch = await place.submit(*(line(str(n), **SHORT) for n in range(30)), window="60s")
+        batch = await world.submit(*(line(str(n), **SHORT) for n in range(30)), window="60s")
         await until(lambda: len(engine.live) == INFLIGHT)
         await asyncio.sleep(0.05)
         assert len(engine.live) == INFLIGHT
@@ -114,85 +114,85 @@ async def test_lines_leave_the_limits_of_others_alone(open_place: Callable[..., 
             assert add.options.service is ServiceClass.BEST_EFFORT
             assert 50 < add.options.deadline_s <= 61
         assert len({add.params.seed for add in engine.added}) == INFLIGHT
-        # Two requests over HTTP find their queue empty, and a third one full.
-        chats = [asyncio.create_task(place.api.complete(max_tokens=2)) for _ in range(2)]
+        # The queue of direct requests has two slots, which batch lines do not occupy.
+        chats = [asyncio.create_task(world.api.complete(max_tokens=2)) for _ in range(2)]
         await until(lambda: len(engine.live) == INFLIGHT + 2)
-        assert (await place.api.complete()).status_code == 429
+        assert (await world.api.complete()).status_code == 429
         engine.paused = False
         assert [answer.status_code for answer in await asyncio.gather(*chats)] == [200, 200]
-        done = await place.until(batch)
+        done = await world.until(batch)
         assert done["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
-        assert place.metric("batch_generation_tokens_total") == 30 * SHORT["max_tokens"]
-        assert place.metric('batch_lines_ended_total{state="done"}') == 30
+        assert world.metric("batch_generation_tokens_total") == 30 * SHORT["max_tokens"]
+        assert world.metric('batch_lines_ended_total{state="done"}') == 30
 
 
-async def test_what_is_tried_again_and_what_is_not(open_place: Callable[..., Any]) -> None:
-    async with open_place() as place:
-        engine = place.api.engine
+async def test_lost_lines_are_retried_and_failed_lines_are_not(open_world: Callable[..., Any]) -> None:
+    async with open_world() as world:
+        engine = world.api.engine
         engine.paused = True
-        batch = await place.submit(
+        batch = await world.submit(
             *(line(str(n), **SHORT) for n in range(4)), line("late", **SHORT, deadline_ms=60_000)
         )
         await until(lambda: len(engine.live) == 5)
         first = {tuple(add.prompt): add.params.seed for add in engine.added}
         seeds = sorted(add.params.seed for add in engine.added)
-        engine.end_all(FinishReason.ABORT)  # 503
+        engine.end_all(FinishReason.ABORT)  # retried, because the answer is 503
         await until(lambda: len(engine.live) == 5)
         assert first
         assert sorted(add.params.seed for add in engine.added[5:]) == seeds
         engine.die()
-        engine.join(place.api.ready)
+        engine.join(world.api.ready)
         await until(lambda: len(engine.live) == 5)
         late = next(key for key, (add, _) in engine.live.items() if add.options.deadline_s < 61)
         lost, *others = [key for key in engine.live if key != late]
         for key, reason, error in ((late, FinishReason.DEADLINE, ""), (lost, FinishReason.ERROR, "it is too large")):
-            kept = {other: engine.live.pop(other) for other in list(engine.live) if other != key}
+            others_live = {other: engine.live.pop(other) for other in list(engine.live) if other != key}
             engine.end_all(reason, error)
-            engine.live.update(kept)
+            engine.live.update(others_live)
         assert len(others) == 3
         engine.paused = False
-        done = await place.until(batch)
+        done = await world.until(batch)
         assert done["request_counts"] == {"total": 5, "completed": 3, "failed": 2}
-        failed = await place.answers(done["error_file_id"])
+        failed = await world.answers(done["error_file_id"])
         assert failed.pop("late")["response"]["body"]["error"]["code"] == "deadline_exceeded"
         ((_, one),) = failed.items()
         assert one["response"]["status_code"] == 500
         assert one["response"]["body"]["error"]["message"] == "it is too large"
-        assert place.metric("batch_lines_requeued_total") == 5
+        assert world.metric("batch_lines_requeued_total") == 5
 
 
-async def test_a_line_that_ends_engines_is_given_up(
-    open_place: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+async def test_line_that_crashes_engines_fails_alone(
+    open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lines beside it, which end with it at first, are not."""
+    """Lines that ran concurrently are retried and complete."""
     for name in ("_IDLE_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):
         monkeypatch.setattr(runner, name, 0.01)
-    async with open_place() as place:
-        engine, ends = place.api.engine, 0
+    async with open_world() as world:
+        engine, crashes = world.api.engine, 0
         engine.paused = True
-        batch = await place.submit(*(line(f"{n}", **{**SHORT, "max_tokens": 4 + n}) for n in range(6)))
-        while (done := await place.batch(batch))["status"] != "completed":
+        batch = await world.submit(*(line(f"{n}", **{**SHORT, "max_tokens": 4 + n}) for n in range(6)))
+        while (done := await world.batch(batch))["status"] != "completed":
             if any(add.params.max_tokens == 7 for add, _ in engine.live.values()):
-                ends += 1
-                place.api.service.client.fail_all(EngineDeadError())
+                crashes += 1
+                world.api.service.client.fail_all(EngineDeadError())
             elif engine.live:
                 engine.step()
             await asyncio.sleep(0.002)
-        assert ends == runner.MAX_LOST
+        assert crashes == runner.MAX_LOST
         assert done["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
-        ((name, one),) = (await place.answers(done["error_file_id"])).items()
+        ((name, one),) = (await world.answers(done["error_file_id"])).items()
         assert name == "3"
         assert one["response"]["body"]["error"]["code"] == "engine_lost"
 
 
 @pytest.mark.parametrize("failure", [NoSpace("the disk is full"), StoreUnavailable("the database is gone")])
-async def test_a_store_that_fails_for_a_while(
-    open_place: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, failure: Exception
+async def test_lines_survive_temporary_store_failure(
+    open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
-    """Chat goes on, routes say what is wrong, no answer is lost and no line runs twice."""
-    async with open_place() as place:
-        batch = await place.submit(*(line(str(n), **SHORT) for n in range(40)))
-        await until(lambda: place.metric("batch_generation_tokens_total") > 0)
+    """Direct requests still work, batch routes report the error, and no line is lost or runs twice."""
+    async with open_world() as world:
+        batch = await world.submit(*(line(str(n), **SHORT) for n in range(40)))
+        await until(lambda: world.metric("batch_generation_tokens_total") > 0)
 
         async def fail(*args: object, **kwargs: object) -> None:
             raise failure
@@ -200,190 +200,190 @@ async def test_a_store_that_fails_for_a_while(
         with monkeypatch.context() as patched:
             for name in ("finish", "put_back", "take_lines", "due", "renew", "batch", "add_batch"):
                 patched.setattr(Store, name, fail)
-            ran = 0.0  # lines that were taken before go on, and no others are begun
-            while (now := place.metric("batch_generation_tokens_total")) != ran:
-                ran = now
+            generated = 0.0  # lines taken before the failure continue, and no others start
+            while (now := world.metric("batch_generation_tokens_total")) != generated:
+                generated = now
                 await asyncio.sleep(0.3)
-            assert ran < 40 * SHORT["max_tokens"]
-            assert (await place.api.complete(max_tokens=2)).status_code == 200
-            answer = await place.api.http.get(f"/v1/batches/{batch}")
+            assert generated < 40 * SHORT["max_tokens"]
+            assert (await world.api.complete(max_tokens=2)).status_code == 200
+            answer = await world.api.http.get(f"/v1/batches/{batch}")
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] in ("insufficient_storage", "batch_store_unavailable")
-        done = await place.until(batch)
+        done = await world.until(batch)
         assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
-        assert len(await place.answers(done["output_file_id"])) == 40
-        assert place.metric("batch_generation_tokens_total") == 40 * SHORT["max_tokens"]
+        assert len(await world.answers(done["output_file_id"])) == 40
+        assert world.metric("batch_generation_tokens_total") == 40 * SHORT["max_tokens"]
 
 
 @pytest.mark.parametrize("error", [NoSpace("the disk is full"), RuntimeError("unexpected")])
-async def test_a_batch_that_cannot_end_is_tried_with_pauses_and_holds_up_no_other(
-    open_place: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+async def test_failed_finalization_backs_off_without_blocking_others(
+    open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    start, tries, batch = Store.start_finalizing, 0, ""
+    start, attempts, batch = Store.start_finalizing, 0, ""
 
     async def fail(store: Store, batch_id: str) -> Any:
-        nonlocal tries
+        nonlocal attempts
         if batch_id != batch:
             return await start(store, batch_id)
-        tries += 1
+        attempts += 1
         raise error
 
-    async with open_place() as place:
+    async with open_world() as world:
         with monkeypatch.context() as patched:
             patched.setattr(Store, "start_finalizing", fail)
-            batch = await place.submit(line("a", **SHORT), line("b", **SHORT))
-            await until(lambda: tries)
+            batch = await world.submit(line("a", **SHORT), line("b", **SHORT))
+            await until(lambda: attempts)
             await asyncio.sleep(0.5)
-            assert tries <= 3
-            other = await place.submit(line("a", **SHORT))
-            assert (await place.until(other))["status"] == "completed"
-        assert (await place.until(batch))["status"] == "completed"
+            assert attempts <= 3
+            other = await world.submit(line("a", **SHORT))
+            assert (await world.until(other))["status"] == "completed"
+        assert (await world.until(batch))["status"] == "completed"
 
 
-async def test_the_end_of_the_server_returns_what_runs(
-    open_place: Callable[..., Any], make_api: MakeApi, tmp_path: Path
+async def test_running_lines_are_returned_on_shutdown(
+    open_world: Callable[..., Any], make_api: MakeApi, tmp_path: Path
 ) -> None:
-    """And the next one goes on."""
-    async with open_place() as place:
-        place.api.engine.paused = True
-        batch = await place.submit(*(line(str(n), **SHORT) for n in range(20)))
-        await until(lambda: len(place.api.engine.live) == INFLIGHT)
-        place.api.service.drain()
-        await asyncio.wait_for(place.batches.close(), 20)
-        assert not place.api.engine.live
-    async with open_place() as place:
-        done = await place.until(batch)
+    """The next server finishes them."""
+    async with open_world() as world:
+        world.api.engine.paused = True
+        batch = await world.submit(*(line(str(n), **SHORT) for n in range(20)))
+        await until(lambda: len(world.api.engine.live) == INFLIGHT)
+        world.api.service.drain()
+        await asyncio.wait_for(world.batches.close(), 20)
+        assert not world.api.engine.live
+    async with open_world() as world:
+        done = await world.until(batch)
         assert done["request_counts"]["completed"] == 20
 
 
-async def test_no_lines_before_the_engine_is_there(open_place: Callable[..., Any]) -> None:
-    async with open_place() as place:
-        place.api.service.phase = Phase.STARTING
-        batch = await place.submit(line("a", **SHORT))
+async def test_lines_wait_until_engine_is_ready(open_world: Callable[..., Any]) -> None:
+    async with open_world() as world:
+        world.api.service.phase = Phase.STARTING
+        batch = await world.submit(line("a", **SHORT))
         await asyncio.sleep(0.3)
-        assert not place.api.engine.added
-        place.api.service.phase = Phase.OPEN
-        assert (await place.until(batch))["status"] == "completed"
+        assert not world.api.engine.added
+        world.api.service.phase = Phase.OPEN
+        assert (await world.until(batch))["status"] == "completed"
 
 
-async def test_input_files_that_are_gone(open_place: Callable[..., Any], tmp_path: Path) -> None:
-    """Before the validation, and while lines wait; other batches go on."""
-    async with open_place(most=1) as place:
-        place.api.service.phase = Phase.STARTING
+async def test_missing_input_file_fails_only_its_own_lines(open_world: Callable[..., Any], tmp_path: Path) -> None:
+    """The file is deleted before validation, and while lines wait. Other batches continue."""
+    async with open_world(inflight=1) as world:
+        world.api.service.phase = Phase.STARTING
         blobs = tmp_path / "batches" / "files"
-        early = await place.submit(line("a", **SHORT))
+        early = await world.submit(line("a", **SHORT))
         for blob in blobs.iterdir():
             blob.unlink()
-        late = await place.submit(*(line(str(n), **SHORT) for n in range(3)))
-        place.api.engine.paused = True
-        place.api.service.phase = Phase.OPEN
-        assert (await place.until(early))["errors"]["data"][0]["code"] == "input_file_gone"
-        await until(lambda: place.api.engine.live)
+        late = await world.submit(*(line(str(n), **SHORT) for n in range(3)))
+        world.api.engine.paused = True
+        world.api.service.phase = Phase.OPEN
+        assert (await world.until(early))["errors"]["data"][0]["code"] == "input_file_gone"
+        await until(lambda: world.api.engine.live)
         for blob in blobs.iterdir():
             blob.unlink()
-        place.api.engine.paused = False
-        done = await place.until(late)
+        world.api.engine.paused = False
+        done = await world.until(late)
         assert done["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
-        for one in (await place.answers(done["error_file_id"])).values():
+        for one in (await world.answers(done["error_file_id"])).values():
             assert one["response"]["body"]["error"]["code"] == "input_file_gone"
-        assert (await place.until(await place.submit(line("a", **SHORT))))["status"] == "completed"
+        assert (await world.until(await world.submit(line("a", **SHORT))))["status"] == "completed"
 
 
-async def test_the_event_loop_is_free(open_place: Callable[..., Any]) -> None:
-    """Large and many lines: the loop's thread computes for less than 50 ms between two turns."""
-    async with open_place(most=64) as place, LoopWatch() as watch:
+async def test_running_a_batch_does_not_block_event_loop(open_world: Callable[..., Any]) -> None:
+    """The batch has one large line and many small ones."""
+    async with open_world(inflight=64) as world, LoopWatch() as watch:
         large = line("large", prompt="x" * 1_000_000)
-        batch = await place.submit(large, *(line(str(n), **SHORT) for n in range(200)))
-        done = await place.until(batch)
+        batch = await world.submit(large, *(line(str(n), **SHORT) for n in range(200)))
+        done = await world.until(batch)
         assert done["request_counts"] == {"total": 201, "completed": 200, "failed": 1}
     assert watch.longest_s < max_stall_s()
 
 
-async def test_a_server_without_batches(make_api: MakeApi) -> None:
+async def test_batches_can_be_disabled(make_api: MakeApi) -> None:
     async with make_api(batch_dir="none") as api:
-        place = Place(api)
-        await place.batches.open()
+        world = World(api)
+        await world.batches.open()
         answers: list[httpx.Response] = [await api.http.get(path) for path in ("/v1/files", "/v1/batches")]
         assert [answer.status_code for answer in answers] == [404, 404]
         assert "batch_dir none" in answers[0].json()["error"]["message"]
 
 
-async def test_outputs_count_before_they_are_written(open_place: Callable[..., Any]) -> None:
-    """Answers that do not fit into the bytes of their key are errors, and lines after them do not run."""
-    most = 20_000
-    async with open_place(batch_max_bytes_per_key=most) as place:
-        engine = place.api.engine
+async def test_unwritten_outputs_count_against_quota(open_world: Callable[..., Any]) -> None:
+    """Answers beyond the key's quota become errors, and later lines do not run."""
+    max_bytes = 20_000
+    async with open_world(batch_max_bytes_per_key=max_bytes) as world:
+        engine = world.api.engine
         count = 60
-        batch_id = await place.submit(*(line(str(n), **SHORT) for n in range(count)))
-        done = await place.until(batch_id)
+        batch_id = await world.submit(*(line(str(n), **SHORT) for n in range(count)))
+        done = await world.until(batch_id)
         assert done["status"] == "completed"
-        good, bad = await place.answers(done["output_file_id"]), await place.answers(done["error_file_id"])
+        good, bad = await world.answers(done["output_file_id"]), await world.answers(done["error_file_id"])
         assert len(good) + len(bad) == count
         assert {one["response"]["body"]["error"]["code"] for one in bad.values()} == {"quota_exceeded"}
         assert {one["response"]["status_code"] for one in bad.values()} == {429}
         assert done["request_counts"] == {"total": count, "completed": len(good), "failed": len(bad)}
         assert 10 < len(good) < len(engine.added) < count
-        assert place.metric('batch_lines_ended_total{state="done"}') == len(good)
-        files = (await place.api.http.get("/v1/files")).json()["data"]
+        assert world.metric('batch_lines_ended_total{state="done"}') == len(good)
+        files = (await world.api.http.get("/v1/files")).json()["data"]
         answered = sum(file["bytes"] for file in files if not file["filename"].endswith("error.jsonl"))
-        assert answered <= most
+        assert answered <= max_bytes
         input_id = next(file["id"] for file in files if file["purpose"] == "batch")
         body = {"input_file_id": input_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
-        refused = await place.api.http.post("/v1/batches", json=body)
+        refused = await world.api.http.post("/v1/batches", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
         for file in files:
-            await place.api.http.delete(f"/v1/files/{file['id']}")
-        batch_id = await place.submit(line("a", **SHORT))
-        assert (await place.until(batch_id))["request_counts"]["completed"] == 1
+            await world.api.http.delete(f"/v1/files/{file['id']}")
+        batch_id = await world.submit(line("a", **SHORT))
+        assert (await world.until(batch_id))["request_counts"]["completed"] == 1
 
 
-async def test_a_batch_that_is_cancelled_while_it_is_validated_answers_each_line(
-    open_place: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+async def test_batch_cancelled_during_validation_reports_every_line(
+    open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it was cancelled before or after its first line ran makes no difference to its files."""
-    begun, go_on = asyncio.Event(), asyncio.Event()
+    """Its files are the same as those of a batch that is cancelled after its first line ran."""
+    started, proceed = asyncio.Event(), asyncio.Event()
 
     async def slow(path: Path, rules: Rules) -> AsyncIterator[list[LinePlace]]:
         async for chunk in validate(path, rules):
-            begun.set()
-            await go_on.wait()
+            started.set()
+            await proceed.wait()
             yield chunk
 
     monkeypatch.setattr(input_validator, "validate", slow)
-    async with open_place() as place:
+    async with open_world() as world:
         for lines, codes, wrong in (
             ([line(str(n), **SHORT) for n in range(5)], {"batch_cancelled"}, None),
             ([line("a", **SHORT), b"no JSON"], set(), [2]),
         ):
-            begun.clear()
-            go_on.clear()
-            batch_id = await place.submit(*lines)
+            started.clear()
+            proceed.clear()
+            batch_id = await world.submit(*lines)
             if not wrong:
-                await asyncio.wait_for(begun.wait(), 30)
-            cancelled = await place.api.http.post(f"/v1/batches/{batch_id}/cancel")
+                await asyncio.wait_for(started.wait(), 30)
+            cancelled = await world.api.http.post(f"/v1/batches/{batch_id}/cancel")
             assert cancelled.json()["status"] in ("cancelling", "cancelled")
-            go_on.set()
-            done = await place.until(batch_id)
+            proceed.set()
+            done = await world.until(batch_id)
             assert done["status"] == "cancelled"
             assert done["in_progress_at"] is None
             assert done["output_file_id"] is None
-            bad = await place.answers(done["error_file_id"])
+            bad = await world.answers(done["error_file_id"])
             assert {one["error"]["code"] for one in bad.values()} == codes
             assert len(bad) == done["request_counts"]["total"] == (0 if wrong else len(lines))
             assert (done["errors"] and [one["line"] for one in done["errors"]["data"]]) == wrong
-        assert not place.api.engine.added
+        assert not world.api.engine.added
 
 
-async def test_lines_and_requests_of_a_key_have_queues_of_their_own(open_place: Callable[..., Any]) -> None:
-    """Where keys share the queue, lines run though their key has all of it that it may, and take nothing of it."""
-    async with open_place(api_keys=("noisy", "quiet"), fair_by="key", max_queued_requests=8) as place:
-        api, engine = place.api, place.api.engine
+async def test_batch_lines_and_requests_of_a_key_have_separate_queues(open_world: Callable[..., Any]) -> None:
+    """With `fair_by=key`, lines run even if their key's share of the queue is full, and do not use the queue."""
+    async with open_world(api_keys=("noisy", "quiet"), fair_by="key", max_queued_requests=8) as world:
+        api, engine = world.api, world.api.engine
         api.http.headers["Authorization"] = "Bearer noisy"
         engine.paused = True
         flood = [asyncio.create_task(api.complete(max_tokens=2)) for _ in range(7)]
         await until(lambda: len(engine.live) == 7)
         assert (await api.complete()).status_code == 429
-        batch = await place.submit(*(line(str(n), **SHORT) for n in range(20)))
+        batch = await world.submit(*(line(str(n), **SHORT) for n in range(20)))
         await until(lambda: len(engine.live) == 7 + INFLIGHT)
         api.http.headers["Authorization"] = "Bearer quiet"
         chat = asyncio.create_task(api.complete(max_tokens=2))
@@ -391,5 +391,5 @@ async def test_lines_and_requests_of_a_key_have_queues_of_their_own(open_place: 
         engine.paused = False
         assert {answer.status_code for answer in await asyncio.gather(chat, *flood)} == {200}
         api.http.headers["Authorization"] = "Bearer noisy"
-        done = await place.until(batch)
+        done = await world.until(batch)
         assert done["request_counts"] == {"total": 20, "completed": 20, "failed": 0}

@@ -1,4 +1,4 @@
-"""A request that another engine began: its tokens, their scores and its end are those of an engine that did it all."""
+"""Requests resumed on another engine give the same tokens, scores and finish reason as uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 class Outcome(NamedTuple):
-    """What came of a request."""
+    """Output of a request."""
 
     tokens: list[int]
     details: list[TokenDetail]
@@ -42,14 +42,14 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineLoop]:
-    """One real engine; those that begin a request and those that go on with it are alike."""
+    """Real engine, which both starts and resumes requests."""
     loop = EngineLoop(assemble(EngineConfig(profile="off", kv_cache_gib=0.02, swap_space_gib=0, threads=1)))
     yield loop
     loop.close()
 
 
 def run(loop: EngineLoop, params: SamplingParams, output: list[int], events: list[Event] | None = None) -> Outcome:
-    """events: gets all that happens."""
+    """Run a request to its end and return its output. Append all its events to `events`."""
     loop.add(len(events or ()) + 1, PROMPT, params, output=output, age_s=1.5 if output else 0.0)
     tokens: list[int] = []
     details: list[TokenDetail] = []
@@ -67,7 +67,7 @@ def run(loop: EngineLoop, params: SamplingParams, output: list[int], events: lis
 
 
 @pytest.mark.parametrize("fields", PARAMS, ids=[str(number) for number in range(len(PARAMS))])
-def test_from_every_token_on_it_is_the_same(engine: EngineLoop, fields: dict[str, Any]) -> None:
+def test_resumed_request_generates_the_same_tokens(engine: EngineLoop, fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     whole = run(engine, params, [])
     assert len(whole.tokens) > 8
@@ -82,8 +82,7 @@ def test_from_every_token_on_it_is_the_same(engine: EngineLoop, fields: dict[str
                 assert [token for token, _ in ours.chosen.top] == [token for token, _ in theirs.chosen.top]
 
 
-def test_a_stop_token_counts_only_after_min_tokens_in_all(engine: EngineLoop) -> None:
-    """Those that came along count, too."""
+def test_min_tokens_counts_tokens_of_the_previous_engine(engine: EngineLoop) -> None:
     greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     tokens = run(engine, SamplingParams(**greedy), []).tokens
     params = SamplingParams(**greedy, min_tokens=6, stop_token_ids=(tokens[7],))
@@ -97,8 +96,8 @@ def test_a_stop_token_counts_only_after_min_tokens_in_all(engine: EngineLoop) ->
         )
 
 
-def test_it_is_counted_once(engine: EngineLoop) -> None:
-    """One engine dies after four of nine tokens, another one goes on: together they count what one would have."""
+def test_metrics_count_a_resumed_request_once(engine: EngineLoop) -> None:
+    """An engine dies after four of nine tokens, and another resumes the request."""
 
     def counted(parts: list[list[Event]]) -> Snapshot:
         snapshots = []
@@ -123,10 +122,10 @@ def test_it_is_counted_once(engine: EngineLoop) -> None:
         assert sum(two.summed(name)[:-1]) == sum(one.summed(name)[:-1]) == 1
     assert two.summed("e2e_request_latency_seconds")[-1] >= 1.5  # since its first arrival
     for name in ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"):
-        assert sum(two.summed(name)) == 0  # no engine saw all of it
-    assert sum(two.summed("inter_token_latency_seconds")[:-1]) == 7  # all gaps but the one between the engines
+        assert sum(two.summed(name)) == 0  # no engine saw the whole interval
+    assert sum(two.summed("inter_token_latency_seconds")[:-1]) == 7  # all gaps except the one between the engines
 
 
-def test_what_is_complete_is_refused() -> None:
+def test_completed_request_cannot_be_resumed() -> None:
     with pytest.raises(ValueError, match="generated already"):
         Request(1, 0.0, [1], 2, output=[5, 6])

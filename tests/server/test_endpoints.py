@@ -1,4 +1,4 @@
-"""Endpoints without HTTP: jobs are prepared, run, given up and refused with no request or response around them."""
+"""Endpoints without HTTP: jobs are prepared, run, aborted and rejected without requests or responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skipjoin.server.api.generation import Endpoint
 
 pytestmark = pytest.mark.anyio
 
-# Every endpoint, with a body that takes more than one choice.
+# Every endpoint, with a body that asks for several choices.
 CASES: list[tuple[type[Endpoint[Any]], dict[str, Any]]] = [
     (CompletionEndpoint, {"prompt": ["abcdef", "xyz"], "n": 2, "max_tokens": 8, "seed": 4}),
     (ChatEndpoint, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "n": 2, "logprobs": True}),
@@ -36,7 +36,7 @@ def without_id(data: bytes) -> dict[str, Any]:
 
 
 @for_each
-async def test_a_job_brings_the_body_that_http_brings(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+async def test_job_response_matches_http_response(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     expected = await api.http.post(endpoint.path, json=fields)
     async with endpoint.run(await endpoint.prepare(body_of(kind, fields))) as run:
@@ -44,7 +44,7 @@ async def test_a_job_brings_the_body_that_http_brings(api: Api, kind: type[Endpo
 
 
 @for_each
-async def test_the_parts_of_a_job_are_the_whole(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+async def test_job_deltas_add_up_to_the_whole_response(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     body = body_of(kind, fields)
     async with endpoint.run(await endpoint.prepare(body)) as run:
@@ -61,7 +61,7 @@ async def test_the_parts_of_a_job_are_the_whole(api: Api, kind: type[Endpoint[An
 
 
 @for_each
-async def test_options_reach_the_engine_as_they_are(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
+async def test_request_options_reach_engine_unchanged(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     options = RequestOptions(priority=-7)
     async with endpoint.run(await endpoint.prepare(body_of(kind, fields), options)) as run:
@@ -70,7 +70,7 @@ async def test_options_reach_the_engine_as_they_are(api: Api, kind: type[Endpoin
 
 
 @for_each
-async def test_whatever_ends_a_job_nothing_of_it_is_left(
+async def test_job_releases_everything_however_it_ends(
     make_api: MakeApi, kind: type[Endpoint[Any]], fields: Any
 ) -> None:
     async with make_api() as api:
@@ -78,11 +78,11 @@ async def test_whatever_ends_a_job_nothing_of_it_is_left(
         body = body_of(kind, fields)
         job = await endpoint.prepare(body)
         assert api.service.admission.requests == len(job.choices)
-        job.close()  # never run
+        job.close()  # it never ran
         assert api.is_clean()
 
         async with endpoint.run(await endpoint.prepare(body)) as run:
-            await anext(run)  # left half done
+            await anext(run)  # leave before the end
         assert api.is_clean()
         assert not api.engine.live
 
@@ -102,7 +102,7 @@ async def test_whatever_ends_a_job_nothing_of_it_is_left(
         late = await endpoint.prepare(body, RequestOptions(deadline_s=1.0), arrived=0.0)
         with pytest.raises(ApiError, match="deadline"):
             async with endpoint.run(late):
-                raise AssertionError("it runs")
+                raise AssertionError("an expired job runs")
         assert api.is_clean()
 
 
@@ -119,9 +119,7 @@ async def test_whatever_ends_a_job_nothing_of_it_is_left(
     ],
     ids=str,
 )
-async def test_a_job_that_is_refused_holds_nothing(
-    make_api: MakeApi, fields: Any, status: int, param: str | None
-) -> None:
+async def test_rejected_job_holds_nothing(make_api: MakeApi, fields: Any, status: int, param: str | None) -> None:
     async with make_api(max_queued_requests=4) as api:
         endpoint = CompletionEndpoint(api.service)
         taken = await endpoint.prepare(body_of(CompletionEndpoint, {"prompt": "a"}))

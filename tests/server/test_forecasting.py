@@ -1,4 +1,4 @@
-"""Forecasts beside the event loop: requests do not wait for them for long, late ones follow, ends are learned."""
+"""Forecasts run outside the event loop: requests wait for them briefly, late ones follow, lengths are learned."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Lesson(NamedTuple):
     exact: bool
 
 
-class Teller:
-    """A forecaster that expects as many tokens as the prompt has, while its gate is open."""
+class StubForecaster:
+    """Forecaster that predicts the prompt's length as output length, and blocks while its gate is closed."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -61,7 +61,7 @@ class Teller:
         assert self.gate.wait(60)
         if self.fails:
             raise RuntimeError("no idea")
-        return Guess(told(prompt), tuple(prompt), max_tokens)
+        return Guess(forecast_of(prompt), tuple(prompt), max_tokens)
 
     def prior(self, max_tokens: int) -> Forecast:
         return PRIOR
@@ -73,7 +73,7 @@ class Teller:
         return len(self.lessons)
 
 
-def told(prompt: Sequence[int]) -> Forecast:
+def forecast_of(prompt: Sequence[int]) -> Forecast:
     return Forecast(float(len(prompt)), "learned", (0.0, 0.5, 0.5))
 
 
@@ -85,7 +85,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def metrics_of(api: Api) -> dict[str, float]:
-    """Numbers of forecasts, each with its label's value."""
+    """Return the metrics of forecasts, by name and label value."""
     text = (await api.http.get("/metrics")).text
     return {
         " ".join([sample.name.removeprefix("skipjoin:"), *sample.labels.values()]): sample.value
@@ -95,16 +95,18 @@ async def metrics_of(api: Api) -> dict[str, float]:
     }
 
 
-async def test_what_is_forecast_in_time_goes_with_the_request(make_api: MakeApi, monkeypatch: Any) -> None:
+async def test_timely_forecast_is_sent_with_the_request(make_api: MakeApi, monkeypatch: Any) -> None:
     monkeypatch.setattr(forecasting, "PATIENCE_S", 10.0)
-    teller = Teller()
-    async with make_api(ForecastKeeper(teller)) as api:
+    forecaster = StubForecaster()
+    async with make_api(ForecastKeeper(forecaster)) as api:
         await api.complete(prompt=["abc", "abcdefgh"], n=2, max_tokens=4)
-        await until(lambda: len(teller.lessons) == 4)
-        assert [add.forecast for add in api.engine.added] == [told("abc")] * 2 + [told("abcdefgh")] * 2
+        await until(lambda: len(forecaster.lessons) == 4)
+        expected = [forecast_of("abc")] * 2 + [forecast_of("abcdefgh")] * 2
+        assert [add.forecast for add in api.engine.added] == expected
         assert not api.engine.reforecasts
-        assert teller.asked == 2
-        assert {lesson[1:] for lesson in teller.lessons} == {(4, False)}  # all that they were to get: not their end
+        assert forecaster.asked == 2
+        # max_tokens was reached, so the lengths are censored.
+        assert {lesson[1:] for lesson in forecaster.lessons} == {(4, False)}
         await until(lambda: api.metrics._entries == [4])
         found = await metrics_of(api)
     assert (found["forecasts_total learned"], found["forecasts_total prior"], found["forecasts_late_total"]) == (
@@ -116,29 +118,29 @@ async def test_what_is_forecast_in_time_goes_with_the_request(make_api: MakeApi,
     assert (found["forecasts_learned_total censored"], found["forecasts_learned_total exact"]) == (4, 0)
 
 
-async def test_a_late_forecast_follows_its_request_to_whatever_engine_has_it(make_api: MakeApi) -> None:
-    teller = Teller()
-    async with make_api(ForecastKeeper(teller), replicas=2, enable_debug_routes=True) as api:
+async def test_late_forecast_follows_request_to_its_current_engine(make_api: MakeApi) -> None:
+    forecaster = StubForecaster()
+    async with make_api(ForecastKeeper(forecaster), replicas=2, enable_debug_routes=True) as api:
         for engine in api.engines:
             engine.paused = True
-        teller.gate.clear()
+        forecaster.gate.clear()
         task = asyncio.create_task(api.complete(max_tokens=40))
         await until(lambda: any(engine.live for engine in api.engines))
         first, second = sorted(api.engines, key=lambda engine: -len(engine.live))
         assert first.added[0].forecast == PRIOR
         assert not first.reforecasts
-        teller.gate.set()
+        forecaster.gate.set()
         await until(lambda: first.reforecasts)
-        assert [(one.id, one.forecast) for one in first.reforecasts] == [(first.added[0].id, told("abcdef"))]
+        assert [(one.id, one.forecast) for one in first.reforecasts] == [(first.added[0].id, forecast_of("abcdef"))]
         first.step()
         first.die()
-        assert second.added[0].forecast == told("abcdef")
+        assert second.added[0].forecast == forecast_of("abcdef")
         second.paused = False
         second.step()
         await task
-        await until(lambda: teller.lessons)
-        (lesson,) = teller.lessons
-        assert lesson.tokens == 40  # what both engines generated
+        await until(lambda: forecaster.lessons)
+        (lesson,) = forecaster.lessons
+        assert lesson.tokens == 40  # those of both engines
         found = await metrics_of(api)
     assert (found["forecasts_total learned"], found["forecasts_total prior"], found["forecasts_late_total"]) == (
         1,
@@ -147,18 +149,18 @@ async def test_a_late_forecast_follows_its_request_to_whatever_engine_has_it(mak
     )
 
 
-async def test_every_end_is_learned_once_as_what_it_is(make_api: MakeApi, monkeypatch: Any) -> None:
+async def test_forecaster_learns_every_output_length_once(make_api: MakeApi, monkeypatch: Any) -> None:
     monkeypatch.setattr(forecasting, "PATIENCE_S", 10.0)
-    teller = Teller()
-    keeper = ForecastKeeper(teller)
+    forecaster = StubForecaster()
+    keeper = ForecastKeeper(forecaster)
 
     async with make_api(keeper) as api:
 
         async def lesson_of(**body: Any) -> tuple[int, bool]:
-            teller.lessons.clear()
+            forecaster.lessons.clear()
             await api.complete(**body)
-            await until(lambda: teller.lessons)
-            ((_, tokens, exact),) = teller.lessons
+            await until(lambda: forecaster.lessons)
+            ((_, tokens, exact),) = forecaster.lessons
             return tokens, exact
 
         assert await lesson_of(prompt=[5, 6, 7, tiny.EOS], max_tokens=9) == (4, True)
@@ -173,65 +175,64 @@ async def test_every_end_is_learned_once_as_what_it_is(make_api: MakeApi, monkey
             api.engine.step()
             api.engine.end_all(reason)
             assert await task == (1, False)
-        teller.lessons.clear()
+        forecaster.lessons.clear()
         task = asyncio.create_task(api.complete(prompt="abcdef"))
         await until(lambda: api.engine.live)
-        api.engine.end_all(FinishReason.DEADLINE)  # without a token there is nothing to learn
+        api.engine.end_all(FinishReason.DEADLINE)  # without tokens there is nothing to learn
         await task
         found = await metrics_of(api)
-        assert not teller.lessons
+        assert not forecaster.lessons
     assert (found["forecasts_learned_total exact"], found["forecasts_learned_total censored"]) == (2, 4)
-    # Of four, where four and six were expected; of five and three, which were the most, where six and two were.
+    # Exact lengths of 4 with forecasts of 4 and 6; censored lengths of 5 and 3 with forecasts of 6 and 2.
     assert found["forecast_error_octaves_count"] == 4
-    off = math.log2(6 / 4) + math.log2(6 / 5) + math.log2(3 / 2)
-    assert found["forecast_error_octaves_sum"] == pytest.approx(off)
+    error = math.log2(6 / 4) + math.log2(6 / 5) + math.log2(3 / 2)
+    assert found["forecast_error_octaves_sum"] == pytest.approx(error)
     assert found["forecast_error_tokens_sum"] == 0 + 2 + 1 + 1
-    places = {place: found[f"forecast_interval_total {place}"] for place in ("below", "inside", "above")}
-    assert places == {"below": 1, "inside": 3, "above": 0}
+    intervals = {side: found[f"forecast_interval_total {side}"] for side in ("below", "inside", "above")}
+    assert intervals == {"below": 1, "inside": 3, "above": 0}
 
 
-async def test_a_burst_does_not_pile_up(make_api: MakeApi) -> None:
-    """What finds no room keeps the prior, and an end that comes before its forecast is learned after it."""
-    teller = Teller()
-    most = forecasting.MAX_WAITING
-    async with make_api(ForecastKeeper(teller)) as api:
-        teller.gate.clear()
+async def test_requests_beyond_queue_limit_keep_the_prior(make_api: MakeApi) -> None:
+    """A request that finishes before its forecast is learned once the forecast exists."""
+    forecaster = StubForecaster()
+    max_waiting = forecasting.MAX_WAITING
+    async with make_api(ForecastKeeper(forecaster)) as api:
+        forecaster.gate.clear()
         begin = time.monotonic()
-        answer = await api.complete(prompt=["abcdef"] * (most + 50), max_tokens=2)
+        answer = await api.complete(prompt=["abcdef"] * (max_waiting + 50), max_tokens=2)
         assert answer.status_code == 200
         assert time.monotonic() - begin < 30
         assert {add.forecast for add in api.engine.added} == {PRIOR}
-        assert not teller.lessons
-        teller.gate.set()
-        await until(lambda: len(teller.lessons) >= most)
+        assert not forecaster.lessons
+        forecaster.gate.set()
+        await until(lambda: len(forecaster.lessons) >= max_waiting)
         found = await metrics_of(api)
-        assert teller.asked in (most, most + 1)  # one may have begun before the others came
-    assert found["forecasts_total prior"] == most + 50 - teller.asked
-    assert not api.engine.reforecasts  # all of them had ended
+        assert forecaster.asked in (max_waiting, max_waiting + 1)  # one may have left the queue early
+    assert found["forecasts_total prior"] == max_waiting + 50 - forecaster.asked
+    assert not api.engine.reforecasts  # all requests had finished
 
 
-async def test_a_forecaster_that_fails_costs_no_request(make_api: MakeApi, caplog: Any) -> None:
-    teller = Teller()
-    teller.fails = True
-    async with make_api(ForecastKeeper(teller)) as api:
+async def test_failing_forecaster_does_not_fail_requests(make_api: MakeApi, caplog: Any) -> None:
+    forecaster = StubForecaster()
+    forecaster.fails = True
+    async with make_api(ForecastKeeper(forecaster)) as api:
         for _ in range(3):
             assert (await api.complete(max_tokens=2)).status_code == 200
-        await until(lambda: teller.asked == 3)
+        await until(lambda: forecaster.asked == 3)
         assert [add.forecast for add in api.engine.added] == [PRIOR] * 3
-        teller.fails = False
+        forecaster.fails = False
         await api.complete(max_tokens=2)
-        await until(lambda: teller.lessons)
+        await until(lambda: forecaster.lessons)
     assert sum("cannot be forecast" in record.message for record in caplog.records) == 1
 
 
-async def test_without_a_forecaster_requests_carry_none(api: Api) -> None:
+async def test_requests_have_no_forecast_without_forecaster(api: Api) -> None:
     await api.complete(max_tokens=2)
     assert api.engine.added[0].forecast is None
     assert not any((await metrics_of(api)).values())
 
 
-def test_every_source_of_forecasts_has_its_label() -> None:
-    """Those of every forecaster, before and after it has learned."""
+def test_every_forecast_source_has_a_metric_label() -> None:
     seen = set()
     for name in FORECASTERS:
         forecaster = make_forecaster(ForecastConfig(forecaster=name))
@@ -242,29 +243,33 @@ def test_every_source_of_forecasts_has_its_label() -> None:
     assert seen | {"url"} == set(FORECAST_SOURCES)
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------
+# -- saved state ------------------------------------------------------------------------------------------------
 
 
 class Disk:
-    """Counts saves, which take `seconds` by its clock, and complaints; it may be full."""
+    """Simulated disk that counts saves and warnings.
+
+    Attributes:
+        seconds: Duration of a save by the simulated clock.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.saves = 0
         self.seconds = 0.0
         self.is_full = False
-        self.complaints = 0
+        self.warnings = 0
 
     def save(self, *, quiet: bool) -> bool:
         self.now += self.seconds
         self.saves += not self.is_full
-        self.complaints += self.is_full and not quiet
+        self.warnings += self.is_full and not quiet
         return not self.is_full
 
 
 def keeper_on(disk: Disk) -> Callable[[float], None]:
-    """A function that learns something, and lets time pass in which saves may be due."""
-    keeper = ForecastKeeper(Teller(), disk.save, clock=lambda: disk.now)
+    """Return a function that learns one length, advances the clock and saves if due."""
+    keeper = ForecastKeeper(StubForecaster(), disk.save, clock=lambda: disk.now)
 
     def learn_for(seconds: float) -> None:
         keeper.learn(Guess(PRIOR), 5, exact=True)
@@ -275,7 +280,7 @@ def keeper_on(disk: Disk) -> Callable[[float], None]:
     return learn_for
 
 
-async def test_what_is_learned_is_saved_soon_and_at_the_end() -> None:
+async def test_forecaster_is_saved_periodically_and_on_close() -> None:
     disk = Disk()
     learn_for = keeper_on(disk)
     learn_for(keeping.SAVE_EVERY_S / 2)
@@ -283,13 +288,13 @@ async def test_what_is_learned_is_saved_soon_and_at_the_end() -> None:
     learn_for(keeping.SAVE_EVERY_S / 2)
     assert disk.saves == 1
     learn_for.close()  # type: ignore[attr-defined]
-    assert disk.saves == 1  # nothing was new
+    assert disk.saves == 1  # nothing new was learned
     learn_for(0.1)
     learn_for.close()  # type: ignore[attr-defined]
     assert disk.saves == 2
 
 
-async def test_slow_saves_take_a_small_share_of_the_time() -> None:
+async def test_slow_saves_take_a_small_share_of_time() -> None:
     disk = Disk()
     disk.seconds = 2.0
     learn_for = keeper_on(disk)
@@ -298,19 +303,19 @@ async def test_slow_saves_take_a_small_share_of_the_time() -> None:
     assert 10 < disk.saves * disk.seconds / 5000 * 1000 < 30
 
 
-async def test_a_full_disk_is_one_warning_until_there_is_room() -> None:
+async def test_full_disk_warns_once_until_a_save_succeeds() -> None:
     disk = Disk()
     learn_for = keeper_on(disk)
-    for is_full, complaints in ((True, 1), (False, 1), (True, 2)):
+    for is_full, warnings in ((True, 1), (False, 1), (True, 2)):
         disk.is_full = is_full
         for _ in range(5):
             learn_for(keeping.SAVE_EVERY_S)
-        assert disk.complaints == complaints
+        assert disk.warnings == warnings
     assert disk.saves == 5
 
 
-async def test_requests_of_a_key_do_not_move_the_forecasts_of_another(make_api: MakeApi) -> None:
-    """60 requests with another key's prompt and long outputs."""
+async def test_forecasts_are_isolated_between_keys(make_api: MakeApi) -> None:
+    """A second key sends 60 requests with the first key's prompt and long outputs."""
     config = ForecastConfig(forecaster="learned", forecast_dir="none")
     keeper = open_keeper(config, model="m", folder=".", text_of=str, owners=2)
     async with make_api(keeper, api_keys=("victim", "attacker")) as api:
@@ -334,6 +339,6 @@ async def test_requests_of_a_key_do_not_move_the_forecasts_of_another(make_api: 
                 await asyncio.sleep(0.01)
         assert done <= 20
         victim = owner_of_key(b"victim")
-        lately = keeper.forecast(prompt, 4096, victim).forecast.tokens
-        assert lately == pytest.approx(before, rel=0.2)
-        assert keeper.forecast(prompt, 4096, owner_of_key(b"attacker")).forecast.tokens > 2 * lately
+        after = keeper.forecast(prompt, 4096, victim).forecast.tokens
+        assert after == pytest.approx(before, rel=0.2)
+        assert keeper.forecast(prompt, 4096, owner_of_key(b"attacker")).forecast.tokens > 2 * after

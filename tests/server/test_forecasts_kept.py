@@ -1,4 +1,4 @@
-"""A server learns from its own traffic how long outputs get, and what it learned outlives it, however it ends."""
+"""Output lengths learned from traffic survive every kind of server exit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_worlds import HERE, ServerProcess, StartServer
 from tiny_model import EOS
 
-# The engine repeats the prompt and stops where that does.
+# The engine repeats the prompt and stops at its EOS.
 KINDS = ([65, 66, 67, EOS], [*range(97, 123), EOS])
 BLOCK = 12
 
 
 def learn(server: ServerProcess, requests: int = BLOCK) -> float:
-    """Send requests of both kinds; the mean error of their forecasts in octaves, once all are learned."""
+    """Send requests of both kinds and return the mean error of their forecasts in octaves once all are learned."""
 
-    def figures() -> tuple[float, float]:
+    def count_and_sum() -> tuple[float, float]:
         text = httpx.get(f"{server.url}/metrics").text
         found = {
             sample.name: sample.value
@@ -38,17 +38,17 @@ def learn(server: ServerProcess, requests: int = BLOCK) -> float:
         body = {"prompt": KINDS[number % 2], "max_tokens": 300}
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
 
-    known, before = figures()
+    known, before = count_and_sum()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(requests)))
     end = time.monotonic() + 30
-    while (now := figures())[0] < known + requests:
+    while (now := count_and_sum())[0] < known + requests:
         assert time.monotonic() < end
         time.sleep(0.01)
     return (now[1] - before) / requests
 
 
-def test_what_is_learned_is_kept_through_every_end(start_server: StartServer, tmp_path: Path) -> None:
+def test_learned_forecasts_survive_restarts_and_crashes(start_server: StartServer, tmp_path: Path) -> None:
     def start() -> ServerProcess:
         return start_server(forecaster="learned", forecast_dir=tmp_path)
 
@@ -61,7 +61,7 @@ def test_what_is_learned_is_kept_through_every_end(start_server: StartServer, tm
 
     server = start()
     assert learn(server) < first / 2
-    server.engine.send_signal(signal.SIGKILL)  # of which the server ends
+    server.engine.send_signal(signal.SIGKILL)  # the server exits, too
     server.stop()
 
     server = start()
@@ -77,19 +77,21 @@ def test_what_is_learned_is_kept_through_every_end(start_server: StartServer, tm
     server.stop()
     assert sum("begin anew" in line for line in server.errors) == 1
     assert len(list(tmp_path.glob("*.bad-*"))) == 1
-    assert state.is_dir()  # learned since
+    assert state.is_dir()  # the new state
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ("forecast_encoder=/no/such/folder", "forecast_encoder must be one of hashed, embeddings or the folder"),
         ("forecast_dir=/dev/null/x", "forecast_dir /dev/null/x cannot be written: Not a directory"),
     ],
 )
-def test_folders_that_cannot_be_used_are_known_at_once(tokenizer_folder: Path, setting: str, told: str) -> None:
+def test_unusable_forecast_folder_is_reported_before_loading(
+    tokenizer_folder: Path, setting: str, message: str
+) -> None:
     command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     run = subprocess.run([*command, setting], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
-    assert told in run.stderr
+    assert message in run.stderr
     assert "pretending to load" not in run.stderr

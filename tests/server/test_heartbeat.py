@@ -1,4 +1,4 @@
-"""Signs of life of an engine process, and what is said of its end."""
+"""Heartbeats of an engine process, and descriptions of its exit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from skipjoin.server.engines.engine_program import describe_end, describe_error
 from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatReader
 
 
-def test_silence_is_what_the_reader_has_seen_of_it() -> None:
-    """Not what passed while the reader itself did not run."""
+def test_silence_excludes_time_when_reader_did_not_run() -> None:
     now = 0.0
     reader = HeartbeatReader(clock=lambda: now)
     os.write(reader.engine_fd, b".")
@@ -27,13 +26,13 @@ def test_silence_is_what_the_reader_has_seen_of_it() -> None:
     assert reader.silent_s() == 0
     reader.started()
     now += HEARTBEAT_INTERVAL_S
-    assert reader.silent_s() == HEARTBEAT_INTERVAL_S  # its end is told by others
+    assert reader.silent_s() == HEARTBEAT_INTERVAL_S  # exits are detected elsewhere
     reader.close()
     reader.close()
 
 
 @pytest.mark.parametrize(
-    ("code", "is_out_of_memory", "said"),
+    ("code", "is_out_of_memory", "parts"),
     [
         (7, True, ("exit code 7",)),
         (-signal.SIGKILL, True, ("memory ran out", "SIGKILL", "lower --kv-cache-gib")),
@@ -42,12 +41,12 @@ def test_silence_is_what_the_reader_has_seen_of_it() -> None:
         (-signal.SIGUSR2, False, ("SIGUSR2",)),
     ],
 )
-def test_an_end_has_a_cause_and_what_helps(code: int, is_out_of_memory: bool, said: tuple[str, ...]) -> None:
+def test_exit_description_names_cause_and_remedy(code: int, is_out_of_memory: bool, parts: tuple[str, ...]) -> None:
     text = describe_end(code, is_out_of_memory=is_out_of_memory)
-    assert not [part for part in said if part not in text]
+    assert not [part for part in parts if part not in text]
 
 
-def test_an_error_for_want_of_memory_says_what_helps() -> None:
-    wanting = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
-    assert all("lower --kv-cache-gib" in describe_error(error) for error in wanting)
+def test_out_of_memory_error_names_remedy() -> None:
+    errors = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+    assert all("lower --kv-cache-gib" in describe_error(error) for error in errors)
     assert describe_error(ValueError("no")) == "ValueError: no"

@@ -1,4 +1,4 @@
-"""Another server as forecaster: its answers follow the requests, and whatever it does, none of them waits for it."""
+"""Length forecasts by another server: answers update running requests, and no request waits for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.openai_stub import OpenAiStub
 pytestmark = pytest.mark.anyio
 
 Reply = Callable[[], Awaitable[web.StreamResponse]]
-NEVER = 60.0  # seconds, longer than any of these tests
+NEVER_S = 60.0  # longer than any of these tests
 
 
 def says(text: object) -> Reply:
@@ -40,7 +40,7 @@ def says(text: object) -> Reply:
 
 
 async def hangs() -> web.StreamResponse:
-    await asyncio.sleep(NEVER)
+    await asyncio.sleep(NEVER_S)
     raise AssertionError
 
 
@@ -61,13 +61,17 @@ async def babbles() -> web.StreamResponse:
 
 
 class Predictor(OpenAiStub):
-    """A server that gives each of its replies once, and the last one for good. left: questions that were dropped."""
+    """Server that gives each of its replies once, and then repeats the last one.
+
+    Attributes:
+        cancelled: Number of questions whose client disconnected.
+    """
 
     def __init__(self, *replies: Reply) -> None:
         super().__init__(self._answer)
         self.replies = list(replies)
         self.headers: list[Any] = []
-        self.left = 0
+        self.cancelled = 0
 
     async def _answer(self, stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.headers.append(request.headers)
@@ -75,7 +79,7 @@ class Predictor(OpenAiStub):
         try:
             return await reply()
         except asyncio.CancelledError:
-            self.left += 1
+            self.cancelled += 1
             raise
 
 
@@ -89,12 +93,12 @@ async def outcomes(api: Api) -> dict[str, float]:
 
 
 def by_url(api: Api) -> dict[int, Forecast]:
-    """Forecasts that followed their requests, by request."""
+    """Return the forecasts by URL that updated requests, by request id."""
     return {one.id: one.forecast for one in api.engine.reforecasts if one.forecast.source == "url"}
 
 
-async def asked(api: Api, number: int) -> dict[str, float]:
-    """The outcomes, once so many are known."""
+async def wait_for_outcomes(api: Api, number: int) -> dict[str, float]:
+    """Return the outcomes once `number` of them are known."""
     end = time.monotonic() + 10
     while sum((found := await outcomes(api)).values()) < number:
         assert time.monotonic() < end
@@ -102,7 +106,7 @@ async def asked(api: Api, number: int) -> dict[str, float]:
     return found
 
 
-async def test_an_answer_follows_the_requests_of_its_prompt(make_api: MakeApi) -> None:
+async def test_answer_updates_forecasts_of_all_choices(make_api: MakeApi) -> None:
     with Predictor(says("1,200 tokens.")) as predictor:
         settings = {"forecast_url": f"{predictor.url}/v1/", "forecast_model": "seer"}
         async with make_api(prior(), **settings) as api:
@@ -113,15 +117,15 @@ async def test_an_answer_follows_the_requests_of_its_prompt(make_api: MakeApi) -
             assert by_url(api) == {add.id: Forecast(400.0, "url") for add in api.engine.added}
             api.engine.paused = False
             await task
-            await until(lambda: api.metrics._learned == [0, 2])  # by the prior, too
+            await until(lambda: api.metrics._learned == [0, 2])  # the prior learns them, too
             found = await metrics_of(api)
     (body,) = predictor.bodies
     assert (body["model"], body["temperature"]) == ("seer", 0)
     assert body["messages"][0]["content"].endswith("\n\nTell me all")
-    assert found["forecast_error_tokens_sum"] == 0  # of 400, where 400 were expected
+    assert found["forecast_error_tokens_sum"] == 0  # 400 tokens were forecast and generated
     assert (found["forecasts_total prior"], found["forecasts_total url"]) == (1, 1)
     assert (found["forecast_url_total answered"], found["forecast_url_seconds_count"]) == (1, 1)
-    assert not any(found[f"forecast_interval_total {place}"] for place in ("below", "inside", "above"))
+    assert not any(found[f"forecast_interval_total {side}"] for side in ("below", "inside", "above"))
 
 
 TROUBLES: dict[str, tuple[Reply, str]] = {
@@ -138,17 +142,17 @@ TROUBLES: dict[str, tuple[Reply, str]] = {
 
 
 @pytest.mark.parametrize(("reply", "outcome"), TROUBLES.values(), ids=TROUBLES.keys())
-async def test_the_prior_serves_while_there_is_no_answer(
+async def test_prior_is_used_when_length_server_fails(
     reply: Reply, outcome: str, make_api: MakeApi, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning until the server answers again."""
+    """A warning is logged once until the server answers again."""
     with Predictor(reply, reply, says("7"), reply, says("7")) as predictor:
         async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=0.3) as api:
             api.engine.paused = True
             tasks = []
             for number in range(5):
                 tasks.append(asyncio.create_task(api.complete(max_tokens=4)))
-                await asked(api, number + 1)
+                await wait_for_outcomes(api, number + 1)
             assert len(by_url(api)) == 2
             api.engine.paused = False
             assert {task.status_code for task in await asyncio.gather(*tasks)} == {200}
@@ -156,35 +160,35 @@ async def test_the_prior_serves_while_there_is_no_answer(
     assert sum("tells no length" in record.message for record in caplog.records) == 2
 
 
-async def test_a_server_that_goes_away_is_an_error(make_api: MakeApi) -> None:
+async def test_unreachable_length_server_counts_as_error(make_api: MakeApi) -> None:
     with Predictor(says("7")) as predictor:
         async with make_api(prior(), forecast_url=predictor.url) as api:
             predictor.die()
             api.engine.paused = True
             task = asyncio.create_task(api.complete())
-            assert await asked(api, 1) == {"error": 1}
+            assert await wait_for_outcomes(api, 1) == {"error": 1}
             api.engine.paused = False
             assert (await task).status_code == 200
 
 
-async def test_no_request_waits_and_what_nothing_waits_for_is_dropped(make_api: MakeApi) -> None:
-    most = length_server.MAX_QUESTIONS
+async def test_requests_do_not_wait_and_unneeded_questions_are_cancelled(make_api: MakeApi) -> None:
+    max_questions = length_server.MAX_QUESTIONS
     with Predictor(hangs) as predictor:
-        async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=NEVER) as api:
+        async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=NEVER_S) as api:
             api.engine.paused = True
-            task = asyncio.create_task(api.complete(prompt=["abcdef"] * (most + 5), max_tokens=3))
-            await until(lambda: len(predictor.bodies) == most)
+            task = asyncio.create_task(api.complete(prompt=["abcdef"] * (max_questions + 5), max_tokens=3))
+            await until(lambda: len(predictor.bodies) == max_questions)
             assert await outcomes(api) == {"skipped": 5}
             api.engine.paused = False
             assert (await task).status_code == 200
-            await until(lambda: predictor.left == most)
-            assert await outcomes(api) == {"skipped": 5, "unneeded": most}
+            await until(lambda: predictor.cancelled == max_questions)
+            assert await outcomes(api) == {"skipped": 5, "unneeded": max_questions}
             assert not by_url(api)
             api.engine.paused = True
             task = asyncio.create_task(api.complete())
-            await until(lambda: len(predictor.bodies) == most + 1)  # and it is open when the server ends
+            await until(lambda: len(predictor.bodies) == max_questions + 1)  # still open at shutdown
             begin = time.monotonic()
-        assert time.monotonic() - begin < NEVER / 3
+        assert time.monotonic() - begin < NEVER_S / 3
         task.cancel()
 
 
@@ -193,7 +197,7 @@ async def test_no_request_waits_and_what_nothing_waits_for_is_dropped(make_api: 
     [("128", 128), (" 128\n", 128), ("250 tokens", 250), ("1,048,576", 1 << 20), ("12.7", 12), ("9. It is short", 9)]
     + [(text, None) for text in ("", "-5", "12th", "10-20", "1e3", "\u0661", "NaN", "1,2", "about 5", "9" * 5000)],
 )
-async def test_an_answer_begins_with_a_number(text: str, tokens: int | None) -> None:
+async def test_length_is_parsed_from_start_of_answer(text: str, tokens: int | None) -> None:
     with Predictor(says(text)) as predictor:
         server = LengthServer(ServerConfig(forecast_url=predictor.url), "sesame")
         if tokens is None:
@@ -205,7 +209,7 @@ async def test_an_answer_begins_with_a_number(text: str, tokens: int | None) -> 
     assert predictor.headers[0]["Authorization"] == "Bearer sesame"
 
 
-def test_long_prompts_are_cut_to_their_ends() -> None:
+def test_long_prompts_are_shortened_to_beginning_and_end() -> None:
     def text_of(ids: Any) -> str:
         seen.append(len(ids))
         return "".join(f"<{number}>" for number in ids)
@@ -230,12 +234,12 @@ def test_long_prompts_are_cut_to_their_ends() -> None:
         ({"forecast_url": "http://a", "forecast_timeout_s": float("nan")}, "forecast_timeout_s must be in"),
     ],
 )
-def test_settings_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:
+def test_invalid_forecast_url_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(**settings)
 
 
-async def test_beside_another_server_there_is_the_prior_alone() -> None:
+async def test_forecast_url_excludes_learned_forecaster() -> None:
     engine = EngineConfig(recipe="alise")
     chosen = chosen_forecasts(ForecastConfig(forecast_dir="none"), engine, url="http://a")
     assert chosen == ForecastConfig(forecaster="prior", forecast_dir="none")
@@ -243,7 +247,7 @@ async def test_beside_another_server_there_is_the_prior_alone() -> None:
         chosen_forecasts(ForecastConfig(forecaster="learned"), engine, url="http://a")
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} must be printable ASCII characters"):
         LengthServer(ServerConfig(forecast_url="http://a"), "a\nb")
-    server = LengthServer(ServerConfig(forecast_url="http://name:secret@127.0.0.1"), "sesame")  # which of the two?
+    server = LengthServer(ServerConfig(forecast_url="http://name:secret@127.0.0.1"), "sesame")  # two credentials
     with pytest.raises(NoLengthError, match="Cannot combine"):
         await server.tokens("x")
     await server.close()
@@ -253,7 +257,7 @@ async def test_beside_another_server_there_is_the_prior_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "message"),
     [
         (None, "Cannot connect to host 127.0.0.1:9"),
         (says("soon"), "it must tell a number in [1, 1048576], and told 'soon'"),
@@ -262,8 +266,8 @@ async def test_beside_another_server_there_is_the_prior_alone() -> None:
     ],
     ids=["down", "nonsense", "error", "slow"],
 )
-def test_a_server_that_cannot_forecast_is_known_before_the_model_is_loaded(
-    tokenizer_folder: Path, reply: Reply | None, told: str
+def test_unusable_length_server_is_reported_before_model_loads(
+    tokenizer_folder: Path, reply: Reply | None, message: str
 ) -> None:
     command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     with Predictor(reply or fails) as predictor:
@@ -271,28 +275,28 @@ def test_a_server_that_cannot_forecast_is_known_before_the_model_is_loaded(
         settings = [f"forecast_url={url}", "forecast_timeout_s=0.5", "forecast_dir=none"]
         run = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
-    assert f"error: forecast_url {url} cannot be used: {told}" in run.stderr
+    assert f"error: forecast_url {url} cannot be used: {message}" in run.stderr
     assert "pretending to load" not in run.stderr
     assert "Traceback" not in run.stderr
 
 
-def test_a_server_can_be_stopped_while_it_asks_for_the_first_time(tokenizer_folder: Path) -> None:
+def test_server_can_be_stopped_during_first_question(tokenizer_folder: Path) -> None:
     command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     with Predictor(hangs) as predictor:
-        settings = [f"forecast_url={predictor.url}", f"forecast_timeout_s={NEVER}", "forecast_dir=none"]
+        settings = [f"forecast_url={predictor.url}", f"forecast_timeout_s={NEVER_S}", "forecast_dir=none"]
         with subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True) as server:
             end = time.monotonic() + 30
             while not predictor.bodies:
                 assert time.monotonic() < end
                 time.sleep(0.01)
             server.terminate()
-            _, told = server.communicate(timeout=NEVER / 3)
-    assert (server.returncode, told) == (0, "")
+            _, errors = server.communicate(timeout=NEVER_S / 3)
+    assert (server.returncode, errors) == (0, "")
 
 
-def test_a_server_of_ours_tells_lengths_to_another(start_server: StartServer, tmp_path: Path) -> None:
+def test_skipjoin_can_be_the_length_server(start_server: StartServer, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
-    template.write_text("128 tokens, {{ messages[0]['content'] }}")  # the engine repeats what it is asked
+    template.write_text("128 tokens, {{ messages[0]['content'] }}")  # the engine repeats the prompt
     predictor = start_server(chat_template=template)
     server = start_server(step_s=0.02, forecast_url=predictor.url, forecast_dir="none")
     body = {"prompt": "abcdef", "max_tokens": 100}
@@ -304,9 +308,9 @@ def test_a_server_of_ours_tells_lengths_to_another(start_server: StartServer, tm
     assert server.process.returncode == 0
 
 
-def test_a_question_without_an_answer_does_not_keep_a_server_from_ending(start_server: StartServer) -> None:
+def test_unanswered_question_does_not_delay_shutdown(start_server: StartServer) -> None:
     with Predictor(says("9"), hangs) as predictor:
-        server = start_server(step_s=0.05, forecast_url=predictor.url, forecast_timeout_s=NEVER, forecast_dir="none")
+        server = start_server(step_s=0.05, forecast_url=predictor.url, forecast_timeout_s=NEVER_S, forecast_dir="none")
         with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -314,5 +318,5 @@ def test_a_question_without_an_answer_does_not_keep_a_server_from_ending(start_s
             server.process.send_signal(signal.SIGTERM)
             list(lines)
         assert server.process.wait(30) == 0
-        assert time.monotonic() - begin < NEVER / 3
+        assert time.monotonic() - begin < NEVER_S / 3
         assert len(predictor.bodies) == 2

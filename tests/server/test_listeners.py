@@ -23,7 +23,7 @@ from skipjoin.server.listeners import (
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def test_an_address_in_use_names_its_flag_and_closes_the_other_socket() -> None:
+def test_port_in_use_error_names_option_and_closes_other_socket() -> None:
     with listen("127.0.0.1", 0) as taken, listen("127.0.0.1", 0) as chosen:
         port, free = taken.getsockname()[1], chosen.getsockname()[1]
         chosen.close()
@@ -34,7 +34,7 @@ def test_an_address_in_use_names_its_flag_and_closes_the_other_socket() -> None:
         listen("127.0.0.1", free).close()
 
 
-def test_metrics_have_a_socket_of_their_own_only_where_a_port_is_set() -> None:
+def test_metrics_listener_exists_only_with_metrics_port() -> None:
     for metrics_port in (None, 0):
         listeners = open_listeners(ServerConfig(host="127.0.0.1", port=0, metrics_port=metrics_port))
         assert len(listeners) == (1 if metrics_port is None else 2)
@@ -44,7 +44,7 @@ def test_metrics_have_a_socket_of_their_own_only_where_a_port_is_set() -> None:
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
-def test_the_url_of_an_ipv6_address_has_brackets() -> None:
+def test_ipv6_url_has_brackets() -> None:
     try:
         listener = listen("::1", 0)
     except OSError as error:
@@ -53,7 +53,7 @@ def test_the_url_of_an_ipv6_address_has_brackets() -> None:
         assert url_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
 
 
-def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit_reserves_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = (256, 512)
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     raised = []
@@ -67,7 +67,7 @@ def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.anyio
-async def test_300_idle_connections_do_not_silence_a_server_with_256_descriptors(start_server: StartServer) -> None:
+async def test_300_idle_connections_do_not_exhaust_256_descriptors(start_server: StartServer) -> None:
     server = start_server(descriptors=256)
     host, port = server.url.removeprefix("http://").split(":")
     idle = [await asyncio.open_connection(host, int(port)) for _ in range(300)]

@@ -1,4 +1,4 @@
-"""Engines die and come back under requests: what clients see is what they would have seen."""
+"""Engines die and restart while requests run: clients see the same output as without failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPT = [7, 8, 9, 10]
 
 
 class Clock:
-    """A clock that moves when told to."""
+    """Settable clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -40,7 +40,7 @@ class Clock:
 
 
 class World:
-    """A client over paused engines."""
+    """Client over paused engines."""
 
     def __init__(self, engines: int = 2, ready: Ready = READY, **settings: Any) -> None:
         self.clock = Clock()
@@ -62,34 +62,34 @@ class World:
         on_end: OnEnd = lambda reason, tokens: self.ended.append(index)  # noqa: E731
         return self.client.submit(self.mailbox, index, prompt, params, on_end=on_end, **options)
 
-    def home(self) -> ScriptedEngine:
-        """The engine that has the only request."""
+    def engine_in_use(self) -> ScriptedEngine:
+        """Return the engine that runs the only request."""
         (engine,) = [engine for engine in self.engines if engine.live]
         return engine
 
-    def taken(self) -> list[Output]:
-        """All that came by now."""
+    def take_outputs(self) -> list[Output]:
+        """Return and clear the outputs received so far."""
         items, self.mailbox._items = self.mailbox._items, []
         return items
 
 
-async def test_at_whichever_token_the_engine_dies_the_output_is_the_same() -> None:
-    """Before the first token, after each one, and twice in a row."""
+async def test_output_is_unchanged_by_engine_death_at_any_token() -> None:
+    """Engines die before the first token and after each one, once and twice in a row."""
     for tokens in range(10):
         for deaths in (1, 2):
             world = World(engines=3)
             world.submit(max_tokens=10)
             for _ in range(tokens):
-                world.home().step()
+                world.engine_in_use().step()
             for _ in range(deaths):
-                world.home().die()
+                world.engine_in_use().die()
             assert world.client.alive == 3 - deaths
-            home = world.home()
-            (add,) = home.added
+            engine = world.engine_in_use()
+            (add,) = engine.added
             assert add.output == [PROMPT[n % 4] for n in range(tokens)]
-            while home.live:
-                home.step()
-            outputs = world.taken()
+            while engine.live:
+                engine.step()
+            outputs = world.take_outputs()
             assert [output.token for output in outputs] == [PROMPT[n % 4] for n in range(10)]
             assert [output.reason for output in outputs] == [None] * 9 + [FinishReason.LENGTH]
             assert world.ended == [0]
@@ -97,16 +97,16 @@ async def test_at_whichever_token_the_engine_dies_the_output_is_the_same() -> No
 
 
 @pytest.mark.parametrize("caches", [True, False])
-async def test_a_prompt_goes_where_its_beginning_was(caches: bool) -> None:
-    """With what was generated, and of the same salt, while that engine lives; without caching to the least work."""
+async def test_requests_are_routed_by_prefix_affinity(caches: bool) -> None:
+    """Prefixes include output tokens and the cache salt, and are forgotten when their engine dies."""
     world = World(engines=3, ready=replace(READY, caches_prefixes=caches))
 
-    def place(prompt: list[int], salt: str = "", scores: int | None = None) -> int:
+    def route(prompt: list[int], salt: str = "", scores: int | None = None) -> int:
         before = [len(engine.added) for engine in world.engines]
         params = SamplingParams(max_tokens=20, prompt_logprobs=scores)
         world.submit(prompt=prompt, params=params, options=RequestOptions(cache_salt=salt))
-        (place,) = (at for at, engine in enumerate(world.engines) if len(engine.added) > before[at])
-        return place
+        (index,) = (at for at, engine in enumerate(world.engines) if len(engine.added) > before[at])
+        return index
 
     def finish() -> None:
         for engine in world.engines:
@@ -114,22 +114,22 @@ async def test_a_prompt_goes_where_its_beginning_was(caches: bool) -> None:
                 engine.step()
 
     firsts = [[number] * 200 for number in (1, 2, 3)]
-    assert [place(prompt) for prompt in firsts] == [0, 1, 2]
+    assert [route(prompt) for prompt in firsts] == [0, 1, 2]
     finish()
-    assert [place(prompt + prompt[:20] + [9, 9]) for prompt in firsts[::-1]] == ([2, 1, 0] if caches else [0, 1, 2])
+    assert [route(prompt + prompt[:20] + [9, 9]) for prompt in firsts[::-1]] == ([2, 1, 0] if caches else [0, 1, 2])
     finish()
-    assert place(firsts[2], "salt") == 0
+    assert route(firsts[2], "salt") == 0
     finish()
-    assert place(firsts[2], scores=1) == 0
+    assert route(firsts[2], scores=1) == 0
     finish()
     world.engines[2].die()
     world.engines[2] = world.new_engine()
-    assert place(firsts[2]) == 0
+    assert route(firsts[2]) == 0
     finish()
-    assert place(firsts[1], "salt") == 0
+    assert route(firsts[1], "salt") == 0
 
 
-async def test_choices_of_a_prompt_share_its_keys_and_one_engine_needs_none() -> None:
+async def test_choices_share_prefix_keys_and_single_engine_has_none() -> None:
     world, prompt = World(), list(range(100))
     first = world.submit(prompt=prompt)
     second = world.submit(1, prompt, like=first)
@@ -141,56 +141,56 @@ async def test_choices_of_a_prompt_share_its_keys_and_one_engine_needs_none() ->
     assert World(engines=1).submit(prompt=prompt).request.prefix is None
 
 
-async def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:
+async def test_request_finishes_if_engine_dies_after_last_token() -> None:
     world = World()
     world.submit(max_tokens=3)
-    home = world.home()
+    engine = world.engine_in_use()
     for _ in range(3):
-        home.step()
-    home.die()
+        engine.step()
+    engine.die()
     assert not any(engine.live for engine in world.engines)
-    assert [output.reason for output in world.taken()] == [None, None, FinishReason.LENGTH]
+    assert [output.reason for output in world.take_outputs()] == [None, None, FinishReason.LENGTH]
     assert world.ended == [0]
 
 
-async def test_what_goes_along() -> None:
-    """Seed, priority, what is left of the deadline, the age; prompt scores only while they were not told."""
+async def test_moved_request_keeps_seed_options_and_age() -> None:
+    """Prompt scores are requested again only if they were not received yet."""
     world = World()
     params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=2)
     world.submit(params=params, options=RequestOptions(priority=-3, deadline_s=30.0))
-    first = world.home()
+    first = world.engine_in_use()
     world.clock.now += 4.0
     first.die()
-    second = world.home()
+    second = world.engine_in_use()
     second.step()
     world.clock.now += 5.0
     world.engines.append(world.new_engine())
     second.die()
-    begun, anew, further = first.added[0], second.added[0], world.home().added[0]
+    begun, restarted, resumed = first.added[0], second.added[0], world.engine_in_use().added[0]
     assert begun.params.seed is not None
-    assert begun.params.seed == anew.params.seed == further.params.seed
-    assert begun.options == anew.options == further.options == RequestOptions(priority=-3, deadline_s=30.0)
-    assert (begun.age_s, anew.age_s, further.age_s) == (0.0, 4.0, 9.0)
-    assert anew.params == begun.params
-    assert (further.params.prompt_logprobs, further.params.logprobs) == (None, 1)
-    assert further.output == PROMPT[:1]
+    assert begun.params.seed == restarted.params.seed == resumed.params.seed
+    assert begun.options == restarted.options == resumed.options == RequestOptions(priority=-3, deadline_s=30.0)
+    assert (begun.age_s, restarted.age_s, resumed.age_s) == (0.0, 4.0, 9.0)
+    assert restarted.params == begun.params
+    assert (resumed.params.prompt_logprobs, resumed.params.logprobs) == (None, 1)
+    assert resumed.output == PROMPT[:1]
 
 
-async def test_cached_tokens_are_those_of_the_engine_where_the_output_began() -> None:
+async def test_cached_tokens_are_those_of_the_engine_that_began_the_output() -> None:
     world = World(engines=3)
     sequence = world.submit()
     found = []
-    for cached in (16, 32, 48):  # at the second engine it begins anew, at the third one it goes on
-        home = world.home()
-        home.tell(StepOutputs(started=[sequence.id], cached={sequence.id: cached}))
+    for cached in (16, 32, 48):  # the second engine restarts the request, the third one resumes it
+        engine = world.engine_in_use()
+        engine.tell(StepOutputs(started=[sequence.id], cached={sequence.id: cached}))
         found.append(sequence.cached_tokens)
         if cached == 32:
-            home.tell(StepOutputs([sequence.id], PROMPT[:1]))
-        home.die()
+            engine.tell(StepOutputs([sequence.id], PROMPT[:1]))
+        engine.die()
     assert found == [16, 32, 32]
 
 
-async def test_seeds_are_drawn_once_and_the_same_every_time() -> None:
+async def test_seeds_are_deterministic_and_distinct() -> None:
     def seeds() -> list[int | None]:
         world = World(engines=1, seed=5)
         for index in range(3):
@@ -203,22 +203,22 @@ async def test_seeds_are_drawn_once_and_the_same_every_time() -> None:
     assert seeds()[3] == 77
 
 
-async def test_words_of_a_dead_engine_count_for_nothing() -> None:
+async def test_messages_of_a_dead_engine_are_ignored() -> None:
     world = World()
     sequence = world.submit()
-    first = world.home()
+    first = world.engine_in_use()
     first.die()
     first.tell(StepOutputs([sequence.id], [99], {}, [(sequence.id, "length")], []))
     first.tell(Refused(sequence.id, None, "no"))
-    assert world.taken() == []
-    world.home().step()
-    assert [output.token for output in world.taken()] == PROMPT[:1]
+    assert world.take_outputs() == []
+    world.engine_in_use().step()
+    assert [output.token for output in world.take_outputs()] == PROMPT[:1]
 
 
-async def test_a_request_that_is_given_up_does_not_move() -> None:
+async def test_aborted_request_is_not_moved() -> None:
     world = World()
     sequence = world.submit()
-    first = world.home()
+    first = world.engine_in_use()
     world.client.abort([sequence])
     assert first.aborted == [sequence.id]
     first.die()
@@ -226,7 +226,7 @@ async def test_a_request_that_is_given_up_does_not_move() -> None:
     assert world.client.active == 0
 
 
-async def test_who_waits_for_an_engine_takes_the_first_that_comes() -> None:
+async def test_waiting_requests_run_on_the_first_new_engine() -> None:
     world = World()
     for index in range(4):
         world.submit(index)
@@ -238,15 +238,15 @@ async def test_who_waits_for_an_engine_takes_the_first_that_comes() -> None:
     with pytest.raises(NoReplicaError):
         world.submit(9)
     late = world.new_engine()
-    assert len(late.added) == 1  # the others follow one by one: see below
+    assert len(late.added) == 1  # suspects of a crash run one at a time
     while late.live:
         late.step()
-    outputs = world.taken()
+    outputs = world.take_outputs()
     by_index = {index: [output.token for output in outputs if output.choice == index] for index in range(4)}
     assert by_index == {index: [PROMPT[n % 4] for n in range(10)] for index in range(4)}
 
 
-async def test_an_engine_that_comes_and_dies_while_others_wait() -> None:
+async def test_new_engine_may_die_while_requests_wait() -> None:
     world = World(engines=1)
     world.submit()
     world.engines[0].step()
@@ -257,7 +257,7 @@ async def test_an_engine_that_comes_and_dies_while_others_wait() -> None:
     assert world.client.active == 1
 
 
-async def test_who_is_given_up_while_it_waits_is_gone() -> None:
+async def test_request_aborted_while_waiting_is_dropped() -> None:
     world = World(engines=1)
     sequence = world.submit()
     world.engines[0].die()
@@ -266,7 +266,7 @@ async def test_who_is_given_up_while_it_waits_is_gone() -> None:
     assert world.new_engine().added == []
 
 
-async def test_patience_has_an_end() -> None:
+async def test_waiting_requests_fail_after_patience_s() -> None:
     world = World(engines=1, patience_s=0.01)
     world.submit()
     world.engines[0].die()
@@ -276,7 +276,7 @@ async def test_patience_has_an_end() -> None:
     assert world.new_engine().added == []
 
 
-async def test_a_deadline_passes_while_waiting() -> None:
+async def test_deadline_applies_while_waiting_for_an_engine() -> None:
     world = World(engines=1)
     world.submit(options=RequestOptions(deadline_s=0.02))
     world.engines[0].die()
@@ -286,7 +286,7 @@ async def test_a_deadline_passes_while_waiting() -> None:
     assert world.client.active == 0
 
 
-async def test_when_there_will_never_be_an_engine_everybody_fails() -> None:
+async def test_all_requests_fail_when_no_engine_can_return() -> None:
     world = World()
     for index in range(3):
         world.submit(index)
@@ -300,7 +300,7 @@ async def test_when_there_will_never_be_an_engine_everybody_fails() -> None:
         world.submit()
 
 
-async def test_work_goes_where_least_is_left() -> None:
+async def test_requests_go_to_engine_with_least_remaining_work() -> None:
     world = World()
     world.submit(0, max_tokens=400)
     long, short = world.engines if world.engines[0].live else world.engines[::-1]
@@ -308,41 +308,41 @@ async def test_work_goes_where_least_is_left() -> None:
         world.submit(index, max_tokens=10)
     assert (len(long.live), len(short.live)) == (1, 4)
     short.die()
-    newcomer = world.new_engine()
+    new = world.new_engine()
     world.submit(5, max_tokens=10)
-    assert len(newcomer.live) == 1  # it is idle
+    assert len(new.live) == 1  # the idle engine
     assert len(long.live) == 5
 
 
-# -- requests that end engines ----------------------------------------------------------------------------------
+# -- requests that crash engines --------------------------------------------------------------------------------
 
 
-async def test_a_request_is_not_tried_at_a_third_engine() -> None:
+async def test_request_fails_after_crashing_two_engines() -> None:
     world = World(engines=3)
     sequence = world.submit()
     for _ in range(2):
-        home = world.home()
-        home.tell(StepOutputs(started=[sequence.id]))
-        home.die()
+        engine = world.engine_in_use()
+        engine.tell(StepOutputs(started=[sequence.id]))
+        engine.die()
     with pytest.raises(LostRequestError, match="ended 2 times"):
         await world.mailbox.get()
     assert (world.client.alive, world.client.active, world.ended) == (1, 0, [0])
 
 
-async def test_deaths_after_further_tokens_have_an_end_too() -> None:
+async def test_engine_deaths_per_request_are_limited_despite_progress() -> None:
     world = World(engines=9)
     world.submit(max_tokens=100)
     deaths = 0
     while world.client.active:
-        world.home().step()
-        world.home().die()
+        world.engine_in_use().step()
+        world.engine_in_use().die()
         deaths += 1
     assert deaths == 8
-    assert len(world.taken()) == 8
+    assert len(world.take_outputs()) == 8
 
 
-async def test_those_that_ran_beside_each_other_go_on_one_at_a_time() -> None:
-    """The one on trial is to blame; requests that have not begun are not, and wait for none of it."""
+async def test_suspects_of_a_crash_are_retried_one_at_a_time() -> None:
+    """A crash is blamed on the request on trial. Requests that had not started run immediately."""
     world = World(engines=1)
     sequences = [world.submit(index) for index in range(4)]
     first = world.engines[0]
@@ -355,7 +355,7 @@ async def test_those_that_ran_beside_each_other_go_on_one_at_a_time() -> None:
     assert sorted(second.live) == [*(one.id for one in sequences[:2]), fresh.id]
     second.tell(StepOutputs(started=[sequences[1].id]))
     second.die()
-    world.taken()
+    world.take_outputs()
     with pytest.raises(LostRequestError):
         await world.mailbox.get()
     assert world.ended == [1]
@@ -365,7 +365,7 @@ async def test_those_that_ran_beside_each_other_go_on_one_at_a_time() -> None:
     assert sorted(world.ended) == [0, 1, 2, 3, 4]
 
 
-async def test_a_trial_that_waits_in_a_queue_holds_others_up_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queued_trial_delays_other_suspects_for_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crash_isolation, "TRIAL_S", 0.01)
     world = World()
     for index in range(3):
@@ -391,8 +391,8 @@ async def two(make_api: MakeApi) -> AsyncIterator[Api]:
         assert api.is_clean()
 
 
-def shown(response: httpx.Response) -> list[Any]:
-    """The choices of every event, choice by choice, or of the whole answer, without ids and times."""
+def choices_of(response: httpx.Response) -> list[Any]:
+    """Return the choices of an answer or of its events, sorted by choice, without ids and times."""
     if "data: " not in response.text:
         body = response.json()
         return [body["choices"], body["usage"]]
@@ -415,9 +415,9 @@ BODIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[str(number) for number in range(len(BODIES))])
-async def test_clients_notice_nothing(two: Api, body: dict[str, Any]) -> None:
-    """Each answer is compared with the undisturbed one: engines die in turn, every few tokens."""
-    undisturbed = shown(await two.complete(**body))
+async def test_responses_are_unchanged_by_engine_deaths(two: Api, body: dict[str, Any]) -> None:
+    """Engines die alternately, every few tokens, and each answer is compared with one without deaths."""
+    undisturbed = choices_of(await two.complete(**body))
     for every in (1, 2, 3):
         for engine in two.engines:
             engine.paused = True
@@ -431,14 +431,14 @@ async def test_clients_notice_nothing(two: Api, body: dict[str, Any]) -> None:
                     engine.step()
                     await asyncio.sleep(0)
             steps += 1
-            if steps % every == 0 and steps // every < 8:  # at the eighth death it would fail
+            if steps % every == 0 and steps // every < 8:  # the eighth death would fail the request
                 victim = two.engines[steps // every % 2]
                 victim.die()
                 victim.join(two.ready)
             await asyncio.sleep(0)
         answer = await task
         assert answer.status_code == 200
-        assert shown(answer) == undisturbed
+        assert choices_of(answer) == undisturbed
         for engine in two.engines:
             engine.paused = False
 
@@ -467,13 +467,13 @@ async def test_health_and_readiness_count_replicas(two: Api) -> None:
     assert (await two.http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
 
 
-async def test_a_client_that_leaves_takes_its_request_from_wherever_it_is(two: Api) -> None:
+async def test_disconnect_aborts_choices_on_every_engine(two: Api) -> None:
     for engine in two.engines:
         engine.paused = True
     task = asyncio.create_task(two.complete(max_tokens=50, n=4))
     while sum(len(engine.live) for engine in two.engines) < 4:
         await asyncio.sleep(0)
-    assert all(engine.live for engine in two.engines)  # the choices of one request are spread
+    assert all(engine.live for engine in two.engines)  # choices of one request run on both engines
     for engine in two.engines:
         engine.step()
     two.engines[0].die()
@@ -483,15 +483,15 @@ async def test_a_client_that_leaves_takes_its_request_from_wherever_it_is(two: A
     assert not two.engines[1].live
 
 
-async def test_a_request_that_ends_engines_is_not_to_be_retried(two: Api, caplog: pytest.LogCaptureFixture) -> None:
+async def test_request_that_crashes_engines_must_not_be_retried(two: Api, caplog: pytest.LogCaptureFixture) -> None:
     for engine in two.engines:
         engine.paused = True
     task = asyncio.create_task(two.complete())
     for deaths in (1, 2):
-        while not (homes := [engine for engine in two.engines if engine.live]):
+        while not (in_use := [engine for engine in two.engines if engine.live]):
             await asyncio.sleep(0)
-        homes[0].tell(StepOutputs(started=list(homes[0].live)))
-        homes[0].die()
+        in_use[0].tell(StepOutputs(started=list(in_use[0].live)))
+        in_use[0].die()
         assert two.client.alive == 2 - deaths
     response = await task
     assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
@@ -501,7 +501,7 @@ async def test_a_request_that_ends_engines_is_not_to_be_retried(two: Api, caplog
     assert re.search(r"cmpl-\w+ is not tried again: engines ended 2 times while they ran it, 2 of them", caplog.text)
 
 
-async def test_while_the_only_engine_hangs_deadlines_hold_and_nothing_is_taken(make_api: MakeApi) -> None:
+async def test_hung_engine_enforces_deadlines_and_rejects_requests(make_api: MakeApi) -> None:
     async with make_api() as api:
         api.engine.paused = True
         response = await api.complete(deadline_ms=50)

@@ -1,4 +1,4 @@
-"""Engine processes over encrypted links: they are killed, stopped and turned away; nothing is lost."""
+"""Engine processes over encrypted links are killed, suspended and rejected without losing requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMPT = [65, 66, 67, 68, 69]
 async def generate(
     replicas: LocalReplicas, tokens: int, options: RequestOptions = DEFAULT_OPTIONS, **fields: Any
 ) -> list[int]:
-    """One request's tokens, to its end."""
+    """Run one request and return its tokens."""
     mailbox, found = Mailbox(), []
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, **fields)
     replicas.client.submit(mailbox, 0, PROMPT, params, options=options)
@@ -62,15 +62,15 @@ def expected(tokens: int) -> list[int]:
     return [PROMPT[n % len(PROMPT)] for n in range(tokens)]
 
 
-async def test_streams_outlive_their_engines(tokenizer_folder: Path) -> None:
-    """Engines are killed at random moments while requests run, once all together."""
+async def test_streams_survive_engine_kills(tokenizer_folder: Path) -> None:
+    """Engines are killed at random moments while requests run, once all of them together."""
     draw = random.Random(3)
     async with local_replicas(tokenizer_folder, 2, step_s=0.005) as replicas:
-        is_over = asyncio.Event()
+        stopping = asyncio.Event()
 
         async def user(number: int) -> int:
             count = 0
-            while not is_over.is_set():
+            while not stopping.is_set():
                 tokens = 50 + 37 * number + count
                 assert await generate(replicas, tokens) == expected(tokens)
                 count += 1
@@ -84,7 +84,7 @@ async def test_streams_outlive_their_engines(tokenizer_folder: Path) -> None:
                 victim.kill()
             await until(lambda: replicas.client.alive < 2)
             await until(lambda: replicas.client.alive == 2)
-        is_over.set()
+        stopping.set()
         assert min(await asyncio.wait_for(asyncio.gather(*users), 60)) >= 1
         assert replicas.client.active == 0
         numbers = dict(
@@ -96,9 +96,9 @@ async def test_streams_outlive_their_engines(tokenizer_folder: Path) -> None:
         assert float(numbers["skipjoin:requests_moved_total"]) >= 10
 
 
-async def test_death_is_known_at_once_and_others_go_on(tokenizer_folder: Path) -> None:
+async def test_engine_death_is_detected_immediately_and_requests_move(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2) as replicas:
-        replicas.keeper.rests = True
+        replicas.supervisor.is_paused = True
         request = asyncio.create_task(generate(replicas, 400))
         await until(lambda: replicas.client.load().running == 1)
         begin = time.monotonic()
@@ -110,8 +110,8 @@ async def test_death_is_known_at_once_and_others_go_on(tokenizer_folder: Path) -
         assert not replicas.died.is_set()
 
 
-async def test_a_request_that_ends_engines_fails_alone(tokenizer_folder: Path) -> None:
-    """At the second engine, with all that ran beside it going on."""
+async def test_request_that_crashes_engines_fails_alone(tokenizer_folder: Path) -> None:
+    """It fails after the second engine, and all concurrent requests complete."""
     async with local_replicas(tokenizer_folder, 2, step_s=0.01) as replicas:
         others = [asyncio.create_task(generate(replicas, 200)) for _ in range(6)]
         await until(lambda: replicas.client.load().running == 6)
@@ -121,7 +121,7 @@ async def test_a_request_that_ends_engines_fails_alone(tokenizer_folder: Path) -
         assert 'requests_lost_total{reason="engine_lost"} 1.0' in replicas.metrics.render().decode()
 
 
-async def test_an_engine_that_hangs_is_replaced(tokenizer_folder: Path) -> None:
+async def test_hung_engine_is_replaced(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2, hang_timeout_s=1) as replicas:
         request = asyncio.create_task(generate(replicas, 400))
         await until(lambda: replicas.client.load().running == 1)
@@ -132,7 +132,7 @@ async def test_an_engine_that_hangs_is_replaced(tokenizer_folder: Path) -> None:
         assert await request == expected(400)
 
 
-async def test_slow_is_not_dead(tokenizer_folder: Path) -> None:
+async def test_slow_engine_is_not_declared_dead(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2) as replicas:
         request = asyncio.create_task(generate(replicas, 200))
         await until(lambda: replicas.client.load().running == 1)
@@ -146,8 +146,10 @@ async def test_slow_is_not_dead(tokenizer_folder: Path) -> None:
         assert len(replicas.engines) == 2
 
 
-async def test_an_engine_that_was_given_up_ends(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is silent for long is taken for dead; when it speaks again nobody listens."""
+async def test_engine_declared_dead_exits_when_it_resumes(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests of a silent engine move, and the engine exits when it is resumed."""
     monkeypatch.setattr(link, "SILENCE_S", 2.0)
     async with local_replicas(tokenizer_folder, 2) as replicas:
         first = replicas.engines[0]
@@ -161,13 +163,13 @@ async def test_an_engine_that_was_given_up_ends(tokenizer_folder: Path, monkeypa
         await until(lambda: replicas.client.alive == 2)
 
 
-async def test_one_that_cannot_start_is_told(tmp_path: Path) -> None:
+async def test_start_failure_is_reported(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match="there is no folder"):
         async with local_replicas(tmp_path / "nowhere", 2):
             pass
 
 
-async def test_when_nobody_comes_back_the_server_ends(tokenizer_folder: Path, tmp_path: Path) -> None:
+async def test_server_stops_when_no_engine_restarts(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder, folder)
     async with local_replicas(folder, 2) as replicas:
@@ -182,25 +184,25 @@ async def test_when_nobody_comes_back_the_server_ends(tokenizer_folder: Path, tm
         assert replicas.client.dead
 
 
-async def test_while_one_lives_failed_starts_end_nothing(tokenizer_folder: Path, tmp_path: Path) -> None:
+async def test_failed_starts_are_tolerated_while_one_engine_lives(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder, folder)
     async with local_replicas(folder, 2) as replicas:
         shutil.rmtree(folder)
         replicas.engines[0].kill()
-        await until(lambda: replicas.keeper.failures >= 4)
+        await until(lambda: replicas.supervisor.failures >= 4)
         assert (replicas.client.alive, replicas.died.is_set()) == (1, False)
         assert await generate(replicas, 20) == expected(20)
         shutil.copytree(tokenizer_folder, folder)
         await until(lambda: replicas.client.alive == 2)
 
 
-async def test_progress_of_all_is_told(tokenizer_folder: Path) -> None:
+async def test_progress_of_every_replica_is_reported(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2) as replicas:
         assert {"replica 1: pretending to load", "replica 2: pretending to load"} <= set(replicas.progress)
 
 
-# -- the door ---------------------------------------------------------------------------------------------------
+# -- the listener -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -208,7 +210,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "CONNECT_S", 0.5)
 
 
-def try_to_knock(key: ListenerKey) -> None:
+def try_to_connect(key: ListenerKey) -> None:
     context = zmq.Context()
     try:
         connect(context, key)
@@ -217,65 +219,66 @@ def try_to_knock(key: ListenerKey) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_strangers_are_not_let_in() -> None:
+async def test_unauthenticated_connections_are_rejected() -> None:
+    """The listener accepts only its key's holder, and engines accept only their listener."""
     links: list[EngineLink] = []
-    door = EngineListener("127.0.0.1", links.append)
+    listener = EngineListener("127.0.0.1", links.append)
     public, secret = (part.decode() for part in zmq.curve_keypair())
     other, _ = (part.decode() for part in zmq.curve_keypair())
-    strangers = [
-        msgspec.structs.replace(door.key, public=public, secret=secret),
-        msgspec.structs.replace(door.key, server=other),  # and engines talk to nobody else
+    wrong_keys = [
+        msgspec.structs.replace(listener.key, public=public, secret=secret),
+        msgspec.structs.replace(listener.key, server=other),  # another server
     ]
-    for key in strangers:
+    for key in wrong_keys:
         with pytest.raises(NoAnswerError):
-            await asyncio.to_thread(try_to_knock, key)
+            await asyncio.to_thread(try_to_connect, key)
     plain = zmq.Context()
     socket = plain.socket(zmq.REQ)
-    socket.connect(f"{door.key.host}:{door.key.port}")
+    socket.connect(f"{listener.key.host}:{listener.key.port}")
     socket.send(b"")
     assert not await asyncio.to_thread(socket.poll, 500)
     plain.destroy(linger=0)
     assert links == []
-    door.close()
+    listener.close()
 
 
-async def test_who_knocks_and_does_not_come_in_is_forgotten(impatient: None) -> None:
+async def test_incomplete_handshake_is_dropped(impatient: None) -> None:
     lost: list[EngineLink] = []
 
     def admit(one: EngineLink) -> None:
         one.on_lost = lambda: lost.append(one)
 
-    door = EngineListener("127.0.0.1", admit)
-    monitor_only = zmq.Context()
-    socket = monitor_only.socket(zmq.REQ)
-    link._lock(socket, door.key)
-    socket.connect(f"{door.key.host}:{door.key.port}")
+    listener = EngineListener("127.0.0.1", admit)
+    context = zmq.Context()
+    socket = context.socket(zmq.REQ)
+    link._lock(socket, listener.key)
+    socket.connect(f"{listener.key.host}:{listener.key.port}")
     socket.send(b"")
     await until(lambda: len(lost) == 1)
-    monitor_only.destroy(linger=0)
-    door.close()
+    context.destroy(linger=0)
+    listener.close()
 
 
-async def test_what_crosses_the_network_cannot_be_read() -> None:
-    """Either end refuses to speak without encryption, and both speak."""
+async def test_links_are_encrypted_at_both_ends() -> None:
+    """All sockets require encryption, and messages pass."""
     links: list[EngineLink] = []
-    door = EngineListener("127.0.0.1", links.append)
+    listener = EngineListener("127.0.0.1", links.append)
     context = zmq.Context()
-    socket, _ = await asyncio.to_thread(connect, context, door.key)
-    ends = [socket, links[0]._socket, door._socket]
+    socket, _ = await asyncio.to_thread(connect, context, listener.key)
+    ends = [socket, links[0]._socket, listener._socket]
     assert [end.getsockopt(zmq.MECHANISM) for end in ends] == [zmq.CURVE] * 3
     await until(lambda: links[0]._is_connected)
     links[0].send(Add(1, list(b"words"), SamplingParams()))
     assert await asyncio.to_thread(socket.poll, 30_000)
     assert b"words" in socket.recv()
     context.destroy(linger=0)
-    door.close()
+    listener.close()
 
 
-async def test_an_engine_without_an_api_process_ends(tokenizer_folder: Path) -> None:
-    """Nobody answers at the door: it says so with its exit code."""
-    door = EngineListener("127.0.0.1", lambda one: None)
-    door.close()
+async def test_engine_exits_without_api_process(tokenizer_folder: Path) -> None:
+    """Its exit code says that the listener does not answer."""
+    listener = EngineListener("127.0.0.1", lambda one: None)
+    listener.close()
     program = (
         "import sys; import skipjoin.server.engines.link as link; link.CONNECT_S = 0.3\n"
         f"sys.path.insert(0, {str(HERE)!r}); sys.argv = ['x', {str(tokenizer_folder)!r}, '0', '99', '99']\n"
@@ -284,6 +287,6 @@ async def test_an_engine_without_an_api_process_ends(tokenizer_folder: Path) -> 
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, stdin=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    _, errors = await process.communicate(msgspec.json.encode(Setup(EngineConfig(), door.key, os.getpid())))
+    _, errors = await process.communicate(msgspec.json.encode(Setup(EngineConfig(), listener.key, os.getpid())))
     assert process.returncode == ORPHANED
     assert b"the API process does not answer" in errors

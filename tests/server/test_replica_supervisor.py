@@ -1,4 +1,4 @@
-"""The supervisor of replicas over a scripted Ray: which replicas it replaces, when, and what it reports."""
+"""The replica supervisor over a scripted Ray: which replicas it replaces, when, and what it reports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GONE = RuntimeError("the engine process was killed by SIGKILL")
 
 
 class RayError(Exception):
-    """Of a process or machine that has ended."""
+    """Raised for a dead process or node."""
 
 
 class RayTaskError(RayError):
-    """Of a call that raised `cause`."""
+    """Raised for a call that raised `cause`."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class RayTaskError(RayError):
 
 
 class Call:
-    """A call of an actor. answer: set by the test; an exception is raised."""
+    """Call of an actor, whose answer the test sets. An exception as answer is raised."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Call:
 
 
 class Actor:
-    """Records the calls that it gets."""
+    """Actor that records its calls."""
 
     def __init__(self, labels: dict[str, str] | None) -> None:
         self.labels = labels
@@ -59,7 +59,7 @@ class Actor:
 
 
 class World:
-    """A supervisor, its clock, and a Ray that does as it is told."""
+    """Supervisor with a settable clock and a scripted Ray."""
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
 
@@ -100,7 +100,7 @@ class World:
         actor.is_killed = True
 
     def check(self, seconds: float = 0.0) -> str | None:
-        """Check once, and then every `CHECK_S` for this time; return what the last check reported."""
+        """Check once and then every `CHECK_S` for `seconds`, and return the report of the last check."""
         trouble = self.supervisor.check()
         end = self.now + seconds
         while self.now < end:
@@ -122,7 +122,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Two replicas that run on nodes a and b."""
+    """World of two replicas, which run on nodes a and b."""
     made = World(monkeypatch)
     for actor, node in zip(list(made.actors), "ab", strict=True):
         made.bring_up(actor, node)
@@ -130,18 +130,16 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-@pytest.mark.parametrize("end", [RayTaskError(GONE), RayError("no words")])
-def test_a_replica_that_ends_is_replaced_at_once(
-    world: World, caplog: pytest.LogCaptureFixture, end: Exception
-) -> None:
-    one, other = world.actors
+@pytest.mark.parametrize("end", [RayTaskError(GONE), RayError("no details")])
+def test_dead_replica_is_replaced_immediately(world: World, caplog: pytest.LogCaptureFixture, end: Exception) -> None:
+    first, second = world.actors
     for _ in range(3):
-        one.answer()
-        other.answer()
+        first.answer()
+        second.answer()
         world.check()
-    one.answer(end)
+    first.answer(end)
     assert world.check() is None
-    assert world.live == [other]
+    assert world.live == [second]
     assert ("SIGKILL" if isinstance(end, RayTaskError) else "process, or its machine") in caplog.text
     world.check()
     _, third = world.live
@@ -149,7 +147,7 @@ def test_a_replica_that_ends_is_replaced_at_once(
     assert len(world.actors) == 3
 
 
-def test_a_replica_that_does_not_answer_is_replaced(world: World) -> None:
+def test_unresponsive_replica_is_replaced(world: World) -> None:
     other = world.actors[1]
     world.check(supervisor._ANSWER_S - 2)
     other.answer()
@@ -160,14 +158,14 @@ def test_a_replica_that_does_not_answer_is_replaced(world: World) -> None:
     assert len(world.actors) == 3
 
 
-def test_time_in_which_the_server_did_not_run_does_not_count(world: World) -> None:
+def test_suspension_of_the_server_does_not_count_as_silence(world: World) -> None:
     world.now += 1000
     world.check(supervisor._ANSWER_S / 2)
     assert len(world.actors) == 2
 
 
 @pytest.mark.parametrize("is_running", [True, False])
-def test_a_replica_on_a_machine_that_is_cut_off_is_replaced_elsewhere(
+def test_replica_on_unreachable_node_is_replaced_on_another_node(
     monkeypatch: pytest.MonkeyPatch, is_running: bool
 ) -> None:
     world = World(monkeypatch, replicas=1)
@@ -184,7 +182,7 @@ def test_a_replica_on_a_machine_that_is_cut_off_is_replaced_elsewhere(
     assert first.labels is None
 
 
-def test_starts_that_fail_are_repeated_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_starts_are_retried_with_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, replicas=1)
     times: list[float] = []
     for _ in range(10):
@@ -204,7 +202,7 @@ def test_starts_that_fail_are_repeated_at_growing_intervals(monkeypatch: pytest.
     assert world.check() is None
 
 
-def test_a_replica_that_waits_for_room_is_in_the_log(
+def test_replica_waiting_for_resources_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(monkeypatch, replicas=1)
@@ -214,7 +212,7 @@ def test_a_replica_that_waits_for_room_is_in_the_log(
     world.bring_up(world.actors[0])
 
 
-def test_a_cluster_that_does_not_answer_is_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_cluster_is_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> list[Node]:
         raise ConnectionError
 
@@ -224,6 +222,6 @@ def test_a_cluster_that_does_not_answer_is_reported(world: World, monkeypatch: p
     assert world.check() == "Ray does not answer: ConnectionError"
 
 
-def test_closing_ends_all(world: World) -> None:
+def test_close_kills_all_replicas(world: World) -> None:
     world.supervisor.close()
     assert world.live == []

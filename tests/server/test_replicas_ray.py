@@ -1,4 +1,4 @@
-"""Replicas that Ray places: engines and replicas are killed under streams, the server under everything."""
+"""Replicas on Ray: engines, replicas and the API process are killed while streams run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ SEEDED = CHAT | {"temperature": 1.1, "seed": 9, "n": 2, "min_tokens": 200, "max_
 
 
 class Reader(threading.Thread):
-    """A streamed chat, read as it comes. events: how many came; tokens share events as it happens."""
+    """Thread that reads a streamed chat.
+
+    Attributes:
+        events: Number of events received, each of which has one or more tokens.
+    """
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
@@ -63,7 +67,7 @@ class Reader(threading.Thread):
         seen[2] = choice["finish_reason"]
 
     def end(self) -> dict[int, list[Any]]:
-        """Text, tokens with scores, and reason of every choice, once all is over."""
+        """Wait for the end, and return text, scored tokens and finish reason of every choice."""
         self.join(60)
         assert not self.is_alive()
         assert self._last == "data: [DONE]", self._last
@@ -84,7 +88,7 @@ def alive(server: ServerProcess) -> int:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """The built-in model, twice. Its engines are slowed down by having to share what this machine has."""
+    """Server with two replicas of the built-in model."""
     pytest.importorskip("ray")
     found = ServerProcess(["model", "tally", "replicas=2"])
     yield found
@@ -97,33 +101,32 @@ def undisturbed(server: ServerProcess) -> list[dict[int, list[Any]]]:
 
 
 @needs_ray
-def test_no_process_listens_on_an_address_that_other_machines_reach(server: ServerProcess) -> None:
+def test_all_processes_listen_on_loopback_only(server: ServerProcess) -> None:
     processes = [server.api, *server.api.children(recursive=True)]
     assert_only_local(processes, "gcs_server", "raylet", "ray::EngineReplica", server.api.name())
 
 
 @needs_ray
-@pytest.mark.parametrize("what", ["engines", "replica"])
-def test_streams_are_the_same_whatever_is_killed(
-    server: ServerProcess, undisturbed: list[dict[int, list[Any]]], what: str
+@pytest.mark.parametrize("victim", ["engines", "replica"])
+def test_streams_are_unchanged_by_kills(
+    server: ServerProcess, undisturbed: list[dict[int, list[Any]]], victim: str
 ) -> None:
     until(lambda: alive(server) == 2)
     moved = server.metric("requests_moved_total")
     readers = [Reader(server.url, body) for body in (CHAT, SEEDED, CHAT, SEEDED)]
     until(lambda: all(reader.events > 5 for reader in readers))
-    (one, other) = server.engines()
-    if what == "engines":
-        one.kill()
+    (first, second) = server.engines()
+    if victim == "engines":
+        first.kill()
         until(lambda: alive(server) == 1, 5.0)
         seen = [reader.events for reader in readers]
-        # A request at which two engines end without a token in between is held to have ended them. The first events
-        # may be of tokens from before.
+        # A request is blamed for two engine deaths with no token in between. The first events may have older tokens.
         until(lambda: all(reader.events > count + 10 for reader, count in zip(readers, seen, strict=True)))
-        other.kill()  # now nobody is there, and all wait for the first that comes back
+        second.kill()  # all requests now wait for the first engine that restarts
     else:
-        one.parent().kill()  # the actor, which takes its engine along
-    ends = [reader.end() for reader in readers]
-    assert ends == [undisturbed[0], undisturbed[1]] * 2
+        first.parent().kill()  # the actor, whose engine dies with it
+    results = [reader.end() for reader in readers]
+    assert results == [undisturbed[0], undisturbed[1]] * 2
     assert server.metric("requests_moved_total") > moved
     until(lambda: alive(server) == 2)
     assert server.metric("replica_restarts_total") > 0
@@ -131,7 +134,7 @@ def test_streams_are_the_same_whatever_is_killed(
 
 
 @needs_ray
-def test_sigterm_drains_and_leaves_nothing(server: ServerProcess) -> None:
+def test_sigterm_drains_and_leaves_no_process(server: ServerProcess) -> None:
     until(lambda: alive(server) == 2)
     readers = [Reader(server.url, CHAT) for _ in range(2)]
     until(lambda: all(reader.events for reader in readers))
@@ -141,12 +144,12 @@ def test_sigterm_drains_and_leaves_nothing(server: ServerProcess) -> None:
     for reader in readers:
         reader.end()
     assert server.process.wait(30) == 0
-    _, left = psutil.wait_procs(processes, timeout=30)
-    assert not left
+    _, remaining = psutil.wait_procs(processes, timeout=30)
+    assert not remaining
 
 
 @needs_ray
-def test_kill_9_of_the_api_process_leaves_nothing(tokenizer_folder: Any) -> None:
+def test_sigkill_of_api_process_leaves_no_process(tokenizer_folder: Any) -> None:
     pytest.importorskip("ray")
     options = ["simulated", str(tokenizer_folder), "0.01", "4096", "512", "replicas=2"]
     server = ServerProcess(options)
@@ -154,15 +157,15 @@ def test_kill_9_of_the_api_process_leaves_nothing(tokenizer_folder: Any) -> None
     engines = server.engines()
     assert len(engines) == 2
     server.process.kill()
-    _, left = psutil.wait_procs([*engines, *processes], timeout=30)
-    assert not left
+    _, remaining = psutil.wait_procs([*engines, *processes], timeout=30)
+    assert not remaining
     server.stop()
 
 
 # -- without Ray ------------------------------------------------------------------------------------------------
 
 
-def test_without_ray_it_says_what_to_install() -> None:
+def test_missing_ray_error_names_extra_to_install() -> None:
     hide = "import sys; sys.modules['ray'] = None\n"
     program = hide + "from skipjoin.cli import app; app(['serve', 'tally', '--replicas', '2', '--port', '0'])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
@@ -172,7 +175,7 @@ def test_without_ray_it_says_what_to_install() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "parts"),
     [
         (["--replicas", "0"], ["replicas", "[1, "]),
         (["--replicas", "2", "--timeline", "t.json"], ["timeline", "replicas must be 1"]),
@@ -180,11 +183,11 @@ def test_without_ray_it_says_what_to_install() -> None:
         (["--replicas", "2", "--ray-address", "here"], ["--ray-address", "host:port"]),
     ],
 )
-def test_bad_input_is_told_before_anything_is_loaded(options: list[str], words: list[str]) -> None:
+def test_invalid_options_are_rejected_before_loading(options: list[str], parts: list[str]) -> None:
     command = [sys.executable, "-c", "from skipjoin.cli import app; app()", "serve", "tally", "--port", "0", *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode in (1, 2)
-    assert all(word in result.stderr for word in words), result.stderr
+    assert all(part in result.stderr for part in parts), result.stderr
     assert "loading" not in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -192,7 +195,7 @@ def test_bad_input_is_told_before_anything_is_loaded(options: list[str], words: 
 CPU = {"CPU": 4.0}
 
 
-def test_there_must_be_room() -> None:
+def test_replicas_must_fit_cluster_resources() -> None:
     assert check_room(4, Needs(2, "cpu"), [CPU, CPU]) == 0
     with pytest.raises(ClusterError, match=r"replicas must be at most 2: each takes 3 CPU.*4 CPU; 4 CPU; got 3"):
         check_room(3, Needs(3, "cpu"), [CPU, CPU])
@@ -203,15 +206,15 @@ def test_there_must_be_room() -> None:
     assert check_room(8, Needs(1, "cpu"), mixed) == 0
     with pytest.raises(ClusterError, match="at most 0"):
         check_room(1, Needs(1, "cuda"), [CPU])
-    # Ranks lie where there is room, each with a CPU, and a GPU of its own.
+    # Each rank needs a CPU, and a GPU of its own on CUDA.
     assert check_room(2, Needs(1, "cpu", ranks=3), [CPU, CPU]) == 0
     assert check_room(1, Needs(1, "auto", ranks=2), mixed) == 0
     with pytest.raises(ClusterError, match="at most 1: each takes 3 CPU and 2 GPU"):
         check_room(2, Needs(1, "auto", ranks=2), mixed)
 
 
-def test_the_environment_is_left_alone() -> None:
-    """Importing what starts replicas neither imports Ray nor sets anything."""
+def test_importing_replicas_does_not_change_environment() -> None:
+    """Importing the module neither imports Ray nor sets environment variables."""
     code = (
         "import os, sys; before = dict(os.environ); import skipjoin.server.engines.replicas\n"
         "assert before == dict(os.environ); sys.exit('ray' in sys.modules or 'torch' in sys.modules)"

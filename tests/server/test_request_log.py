@@ -1,4 +1,4 @@
-"""The log: a line for each request, and a time on every line."""
+"""The server log: one line per request, and a timestamp on every line."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, object]
 
 
 def logged(api: Api) -> httpx.AsyncClient:
-    """A client of the same application behind the log."""
+    """Return a client of the same application behind the request log."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(RequestLog(api.app)), base_url="http://localhost")
 
 
-async def test_each_request_has_one_line(make_api: MakeApi, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_request_is_logged_in_one_line(make_api: MakeApi, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOG)
     key = {"Authorization": "Bearer secret-key"}
     async with make_api(api_keys=("secret-key",)) as api, logged(api) as http:
@@ -57,8 +57,10 @@ async def test_each_request_has_one_line(make_api: MakeApi, caplog: pytest.LogCa
     assert 0 < fields["ttft_s"] <= fields["total_s"] < 60  # type: ignore[operator]
     assert re.fullmatch("[0-9a-f]{8}", str(fields["key"]))
     assert (stream[1]["output_tokens"], stream[1]["reason"], stream[1]["key"]) == (8, "length", fields["key"])
-    told = [(message, one["status"], one["reason"], one["output_tokens"], one["key"]) for message, one in others]
-    assert told == [
+    logged_fields = [
+        (message, one["status"], one["reason"], one["output_tokens"], one["key"]) for message, one in others
+    ]
+    assert logged_fields == [
         ("POST /v1/completions", 400, "bad_request", None, fields["key"]),
         ("POST /v1/completions", 404, "model_not_found", None, fields["key"]),
         ("POST /v1/completions", 401, "unauthorized", None, None),
@@ -67,7 +69,7 @@ async def test_each_request_has_one_line(make_api: MakeApi, caplog: pytest.LogCa
     assert "secret-key" not in caplog.text
 
 
-async def test_the_reason_of_a_stream_that_fails_is_its_error(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_stream_is_logged_with_its_error_code(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOG)
     api.engine.paused = True
     async with logged(api) as http:
@@ -81,14 +83,14 @@ async def test_the_reason_of_a_stream_that_fails_is_its_error(api: Api, caplog: 
     assert (fields["status"], fields["reason"], fields["output_tokens"]) == (200, "request_failed", 1)
 
 
-async def test_warnings_alone_have_no_line_for_a_request(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+async def test_requests_are_not_logged_at_warning_level(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, LOG)
     async with logged(api) as http:
         await http.post("/v1/completions", json=BODY)
     assert not lines(caplog)
 
 
-def test_a_record_is_one_line_of_text_or_one_json_object() -> None:
+def test_record_is_one_text_line_or_one_json_object() -> None:
     record = logging.LogRecord("skipjoin.x", logging.INFO, "x.py", 1, "%s done", ("a\nb",), None)
     record.fields = {"id": "mine", "ttft_s": 0.25, "key": None}
     text, line = TextFormatter().format(record), json.loads(JsonFormatter().format(record))
@@ -98,8 +100,8 @@ def test_a_record_is_one_line_of_text_or_one_json_object() -> None:
     assert line == {"level": "info", "logger": "skipjoin.x", "message": "a\nb done", **record.fields}
 
 
-def test_every_line_of_a_servers_log_has_a_time(start_server: StartServer) -> None:
-    """Those of the engine's process, too, whose settings come by the environment."""
+def test_every_server_log_line_has_a_timestamp(start_server: StartServer) -> None:
+    """Engine processes get their log settings through the environment."""
     server = start_server(log_format="json", timeline="/dev/full")
     httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
     server.stop()
@@ -111,7 +113,7 @@ def test_every_line_of_a_servers_log_has_a_time(start_server: StartServer) -> No
     assert any(message.startswith("draining: ") for message in messages)
 
 
-def test_an_engine_whose_server_has_ended_says_so_in_a_line_of_the_log(tokenizer_folder: Path) -> None:
+def test_orphaned_engine_logs_why_it_exits(tokenizer_folder: Path) -> None:
     setup = msgspec.json.encode(Setup(EngineConfig(), "ipc:///nowhere", parent=1))
     command = [sys.executable, str(HERE / "simulated_engine.py"), str(tokenizer_folder), "0", "10", "100"]
     done = subprocess.run(command, input=setup, capture_output=True, check=False, timeout=60)

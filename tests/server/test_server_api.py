@@ -1,4 +1,4 @@
-"""The API over a scripted engine: what clients send, what they get, what is left behind."""
+"""The API over a scripted engine: requests, responses, errors and cleanup."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The JSON of a stream's events, and the string "[DONE]"."""
+    """Return a stream's events as parsed JSON, and "[DONE]" as a string."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     found = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -55,13 +55,13 @@ async def until(condition: Any) -> None:
         if condition():
             return
         await asyncio.sleep(0.002)
-    raise AssertionError("it did not come to be")
+    raise AssertionError("the condition does not become true")
 
 
 # -- completions ------------------------------------------------------------------------------------------------
 
 
-async def test_completion_has_the_fields_that_clients_read(api: Api) -> None:
+async def test_completion_response_fields(api: Api) -> None:
     body = (await api.complete(max_tokens=8)).json()
     assert body["object"] == "text_completion"
     assert body["model"] == "tiny"
@@ -69,13 +69,13 @@ async def test_completion_has_the_fields_that_clients_read(api: Api) -> None:
     assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14} | NOT_CACHED
 
 
-async def test_default_max_tokens_is_16_or_what_fits(api: Api) -> None:
+async def test_default_max_tokens_is_16_or_remaining_context(api: Api) -> None:
     assert (await api.complete()).json()["usage"]["completion_tokens"] == 16
     body = (await api.complete(prompt="x" * (tiny.CONTEXT - 3))).json()
     assert body["usage"]["completion_tokens"] == 3
 
 
-async def test_stream_brings_the_same_text(api: Api) -> None:
+async def test_streamed_text_matches_whole_response(api: Api) -> None:
     found = events(await api.complete(max_tokens=8, stream=True))
     assert found[-1] == "[DONE]"
     assert "".join(event["choices"][0]["text"] for event in found[:-1]) == "abcdefab"
@@ -83,14 +83,14 @@ async def test_stream_brings_the_same_text(api: Api) -> None:
     assert all("usage" not in event for event in found[:-1])
 
 
-async def test_stream_usage_stands_in_an_event_without_choices(api: Api) -> None:
+async def test_stream_usage_comes_in_event_without_choices(api: Api) -> None:
     found = events(await api.complete(max_tokens=4, stream=True, stream_options={"include_usage": True}))
     assert found[-2]["choices"] == []
     assert found[-2]["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10} | NOT_CACHED
     assert all(event["usage"] is None for event in found[:-2])
 
 
-async def test_continuous_usage_counts_up(api: Api) -> None:
+async def test_continuous_usage_increases(api: Api) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = events(await api.complete(max_tokens=4, stream=True, stream_options=options))
     counts = [event["usage"]["completion_tokens"] for event in found[:-1]]
@@ -99,7 +99,7 @@ async def test_continuous_usage_counts_up(api: Api) -> None:
     assert counts[-1] == 4
 
 
-async def test_many_prompts_and_n_are_numbered_prompt_by_prompt(api: Api) -> None:
+async def test_choices_are_numbered_prompt_by_prompt(api: Api) -> None:
     body = (await api.complete(prompt=["ab", "xyz"], n=2, max_tokens=3, seed=7)).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in body["choices"]] == ["aba", "aba", "xyz", "xyz"]
@@ -107,12 +107,12 @@ async def test_many_prompts_and_n_are_numbered_prompt_by_prompt(api: Api) -> Non
     assert [add.params.seed for add in api.engine.added] == [7, 8, 7, 8]
 
 
-async def test_seeds_at_the_bound_wrap(api: Api) -> None:
+async def test_seeds_wrap_at_int64_bound(api: Api) -> None:
     await api.complete(n=2, seed=2**63 - 1)
     assert [add.params.seed for add in api.engine.added] == [2**63 - 1, -(2**63)]
 
 
-async def test_streamed_choices_are_told_apart(api: Api) -> None:
+async def test_streamed_choices_are_identified_by_index(api: Api) -> None:
     found = events(await api.complete(prompt=["ab", "xy"], max_tokens=4, stream=True))[:-1]
     texts = ["", ""]
     for event in found:
@@ -129,7 +129,7 @@ async def test_prompts_may_be_token_ids(api: Api) -> None:
 
 
 async def test_echo_with_logprobs_scores_the_prompt(api: Api) -> None:
-    """What lm-evaluation-harness asks for: one generated token after the scored prompt."""
+    """lm-evaluation-harness asks for one generated token after the scored prompt."""
     ids = api.service.tokenizer.encode("abc")
     choice = (await api.complete(prompt=ids, echo=True, logprobs=1, max_tokens=1)).json()["choices"][0]
     assert choice["text"] == "abca"
@@ -138,26 +138,26 @@ async def test_echo_with_logprobs_scores_the_prompt(api: Api) -> None:
     assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.5]
     assert logprobs["text_offset"] == [0, 1, 2, 3]
     assert logprobs["top_logprobs"][0] is None
-    assert len(logprobs["top_logprobs"][1]) == 2  # the likeliest, and the one that stands there
+    assert len(logprobs["top_logprobs"][1]) == 2  # the most likely token and the actual one
     assert logprobs["top_logprobs"][1]["b"] == -0.25
 
 
-async def test_echo_with_no_tokens_only_scores(api: Api) -> None:
+async def test_echo_with_zero_max_tokens_only_scores(api: Api) -> None:
     choice = (await api.complete(prompt="abc", echo=True, logprobs=1, max_tokens=0)).json()["choices"][0]
     assert choice["text"] == "abc"
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert error_of(await api.complete(max_tokens=0), 400)["param"] == "max_tokens"
 
 
-async def test_echo_stands_first_in_a_stream(api: Api) -> None:
+async def test_echo_comes_first_in_stream(api: Api) -> None:
     found = events(await api.complete(prompt="abc", echo=True, max_tokens=2, stream=True))
     assert "".join(event["choices"][0]["text"] for event in found[:-1]) == "abcab"
 
 
-# -- ends -------------------------------------------------------------------------------------------------------
+# -- finish reasons ---------------------------------------------------------------------------------------------
 
 
-async def test_stop_string_cuts_exactly_and_ends_the_request(api: Api) -> None:
+async def test_stop_string_truncates_text_and_aborts_request(api: Api) -> None:
     body = (await api.complete(stop=["de"], max_tokens=100)).json()
     assert body["choices"][0]["text"] == "abc"
     assert body["choices"][0]["finish_reason"] == "stop"
@@ -165,7 +165,7 @@ async def test_stop_string_cuts_exactly_and_ends_the_request(api: Api) -> None:
     assert api.engine.aborted == [api.engine.added[0].id]
 
 
-async def test_text_that_may_begin_a_stop_string_is_held_back(api: Api) -> None:
+async def test_partial_stop_string_is_held_back(api: Api) -> None:
     found = events(await api.complete(stop="cdX", max_tokens=6, stream=True))
     texts = [event["choices"][0]["text"] for event in found[:-1]]
     assert texts == ["a", "b", "cde", "f"]
@@ -178,7 +178,7 @@ async def test_min_tokens_delays_stop_strings(api: Api) -> None:
     assert body["choices"][0]["text"] == "abcdefa"
 
 
-async def test_end_of_sequence_is_not_shown(api: Api) -> None:
+async def test_eos_is_hidden_by_default(api: Api) -> None:
     prompt = [*api.service.tokenizer.encode("ab"), tiny.EOS]
     choice = (await api.complete(prompt=prompt, max_tokens=9)).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
@@ -186,20 +186,20 @@ async def test_end_of_sequence_is_not_shown(api: Api) -> None:
     assert body["choices"][0]["text"] == "ab<eos>ab<eos>ab<eos>"
 
 
-async def test_stop_tokens_are_shown_only_if_asked_for(api: Api) -> None:
+async def test_stop_tokens_are_shown_only_on_request(api: Api) -> None:
     (token,) = api.service.tokenizer.encode("c")
     assert (await api.complete(stop_token_ids=[token])).json()["choices"][0]["text"] == "ab"
     body = (await api.complete(stop_token_ids=[token], include_stop_str_in_output=True)).json()
     assert body["choices"][0]["text"] == "abc"
 
 
-async def test_characters_are_never_split(api: Api) -> None:
+async def test_multibyte_characters_are_never_split(api: Api) -> None:
     found = events(await api.complete(prompt="é€😀", max_tokens=9, stream=True))
-    # The first token is half a character: its event has no text, and comes at once.
+    # The first token is half a character; its event has no text and is not delayed.
     assert [event["choices"][0]["text"] for event in found[:-1]] == ["", "é", "€", "😀"]
 
 
-async def test_deadline_in_the_queue_is_408(api: Api) -> None:
+async def test_deadline_expired_in_queue_is_408(api: Api) -> None:
     api.engine.paused = True
     task = asyncio.create_task(api.complete(deadline_ms=5000))
     await until(lambda: api.engine.live)
@@ -220,7 +220,7 @@ async def test_deadline_ends_a_stream_with_an_error_event(api: Api) -> None:
     assert found[-1]["error"]["code"] == "deadline_exceeded"
 
 
-async def test_a_request_that_was_given_up_is_500_and_says_why(api: Api) -> None:
+async def test_failed_request_is_500_with_reason(api: Api) -> None:
     api.engine.paused = True
     tasks = [asyncio.create_task(api.complete(n=2)), asyncio.create_task(api.chat(stream=True))]
     await until(lambda: len(api.engine.live) == 3)
@@ -235,7 +235,7 @@ async def test_a_request_that_was_given_up_is_500_and_says_why(api: Api) -> None
     assert api.is_clean()
 
 
-async def test_deadline_by_header_and_by_default(make_api: MakeApi) -> None:
+async def test_deadline_from_header_body_and_default(make_api: MakeApi) -> None:
     async with make_api(default_deadline_s=9.0) as api:
         await api.complete()
         await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-deadline-ms": "3000"})
@@ -245,27 +245,27 @@ async def test_deadline_by_header_and_by_default(make_api: MakeApi) -> None:
         assert error_of(bad, 400)["param"] == "x-request-deadline-ms"
 
 
-async def test_objectives_by_header_and_by_body(make_api: MakeApi) -> None:
-    """Each on its own: what the body says counts more than the header, and that more than the server's default."""
+async def test_slo_from_body_header_and_default(make_api: MakeApi) -> None:
+    """For each objective the body overrides the header, which overrides the server's default."""
     headers = {"x-slo-ttft-ms": "150", "x-slo-tpot-ms": "12.5"}
     async with make_api(slo_ttft_ms=90, slo_jct_ms=7000) as api:
-        for some in ({}, headers, {"x-slo-jct-ms": "3e3"}):
-            await api.http.post("/v1/completions", json={"prompt": "a", "slo": {"tpot_ms": 5}}, headers=some)
+        for given in ({}, headers, {"x-slo-jct-ms": "3e3"}):
+            await api.http.post("/v1/completions", json={"prompt": "a", "slo": {"tpot_ms": 5}}, headers=given)
         assert [add.options.target for add in api.engine.added] == [
             Target(0.09, 0.005, 7.0),
             Target(0.15, 0.005, 7.0),
             Target(0.09, 0.005, 3.0),
         ]
     async with make_api() as api:
-        await check_objectives_of(api, headers)
+        await check_slo_precedence(api, headers)
 
 
-async def check_objectives_of(api: Api, headers: dict[str, str]) -> None:
+async def check_slo_precedence(api: Api, headers: dict[str, str]) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}]}
     await api.complete()
     for slo in ({}, {"ttft_ms": 40, "jct_ms": 2500.5}):
-        for path, what in (("completions", {"prompt": "a"}), ("chat/completions", chat)):
-            body = {**what, "max_tokens": 2, "slo": slo}
+        for path, content in (("completions", {"prompt": "a"}), ("chat/completions", chat)):
+            body = {**content, "max_tokens": 2, "slo": slo}
             assert (await api.http.post(f"/v1/{path}", json=body, headers=headers)).status_code == 200
     none, first, second, third, fourth = (add.options.target for add in api.engine.added)
     assert none == NO_TARGET
@@ -289,7 +289,7 @@ async def check_objectives_of(api: Api, headers: dict[str, str]) -> None:
         ("flex", "flex", RequestOptions(service=ServiceClass.BEST_EFFORT, target=Target(jct_s=7.0))),
     ],
 )
-async def test_the_tier_decides_class_and_objectives_and_is_told(
+async def test_service_tier_sets_class_and_slo_and_is_returned(
     make_api: MakeApi, asked: str | None, served: str, options: RequestOptions
 ) -> None:
     defaults = {
@@ -301,13 +301,13 @@ async def test_the_tier_decides_class_and_objectives_and_is_told(
     }
     tier = {} if asked is None else {"service_tier": asked}
     async with make_api(**defaults) as api:
-        for post, is_told in ((api.chat, True), (api.complete, asked is not None)):
+        for post, is_returned in ((api.chat, True), (api.complete, asked is not None)):
             found = [(await post(**tier)).json(), *events(await post(**tier, n=2, stream=True))[:-1]]
-            assert [event.get("service_tier") for event in found] == [served if is_told else None] * len(found)
+            assert [event.get("service_tier") for event in found] == [served if is_returned else None] * len(found)
         assert [add.options for add in api.engine.added] == [options] * 6
 
 
-async def test_a_flex_request_takes_no_objective_from_headers(api: Api) -> None:
+async def test_flex_request_ignores_latency_slo_headers(api: Api) -> None:
     async def post(value: str) -> httpx.Response:
         headers = {"x-slo-ttft-ms": value, "x-slo-tpot-ms": "9", "x-slo-jct-ms": "4000"}
         body = {"prompt": "a", "service_tier": "flex"}
@@ -320,27 +320,27 @@ async def test_a_flex_request_takes_no_objective_from_headers(api: Api) -> None:
 
 
 @pytest.mark.parametrize("name", ["ttft", "tpot"])
-async def test_objectives_keep_to_the_bounds_of_the_operator(make_api: MakeApi, name: str) -> None:
+async def test_slo_must_be_within_configured_bounds(make_api: MakeApi, name: str) -> None:
     async def statuses(api: Api, value: float) -> list[int]:
         header = {f"x-slo-{name}-ms": str(value)}
-        one = await api.http.post("/v1/completions", json={"prompt": "a"}, headers=header)
-        two = await api.complete(slo={f"{name}_ms": value})
-        for response, field in ((one, f"x-slo-{name}-ms"), (two, f"slo.{name}_ms")):
+        by_header = await api.http.post("/v1/completions", json={"prompt": "a"}, headers=header)
+        by_body = await api.complete(slo={f"{name}_ms": value})
+        for response, field in ((by_header, f"x-slo-{name}-ms"), (by_body, f"slo.{name}_ms")):
             if response.status_code == 400:
                 error = error_of(response, 400)
                 assert error["param"] == field
                 assert error["message"] == f"{field} must be a number in [50, 2000]"
-        return [one.status_code, two.status_code]
+        return [by_header.status_code, by_body.status_code]
 
     async with make_api(**{f"min_slo_{name}_ms": 50.0, f"max_slo_{name}_ms": 2000.0, f"slo_{name}_ms": 9.0}) as api:
-        assert (await api.complete()).status_code == 200  # the operator's own default
+        assert (await api.complete()).status_code == 200  # the default may be out of bounds
         found = [await statuses(api, value) for value in (49.9, 50, 2000, 2000.1)]
     assert found == [[400] * 2, [200] * 2, [200] * 2, [400] * 2]
     async with make_api() as api:
         assert await statuses(api, 1) == [200, 200]
 
 
-async def test_death_of_the_engine_fails_everybody(make_api: MakeApi) -> None:
+async def test_engine_death_fails_all_requests(make_api: MakeApi) -> None:
     async with make_api() as api:
         api.engine.paused = True
         whole, stream = asyncio.create_task(api.complete()), asyncio.create_task(api.complete(stream=True))
@@ -356,7 +356,7 @@ async def test_death_of_the_engine_fails_everybody(make_api: MakeApi) -> None:
         assert api.is_clean()
 
 
-async def test_refusal_by_the_engine_is_400(api: Api) -> None:
+async def test_rejection_by_engine_is_400(api: Api) -> None:
     api.engine.paused = True
     task = asyncio.create_task(api.complete())
     await until(lambda: api.engine.live)
@@ -369,7 +369,7 @@ async def test_refusal_by_the_engine_is_400(api: Api) -> None:
 # -- chat -------------------------------------------------------------------------------------------------------
 
 
-async def test_chat_answer_and_template(api: Api) -> None:
+async def test_chat_response_and_template(api: Api) -> None:
     body = (await api.chat()).json()
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
@@ -378,7 +378,7 @@ async def test_chat_answer_and_template(api: Api) -> None:
     assert text == "<|user|>hello<|assistant|>"
 
 
-async def test_chat_takes_developers_parts_and_sent_back_messages(api: Api) -> None:
+async def test_chat_accepts_developer_role_content_parts_and_returned_messages(api: Api) -> None:
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -410,14 +410,14 @@ async def test_chat_logprobs(api: Api) -> None:
     assert error_of(await api.chat(top_logprobs=2), 400)["param"] == "top_logprobs"
 
 
-async def test_chat_without_a_bound_takes_the_rest_of_the_context(api: Api) -> None:
+async def test_chat_without_max_tokens_may_fill_context(api: Api) -> None:
     body = (await api.chat(max_tokens=None, ignore_eos=True)).json()
     assert body["usage"]["total_tokens"] == tiny.CONTEXT
     body = (await api.chat(max_tokens=7, max_completion_tokens=3, ignore_eos=True)).json()
     assert body["usage"]["completion_tokens"] == 3
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------
+# -- rejected requests ------------------------------------------------------------------------------------------
 
 BAD_COMPLETIONS = [
     ({"prompt": ""}, "prompt"),
@@ -502,7 +502,7 @@ BAD_CHATS = [
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_COMPLETIONS, ids=str)
-async def test_bad_completion_names_the_field(api: Api, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_completion_error_names_field(api: Api, fields: dict[str, Any], param: str) -> None:
     error = error_of(await api.complete(**fields), 400)
     assert error["param"] == param
     assert param.split(".", maxsplit=1)[0] in error["message"]
@@ -511,7 +511,7 @@ async def test_bad_completion_names_the_field(api: Api, fields: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_CHATS, ids=str)
-async def test_bad_chat_names_the_field(api: Api, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_chat_error_names_field(api: Api, fields: dict[str, Any], param: str) -> None:
     error = error_of(await api.chat(**fields), 400)
     assert error["param"] == param
     assert not api.engine.added
@@ -529,9 +529,7 @@ WITH_TOOLS = [
 
 @pytest.mark.parametrize(("message", "field"), WITH_TOOLS)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-async def test_a_history_with_tools_is_told_that_there_are_none(
-    api: Api, path: str, message: dict[str, Any], field: str
-) -> None:
+async def test_tool_messages_are_rejected(api: Api, path: str, message: dict[str, Any], field: str) -> None:
     body = {"messages": [{"role": "user", "content": "add"}, message]}
     error = error_of(await api.http.post(path, json=body), 400)
     assert error["param"] == f"messages.1.{field}"
@@ -579,12 +577,12 @@ async def test_neutral_chat_values_are_accepted(api: Api, fields: dict[str, Any]
     ],
     ids=range(12),
 )
-async def test_broken_bodies_are_400(api: Api, body: bytes) -> None:
+async def test_malformed_bodies_are_400(api: Api, body: bytes) -> None:
     error_of(await api.http.post("/v1/completions", content=body, headers=JSON), 400)
     assert not api.engine.added
 
 
-async def test_paths_methods_and_models_that_do_not_exist(api: Api) -> None:
+async def test_unknown_paths_methods_and_models(api: Api) -> None:
     assert error_of(await api.http.get("/nothing"), 404)["code"] == "not_found"
     assert error_of(await api.http.get("/health/"), 404)["code"] == "not_found"
     assert error_of(await api.http.get("/v1/completions"), 405)["code"] == "method_not_allowed"
@@ -593,7 +591,7 @@ async def test_paths_methods_and_models_that_do_not_exist(api: Api) -> None:
         assert (error["code"], error["type"]) == ("model_not_found", "not_found_error")
 
 
-async def test_bugs_do_not_leak_their_text(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_internal_errors_do_not_leak_details(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_api() as api:
 
         def broken(*_: Any) -> None:
@@ -610,7 +608,7 @@ async def test_bugs_do_not_leak_their_text(make_api: MakeApi, monkeypatch: pytes
 # -- the queue --------------------------------------------------------------------------------------------------
 
 
-async def test_request_cap_holds_and_says_when_to_come_back(make_api: MakeApi) -> None:
+async def test_request_cap_returns_429_with_retry_after(make_api: MakeApi) -> None:
     async with make_api(max_queued_requests=3) as api:
         api.engine.paused = True
         running = [asyncio.create_task(api.complete(n=n)) for n in (1, 2)]
@@ -625,36 +623,36 @@ async def test_request_cap_holds_and_says_when_to_come_back(make_api: MakeApi) -
         assert api.is_clean()
 
 
-async def test_a_full_queue_refuses_before_it_tokenizes_and_tells_when_to_return(
+async def test_full_queue_rejects_before_tokenizing_with_retry_after(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ten times as many requests as there are places the others are refused at once (users.md 4.4, 21)."""
+    """With ten times as many requests as slots, the excess is rejected immediately."""
     async with make_api(max_queued_requests=4) as api:
         api.engine.paused = True
         admitted = [asyncio.create_task(api.complete()) for _ in range(4)]
         await until(lambda: len(api.engine.live) == 4)
-        monkeypatch.setattr(api.service, "encode", None)  # it is not called
+        monkeypatch.setattr(api.service, "encode", None)  # must not be called
         seconds = []
         for _ in range(36):
             begin = time.process_time()
-            refused = await api.complete(prompt="long " * 1000)
+            rejected = await api.complete(prompt="long " * 1000)
             seconds.append(time.process_time() - begin)
-            assert error_of(refused, 429)["code"] == "queue_full"
-            assert int(refused.headers["Retry-After"]) == 1
+            assert error_of(rejected, 429)["code"] == "queue_full"
+            assert int(rejected.headers["Retry-After"]) == 1
         assert statistics.median(seconds) < max_stall_s()
         api.engine.paused = False
         assert [(await task).status_code for task in admitted] == [200] * 4
 
 
-async def test_token_cap_counts_what_waits(make_api: MakeApi) -> None:
+async def test_token_cap_counts_waiting_requests_only(make_api: MakeApi) -> None:
     async with make_api(max_queued_tokens=100) as api:
         api.engine.paused = True
         task = asyncio.create_task(api.complete(prompt=[1] * 60, max_tokens=3))
         await until(lambda: api.engine.live)
         error_of(await api.complete(prompt=[1] * 60), 429)
         assert error_of(await api.complete(prompt=[1] * 101), 400)["param"] == "prompt"
-        error_of(await api.complete(prompt="z" * 60), 429)  # a token each, of which four bytes are estimated to be one
-        api.engine.step()  # the first one runs, and no longer waits
+        error_of(await api.complete(prompt="z" * 60), 429)  # 60 tokens; the estimate of four bytes per token is too low
+        api.engine.step()  # the first request now runs and no longer waits
         second = asyncio.create_task(api.complete(prompt=[1] * 60))
         await until(lambda: len(api.engine.live) == 2)
         api.engine.paused = False
@@ -662,10 +660,10 @@ async def test_token_cap_counts_what_waits(make_api: MakeApi) -> None:
         assert api.is_clean()
 
 
-async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(
+async def test_disconnect_during_tokenization_leaves_nothing(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it closes the connection, which is seen when its job begins, or the server gives its request up."""
+    """Either the client disconnects, which is seen when its job starts, or the server cancels the request."""
     async with make_api() as api:
         began, go = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
@@ -681,7 +679,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing
         head = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": head, "query_string": b""}
         scope |= {"http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}
-        for is_dropped in (True, False):
+        for is_cancelled in (True, False):
             messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
             sent: list[Any] = []
 
@@ -696,18 +694,18 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing
             task = asyncio.create_task(api.app(dict(scope), receive, send))
             await began.wait()
             assert api.service.admission.requests == 1
-            if is_dropped:
+            if is_cancelled:
                 task.cancel()
                 await asyncio.wait([task])
                 assert api.is_clean()
             go.set()
             await asyncio.wait([task])
-            assert [one["status"] for one in sent if "status" in one] == ([] if is_dropped else [499])
+            assert [one["status"] for one in sent if "status" in one] == ([] if is_cancelled else [499])
             assert api.is_clean()
         assert api.engine.aborted == [add.id for add in api.engine.added]
 
 
-async def test_draining_takes_nothing_new_and_finishes_what_runs(make_api: MakeApi) -> None:
+async def test_drain_rejects_new_requests_and_finishes_running_ones(make_api: MakeApi) -> None:
     async with make_api() as api:
         api.engine.paused = True
         task = asyncio.create_task(api.complete())
@@ -720,10 +718,10 @@ async def test_draining_takes_nothing_new_and_finishes_what_runs(make_api: MakeA
         assert (await task).status_code == 200
 
 
-# -- the rest ---------------------------------------------------------------------------------------------------
+# -- other routes and settings ----------------------------------------------------------------------------------
 
 
-async def test_request_ids_are_echoed_clean_and_never_collide(api: Api) -> None:
+async def test_request_ids_are_sanitized_echoed_and_unique(api: Api) -> None:
     async def post(request_id: str) -> httpx.Response:
         return await api.http.post("/v1/completions", json={"prompt": "ab"}, headers={"x-request-id": request_id})
 
@@ -734,7 +732,7 @@ async def test_request_ids_are_echoed_clean_and_never_collide(api: Api) -> None:
     assert len((await api.http.get("/nothing")).headers["x-request-id"]) == 32
 
 
-async def test_priorities_are_those_of_the_operator(make_api: MakeApi) -> None:
+async def test_priority_must_be_within_configured_range(make_api: MakeApi) -> None:
     async with make_api(priority_range="-5:-2") as api:
         for priority in (-5, -2, 0, None):
             assert (await api.complete(priority=priority)).status_code == 200
@@ -748,7 +746,7 @@ async def test_priorities_are_those_of_the_operator(make_api: MakeApi) -> None:
             )
 
 
-async def test_keys_have_priorities_and_tiers_of_their_own(make_api: MakeApi, tmp_path: Path) -> None:
+async def test_api_keys_have_their_own_priority_range_and_tiers(make_api: MakeApi, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
         "all\n[priority-range=0:5 priority-tier=none]\nlow\n[priority-range=0:0]\nnone\n[priority-range=-9:-9]\nnine"
@@ -762,7 +760,7 @@ async def test_keys_have_priorities_and_tiers_of_their_own(make_api: MakeApi, tm
             headers = {"Authorization": f"Bearer {key}"}
             return api.http.post("/v1/completions", json={"prompt": "a", **body}, headers=headers)
 
-        for key, priority, refusal in (
+        for key, priority, reason in (
             ("all", -1, None),
             ("all", 1, f"must be 0 or an integer in [-1, 0] {server}, got 1"),
             ("low", 5, None),
@@ -773,12 +771,12 @@ async def test_keys_have_priorities_and_tiers_of_their_own(make_api: MakeApi, tm
             ("nine", -8, f"must be 0 or an integer in [-9, -9] {own}, got -8"),
         ):
             answer = await complete(key, priority=priority)
-            if refusal is None:
+            if reason is None:
                 assert answer.status_code == 200
                 assert api.engine.added[-1].options.priority == priority
             else:
                 error = error_of(answer, 400)
-                assert (error["param"], error["message"]) == ("priority", f"priority {refusal}")
+                assert (error["param"], error["message"]) == ("priority", f"priority {reason}")
         for key in ("all", "none"):
             assert (await complete(key, service_tier="priority")).status_code == 200
         error = error_of(await complete("low", service_tier="priority"), 400)
@@ -786,9 +784,7 @@ async def test_keys_have_priorities_and_tiers_of_their_own(make_api: MakeApi, tm
         assert error["message"].endswith("this API key has no tier priority (--priority-tier)")
 
 
-async def test_an_engine_has_no_folder_before_its_server_handles_signals(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_engine_handle_creates_no_folder_before_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     handle = EngineHandle(EngineClient(Metrics()), command=("false",))
     assert not list(tmp_path.iterdir())
@@ -798,7 +794,7 @@ async def test_an_engine_has_no_folder_before_its_server_handles_signals(
     assert not list(tmp_path.iterdir())
 
 
-async def test_an_engine_killed_while_its_process_is_created_ends() -> None:
+async def test_engine_can_be_killed_during_process_creation() -> None:
     handle = EngineHandle(EngineClient(Metrics()), command=("sleep", "60"))
     starting = asyncio.create_task(handle.start(EngineConfig()))
     await asyncio.sleep(0)
@@ -809,7 +805,7 @@ async def test_an_engine_killed_while_its_process_is_created_ends() -> None:
     await handle.stop()
 
 
-async def test_tier_priority_is_the_operators_to_open(api: Api) -> None:
+async def test_priority_tier_is_disabled_by_default(api: Api) -> None:
     for post in (api.chat, api.complete):
         error = error_of(await post(service_tier="priority"), 400)
         assert error["param"] == "service_tier"
@@ -824,7 +820,7 @@ async def test_tier_priority_is_the_operators_to_open(api: Api) -> None:
         ServerConfig(priority_ttft_ms=5)
 
 
-async def test_a_key_is_a_client_where_service_is_fair_between_keys(make_api: MakeApi) -> None:
+async def test_fair_by_key_identifies_clients_by_api_key(make_api: MakeApi) -> None:
     async with make_api(api_keys=("one", "other"), fair_by="key") as api:
         for key in ("one", "other", "one"):
             await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": f"Bearer {key}"})
@@ -833,7 +829,7 @@ async def test_a_key_is_a_client_where_service_is_fair_between_keys(make_api: Ma
         assert not {first, second} & {"", "one", "other"}
 
 
-async def test_sampling_reaches_the_engine(api: Api) -> None:
+async def test_sampling_parameters_reach_engine(api: Api) -> None:
     await api.complete(temperature=0.5, top_k=4, logit_bias={"3": -2}, stop_token_ids=[7])
     add = api.engine.added[0]
     assert (add.params.temperature, add.params.top_k) == (0.5, 4)
@@ -841,7 +837,7 @@ async def test_sampling_reaches_the_engine(api: Api) -> None:
     assert add.params.stop_token_ids == (7,)
 
 
-async def test_what_a_request_leaves_out_has_the_default_of_the_model(api: Api) -> None:
+async def test_omitted_sampling_parameters_use_model_defaults(api: Api) -> None:
     defaults = {"temperature": 0.5, "top_k": 20}
     api.service.open(api.ready, api.service.tokenizer, sampling_defaults=defaults)
     for body in ({}, {"temperature": 2, "top_k": -1}, {"temperature": None, "top_k": 3}):
@@ -850,7 +846,7 @@ async def test_what_a_request_leaves_out_has_the_default_of_the_model(api: Api) 
     assert [(one.temperature, one.top_k) for one in params] == [(0.5, 20), (2, 0), (0.5, 3)]
 
 
-async def test_models_version_and_load(api: Api) -> None:
+async def test_models_version_and_load_endpoints(api: Api) -> None:
     listed = (await api.http.get("/v1/models")).json()
     assert listed["object"] == "list"
     assert listed["data"][0] == (await api.http.get("/v1/models/tiny")).json()
@@ -859,7 +855,7 @@ async def test_models_version_and_load(api: Api) -> None:
     assert (await api.http.get("/load")).json()["server_load"] == 0
 
 
-async def test_served_name_may_hold_slashes(make_api: MakeApi) -> None:
+async def test_served_model_name_may_contain_slashes(make_api: MakeApi) -> None:
     async with make_api(served_model_name="org/model") as api:
         assert (await api.http.get("/v1/models/org/model")).json()["id"] == "org/model"
         assert (await api.complete(model="org/model")).json()["model"] == "org/model"
@@ -874,7 +870,7 @@ async def test_served_name_may_hold_slashes(make_api: MakeApi) -> None:
         ("org/llama", "/cache/snapshots/0f3c", ("org/llama",)),
     ],
 )
-async def test_a_model_given_by_its_path_goes_by_the_name_of_its_folder_too(
+async def test_model_path_is_also_served_by_folder_name(
     api: Api, given: str, folder: str, names: tuple[str, ...]
 ) -> None:
     api.service.open(replace(api.ready, model=given, folder=folder), api.service.tokenizer)
@@ -900,7 +896,7 @@ async def test_tokenize_and_detokenize(api: Api) -> None:
     assert error_of(await api.http.post("/detokenize", json={"tokens": [tiny.VOCAB]}), 400)["param"] == "tokens"
 
 
-async def test_before_the_engine_is_ready_it_says_so() -> None:
+async def test_endpoints_return_503_until_engine_is_ready() -> None:
     metrics = Metrics()
     service = Service(ServerConfig(), EngineClient(metrics), metrics)
     transport = httpx.ASGITransport(build_app(service))

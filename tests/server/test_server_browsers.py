@@ -1,4 +1,4 @@
-"""What pages of other sites can have a browser do: which Host, Origin and Content-Type are answered, and CORS."""
+"""Protection against cross-site requests from browsers: Host, Origin, Content-Type and CORS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = {"Authorization": "Bearer right"}
 
 
 async def ask(api: Api, **headers: str) -> httpx.Response:
-    """Generate, with these headers; an underscore stands for a hyphen."""
+    """Send a completion request with the given headers, in whose names underscores stand for hyphens."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return await api.http.post("/v1/completions", content=BODY, headers=JSON | named)
 
@@ -29,7 +29,7 @@ def code_of(response: httpx.Response) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("host", "is_answered"),
+    ("host", "is_allowed"),
     [
         *((host, True) for host in ("localhost", "LOCALHOST:8000", "localhost.:80", "127.0.0.1:8000", "[::1]:8000")),
         *((host, True) for host in ("ui.localhost", "192.168.1.5", "llm.example.com", "LLM.example.com:8000")),
@@ -37,19 +37,17 @@ def code_of(response: httpx.Response) -> str | None:
         *((host, False) for host in ("evil.com:80:80", "[::1", "::1", "llm.example.com.evil.com", "localhost@evil")),
     ],
 )
-async def test_other_names_than_those_of_the_server_are_refused(
-    make_api: MakeApi, host: str, is_answered: bool
-) -> None:
-    """A name that a site of its own makes stand for this machine's address (DNS rebinding) is in Host."""
+async def test_unknown_host_names_are_rejected(make_api: MakeApi, host: str, is_allowed: bool) -> None:
+    """In a DNS rebinding attack, Host is the attacker's name, which resolves to this machine."""
     async with make_api(allowed_hosts=("llm.example.com",)) as api:
         response = await ask(api, Host=host)
-        assert (response.status_code, code_of(response)) == ((200, None) if is_answered else (403, "host_not_allowed"))
+        assert (response.status_code, code_of(response)) == ((200, None) if is_allowed else (403, "host_not_allowed"))
         assert (await api.http.get("/health", headers={"Host": host})).status_code == 200
         assert api.is_clean()
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_answered"),
+    ("settings", "is_allowed"),
     [
         ({}, False),
         ({"host": "localhost"}, False),
@@ -60,32 +58,32 @@ async def test_other_names_than_those_of_the_server_are_refused(
         ({"api_keys": ("right",), "allowed_hosts": ("name",)}, False),
     ],
 )
-async def test_names_are_checked_where_no_key_is_needed_or_names_are_given(
-    make_api: MakeApi, settings: dict[str, object], is_answered: bool
+async def test_host_and_origin_checks_depend_on_configuration(
+    make_api: MakeApi, settings: dict[str, object], is_allowed: bool
 ) -> None:
     async with make_api(**settings) as api:
         response = await ask(api, Host="evil.com", Origin="http://evil.com", **KEY)
-        assert response.status_code == (200 if is_answered else 403)
+        assert response.status_code == (200 if is_allowed else 403)
 
 
 @pytest.mark.parametrize(
-    ("origin", "is_answered"),
+    ("origin", "is_allowed"),
     [("http://localhost:8000", True), (PAGE, True), ("http://localhost:3000", False), ("http://evil.com", False),
      ("null", False), ("http://[", False), (PAGE + ".evil.com", False), ("http://evil.com/localhost:8000", False)],
 )  # fmt: skip
-async def test_pages_of_other_sites_are_refused(make_api: MakeApi, origin: str, is_answered: bool) -> None:
+async def test_cross_origin_requests_are_rejected(make_api: MakeApi, origin: str, is_allowed: bool) -> None:
     async with make_api(cors_origins=(PAGE,)) as api:
         response = await ask(api, Host="localhost:8000", Origin=origin)
-        assert code_of(response) == (None if is_answered else "origin_not_allowed")
+        assert code_of(response) == (None if is_allowed else "origin_not_allowed")
         upload = await api.http.post("/v1/files", files={"file": b""}, headers={"Origin": "http://evil.com"})
-        assert upload.status_code == 403  # a form, which a browser sends without asking
+        assert upload.status_code == 403  # browsers send forms without a preflight
     async with make_api(api_keys=("right",)) as api:
         assert (await ask(api, Origin=origin, **KEY)).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-async def test_bodies_must_say_that_they_are_json(api: Api, path: str) -> None:
-    """A browser sends these types without asking, and curl the second one unless it is told otherwise."""
+async def test_json_content_type_is_required(api: Api, path: str) -> None:
+    """Browsers send these types without a preflight, and the second one is curl's default."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=b", "json", ""):
         response = await api.http.post(path, content=BODY, headers={"Content-Type": kind} if kind else {})
         assert (response.status_code, code_of(response)) == (415, "unsupported_media_type")
@@ -96,22 +94,22 @@ async def test_bodies_must_say_that_they_are_json(api: Api, path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.x+json"])
-async def test_json_by_other_spellings_is_read(api: Api, kind: str) -> None:
+async def test_json_content_type_variants_are_accepted(api: Api, kind: str) -> None:
     assert (await ask(api, Content_Type=kind)).status_code == 200
 
 
-async def test_the_client_of_openai_is_answered(api: Api) -> None:
+async def test_openai_client_passes_browser_checks(api: Api) -> None:
     client = openai.AsyncOpenAI(api_key="none", base_url="http://127.0.0.1:8000/v1", http_client=api.http)
     assert (await client.completions.create(model="tiny", prompt="abc", max_tokens=2)).usage.completion_tokens == 2
     stream = await client.completions.create(model="tiny", prompt="abc", max_tokens=2, stream=True)
     assert len([event async for event in stream]) >= 2
 
 
-async def test_pages_of_named_origins_may_read_answers(make_api: MakeApi) -> None:
-    asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
-    asks |= {"Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}
+async def test_cors_headers_for_configured_origins(make_api: MakeApi) -> None:
+    preflight_headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+    preflight_headers |= {"Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}
     async with make_api(api_keys=("right",), cors_origins=(PAGE, "http://localhost:3000")) as api:
-        preflight = await api.http.options("/v1/completions", headers=asks)
+        preflight = await api.http.options("/v1/completions", headers=preflight_headers)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == PAGE
         assert "POST" in preflight.headers["access-control-allow-methods"]
@@ -121,13 +119,13 @@ async def test_pages_of_named_origins_may_read_answers(make_api: MakeApi) -> Non
             assert (response.status_code, response.headers["access-control-allow-origin"]) == (status, PAGE)
             assert response.headers["x-request-id"]
         assert "x-request-id" in response.headers["access-control-expose-headers"].lower()
-        refused = await api.http.options("/v1/completions", headers=asks | {"Origin": "https://evil.com"})
-        assert refused.status_code == 400
+        rejected = await api.http.options("/v1/completions", headers=preflight_headers | {"Origin": "https://evil.com"})
+        assert rejected.status_code == 400
         other = await ask(api, Origin="https://evil.com", **KEY)
-        assert "access-control-allow-origin" not in {*refused.headers, *other.headers}
+        assert "access-control-allow-origin" not in {*rejected.headers, *other.headers}
 
 
-async def test_without_named_origins_no_page_may(make_api: MakeApi) -> None:
+async def test_no_cors_headers_without_configured_origins(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",)) as api:
         response = await ask(api, Origin=PAGE, **KEY)
         preflight = await api.http.options(
@@ -149,6 +147,8 @@ async def test_without_named_origins_no_page_may(make_api: MakeApi) -> None:
         ({"cors_origins": ("null",)}, "cors_origins must be"),
     ],
 )
-async def test_names_that_no_browser_sends_are_refused(settings: dict[str, tuple[str]], message: str) -> None:
+async def test_invalid_hosts_and_origins_in_settings_are_rejected(
+    settings: dict[str, tuple[str]], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(**settings)

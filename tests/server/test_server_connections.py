@@ -1,4 +1,4 @@
-"""What a connection may take: time to send, time to read, a descriptor. On real sockets, over a small application."""
+"""Limits of connections: timeouts for reading and writing, and their number. Uses real sockets and a small app."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ MB = 1 << 20
 
 @pytest.fixture(scope="module")
 def anyio_backend() -> tuple[str, dict[str, bool]]:
-    return "asyncio", {"use_uvloop": True}  # as in a server
+    return "asyncio", {"use_uvloop": True}  # as the server does
 
 
 class World:
-    """A server whose application reads the body, but for `/early`, and answers with `size` bytes.
+    """Server whose application reads the body, except for `/early`, and answers with `size` bytes.
 
     Args:
-        keys: Any of them is needed; none: no key.
-        proxies: Trusted ones.
+        keys: Accepted API keys, or none if no key is needed.
+        proxies: Addresses of trusted proxies.
 
     Attributes:
-        ended: How many bytes each finished answer had.
-        begun: Number of requests.
-        headers, body: Of the last request, as they were when its body had been read.
-        refused: Number of connections that the server refused, by why.
+        started: Number of requests received.
+        finished: Number of bytes of each complete answer.
+        headers: Headers of the last request after its body was read.
+        body: Body of the last request.
+        refused: Number of connections that the server refused, by reason.
     """
 
     def __init__(self, size: int = 2, *, keys: Sequence[str] = (), proxies: Sequence[str] = ()) -> None:
@@ -53,15 +54,15 @@ class World:
         self.proxies = proxies
         self.headers: list[tuple[bytes, bytes]] = []
         self.body = b""
-        self.begun = 0
-        self.ended: list[int] = []
+        self.started = 0
+        self.finished: list[int] = []
         self.refused = Counter[str]()
         self._writers: list[asyncio.StreamWriter] = []
         self.hold = asyncio.Event()
         self.hold.set()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.begun += 1
+        self.started += 1
         body = b""
         while scope["path"] != "/early" and (message := await receive())["type"] == "http.request":
             body += message["body"]
@@ -70,19 +71,19 @@ class World:
         self.headers, self.body = list(scope["headers"]), body
         if scope["path"] not in ("/health", "/early"):
             await self.hold.wait()
-        given = 0
+        sent = 0
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while given < self.size:
+        while sent < self.size:
             await send({"type": "http.response.body", "body": b"x" * min(MB, self.size), "more_body": True})
-            given += MB
+            sent += MB
         await send({"type": "http.response.body"})
-        self.ended.append(given)
+        self.finished.append(sent)
 
     @contextlib.asynccontextmanager
     async def serve(self, **limits: float) -> AsyncIterator[World]:
         with listen("127.0.0.1", 0) as listener:
-            bounds = ConnectionLimits(max_header_bytes=1000, **limits)  # type: ignore[arg-type]
-            server = HttpServer(self.app, bounds, lambda reason: self.refused.update([reason]), self.proxies)
+            connection_limits = ConnectionLimits(max_header_bytes=1000, **limits)  # type: ignore[arg-type]
+            server = HttpServer(self.app, connection_limits, lambda reason: self.refused.update([reason]), self.proxies)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             self.port = listener.getsockname()[1]
             self.connections = server.server_state.connections
@@ -103,7 +104,7 @@ class World:
         return reader, writer
 
     async def answer(self, data: bytes) -> bytes:
-        """What comes until the server closes."""
+        """Send data and return everything received until the server closes the connection."""
         reader, _ = await self.connect(data)
         with contextlib.suppress(ConnectionError):
             return await asyncio.wait_for(reader.read(), 10)
@@ -114,14 +115,14 @@ def error_of(answer: bytes) -> tuple[bytes, str]:
     return answer[9:12], json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["message"]
 
 
-async def until(holds: Callable[[], object]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
-        while not holds():
+        while not condition():
             await asyncio.sleep(0.01)
 
 
 async def ok(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
-    """The head of the next answer, which is 200."""
+    """Read the next answer, check that it is 200 and return its head."""
     head = await asyncio.wait_for(stream[0].readuntil(b"\r\n\r\n"), 30)
     assert head.startswith(b"HTTP/1.1 200"), head
     await asyncio.wait_for(stream[0].readuntil(b"0\r\n\r\n"), 30)
@@ -134,10 +135,10 @@ async def is_closed(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -
     return True
 
 
-async def test_silence_and_slow_heads_and_bodies_are_ended() -> None:
+async def test_slow_heads_and_bodies_time_out() -> None:
     async with World().serve(head_s=0.2, body_s=0.2, body_bytes_per_s=1000) as world:
-        begun = HEAD + b"Content-Length: 100\r\n\r\nabc"
-        silent, head, body = await asyncio.gather(*(world.answer(data) for data in (b"", HEAD, begun)))
+        incomplete = HEAD + b"Content-Length: 100\r\n\r\nabc"
+        silent, head, body = await asyncio.gather(*(world.answer(data) for data in (b"", HEAD, incomplete)))
         assert silent == b""
         assert error_of(head) == (b"408", "the request's head must be complete within 0.2 s")
         assert error_of(body)[0] == b"408"
@@ -146,16 +147,16 @@ async def test_silence_and_slow_heads_and_bodies_are_ended() -> None:
         assert world.refused == {"late": 3}
 
 
-async def test_a_trickle_is_ended_and_a_steady_body_is_not() -> None:
+async def test_trickled_body_times_out_and_steady_body_does_not() -> None:
     async with World().serve(body_s=1.0, body_bytes_per_s=4000) as world:
 
-        async def send(piece: bytes) -> bytes:
+        async def send(part: bytes) -> bytes:
             reader, writer = await world.connect(HEAD + b"Connection: close\r\nContent-Length: 4000\r\n\r\n")
             status = asyncio.create_task(reader.readline())
-            for _ in range(4000 // len(piece)):
+            for _ in range(4000 // len(part)):
                 if status.done():
                     break
-                writer.write(piece)
+                writer.write(part)
                 await asyncio.sleep(0.05)
             return await status
 
@@ -164,7 +165,7 @@ async def test_a_trickle_is_ended_and_a_steady_body_is_not() -> None:
         assert trickle.startswith(b"HTTP/1.1 408")
 
 
-async def test_time_in_which_the_server_works_does_not_count() -> None:
+async def test_read_timeouts_pause_while_server_answers() -> None:
     async with World().serve(head_s=0.1, body_s=0.1) as world:
         world.hold.clear()
         reader, writer = await world.connect(GET)
@@ -176,16 +177,16 @@ async def test_time_in_which_the_server_works_does_not_count() -> None:
         assert b"408" in await reader.read()
 
 
-async def test_a_client_that_does_not_read_is_disconnected() -> None:
+async def test_client_that_does_not_read_is_disconnected() -> None:
     async with World(64 * MB).serve(write_s=0.3) as world:
         _, writer = await world.connect(GET)
         writer.transport.pause_reading()
-        await until(lambda: world.ended)
+        await until(lambda: world.finished)
         assert not world.connections
         assert world.refused == {"slow_reader": 1}
 
 
-async def test_a_client_that_reads_slowly_gets_all() -> None:
+async def test_slow_reader_gets_whole_response() -> None:
     async with World(8 * MB).serve(write_s=0.6) as world:
         reader, _ = await world.connect(GET)
         got = 0
@@ -195,25 +196,25 @@ async def test_a_client_that_reads_slowly_gets_all() -> None:
         assert world.connections
 
 
-async def test_a_client_that_reads_slower_than_the_kernel_tells_is_kept() -> None:
+async def test_progress_hidden_by_kernel_buffers_does_not_disconnect() -> None:
     """The kernel buffers megabytes, and reports progress when a third of them are read."""
     async with World(16 * MB).serve(write_s=3) as world:
         reader, _ = await world.connect(GET)
-        for _ in range(32):  # five times as fast as it has to be
+        for _ in range(32):  # five times the required rate
             assert await reader.read(1 << 14)
             await asyncio.sleep(0.15)
         assert not world.refused
 
 
-async def test_a_client_that_leaves_is_noticed_with_a_second_request_behind() -> None:
-    left = asyncio.Event()
+async def test_disconnect_is_noticed_with_pipelined_request() -> None:
+    disconnected = asyncio.Event()
 
     class Endless(World):
         async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
             async def wait_for_end() -> None:
                 while (await receive())["type"] != "http.disconnect":
                     pass
-                left.set()
+                disconnected.set()
 
             waiting = asyncio.create_task(wait_for_end())
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -226,10 +227,10 @@ async def test_a_client_that_leaves_is_noticed_with_a_second_request_behind() ->
         assert await reader.read(1)
         writer.transport.abort()
         async with asyncio.timeout(10):
-            await left.wait()
+            await disconnected.wait()
 
 
-async def test_idle_connections_make_way_for_new_ones() -> None:
+async def test_idle_connections_are_closed_for_new_ones() -> None:
     async with World().serve(max_connections=4) as world:
         for _ in range(20):
             await world.connect()
@@ -240,7 +241,7 @@ async def test_idle_connections_make_way_for_new_ones() -> None:
         assert world.refused == {"idle": 18}
 
 
-async def test_health_has_room_where_all_connections_are_busy() -> None:
+async def test_health_is_served_when_all_connections_are_busy() -> None:
     async with World().serve(max_connections=4) as world:
         world.hold.clear()
         busy = [await world.connect(GET) for _ in range(4)]
@@ -260,12 +261,12 @@ async def test_health_has_room_where_all_connections_are_busy() -> None:
             assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
-# -- what a chunked body has besides data -------------------------------------------------------------------------
+# -- framing and trailers of chunked bodies -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [b"/x", b"/early"])
 @pytest.mark.parametrize(
-    ("begin", "piece"),
+    ("begin", "part"),
     [
         (b"1\r\nx\r\n0\r\n", b"A:\r\n"),
         (b"1\r\nx\r\n0\r\n", b"A"),
@@ -276,20 +277,20 @@ async def test_health_has_room_where_all_connections_are_busy() -> None:
     ],
     ids=["trailers", "trailer name", "trailer value", "extension", "zeros", "extensions"],
 )
-async def test_what_is_not_data_of_a_chunked_body_is_bounded(path: bytes, begin: bytes, piece: bytes) -> None:
+async def test_overhead_of_chunked_body_is_limited(path: bytes, begin: bytes, part: bytes) -> None:
     async with World().serve(body_s=30, linger_bytes=1 << 16) as world:
         world.hold.clear()
         stream = await world.connect(CHUNKED.replace(b"/x", path) + begin)
-        await until(lambda: world.begun)  # what follows is not among the headers that the guard counts
-        most, sent = 16 * MB, 0
-        pieces = piece * (10_000 // len(piece))
+        await until(lambda: world.started)  # later bytes do not count as headers
+        limit, sent = 16 * MB, 0
+        block = part * (10_000 // len(part))
         with contextlib.suppress(ConnectionError):
-            while sent < most and not stream[0].at_eof():
-                stream[1].write(pieces)
-                sent += len(pieces)
+            while sent < limit and not stream[0].at_eof():
+                stream[1].write(block)
+                sent += len(block)
                 await asyncio.wait_for(stream[1].drain(), 10)
                 await asyncio.sleep(0)
-        assert sent < most
+        assert sent < limit
         await until(lambda: not world.connections)
 
 
@@ -300,7 +301,7 @@ async def test_trailers_are_not_headers() -> None:
         )
         answer = await world.answer(CHUNKED + b"1\r\nx\r\n0\r\n" + trailers + b"\r\n\r\n")
         assert error_of(answer)[0] == b"401"
-        # The application reads the headers when the body is complete.
+        # The application reads the headers only after the body.
         begin = CHUNKED.replace(b"Host:", b"Authorization: Bearer right\r\nHost:") + b"1\r\nx\r\n"
         stream = await world.connect(begin)
         await asyncio.sleep(0.05)
@@ -314,13 +315,13 @@ async def test_tiny_chunks_cost_a_few_times_their_parsing() -> None:
     body = b"1\r\nx\r\n" * (MB - 1) + b"0\r\n\r\n"
 
     def parse() -> None:
-        pieces: list[bytes] = []
+        parts: list[bytes] = []
 
-        class Parts:
-            on_body = pieces.append
+        class Protocol:
+            on_body = parts.append
 
-        httptools.HttpRequestParser(Parts()).feed_data(CHUNKED + body)
-        assert len(b"".join(pieces)) == MB - 1
+        httptools.HttpRequestParser(Protocol()).feed_data(CHUNKED + body)
+        assert len(b"".join(parts)) == MB - 1
 
     async with World().serve() as world:
         ratios = []
@@ -334,17 +335,17 @@ async def test_tiny_chunks_cost_a_few_times_their_parsing() -> None:
         assert min(ratios) < 3
 
 
-async def test_a_body_that_breaks_off_is_not_part_of_another() -> None:
+async def test_malformed_body_does_not_leak_into_next_request() -> None:
     async with World().serve() as world:
         assert error_of(await world.answer(CHUNKED + b"5\r\nwrong\r\n5\r\nwrong!"))[0] == b"400"
         await ok(await world.connect(CHUNKED + b"5\r\nright\r\n0\r\n\r\n"))
         assert world.body == b"right"
 
 
-# -- more than one request ----------------------------------------------------------------------------------------
+# -- pipelined requests -------------------------------------------------------------------------------------------
 
 
-async def test_requests_that_are_sent_ahead_wait_unread() -> None:
+async def test_pipelined_requests_are_read_lazily() -> None:
     async with World().serve() as world:
         world.hold.clear()
         sent = 4000
@@ -355,10 +356,10 @@ async def test_requests_that_are_sent_ahead_wait_unread() -> None:
         world.hold.set()
         for _ in range(sent):
             await ok(stream)
-        assert len(world.ended) == sent
+        assert len(world.finished) == sent
 
 
-async def test_what_is_not_http_does_not_get_into_the_answer_before_it() -> None:
+async def test_invalid_http_does_not_corrupt_previous_response() -> None:
     async with World().serve() as world:
         world.hold.clear()
         stream = await world.connect(GET + b"nonsense\r\n\r\n")
@@ -368,7 +369,7 @@ async def test_what_is_not_http_does_not_get_into_the_answer_before_it() -> None
         assert await is_closed(stream)
 
 
-async def test_the_body_of_a_request_to_change_the_protocol_is_no_request() -> None:
+async def test_body_of_upgrade_request_is_not_parsed_as_request() -> None:
     async with World().serve() as world:
         upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: x\r\n"
         reader, writer = await world.connect(upgrade + b"Content-Length: %d\r\n\r\n" % len(GET))
@@ -378,18 +379,18 @@ async def test_the_body_of_a_request_to_change_the_protocol_is_no_request() -> N
         stream = await world.connect(upgrade + b"\r\n" + GET)
         assert b"connection: close" in await ok(stream)
         assert await is_closed(stream)
-        assert len(world.ended) == 1
+        assert len(world.finished) == 1
 
 
 # -- answers before the request is complete -----------------------------------------------------------------------
 
 
-async def test_a_connection_that_is_answered_early_is_drained_and_closed() -> None:
+async def test_connection_answered_early_is_drained_and_closed() -> None:
     early = HEAD.replace(b"/x", b"/early") + b"Content-Length: 1000000\r\n\r\n"
     async with World().serve(linger_s=1, linger_pause_s=0.3, linger_bytes=MB) as world:
 
-        async def send(piece: bytes, pause_s: float) -> int:
-            """How many bytes it takes until the connection is closed."""
+        async def send(part: bytes, pause_s: float) -> int:
+            """Return the number of bytes sent until the connection is closed."""
             stream = await world.connect(early)
             assert b"connection: close" in await ok(stream)
             assert await is_closed(stream)  # for writing
@@ -397,21 +398,21 @@ async def test_a_connection_that_is_answered_early_is_drained_and_closed() -> No
             with contextlib.suppress(ConnectionError):
                 async with asyncio.timeout(10):
                     while not stream[1].transport.is_closing():
-                        stream[1].write(piece)
-                        sent += len(piece)
+                        stream[1].write(part)
+                        sent += len(part)
                         await stream[1].drain()
                         await asyncio.sleep(pause_s)
             return sent
 
         await ok(await world.connect(early))
-        await until(lambda: not world.connections)  # it sends nothing
+        await until(lambda: not world.connections)  # the client sends nothing more
         trickle, flood = await asyncio.gather(send(b"x", 0.1), send(b"x" * 100_000, 0.001))
         assert trickle < 100
         assert flood >= MB
 
 
 @pytest.mark.parametrize("client", ["asyncio", "aiohttp"])
-async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(client: str) -> None:
+async def test_rejection_reaches_client_that_sends_all_before_reading(client: str) -> None:
     body = bytes(8 * MB)
 
     async def by_asyncio(world: World, key: bytes) -> int:
@@ -435,14 +436,14 @@ async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(client:
             assert found == [status] * 5
 
 
-# -- too many connections -----------------------------------------------------------------------------------------
+# -- limits of connections ----------------------------------------------------------------------------------------
 
 
-async def test_connections_whose_client_is_to_send_make_way() -> None:
-    begun = HEAD + b"Content-Length: 100\r\n\r\nabc"
+async def test_connections_awaiting_client_data_are_closed_for_new_ones() -> None:
+    incomplete = HEAD + b"Content-Length: 100\r\n\r\nabc"
     early = HEAD.replace(b"/x", b"/early") + b"Content-Length: 100\r\n\r\n"
     async with World().serve(max_connections=4) as world:
-        for data in (begun, early):
+        for data in (incomplete, early):
             for _ in range(3 * SPARE):
                 await world.connect(data)
             stream = await world.connect(GET)
@@ -451,7 +452,7 @@ async def test_connections_whose_client_is_to_send_make_way() -> None:
         await until(lambda: len(world.connections) <= 4)
 
 
-async def test_the_address_with_most_connections_loses_one() -> None:
+async def test_address_with_most_connections_loses_one() -> None:
     async with World().serve(max_connections=40) as world:
         other = await world.connect(GET, "127.0.0.2")
         await ok(other)
@@ -462,13 +463,13 @@ async def test_the_address_with_most_connections_loses_one() -> None:
         await ok(other)
 
 
-async def test_connections_of_an_address_are_bounded() -> None:
+async def test_connections_per_address_are_limited() -> None:
     async with World().serve(max_per_address=4) as world:
-        begun = [await world.connect(HEAD + b"Content-Length: 100\r\n\r\n") for _ in range(4)]
+        incomplete = [await world.connect(HEAD + b"Content-Length: 100\r\n\r\n") for _ in range(4)]
         await until(lambda: all(not connection.is_unread for connection in world.connections))
         world.hold.clear()
         busy = [await world.connect(GET) for _ in range(4)]
-        assert all([await is_closed(stream) for stream in begun])
+        assert all([await is_closed(stream) for stream in incomplete])
         await until(lambda: world.refused == {"share": 4})
         status, text = error_of(await world.answer(GET))
         assert (status, text) == (
@@ -481,7 +482,7 @@ async def test_connections_of_an_address_are_bounded() -> None:
             await ok(stream)
 
 
-async def test_connections_of_a_key_are_bounded_and_not_those_of_its_address() -> None:
+async def test_authenticated_connections_are_limited_by_key_not_address() -> None:
     async with World(keys=("a", "b")).serve(max_per_address=2, max_per_key=3) as world:
 
         def get(key: bytes) -> bytes:
@@ -507,7 +508,7 @@ async def test_connections_of_a_key_are_bounded_and_not_those_of_its_address() -
             await ok(stream)
 
 
-async def test_connections_of_a_trusted_proxy_count_for_its_clients() -> None:
+async def test_connections_of_trusted_proxy_count_for_its_clients() -> None:
     async with World(proxies=("127.0.0.1",)).serve(max_per_address=2) as world:
 
         def get(client: bytes) -> bytes:
@@ -521,8 +522,8 @@ async def test_connections_of_a_trusted_proxy_count_for_its_clients() -> None:
         assert error_of(await world.answer(get(b"192.0.2.1")))[0] == b"429"
         busy += [await world.connect(get(b"2001:db8::2"))]
         await until(lambda: sum(connection._is_answering for connection in world.connections) == 5)
-        assert error_of(await world.answer(get(b"2001:db8::3")))[0] == b"429"  # of the same network
-        busy += [await world.connect(get(b"192.0.2.1"), "127.0.0.2") for _ in range(2)]  # which is not trusted
+        assert error_of(await world.answer(get(b"2001:db8::3")))[0] == b"429"  # the same IPv6 network
+        busy += [await world.connect(get(b"192.0.2.1"), "127.0.0.2") for _ in range(2)]  # not a trusted proxy
         await until(lambda: sum(connection._is_answering for connection in world.connections) == 7)
         world.hold.set()
         for stream in busy:

@@ -1,4 +1,4 @@
-"""GET /debug/requests: the state of each request, over all replicas. `test_server_door` checks the key."""
+"""GET /debug/requests: the state of each request over all replicas. `test_server_access` tests authentication."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from support.watch import Stepper, World
 
 
 def state(number: int, **fields: Any) -> RequestState:
-    """Of a request that nothing happened to."""
+    """Return the state of a new request, with changed fields."""
     empty = {"computed_tokens": 0, "device_blocks": 0, "host_blocks": 0, "wait_reason": None, "wait_s": None}
-    band = {"service": ServiceClass.REAL_TIME, "is_urgent": False, "priority": 0}
-    base = {"state": "waiting", **band, "place": 0, "prompt_tokens": 8, "output_tokens": 0, **empty}
+    rank = {"service": ServiceClass.REAL_TIME, "is_urgent": False, "priority": 0}
+    base = {"state": "waiting", **rank, "place": 0, "prompt_tokens": 8, "output_tokens": 0, **empty}
     return RequestState(number=number, **{**base, **fields})
 
 
-def test_every_state_and_the_order() -> None:
-    """Three requests run and one waits. Then two newcomers take slots, and one request is swapped out."""
+def test_request_states_and_order() -> None:
+    """Three requests run and one waits. Then two new ones take slots, and one request is swapped out."""
     eviction = OnCall()
     world = World("fcfs", eviction=lambda: eviction, device_blocks=20, max_seqs=3)
     stepper = Stepper(world.core())
@@ -74,14 +74,14 @@ def test_every_state_and_the_order() -> None:
 
 
 @pytest.mark.anyio
-async def test_there_is_no_route_without_the_flag(make_api: MakeApi) -> None:
+async def test_debug_route_needs_option(make_api: MakeApi) -> None:
     async with make_api() as api:
         assert (await api.http.get("/debug/requests")).status_code == 404
 
 
 @pytest.mark.anyio
-async def test_replicas_that_do_not_answer_are_named(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One answers, with a request that has ended by now besides; one does not; one is lost before it does."""
+async def test_silent_replicas_are_listed(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica answers, also with an already finished request; one does not answer; one dies first."""
     monkeypatch.setattr(debug, "TIMEOUT_S", 0.2)
     async with make_api(enable_debug_routes=True, replicas=3, priority_range="0:2") as api:
         for engine in api.engines:
@@ -118,8 +118,8 @@ async def test_replicas_that_do_not_answer_are_named(make_api: MakeApi, monkeypa
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_forecasts_come_with_requests_and_after_them() -> None:
-    """Over the wire; for a request that has ended they come to nothing."""
+def test_forecasts_arrive_with_and_after_requests() -> None:
+    """Messages pass through serialization. A forecast for a finished request has no effect."""
     loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, 10, 100)
     server = EngineServer(None, 0)  # type: ignore[arg-type]
 
@@ -135,8 +135,8 @@ def test_forecasts_come_with_requests_and_after_them() -> None:
     assert expected(Abort([1])) == expected(Reforecast(1, Forecast(2.0, "learned"))) == [(1.5, "prior")]
 
 
-def test_a_running_server_tells_of_each_request(start_server: StartServer) -> None:
-    """Twenty requests on a device that holds few of them. Their prompts have no full block, which they could share."""
+def test_running_server_lists_every_request(start_server: StartServer) -> None:
+    """The device holds few of the 20 requests. Prompts are shorter than a block, so that none is shared."""
     learning = {"forecaster": "learned", "forecast_dir": "none"}
     server = start_server(step_s=0.01, blocks=12, enable_debug_routes=True, **learning)
     with httpx.Client(base_url=server.url) as client:
@@ -161,33 +161,33 @@ def test_a_running_server_tells_of_each_request(start_server: StartServer) -> No
     server.wait_idle()
 
 
-def show(name: str) -> dict[str, Any]:
+def with_key(name: str) -> dict[str, Any]:
     return {"headers": {"Authorization": f"Bearer {name}"}}
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("keys", [("one", "two", "operator"), ()])
-async def test_a_key_sees_its_own_requests_and_an_operator_all(make_api: MakeApi, keys: tuple[str, ...]) -> None:
+async def test_key_sees_its_own_requests_and_operator_sees_all(make_api: MakeApi, keys: tuple[str, ...]) -> None:
     rights = {owner_of_key(b"operator"): KeyRights(is_operator=True)} if keys else {}
     async with make_api(api_keys=keys, key_rights=rights, enable_debug_routes=True) as api:
         api.engine.paused = True
-        ended = []
+        tasks = []
         for number, name in enumerate(("one", "one", "two"), 1):
             body = {"prompt": "abc", "max_tokens": 2, "n": number}
-            ended.append(asyncio.create_task(api.http.post("/v1/completions", json=body, **show(name))))
+            tasks.append(asyncio.create_task(api.http.post("/v1/completions", json=body, **with_key(name))))
             while len(api.engine.live) < number * (number + 1) // 2:
                 await asyncio.sleep(0.01)
         numbers = list(api.engine.live)
 
-        async def seen(name: str) -> list[int]:
-            asking = asyncio.create_task(api.http.get("/debug/requests", **show(name)))
+        async def listed(name: str) -> list[int]:
+            asking = asyncio.create_task(api.http.get("/debug/requests", **with_key(name)))
             while not api.engine.asked:
                 await asyncio.sleep(0.01)
             api.engine.tell(RequestStates(api.engine.asked.pop(), [state(number) for number in numbers]))
             return [row["number"] for row in (await asking).json()["requests"]]
 
-        assert await seen("one") == (numbers[:3] if keys else numbers)
-        assert await seen("two") == (numbers[3:] if keys else numbers)
-        assert await seen("operator") == numbers
+        assert await listed("one") == (numbers[:3] if keys else numbers)
+        assert await listed("two") == (numbers[3:] if keys else numbers)
+        assert await listed("operator") == numbers
         api.engine.paused = False
-        assert {answer.status_code for answer in await asyncio.gather(*ended)} == {200}
+        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}

@@ -23,7 +23,7 @@ import httpx
 import psutil
 import pytest
 from server_worlds import BLOCKS, HERE, ServerProcess, StartServer, simulated_server
-from simulated_engine import DROPPED, HOPELESS, STUCK
+from simulated_engine import HOPELESS, OUT_OF_MEMORY, STUCK
 
 JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
@@ -245,7 +245,7 @@ def test_failed_request_gets_an_error_and_the_others_finish(start_server: StartS
     response = httpx.post(f"{server.url}/v1/completions", json=body)
     assert response.status_code == 500
     assert response.json()["error"] == {
-        "message": DROPPED,
+        "message": OUT_OF_MEMORY,
         "type": "server_error",
         "param": None,
         "code": "request_failed",

@@ -1,4 +1,4 @@
-"""A tiny model folder: a byte-level tokenizer with a chat template, and a Llama with random weights."""
+"""Writes tiny model folders: a byte-level tokenizer with a chat template, and a Llama with random weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTEXT = 512
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer with one token per byte, in the order of the byte-level alphabet, and some special tokens."""
+    """Write a tokenizer with one token per byte, in the order of the byte-level alphabet, and a few special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -32,7 +32,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 def write_model(folder: Path) -> Path:
     """Write the tokenizer and a two-layer Llama."""
-    import torch  # noqa: PLC0415 - most tests of this folder do not need it
+    import torch  # noqa: PLC0415 - most tests of this folder run without it
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     write_tokenizer(folder)

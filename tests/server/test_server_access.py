@@ -1,4 +1,4 @@
-"""Keys, sizes and tricks with paths: at the application, and on the wire."""
+"""API keys, size limits and attempts to bypass them, at the application and on the wire."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = {"Authorization": "Bearer right"}
 
 
 @pytest.mark.anyio
-async def test_every_route_but_health_needs_a_key(make_api: MakeApi) -> None:
+async def test_every_route_except_health_needs_a_key(make_api: MakeApi) -> None:
     async with make_api(api_keys=("other", "right"), enable_debug_routes=True) as api:
         paths = {(route.path, method) for route in api.app.app.routes for method in route.methods}  # type: ignore[attr-defined]
         assert {path for path, _ in paths} >= {"/v1/completions", "/metrics", "/load", "/tokenize", "/debug/requests"}
@@ -42,7 +42,7 @@ async def test_every_route_but_health_needs_a_key(make_api: MakeApi) -> None:
     "value",
     ["", "Bearer", "Bearer ", "right", "Basic right", "Bearer wrong", "Bearer rightt", "Bearer righ", "Bearer é"],
 )
-async def test_wrong_keys_do_not_open(make_api: MakeApi, value: str) -> None:
+async def test_wrong_keys_are_rejected(make_api: MakeApi, value: str) -> None:
     async with make_api(api_keys=("right",)) as api:
         response = await api.http.get("/v1/models", headers=[(b"authorization", value.encode())])
         assert response.status_code == 401
@@ -50,7 +50,7 @@ async def test_wrong_keys_do_not_open(make_api: MakeApi, value: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_refusal_takes_no_longer_with_many_keys(make_api: MakeApi) -> None:
+async def test_rejection_time_does_not_grow_with_number_of_keys(make_api: MakeApi) -> None:
     async def seconds(count: int) -> float:
         async with make_api(api_keys=tuple(f"key-{number}" for number in range(count))) as api:
             await api.http.get("/v1/models")
@@ -63,7 +63,7 @@ async def test_a_refusal_takes_no_longer_with_many_keys(make_api: MakeApi) -> No
 
 
 @pytest.mark.anyio
-async def test_two_keys_in_one_request_do_not_open(make_api: MakeApi) -> None:
+async def test_two_authorization_headers_are_rejected(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",)) as api:
         headers = [(b"authorization", b"Bearer right"), (b"authorization", b"Bearer wrong")]
         assert (await api.http.get("/v1/models", headers=headers)).status_code == 401
@@ -74,7 +74,7 @@ async def test_two_keys_in_one_request_do_not_open(make_api: MakeApi) -> None:
     "target",
     ["/health/../v1/models", "/health/", "//health", "/%68ealth", "/health%2f..%2fv1/models", "/Health", "/health;x"],
 )
-async def test_paths_near_the_open_ones_are_not_open(make_api: MakeApi, target: str) -> None:
+async def test_variants_of_open_paths_need_a_key(make_api: MakeApi, target: str) -> None:
     async with make_api(api_keys=("right",)) as api:
         statuses = []
 
@@ -103,16 +103,16 @@ async def test_web_sockets_are_closed(make_api: MakeApi) -> None:
 
 
 @pytest.mark.anyio
-async def test_large_bodies_are_413_whatever_they_claim(make_api: MakeApi) -> None:
+async def test_large_bodies_are_413_with_or_without_length(make_api: MakeApi) -> None:
     async with make_api(max_body_bytes=1000) as api:
         body = json.dumps({"prompt": "x" * 1000}).encode()
         assert (await api.http.post("/v1/completions", content=body, headers=JSON)).status_code == 413
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def parts() -> AsyncIterator[bytes]:
             for start in range(0, len(body), 100):
                 yield body[start : start + 100]
 
-        response = await api.http.post("/v1/completions", content=pieces(), headers=JSON)
+        response = await api.http.post("/v1/completions", content=parts(), headers=JSON)
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "request_too_large"
         assert api.is_clean()
@@ -130,14 +130,14 @@ async def test_large_headers_are_431(make_api: MakeApi) -> None:
 
 
 def exchange(server: ServerProcess, request: bytes) -> bytes:
-    """What the server answers to these bytes until it closes, or falls silent."""
+    """Send the bytes and return the answer until the server closes or pauses for two seconds."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=2) as connection:
         answer = b""
         try:
             connection.sendall(request)
-            while piece := connection.recv(65536):
-                answer += piece
+            while data := connection.recv(65536):
+                answer += data
         except (TimeoutError, ConnectionError):
             pass
         return answer
@@ -164,25 +164,25 @@ def locked(tokenizer_folder: Path) -> Iterator[ServerProcess]:
         b"GET /v1/models HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade",
     ],
 )
-def test_tricks_do_not_open(locked: ServerProcess, request_line: bytes) -> None:
+def test_path_and_header_tricks_do_not_bypass_auth(locked: ServerProcess, request_line: bytes) -> None:
     answer = exchange(locked, request_line + b"\r\n\r\n")
     assert answer.startswith((b"HTTP/1.1 401", b"HTTP/1.1 400")), answer
     assert b"tiny" not in answer
 
 
-def test_health_needs_no_key_and_the_key_opens(locked: ServerProcess) -> None:
+def test_health_needs_no_key_and_key_grants_access(locked: ServerProcess) -> None:
     assert httpx.get(f"{locked.url}/health").status_code == 200
     assert httpx.get(f"{locked.url}/v1/models", headers=KEY).status_code == 200
 
 
-def test_metrics_have_a_port_that_needs_no_key_and_tell_the_memory_of_both_processes(locked: ServerProcess) -> None:
+def test_metrics_port_needs_no_key_and_reports_memory(locked: ServerProcess) -> None:
     assert locked.process.stdout is not None
     _, line = (locked.process.stdout.readline() for _ in range(2))
     url = line.removeprefix("Metrics: ").strip()
     assert not url.startswith(locked.url)
     for name, process in (("api", locked.api), ("engine", locked.engine)):
         head = f"skipjoin:{name}_resident_memory_bytes "
-        for _ in range(600):  # an engine tells once a second
+        for _ in range(600):  # engines report once a second
             (found,) = (line for line in httpx.get(url).text.splitlines() if line.startswith(head))
             if (resident := float(found.removeprefix(head))) > 0:
                 break
@@ -199,20 +199,20 @@ def test_metrics_have_a_port_that_needs_no_key_and_tell_the_memory_of_both_proce
     ],
     ids=["one header", "many headers", "target"],
 )
-def test_endless_heads_are_cut_off(server: ServerProcess, head: bytes) -> None:
-    """A head of a megabyte and no end to it: answered or dropped, not collected."""
+def test_oversized_request_heads_are_rejected(server: ServerProcess, head: bytes) -> None:
+    """An unfinished head of a megabyte is rejected or dropped, not buffered."""
     answer = exchange(server, head)
     assert answer == b"" or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_what_is_not_http_is_an_openai_error(server: ServerProcess) -> None:
+def test_invalid_http_gets_openai_error(server: ServerProcess) -> None:
     answer = exchange(server, b"nonsense\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400")
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "invalid_http"
 
 
-def test_a_huge_body_is_refused_before_it_is_read(server: ServerProcess) -> None:
+def test_huge_body_is_rejected_before_it_is_read(server: ServerProcess) -> None:
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = exchange(server, post + b"Content-Length: 100000000\r\n\r\n" + b"x" * 100_000)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 413")

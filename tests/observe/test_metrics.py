@@ -67,7 +67,7 @@ def test_a_request_dropped_by_the_executor_counts_as_an_error() -> None:
     assert {name: count for name, count in reasons.items() if count} == {"length": 15, "error": 5}
     assert metrics.snapshot().summed("num_requests_running") == metrics.snapshot().summed("num_requests_waiting") == [0]
     assert {one.id for one in facts if not one.is_complete} == {0, 4, 8, 12, 16}
-    assert file.getvalue().count('"references":"error"') == 5
+    assert file.getvalue().count('"left":"error"') == 5
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -291,7 +291,7 @@ def test_objectives_are_counted_as_soon_as_they_are_decided() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_finished_requests_are_released(overlap: bool) -> None:
-    """A stop token end a request while a plan in flight still holds it; an abort may come at any time."""
+    """A stop token ends a request while a plan in flight still holds it; an abort may come at any time."""
     world = World("fastserve", 1 + overlap, overlap, lambda: Chaos(1))
     metrics = metrics_of(world)
     stepper = Stepper(world.core())  # tokens are positions

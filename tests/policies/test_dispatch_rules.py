@@ -1,4 +1,4 @@
-"""Dispatch by expected work and by prefixes, as work finishes and replicas join and leave; and length predictions."""
+"""Dispatch by least work and by prefixes, as work finishes and replicas join and leave; and length predictions."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_prefixes_that_a_replica_lost_are_not_expected_there() -> None:
 def test_a_prefix_that_all_requests_share_is_spread_over_all_replicas(
     replicas: int, blocks: int, outputs: list[int]
 ) -> None:
-    """Once the prefix is shared, a replica's extra work is at most action the prefix saves."""
+    """Once the prefix is shared, a replica's extra work is at most what the prefix saves."""
     rule, common = aware(replicas), text(0, BLOCK * blocks)
     chosen: list[int] = []
     for number, tokens in enumerate(outputs):

@@ -138,7 +138,7 @@ def test_a_backlog_sums_work_before_a_key_to_within_a_bucket(work: list[tuple[fl
 
 @pytest.mark.parametrize(("aging_s", "turns"), [(math.inf, [0, 11, 33]), (10.0, [0, 11, 33]), (1.0, [0, 7.6, 8])])
 def test_a_turn_is_the_work_ahead_unless_aging_makes_it_sooner(aging_s: float, turns: list[float]) -> None:
-    """One request runs at a time. The work is 11, 22 and 33 s; aging outweighs a factor of at shortest 1000."""
+    """One request runs at a time. The work is 11, 22 and 33 s; aging outweighs a factor of at least 1000."""
     cost = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
     ordering = ShortestWithWaits(RemainingTime(ExecutionTime(cost), forecast_tokens, aging_s=aging_s), hysteresis_s=0.1)
     first, second, last = (forecasted(tokens, number) for number, tokens in enumerate((1000, 2000, 3000)))

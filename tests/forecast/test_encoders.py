@@ -1,4 +1,4 @@
-"""Encoders and the search for similar vectors."""
+"""Prompt encoders and the search for similar vectors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_words_are_stable_and_ignore_case() -> None:
     assert words("Hello, World") == words("hello , world") == [907060870, 3772416878, 980881731]
 
 
-def test_similar_prompts_are_near_and_others_are_not() -> None:
+def test_similar_prompts_have_similar_vectors() -> None:
     one, near, far = (words(text) for text in ("write a poem about rain", "write a poem about snow", "what is 5 + 7 ?"))
     vector = encode(HashedTokens(), one)
     assert vector @ encode(HashedTokens(), near) > 0.5
@@ -54,16 +54,16 @@ def test_similar_prompts_are_near_and_others_are_not() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [16, 300])
-def test_mean_embeddings_are_those_of_the_file(tmp_path: Path, dtype: torch.dtype, width: int) -> None:
+def test_mean_embeddings_match_the_file(tmp_path: Path, dtype: torch.dtype, width: int) -> None:
     matrix = torch.randn(40, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     save_file({"model.embed_tokens.weight": matrix, "other": torch.zeros(3)}, tmp_path / "model.safetensors")
     encoder = MeanEmbeddings(tmp_path)
     assert encoder.width == min(width, 256)
     centered = (matrix.float() - matrix.float().mean(0)).numpy()
-    wanted = {name: centered[tokens].mean(0) for name, tokens in (("one", [1, 2, 3]), ("other", [1, 2, 9]))}
+    expected = {name: centered[tokens].mean(0) for name, tokens in (("one", [1, 2, 3]), ("other", [1, 2, 9]))}
     found = {"one": encode(encoder, [1, 2, 3]), "other": encode(encoder, [1, 2, 9, 10_000])}
-    cosine = wanted["one"] @ wanted["other"] / np.linalg.norm(wanted["one"]) / np.linalg.norm(wanted["other"])
-    # A projection keeps angles up to about one part in sqrt(256).
+    cosine = expected["one"] @ expected["other"] / np.linalg.norm(expected["one"]) / np.linalg.norm(expected["other"])
+    # A projection preserves angles to about one part in sqrt(256).
     assert found["one"] @ found["other"] == pytest.approx(cosine, abs=0.01 if width == 16 else 0.15)
     assert not encode(encoder, [40, -1]).any()
 
@@ -95,7 +95,7 @@ def test_folders_without_an_encoder_are_refused(tmp_path: Path) -> None:
         MeanEmbeddings(tmp_path)
 
 
-def test_an_encoder_of_hugging_face_makes_vectors(tmp_path: Path) -> None:
+def test_a_hugging_face_encoder_returns_unit_vectors(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel, BertTokenizerFast  # noqa: PLC0415
 
     letters = [chr(code) for code in range(97, 123)]
@@ -120,7 +120,7 @@ def test_an_encoder_of_hugging_face_makes_vectors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entries", [64, EXACT_ENTRIES + 1])
-def test_a_search_finds_the_nearest_and_the_oldest_leave(entries: int) -> None:
+def test_a_search_finds_the_nearest_entry_and_not_replaced_ones(entries: int) -> None:
     if entries > EXACT_ENTRIES:
         pytest.importorskip("usearch")
     drawn = np.random.default_rng(0)
@@ -131,12 +131,12 @@ def test_a_search_finds_the_nearest_and_the_oldest_leave(entries: int) -> None:
         vectors.put(number % 60, vector)
     vectors.drop(59)
     for number in (180, 150, 199):
-        places, similarity = vectors.search(made[number], 5)
-        assert places[np.argmax(similarity)] == number % 60
+        slots, similarity = vectors.search(made[number], 5)
+        assert slots[np.argmax(similarity)] == number % 60
         assert similarity.max() == pytest.approx(1.0, abs=1e-2)
-    places, similarity = vectors.search(made[100], 60)
+    slots, similarity = vectors.search(made[100], 60)
     assert similarity.max() < 0.99
-    assert 59 not in places[similarity != 0]
+    assert 59 not in slots[similarity != 0]
 
 
 def index(entries: int) -> VectorIndex:
@@ -144,7 +144,7 @@ def index(entries: int) -> VectorIndex:
 
 
 @pytest.mark.parametrize(("before", "after"), [(50, 20), (50, 200), (20_000, 20_000), (20_000, 30), (30, 20_000)])
-def test_an_index_of_another_size_takes_the_latest_entries(before: int, after: int) -> None:
+def test_an_index_of_another_size_restores_the_latest_entries(before: int, after: int) -> None:
     pytest.importorskip("usearch")
     stored, restored = index(before), index(after)
     drawn = np.random.default_rng(0).standard_normal((120, 16)).astype(np.float32)
@@ -160,7 +160,7 @@ def test_an_index_of_another_size_takes_the_latest_entries(before: int, after: i
     assert len(restored) == min(after, min(120, before) + 120)
 
 
-def test_more_entries_than_can_be_searched_exactly_need_the_extra(monkeypatch) -> None:
+def test_more_entries_than_the_exact_search_allows_need_usearch(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "usearch.index", None)
     with pytest.raises(ConfigError, match="forecast_entries: more than 10000 need usearch"):
         GraphVectors(8)

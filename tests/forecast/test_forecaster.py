@@ -1,4 +1,4 @@
-"""Properties of forecasters: what they say, learn, keep and bound."""
+"""Properties of forecasters: predictions, learning, state and bounds."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ def make(kind: str = "learned", entries: int = 200, clock=lambda: 0.0, max_age_s
     return make_forecaster(config, "model", clock)
 
 
-def teach(forecaster: Forecaster, requests: int = 150, most: int = 4096) -> list[float]:
-    """Two kinds of prompts, of 11 and about 600 tokens; returns the forecasts."""
-    made = []
+def teach(forecaster: Forecaster, requests: int = 150, max_tokens: int = 4096) -> list[float]:
+    """Learn from two kinds of prompts, with 11 and about 600 output tokens, and return the forecasts."""
+    forecasts = []
     for number in range(requests):
         prompt, tokens = (SHORT, 11) if number % 2 else (LONG, 560 + number % 60)
-        predicted = forecaster.forecast(prompt, most)
-        made.append(predicted.forecast.tokens)
-        forecaster.learn(predicted, min(tokens, most), exact=tokens < most)
-    return made
+        predicted = forecaster.forecast(prompt, max_tokens)
+        forecasts.append(predicted.forecast.tokens)
+        forecaster.learn(predicted, min(tokens, max_tokens), exact=tokens < max_tokens)
+    return forecasts
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 200_000), max_size=60),
-    most=st.integers(1, 1 << 20),
+    max_tokens=st.integers(1, 1 << 20),
     learned=st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=8),
 )
-def test_a_forecast_is_a_distribution_within_the_cap(kind, prompt, most, learned) -> None:
+def test_a_forecast_is_a_distribution_within_the_cap(kind, prompt, max_tokens, learned) -> None:
     forecaster = make(kind)
     for tokens, exact in learned:
         forecaster.learn(forecaster.forecast(prompt, 8192), tokens, exact=exact)
-    predicted = forecaster.forecast(prompt, most)
-    for forecast in (predicted.forecast, forecaster.prior(most)):
+    predicted = forecaster.forecast(prompt, max_tokens)
+    for forecast in (predicted.forecast, forecaster.prior(max_tokens)):
         assert sum(forecast.mass) == pytest.approx(1.0)
         assert min(forecast.mass) >= 0
-        assert len(forecast.mass) <= length_bin(most) + 1
-        assert 1 <= forecast.tokens <= most
+        assert len(forecast.mass) <= length_bin(max_tokens) + 1
+        assert 1 <= forecast.tokens <= max_tokens
     low, high = predicted.interval
-    assert 1 <= low <= high <= most
+    assert 1 <= low <= high <= max_tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_learns_what_kinds_of_prompts_lead_to(kind) -> None:
+def test_forecasters_learn_lengths_by_kind_of_prompt(kind) -> None:
     forecaster = make(kind)
     before = abs(forecaster.forecast(SHORT, 4096).forecast.tokens - 11)
     teach(forecaster)
@@ -72,7 +72,7 @@ def test_it_learns_what_kinds_of_prompts_lead_to(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_requests_give_the_same_forecasts_here_and_after_a_restart(kind, tmp_path) -> None:
+def test_forecasts_are_deterministic_and_survive_a_restart(kind, tmp_path) -> None:
     one, other = make(kind), make(kind)
     assert teach(one) == teach(other)
     assert one.save(tmp_path)
@@ -83,20 +83,20 @@ def test_the_same_requests_give_the_same_forecasts_here_and_after_a_restart(kind
     assert restarted.prior(50) == one.prior(50)
 
 
-def test_requests_that_were_cut_off_do_not_teach_the_cap() -> None:
-    """Every output would be 1,000 tokens long; half of the requests end at a max_tokens of 100."""
+def test_truncated_outputs_are_not_learned_as_exact_lengths() -> None:
+    """Every output would have 1,000 tokens, but half of the requests have a max_tokens of 100."""
     forecaster = make()
     for number in range(300):
-        most = 100 if number % 2 else 4096
-        predicted = forecaster.forecast(words(f"prompt {number}"), most)
-        forecaster.learn(predicted, min(1000, most), exact=most > 1000)
+        max_tokens = 100 if number % 2 else 4096
+        predicted = forecaster.forecast(words(f"prompt {number}"), max_tokens)
+        forecaster.learn(predicted, min(1000, max_tokens), exact=max_tokens > 1000)
     assert forecaster.prior(4096).tokens > 700
     assert forecaster.forecast(words("prompt 7"), 4096).forecast.tokens > 700
     assert forecaster.forecast(words("prompt 7"), 100).forecast.tokens > 95
 
 
-def test_intervals_cover_what_they_say_whatever_the_prompt_length() -> None:
-    """Lognormal lengths, whose spread grows with the prompt."""
+def test_intervals_have_their_coverage_at_every_prompt_length() -> None:
+    """Lengths are lognormal, and their spread grows with the prompt."""
     drawn = np.random.default_rng(1)
     forecaster = make(entries=1000)
     inside: list[tuple[int, bool]] = []
@@ -112,7 +112,7 @@ def test_intervals_cover_what_they_say_whatever_the_prompt_length() -> None:
     assert min(later[quartiles == quartile, 1].mean() for quartile in range(4)) >= 0.7
 
 
-def test_permuted_lengths_teach_nothing() -> None:
+def test_permuted_lengths_give_uncorrelated_forecasts() -> None:
     drawn = np.random.default_rng(2)
     forecaster = make(entries=1000)
     pairs = []
@@ -126,7 +126,7 @@ def test_permuted_lengths_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_is_bounded_in_number_and_age(kind, tmp_path) -> None:
+def test_entries_are_bounded_in_number_and_age(kind, tmp_path) -> None:
     now = [0.0]
     forecaster = make(kind, entries=50, clock=lambda: now[0], max_age_s=100)
     index = forecaster.model._index
@@ -155,11 +155,11 @@ def test_settings_outside_their_bounds_are_refused() -> None:
             ForecastConfig(**values)
 
 
-# -- Distributions and their parts --------------------------------------------------------------------------
+# -- distributions ------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(1e-6, 1), min_size=BINS, max_size=BINS), st.integers(1, 1 << 20))
-def test_distributions_agree_with_their_hazards_places_and_quantiles(weights, tokens) -> None:
+def test_distributions_agree_with_their_hazards_ranks_and_quantiles(weights, tokens) -> None:
     mass = np.array(weights) / sum(weights)
     assert mass_of(hazards_of(mass)) == pytest.approx(mass, abs=1e-6)
     end = length_bin(tokens)
@@ -169,8 +169,8 @@ def test_distributions_agree_with_their_hazards_places_and_quantiles(weights, to
     assert 1 <= mean(mass, tokens) <= tokens
 
 
-def test_a_prior_fills_in_what_was_cut_off() -> None:
-    """Kaplan and Meier: of 1,000 requests of 64 or 1,024 tokens, every fourth is aborted at 200."""
+def test_the_prior_corrects_for_aborted_requests() -> None:
+    """The prior is a Kaplan-Meier estimate: of 1,000 requests of 64 or 1,024 tokens, every fourth is aborted at 200."""
     prior = Prior()
     for number in range(1000):
         tokens = 64 if number % 2 else 1024
@@ -182,11 +182,11 @@ def test_a_prior_fills_in_what_was_cut_off() -> None:
     assert first_guess().sum() == pytest.approx(1.0)
 
 
-def test_calibration_corrects_a_forecast_that_is_too_sure() -> None:
+def test_calibration_widens_overconfident_forecasts() -> None:
     drawn = np.random.default_rng(3)
     calibrator = Calibrator()
     for _ in range(2000):
-        # A uniform place would be honest; these crowd at both ends, as those of narrow forecasts do.
+        # Calibrated forecasts have uniform ranks; these are concentrated at both ends, as those of narrow forecasts.
         calibrator.learn(10, float(np.clip(0.5 + drawn.choice([-1, 1]) * drawn.uniform(0.3, 0.5), 1e-6, 1)), True)
     narrow = np.exp(-0.5 * ((np.arange(BINS) - 16) / 1.5) ** 2)
     narrow /= narrow.sum()
@@ -197,18 +197,18 @@ def test_calibration_corrects_a_forecast_that_is_too_sure() -> None:
     ) / length_quantile(narrow, 0.1)
 
 
-def test_edges_are_those_of_the_core() -> None:
+def test_edges_match_the_core() -> None:
     assert len(EDGES) == len(LENGTH_EDGES) == BINS
 
 
-@pytest.mark.parametrize("given", [None, 2])
-def test_linear_algebra_has_one_thread_unless_the_environment_says_otherwise(given: int | None) -> None:
-    """A command loads numpy as the server's API process does; what it starts gets the environment that it has."""
+@pytest.mark.parametrize("threads", [None, 2])
+def test_openblas_has_one_thread_unless_the_environment_sets_more(threads: int | None) -> None:
+    """A command loads numpy as the server's API process does; its subprocesses inherit the environment unchanged."""
     name = "OPENBLAS_NUM_THREADS"
     environment = {key: value for key, value in os.environ.items() if key != name}
-    told = environment if given is None else environment | {name: str(given)}
+    variables = environment if threads is None else environment | {name: str(threads)}
     program = f"import os, psutil, skipjoin.cli; print(psutil.Process().num_threads(), os.environ.get({name!r}))"
-    run = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True)
-    # OpenBLAS starts no more threads than there are processors that this process may use.
+    run = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    # OpenBLAS starts at most as many threads as this process may use processors.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert run.stdout.split() == [str(min(given or 1, usable)), str(given)]
+    assert run.stdout.split() == [str(min(threads or 1, usable)), str(threads)]

@@ -1,4 +1,4 @@
-"""Forecasts of an owner are learned from its own requests; what owners share, one of them moves by little."""
+"""Owners learn from their own requests only, and one owner has a bounded effect on the shared forecasts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PROMPT, OTHER = words("Tell me about the sea"), words("Count from one to ten")
 KINDS = ("learned", "alise", "prior")
 
 
-def make(kind: str = "learned", count: int = 10, kept_in: Path | None = None) -> OwnerForecasters:
+def make(kind: str = "learned", count: int = 10, folder: Path | None = None) -> OwnerForecasters:
     config = ForecastConfig(forecaster=kind, forecast_entries=640)
-    return make_owner_forecasters(config, "model", HashedTokens(), count, kept_in)
+    return make_owner_forecasters(config, "model", HashedTokens(), count, folder)
 
 
 def teach(forecasters: OwnerForecasters, owner: str, tokens: int, requests: int = 60, prompt=PROMPT) -> None:
@@ -37,7 +37,7 @@ def expected(forecasters: OwnerForecasters, owner: str, prompt=PROMPT) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_of_one_owner_leave_the_forecasts_of_another_as_they_were(kind: str) -> None:
+def test_requests_of_one_owner_do_not_change_the_forecasts_of_another(kind: str) -> None:
     forecasters = make(kind)
     teach(forecasters, "victim", 200)
     before = forecasters.forecast("victim", PROMPT, 8192), forecasters.prior("victim", 8192)
@@ -49,66 +49,68 @@ def test_requests_of_one_owner_leave_the_forecasts_of_another_as_they_were(kind:
     assert expected(forecasters, "attacker") > 1000
 
 
-def moved(before: np.ndarray, after: np.ndarray) -> float:
-    """The distance in total variation."""
+def total_variation(before: np.ndarray, after: np.ndarray) -> float:
+    """Return the total variation distance of two distributions."""
     return float(np.abs(before - after).sum() / 2)
 
 
 @pytest.mark.parametrize("others", [0, 1, 3, 8])
 @pytest.mark.parametrize("tokens", [1, 4000])
-def test_one_owner_moves_what_all_share_by_a_bounded_part(others: int, tokens: int) -> None:
+def test_one_owner_has_a_bounded_effect_on_the_shared_forecasts(others: int, tokens: int) -> None:
     forecasters = make("prior")
     for number in range(others):
         teach(forecasters, f"other {number}", 300, 2000)
     before = forecasters.shared()
     teach(forecasters, "attacker", tokens, 5000)
-    full = 2000 / 2040  # the weight of each of the others, at most 1
-    assert 0.5 / (others + 2) < moved(before, forecasters.shared()) <= 1 / (1 + others * full + 1)
+    weight = 2000 / 2040  # the weight of each other owner, at most 1
+    assert 0.5 / (others + 2) < total_variation(before, forecasters.shared()) <= 1 / (1 + others * weight + 1)
 
 
-def test_a_new_owner_begins_with_what_is_shared() -> None:
+def test_a_new_owner_starts_from_the_shared_forecasts() -> None:
     forecasters = make()
     assert np.allclose(forecasters.shared(), first_guess())
-    fresh = expected(forecasters, "a")
+    initial = expected(forecasters, "a")
     for owner in "bcdefg":
         teach(forecasters, owner, 900, 100, OTHER)
-    assert expected(forecasters, "h") > 2 * fresh
+    assert expected(forecasters, "h") > 2 * initial
     assert forecasters.prior("i", 8192).tokens == pytest.approx(forecasters.prior("h", 8192).tokens, rel=0.05)
     teach(forecasters, "h", 20, 40)
-    assert expected(forecasters, "h") < 60  # two requests' worth of it
+    assert expected(forecasters, "h") < 60  # the shared forecasts count as two requests
 
 
 @pytest.mark.parametrize("kind", ["learned", "alise"])
-def test_a_server_without_keys_forecasts_as_a_forecaster_alone(kind: str) -> None:
+def test_a_server_without_keys_forecasts_like_a_single_forecaster(kind: str) -> None:
     config = ForecastConfig(forecaster=kind, forecast_dir="none")
     keeper = open_keeper(config, model="model", folder=".", text_of=str)
-    alone = make_forecaster(config, "model")
+    single = make_forecaster(config, "model")
     for number in range(120):
         prompt, tokens = ((PROMPT, 40), (OTHER, 700))[number % 2]
-        one, other = keeper.forecast(prompt, 8192, "anonymous"), alone.forecast(prompt, 8192)
+        one, other = keeper.forecast(prompt, 8192, "anonymous"), single.forecast(prompt, 8192)
         assert one.forecast == other.forecast
         keeper.learn(one, tokens, exact=True, owner="anonymous")
-        alone.learn(other, tokens, exact=True)
-    assert keeper.prior(100, "anonymous") == alone.prior(100)
-    assert len(keeper) == len(alone) == 120
+        single.learn(other, tokens, exact=True)
+    assert keeper.prior(100, "anonymous") == single.prior(100)
+    assert len(keeper) == len(single) == 120
 
 
-def test_a_thousand_owners_take_bounded_memory_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_owners_take_bounded_memory_and_are_restored_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(owners, "MAX_OWNERS", 8)
-    forecasters = make(count=1000, kept_in=tmp_path)
+    forecasters = make(count=1000, folder=tmp_path)
     assert forecasters.forecast("first", PROMPT, 8192).forecast.tokens > 0
     for number in range(40):
         teach(forecasters, f"owner {number}", 11, 12)
     assert len(forecasters._owners) == 8
-    assert len(forecasters) <= 8 * 640 // 64  # of each owner no more than its part
+    assert len(forecasters) <= 8 * 640 // 64  # each owner has at most its share of the entries
     assert forecasters._changed <= set(forecasters._owners)
     before = expected(forecasters, "owner 39")
-    assert abs(expected(forecasters, "owner 0") - before) < 5  # it was saved when it left
+    assert abs(expected(forecasters, "owner 0") - before) < 5  # its state was saved on eviction
 
 
-def test_states_have_hashes_of_keys_and_are_those_of_their_owner(tmp_path: Path) -> None:
+def test_states_contain_hashed_keys_and_belong_to_their_owner(tmp_path: Path) -> None:
     key = "sk-very-secret-key"
-    forecasters = make(kept_in=tmp_path)
+    forecasters = make(folder=tmp_path)
     teach(forecasters, owner_of_key(key.encode()), 700)
     teach(forecasters, "other", 11)
     assert forecasters.save()
@@ -117,7 +119,7 @@ def test_states_have_hashes_of_keys_and_are_those_of_their_owner(tmp_path: Path)
     for file in tmp_path.rglob("*"):
         assert key not in file.name
         assert file.is_dir() or key.encode() not in file.read_bytes()
-    again = make(kept_in=tmp_path)
+    again = make(folder=tmp_path)
     assert expected(again, owner_of_key(key.encode())) == pytest.approx(700, rel=0.3)
     assert expected(again, "other") == pytest.approx(11, rel=0.5)
 
@@ -127,8 +129,8 @@ def open_kept(folder: Path, owner_count: int) -> ForecastKeeper:
     return open_keeper(config, model="model", folder=".", text_of=str, owners=owner_count)
 
 
-def test_a_state_of_all_keys_together_is_not_used_for_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It has the format of before, is used where there are no keys, and is left as it is where there are."""
+def test_a_state_without_owner_is_not_used_for_an_owner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has the format without owners. Servers without keys use it, and servers with keys leave it unchanged."""
     keeper = open_kept(tmp_path, 0)
     for _ in range(60):
         keeper.learn(keeper.forecast(PROMPT, 8192), 1500, exact=True)

@@ -1,4 +1,4 @@
-"""`skipjoin predict`: evaluate, export, reset."""
+"""`skipjoin predict`: evaluate, export and reset."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(file: Path, lines: list[dict]) -> Path:
     return file
 
 
-def test_evaluate_tells_good_forecasters_from_blind_ones(tmp_path: Path) -> None:
+def test_evaluate_ranks_forecasters_by_quality(tmp_path: Path) -> None:
     trace = write(
         tmp_path / "t.jsonl.gz",
         rows(400, split=lambda number, _: "train" if number % 2 else "val", again=lambda _, tokens: tokens * 2),
@@ -59,7 +59,7 @@ def test_evaluate_tells_good_forecasters_from_blind_ones(tmp_path: Path) -> None
     assert by_name["oracle"]["mae"] > 50  # the second run is twice as long
 
 
-def test_a_conversation_is_in_one_part_of_the_split(tmp_path: Path) -> None:
+def test_a_conversation_is_never_split_between_train_and_test(tmp_path: Path) -> None:
     from skipjoin.cli.predict import _trains  # noqa: PLC0415
 
     parts = {conv: {_trains({"conv": conv}, place, 100) for place in range(100)} for conv in ("a", "b", "c", "d")}
@@ -79,14 +79,14 @@ def test_a_conversation_is_in_one_part_of_the_split(tmp_path: Path) -> None:
         ([], [], "no rows"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, lines, options, text) -> None:
+def test_invalid_input_gives_a_one_line_error(tmp_path: Path, lines, options, text) -> None:
     found = run("evaluate", "--trace", write(tmp_path / "t.jsonl", lines), *options)
     assert found.exit_code == 2
     assert text in found.output
     assert len(found.output.strip().splitlines()) == 1
 
 
-def test_export_and_reset(tmp_path: Path) -> None:
+def test_export_contains_no_prompts_and_reset_removes_states(tmp_path: Path) -> None:
     for served, secret in (("one", "swordfish"), ("two", "password")):
         forecaster = make_forecaster(ForecastConfig(forecast_entries=50), served, lambda: 7.0)
         for tokens in (5, 6, 7):

@@ -1,4 +1,4 @@
-"""What is written to disk: complete, private, and refused without harm when it is damaged."""
+"""Forecaster state on disk: complete, private, and discarded safely when damaged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(served: str = "model", entries: int = 50) -> Forecaster:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """The folder of a state, below `tmp_path`."""
+    """Return the folder of a saved state below `tmp_path`."""
     forecaster = make()
     for _ in range(30):
         forecaster.learn(forecaster.forecast(PROMPT, 4096), 700, exact=True)
@@ -45,8 +45,8 @@ def arrays(folder: Path) -> Path:
     return file
 
 
-def without_hash(folder: Path, change) -> None:
-    """Change the arrays and give the JSON file their hash: what a check of bytes cannot find."""
+def with_valid_hash(folder: Path, change) -> None:
+    """Change the arrays and update their hash in the JSON file, so that the hash does not reveal the damage."""
     import hashlib  # noqa: PLC0415
 
     found = load_file(arrays(folder))
@@ -66,25 +66,25 @@ DAMAGE = {
     "missing arrays": lambda folder: arrays(folder).unlink(),
     "truncated arrays": lambda folder: arrays(folder).write_bytes(arrays(folder).read_bytes()[:1000]),
     "garbage arrays": lambda folder: arrays(folder).write_bytes(os.urandom(4096)),
-    "a lost array": lambda folder: without_hash(folder, lambda found: found.pop("prior.ended")),
-    "an array of another shape": lambda folder: without_hash(
+    "a missing array": lambda folder: with_valid_hash(folder, lambda found: found.pop("prior.ended")),
+    "an array of another shape": lambda folder: with_valid_hash(
         folder, lambda found: found.update({"prior.ended": np.zeros(3)})
     ),
-    "numbers that are none": lambda folder: without_hash(
+    "numbers that are not finite": lambda folder: with_valid_hash(
         folder, lambda found: found["model.head.weights"].fill(np.nan)
     ),
-    "fewer vectors than lengths": lambda folder: without_hash(
+    "fewer vectors than lengths": lambda folder: with_valid_hash(
         folder, lambda found: found.update({"model.index.vectors": np.zeros((7, 256), np.float16)})
     ),
-    "vectors of another width": lambda folder: without_hash(
+    "vectors of another width": lambda folder: with_valid_hash(
         folder, lambda found: found.update({"model.index.vectors": np.zeros((30, 7), np.float16)})
     ),
-    "lengths of no token": lambda folder: without_hash(folder, lambda found: found["model.index.tokens"].fill(0)),
+    "lengths of zero tokens": lambda folder: with_valid_hash(folder, lambda found: found["model.index.tokens"].fill(0)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_state_is_set_aside_with_one_warning(saved: Path, damage, caplog) -> None:
+def test_a_damaged_state_is_moved_aside_with_one_warning(saved: Path, damage, caplog) -> None:
     damage(saved)
     forecaster = make()
     assert not forecaster.load(saved.parent)
@@ -92,13 +92,13 @@ def test_a_damaged_state_is_set_aside_with_one_warning(saved: Path, damage, capl
     assert saved.name in caplog.text
     assert not saved.exists()
     assert len(list(saved.parent.glob("*.bad-*"))) == 1
-    # It begins anew, as if nothing had been there, and can be saved.
+    # The forecaster starts without state and can be saved.
     assert forecaster.forecast(PROMPT, 4096).forecast == make().forecast(PROMPT, 4096).forecast
     assert forecaster.save(saved.parent)
     assert make().load(saved.parent)
 
 
-def test_few_damaged_states_are_kept(tmp_path: Path) -> None:
+def test_the_number_of_damaged_states_is_limited(tmp_path: Path) -> None:
     for _ in range(6):
         make().save(tmp_path)
         (folder,) = (found for found in tmp_path.iterdir() if ".bad-" not in found.name)
@@ -107,7 +107,7 @@ def test_few_damaged_states_are_kept(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_states_of_other_models_lie_apart(saved: Path) -> None:
+def test_states_of_models_are_separate(saved: Path) -> None:
     other = make("other/model")
     assert not other.load(saved.parent)
     assert other.save(saved.parent)
@@ -115,18 +115,18 @@ def test_states_of_other_models_lie_apart(saved: Path) -> None:
     assert make().load(saved.parent)
 
 
-@pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
-def test_a_full_disk_leaves_the_old_state(saved: Path, monkeypatch, caplog, fails: str) -> None:
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
+def test_a_full_disk_preserves_the_old_state(saved: Path, monkeypatch, caplog, failing: str) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     forecaster = make()
     forecaster.learn(forecaster.forecast(PROMPT, 100), 5, exact=True)
     with monkeypatch.context() as patch:
-        if fails == "write":
+        if failing == "write":
             patch.setattr(os, "fdopen", full)
         else:
-            patch.setattr(os, fails, full)
+            patch.setattr(os, failing, full)
         assert not forecaster.save(saved.parent)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "No space left" in caplog.text
@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_the_old_state(saved: Path, monkeypatch, caplog, fail
     assert {file.suffix for file in saved.iterdir()} == {".json", ".safetensors"}
 
 
-def test_saving_again_leaves_one_file_of_each(saved: Path) -> None:
+def test_saving_again_replaces_the_files(saved: Path) -> None:
     forecaster = make()
     forecaster.load(saved.parent)
     forecaster.learn(forecaster.forecast(PROMPT, 4096), 3, exact=True)
@@ -142,14 +142,14 @@ def test_saving_again_leaves_one_file_of_each(saved: Path) -> None:
     assert sorted(file.suffix for file in saved.iterdir()) == [".json", ".safetensors"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog) -> None:
+def test_a_folder_that_cannot_be_created_gives_a_warning(tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("")
     assert not make().save(tmp_path / "file")
     assert not make().load(tmp_path / "file")
     assert len(caplog.records) <= 2
 
 
-def test_the_default_folder_follows_the_user_cache(monkeypatch, tmp_path: Path) -> None:
+def test_the_default_folder_is_in_the_user_cache(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("SKIPJOIN_FORECAST_DIR", str(tmp_path / "own"))
     assert default_folder() == tmp_path / "own"
@@ -157,8 +157,8 @@ def test_the_default_folder_follows_the_user_cache(monkeypatch, tmp_path: Path) 
     assert default_folder() == tmp_path / "skipjoin" / "forecasts"
 
 
-def test_folders_are_for_their_user_alone(tmp_path: Path) -> None:
-    """Whatever the umask allows, and whether the server makes the folder or the first save does."""
+def test_folders_are_private_to_the_user(tmp_path: Path) -> None:
+    """This holds for any umask, and whether the server or the first save creates the folder."""
     engine = EngineConfig(recipe="fcfs")
     before = os.umask(0o022)
     try:
@@ -166,5 +166,5 @@ def test_folders_are_for_their_user_alone(tmp_path: Path) -> None:
         assert make().save(tmp_path / "default")
     finally:
         os.umask(before)
-    made = [tmp_path / "named", tmp_path / "default", *(tmp_path / "default").iterdir()]
-    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3
+    folders = [tmp_path / "named", tmp_path / "default", *(tmp_path / "default").iterdir()]
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700] * 3

@@ -1,4 +1,4 @@
-"""`skipjoin bench`, as a user runs it: against a stub, and against a real server of the built-in model."""
+"""`skipjoin bench` as a user runs it, against a stub and against a real server of the built-in model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(url: str, *args: object) -> Result:
     return CliRunner().invoke(app, ["--base-url", url, *map(str, args)])
 
 
-def test_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:
+def test_bench_writes_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:
     out, times = tmp_path / "out.json", tmp_path / "times.jsonl"
     with OpenAiStub(metrics=METRICS, api_key="sesame") as stub:
         result = run(
@@ -66,13 +66,13 @@ def test_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in times.read_text().splitlines()]
     assert len(lines) == 48
     assert all(line["due_s"] <= line["sent_s"] <= line["first_token_s"] <= line["ended_s"] for line in lines)
-    assert len(stub.bodies) == 49  # and one to warm up
+    assert len(stub.bodies) == 49  # including one warm-up request
     assert {body.get("service_tier") for body in stub.bodies} == {None, "flex"}
     assert "best-effort" in result.output
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         ((), "rates must be given"),
         (("--rates", "0"), "rates must be a number above 0"),
@@ -85,14 +85,14 @@ def test_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:
         (("--rates", "1"), "cannot reach http://127.0.0.1:9/v1/models: connection refused; is the server running?"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(args: tuple[str, ...], says: str) -> None:
+def test_invalid_options_give_a_one_line_error(args: tuple[str, ...], message: str) -> None:
     result = run("http://127.0.0.1:9", *args)
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.output
 
 
-def test_a_server_that_refuses_all_is_told_before_the_run(tmp_path: Path) -> None:
+def test_failing_warm_up_requests_end_the_command(tmp_path: Path) -> None:
     async def refuse(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "prompt must have at most 3 tokens"}}, status=400)
 
@@ -106,7 +106,7 @@ def test_a_server_that_refuses_all_is_told_before_the_run(tmp_path: Path) -> Non
     assert not out.exists()
 
 
-def test_errors_are_told_with_an_example_and_do_not_end_the_run() -> None:
+def test_errors_are_reported_with_an_example_and_do_not_end_the_run() -> None:
     async def sometimes(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if len(stub.bodies) % 3 == 0:
             return web.json_response({"error": {"message": "the queue is full"}}, status=429)
@@ -119,18 +119,18 @@ def test_errors_are_told_with_an_example_and_do_not_end_the_run() -> None:
 
 
 @pytest.mark.parametrize("mode", ["batch", "refill"])
-def test_a_closed_stream_keeps_so_many_requests_at_the_server(tmp_path: Path, mode: str) -> None:
-    there: list[int] = []  # how many requests of the stream there were when one came
-    now = 0
+def test_a_closed_stream_keeps_its_number_of_requests_in_flight(tmp_path: Path, mode: str) -> None:
+    in_flight: list[int] = []  # the stream's requests in flight at each arrival
+    active = 0
 
     async def count(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        nonlocal now
+        nonlocal active
         closed = body.get("service_tier") == "flex"
-        now += closed
+        active += closed
         if closed:
-            there.append(now)
+            in_flight.append(active)
             await asyncio.sleep(0.02)
-        now -= closed  # before the client hears of it
+        active -= closed  # before the client receives the response
         return await complete(stub, request, body)
 
     out, times = tmp_path / "out.json", tmp_path / "times.jsonl"
@@ -141,15 +141,15 @@ def test_a_closed_stream_keeps_so_many_requests_at_the_server(tmp_path: Path, mo
             "--record-requests", times,
         )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert max(there) == 3
+    assert max(in_flight) == 3
     (record,) = load_results([out])
     lines = [json.loads(line) for line in times.read_text().splitlines()]
     due = [line["due_s"] for line in lines if line["service"] == "best-effort"]
-    assert 6 <= len(due) == len(there) == record["services"]["best-effort"]["requests"]["finished"]
-    assert all(at < 0.45 for at in due)
+    assert 6 <= len(due) == len(in_flight) == record["services"]["best-effort"]["requests"]["finished"]
+    assert all(time < 0.45 for time in due)
     if mode == "batch":
         assert len(due) % 3 == 0
-        assert there == [1, 2, 3] * (len(due) // 3)
+        assert in_flight == [1, 2, 3] * (len(due) // 3)
     assert record["services"]["best-effort"]["window"]["duration_s"] == 0.4
     assert re.search(r"be +best-effort", result.output)
 
@@ -167,7 +167,7 @@ def test_a_server_that_refuses_a_closed_stream_is_not_flooded() -> None:
     assert len(stub.bodies) == 3
 
 
-def test_what_was_measured_before_the_server_died_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_kept_when_the_server_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "MAX_FAILING_S", 0.2)
 
     async def die(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -181,14 +181,14 @@ def test_what_was_measured_before_the_server_died_is_kept(tmp_path: Path, monkey
     assert result.exit_code == 1
     assert "cannot reach" in result.stderr
     assert "2 of 3 runs were measured" in result.stderr
-    whole, part = load_results([out])
-    assert whole["requests"]["finished"] == 12
-    assert part["requests"]["submitted"] == 12
-    assert part["requests"]["finished"] + part["requests"]["errors"] == 12
-    assert part["requests"]["errors"] >= 5
+    complete_run, partial_run = load_results([out])
+    assert complete_run["requests"]["finished"] == 12
+    assert partial_run["requests"]["submitted"] == 12
+    assert partial_run["requests"]["finished"] + partial_run["requests"]["errors"] == 12
+    assert partial_run["requests"]["errors"] >= 5
 
 
-def test_an_interrupt_keeps_the_runs_that_are_over(tmp_path: Path) -> None:
+def test_an_interrupt_keeps_finished_runs(tmp_path: Path) -> None:
     second = threading.Event()
 
     async def hang(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -230,7 +230,7 @@ def test_an_interrupt_keeps_the_runs_that_are_over(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of a server of the built-in model."""
+    """Yield the address of a server of the built-in model."""
     command = [
         SKIPJOIN,
         "serve",
@@ -255,7 +255,7 @@ def server() -> Iterator[str]:
 
 
 def metric(url: str, name: str) -> float:
-    """The sum over all labels that the name does not have."""
+    """Return the sum of a metric over all labels that `name` does not specify."""
     begin = name.rstrip("}").partition("{")
     text = httpx.get(f"{url}/metrics").text
     found = re.findall(rf"^skipjoin:{begin[0]}{{[^}}]*{re.escape(begin[2])}[^}}]*}} (\S+)$", text, re.MULTILINE)
@@ -263,7 +263,7 @@ def metric(url: str, name: str) -> float:
     return sum(map(float, found))
 
 
-def test_client_and_server_count_alike(server: str, tmp_path: Path) -> None:
+def test_client_and_server_counts_agree(server: str, tmp_path: Path) -> None:
     finished, tokens = 'request_success_total{finished_reason="length"}', "generation_tokens_total"
     before = [metric(server, name) for name in (finished, tokens)]
     out, times = tmp_path / "out.json", tmp_path / "times.jsonl"
@@ -280,10 +280,10 @@ def test_client_and_server_count_alike(server: str, tmp_path: Path) -> None:
     assert all(line["output_tokens"] == line["output_limit"] for line in lines)
     after = [metric(server, name) for name in (finished, tokens)]
     generated = sum(line["output_tokens"] for line in lines)
-    assert [now - then for then, now in zip(before, after, strict=True)] == [40, generated]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [40, generated]
 
 
-def test_a_server_serves_a_closed_stream_besides_chat(server: str, tmp_path: Path) -> None:
+def test_a_server_serves_a_closed_stream_alongside_chat(server: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = run(
         server, "--lengths", "uniform:20-60,4-12", "--rates", "10", "--duration", "1", "--warmup", "0", "--out", out,
@@ -291,13 +291,13 @@ def test_a_server_serves_a_closed_stream_besides_chat(server: str, tmp_path: Pat
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     services = load_results([out])[0]["services"]
-    for part in services.values():
-        assert part["requests"]["finished"] == part["requests"]["submitted"] > 0
+    for service in services.values():
+        assert service["requests"]["finished"] == service["requests"]["submitted"] > 0
     assert services["best-effort"]["requests"]["finished"] % 4 == 0
 
 
-def test_the_prompts_of_a_trace_are_answered(server: str, tmp_path: Path) -> None:
-    """The lengths are the model's, and not those of the trace."""
+def test_trace_prompts_are_sent_and_answered(server: str, tmp_path: Path) -> None:
+    """The model determines the output lengths, not the trace."""
     trace, out, times = (tmp_path / name for name in ("texts.jsonl", "out.json", "times.jsonl"))
     trace.write_text("".join(json.dumps({"prompt": f"Count from 3 to {end}", "output": "?"}) + "\n" for end in (5, 12)))
     result = run(

@@ -1,4 +1,4 @@
-"""The load client: times and counts, every kind of error, and arrivals that a slow server does not hold up."""
+"""The load client: times and counts, every kind of error, and an open loop that a slow server does not delay."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def jobs(count: int, *, gap_s: float = 0.002, tokens: int = 3) -> list[WorkloadR
 
 
 def go(
-    url: str, wanted: Sequence[WorkloadRequest], *, timeout_s: float | None = None, **target: Any
+    url: str, jobs: Sequence[WorkloadRequest], *, timeout_s: float | None = None, **target: Any
 ) -> tuple[ClientRun, float]:
-    """One run against a server, and its seconds."""
+    """Run the jobs against a server and return the run and its seconds."""
 
     async def run() -> tuple[ClientRun, float]:
         async with Client(Target(base_url=url, model="stub", **target), timeout_s=timeout_s) as client:
-            started = ClientRun(client, wanted, Bodies(client.target, "0"))
+            started = ClientRun(client, jobs, Bodies(client.target, "0"))
             return started, await started.go()
 
     return asyncio.run(run())
@@ -54,10 +54,10 @@ def kinds(run: ClientRun) -> dict[str, int]:
     return dict(Counter(one.failure.kind if one.failure else "finished" for one in run.exchanges))
 
 
-# -- one answer -------------------------------------------------------------------------------------------
+# -- parsing of responses ---------------------------------------------------------------------------------
 
 
-def test_an_answer_has_the_times_of_its_tokens() -> None:
+def test_a_response_has_the_times_of_its_tokens() -> None:
     answer = Answer()
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     for now, data in enumerate(
@@ -82,10 +82,10 @@ def test_an_answer_has_the_times_of_its_tokens() -> None:
     newline=st.sampled_from([b"\n", b"\r\n"]),
     unended=st.booleans(),
 )
-def test_where_a_stream_is_cut_does_not_matter(text: str, cuts: list[int], newline: bytes, unended: bool) -> None:
+def test_streams_may_be_split_at_any_byte(text: str, cuts: list[int], newline: bytes, unterminated: bool) -> None:
     choice = {"index": 0, "text": f'"error" [DONE] "completion_tokens" {text}', "finish_reason": None}
     data = (event(choices=[choice]) * 2 + usage(2) + DONE).replace(b"\n", newline)
-    data = data.rstrip() if unended else data
+    data = data.rstrip() if unterminated else data
     answer = Answer()
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     for number, (start, end) in enumerate(pairwise(edges)):
@@ -96,7 +96,7 @@ def test_where_a_stream_is_cut_does_not_matter(text: str, cuts: list[int], newli
 
 
 @pytest.mark.parametrize(
-    ("data", "kind", "says"),
+    ("data", "kind", "message"),
     [
         (token() * 3 + usage(3), "truncated", "without [DONE]"),
         (token() * 2 + token("stop") + usage(2) + DONE, "truncated", "2 tokens of 3"),
@@ -108,16 +108,16 @@ def test_where_a_stream_is_cut_does_not_matter(text: str, cuts: list[int], newli
         (token() + event(error="no words"), "error_event", "no words"),
     ],
 )
-def test_what_is_wrong_with_an_answer(data: bytes, kind: str, says: str) -> None:
+def test_invalid_responses_are_errors_with_a_kind(data: bytes, kind: str, message: str) -> None:
     answer = Answer()
     answer.feed(data, 1.0)
     found = answer.problem(3, may_stop=False)
     assert found is not None
     assert found.kind == kind
-    assert says in found.detail
+    assert message in found.detail
 
 
-def test_an_answer_may_stop_early_only_where_the_server_was_not_told_to_go_on() -> None:
+def test_a_response_may_stop_early_only_without_ignore_eos() -> None:
     async def stop(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await stream(request, token("stop"), usage(1), DONE)
 
@@ -133,7 +133,7 @@ def test_an_answer_may_stop_early_only_where_the_server_was_not_told_to_go_on() 
 # -- bodies -----------------------------------------------------------------------------------------------
 
 
-def test_bodies_repeat_by_seed_and_share_no_prefix() -> None:
+def test_bodies_depend_on_the_seed_and_share_no_prefix() -> None:
     target = Target(base_url="http://host:1/v1/", model="m", prompt_ids=(10, 40))
     one, same, other = (
         [json.loads(bodies.make(job)) for job in jobs(20)] for bodies in map(target_bodies(target), "001")
@@ -147,23 +147,23 @@ def test_bodies_repeat_by_seed_and_share_no_prefix() -> None:
     assert target.url == "http://host:1/v1/completions"
 
 
-def test_a_body_says_what_a_row_of_a_trace_asks_for() -> None:
+def test_bodies_contain_the_options_of_trace_rows() -> None:
     job = jobs(1)[0]._replace(deadline_s=2.5, target=RequestTarget(ttft_s=0.25, jct_s=9.0))
     target = Target(base_url="http://host:1", model="m")
-    plain, asking = (json.loads(Bodies(target, "0").make(one)) for one in (jobs(1)[0], job))
-    assert {name: asking[name] for name in asking.keys() - plain.keys()} == {
+    plain, requested = (json.loads(Bodies(target, "0").make(one)) for one in (jobs(1)[0], job))
+    assert {name: requested[name] for name in requested.keys() - plain.keys()} == {
         "deadline_ms": 2500,
         "slo": {"ttft_ms": 250, "jct_ms": 9000},
     }
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_prompts_have_in_common_what_their_jobs_say(endpoint: str) -> None:
+def test_prompts_share_the_prefixes_of_their_jobs(endpoint: str) -> None:
     target = Target(base_url="http://host:1", model="m", endpoint=endpoint, prompt_ids=(0, 999))
     names = [(1, 2), (1, 3), (), (1, 2)]
-    asked = [WorkloadRequest(0.0, 9, 3, "default", 0, parts=PromptParts(some, 3)) for some in names]
+    workload = [WorkloadRequest(0.0, 9, 3, "default", 0, parts=PromptParts(parts, 3)) for parts in names]
     bodies = Bodies(target, "0")
-    sent = [json.loads(bodies.make(job)) for job in asked]
+    sent = [json.loads(bodies.make(job)) for job in workload]
     prompts = [body["messages"][0]["content"].split() if endpoint == "chat" else body["prompt"] for body in sent]
     one, other, alone, again = prompts
     assert {len(prompt) for prompt in prompts} == {9}
@@ -177,7 +177,7 @@ def target_bodies(target: Target) -> Any:
     return lambda seed: Bodies(target, seed)
 
 
-def test_a_chat_has_as_many_words_and_extra_fields_stand_over_our_own() -> None:
+def test_chat_bodies_have_the_same_length_and_extra_fields_override() -> None:
     target = Target(base_url="http://host:1", endpoint="chat", model="m", extra={"temperature": 1, "ignore_eos": None})
     body = json.loads(Bodies(target, "0").make(jobs(1)[0]))
     assert len(body["messages"][0]["content"].split()) == 5
@@ -187,16 +187,16 @@ def test_a_chat_has_as_many_words_and_extra_fields_stand_over_our_own() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_a_text_gets_the_answer_that_the_model_gives_it(endpoint: str) -> None:
-    """No length is requested, and where the model stops, the response is complete; ignore_eos asks for the trace's."""
+def test_outputs_of_trace_prompts_may_have_any_length(endpoint: str) -> None:
+    """No length is requested, so a stop completes the response. With `ignore_eos` the trace's length is required."""
 
     async def stop(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await stream(request, token(), token("stop"), usage(2), DONE)
 
-    asked = [WorkloadRequest(0.0, 5, 30, "default", 0, 4, "Count to 3")]
+    workload = [WorkloadRequest(0.0, 5, 30, "default", 0, 4, "Count to 3")]
     with OpenAiStub(stop) as stub:
-        run, _ = go(stub.url, asked, endpoint=endpoint)
-        strict, _ = go(stub.url, asked, endpoint=endpoint, extra={"ignore_eos": True})
+        run, _ = go(stub.url, workload, endpoint=endpoint)
+        strict, _ = go(stub.url, workload, endpoint=endpoint, extra={"ignore_eos": True})
     free, fixed = stub.bodies
     sent = free["messages"][0]["content"] if endpoint == "chat" else free["prompt"]
     assert sent == "Count to 3"
@@ -208,7 +208,7 @@ def test_a_text_gets_the_answer_that_the_model_gives_it(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: Target(base_url="localhost:8000"), "base_url must be like http://"),
         (lambda: Target(base_url="http://host:99999"), "base_url must be like http://"),
@@ -219,16 +219,16 @@ def test_a_text_gets_the_answer_that_the_model_gives_it(endpoint: str) -> None:
         (lambda: parse_extra("{"), "extra_body must be a JSON object"),
     ],
 )
-def test_bad_settings_are_named(make: Any, says: str) -> None:
+def test_invalid_settings_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make()
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 # -- runs -------------------------------------------------------------------------------------------------
 
 
-def test_times_count_from_when_a_request_was_due() -> None:
+def test_times_count_from_the_due_time() -> None:
     with OpenAiStub() as stub:
         run, seconds = go(stub.url, jobs(20))
     for exchange in run.exchanges:
@@ -242,8 +242,8 @@ def test_times_count_from_when_a_request_was_due() -> None:
         assert (facts.prompt_tokens, facts.output_tokens, facts.reason) == (7, 3, "length")
 
 
-def test_requests_leave_though_the_server_answers_none() -> None:
-    """It answers when all have come: a client that waited for it would wait forever."""
+def test_requests_are_sent_although_the_server_answers_none() -> None:
+    """The server responds after the last request; a closed-loop client would wait forever."""
 
     async def hold(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         while len(stub.bodies) < 150:
@@ -258,7 +258,7 @@ def test_requests_leave_though_the_server_answers_none() -> None:
 
 
 async def misbehave(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """By the number of the request: a different ill each."""
+    """Respond with a different failure for each last digit of the request's number."""
     kind = body["prompt"][0] % 10
     if kind in (1, 2):
         return web.json_response({"error": {"message": "the queue is full"}}, status=429)
@@ -295,13 +295,13 @@ def test_every_request_is_counted_whatever_the_server_does() -> None:
         "timeout": 20,
     }
     assert kinds(run) == expected
-    assert len(stub.bodies) == 200  # nothing was sent twice
+    assert len(stub.bodies) == 200  # no request was sent twice
     record = figures(run.exchanges, seconds, Slo(jct_s=100.0))
     counts = {"submitted": 200, "finished": 40, "unfinished": 0, "rejected": 40, "errors": 120}
     assert record["requests"] == counts
     assert record["client"]["errors_by_kind"] == {kind: n for kind, n in expected.items() if kind != "finished"}
-    assert record["slo"]["jct_attained"] == 0.2  # of those that are real-time
-    # Of the ills, the odd numbers are best-effort's.
+    assert record["slo"]["jct_attained"] == 0.2  # over the real-time requests
+    # The failures with odd numbers are those of best-effort requests.
     assert record["classes"]["best-effort"]["requests"] == {**counts, "submitted": 100, "finished": 20, "rejected": 20,
                                                             "errors": 60}  # fmt: skip
     assert record["classes"]["real-time"]["slo"]["jct_attained"] == 0.2
@@ -310,7 +310,7 @@ def test_every_request_is_counted_whatever_the_server_does() -> None:
     assert tiers == {(0, None), (1, "flex")}
 
 
-def test_what_a_client_cannot_see_is_null() -> None:
+def test_figures_that_a_client_cannot_measure_are_null() -> None:
     with OpenAiStub() as stub:
         run, seconds = go(stub.url, jobs(4))
     record = figures(run.exchanges, seconds, Slo())
@@ -322,7 +322,7 @@ def test_what_a_client_cannot_see_is_null() -> None:
     assert record["client"]["lag_max_s"] >= record["client"]["lag_p99_s"] >= 0
 
 
-def test_a_server_that_dies_ends_the_run_and_all_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_is_counted_when_the_server_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "MAX_FAILING_S", 0.2)
 
     async def die(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -343,9 +343,9 @@ def test_a_server_that_dies_ends_the_run_and_all_is_accounted_for(monkeypatch: p
     assert record["requests"]["finished"] + record["requests"]["errors"] == 301
 
 
-def test_a_server_that_was_never_there_is_refused_connections() -> None:
+def test_requests_to_an_unreachable_server_are_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://localhost:{taken.getsockname()[1]}"
     run, _ = go(url, jobs(3))
     assert kinds(run) == {"refused": 3}
-    assert not run.gone  # not for long enough
+    assert not run.gone  # the outage was too short

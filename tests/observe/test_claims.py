@@ -1,4 +1,4 @@
-"""What is lent to which request, folded from events, against the ledger."""
+"""Reservations and their parents, derived from events and compared with the ledger."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ from support.watch import World
 RESERVE = Account("prompts")
 
 
-class Lending(Callbacks):
-    """Claims a few blocks more than are needed now, of anything that may lend them: an earlier request, the reserve or
-    the pool; what is needed, of the present lender, if that has too few."""
+class NestedAdmission(Callbacks):
+    """Reserves a few more blocks than needed from an earlier request, the reserve or the pool in turn.
+
+    If the chosen parent has too few blocks, it reserves what is needed from the current parent.
+    """
 
     def __init__(self) -> None:
-        self._claimants: dict[int, Request] = {}
+        self._holders: dict[int, Request] = {}
 
     def on_begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
         return [(RESERVE, 6)]
 
     def reserve(self, request: Request, target: int, kv: KVLedger) -> Allocation:
         blocks = kv.blocks_for(target) + 1 + request.id % 4
-        earlier: list[Owner] = [one for number, one in self._claimants.items() if number < request.id]
-        lender = [*earlier, RESERVE, None][target % (len(earlier) + 2)]
-        if kv.shortfall_of_reservation(request, blocks, lender) > 0:
-            lender, blocks = None, kv.blocks_for(target)
-        return Allocation(blocks, blocks, tokens=blocks * kv.block_size, parent=lender, group=target % 3 or None)
+        earlier: list[Owner] = [one for number, one in self._holders.items() if number < request.id]
+        parent = [*earlier, RESERVE, None][target % (len(earlier) + 2)]
+        if kv.shortfall_of_reservation(request, blocks, parent) > 0:
+            parent, blocks = None, kv.blocks_for(target)
+        return Allocation(blocks, blocks, tokens=blocks * kv.block_size, parent=parent, group=target % 3 or None)
 
     def on_reserved(self, request: Request, now: float) -> None:
-        self._claimants[request.id] = request
+        self._holders[request.id] = request
 
     def on_preempted(self, request: Request, now: float) -> None:
-        self._claimants.pop(request.id, None)
+        self._holders.pop(request.id, None)
 
     on_finished = on_preempted
 
@@ -58,23 +60,23 @@ def usage_of(world: World) -> EngineUsage:
 
 
 @pytest.mark.parametrize("eviction", [Recompute, SwapAll])
-def test_claims_are_those_of_the_ledger(eviction: type[Recompute]) -> None:
+def test_reservations_match_the_ledger(eviction: type[Recompute]) -> None:
     world = World("fcfs", eviction=eviction)
-    core = world.core(replace(world.policies(), admission=Lending()))
+    core = world.core(replace(world.policies(), admission=NestedAdmission()))
     usage = usage_of(world)
     fold, kv = usage.reservations, core.kv
     seen: list[Event] = []
 
-    def look(events: list[Event]) -> None:
+    def compare(events: list[Event]) -> None:
         seen.extend(events)
         usage.observe(events)
-        lenders = {one: kv.reservations.parent_of(one) for one in core.requests.values()}
-        promised = {one: kv.blocks_of(one).reservation.promised for one in lenders if kv.blocks_of(one)}  # type: ignore[union-attr]
-        hosted = sum(blocks for one, blocks in promised.items() if isinstance(lenders[one], Request))
-        reserved = sum(blocks for one, blocks in promised.items() if lenders[one] == RESERVE)
+        parents = {one: kv.reservations.parent_of(one) for one in core.requests.values()}
+        promised = {one: kv.blocks_of(one).reservation.promised for one in parents if kv.blocks_of(one)}  # type: ignore[union-attr]
+        hosted = sum(blocks for one, blocks in promised.items() if isinstance(parents[one], Request))
+        reserved = sum(blocks for one, blocks in promised.items() if parents[one] == RESERVE)
         assert (fold._hosted_blocks, fold._reserved_blocks) == (hosted, reserved)
 
-    simulate(Replica(core, SimulatedExecutor(world.cost)), load(7, 60), on_events=look)
+    simulate(Replica(core, SimulatedExecutor(world.cost)), load(7, 60), on_events=compare)
     core.assert_home()
     claims = [event for event in seen if isinstance(event, Reserved)]
     found: dict[str, Any] = usage.kv()
@@ -90,34 +92,34 @@ def test_claims_are_those_of_the_ledger(eviction: type[Recompute]) -> None:
     add_usage(record, [usage, usage])
     mean = pytest.approx(sum(groups.values()) / len(groups), rel=1e-5)
     assert record["groups"] == {"mean_size": mean, "max_size": max(groups.values())}
-    # Nothing of those that are gone is kept.
+    # No state of finished requests is kept.
     assert (fold._reservations, fold._nested, fold._once_hosted) == ({}, {}, set())
 
 
-def test_means_are_over_time_and_guests_inherit_a_lender() -> None:
-    """A host of 10 blocks is lent to for 4 s; the second guest nests in the first one, and is handed on."""
+def test_means_are_over_time_and_children_inherit_a_parent() -> None:
+    """A parent of 10 blocks hosts a child for 4 s, and the grandchild after the child is dropped."""
     usage = EngineUsage(device_blocks=20, block_size=4, block_bytes=1000)
-    host, guest, nested = (make(number) for number in range(3))
+    parent, child, grandchild = (make(number) for number in range(3))
 
     def plan(now: float) -> Planned:
         return Planned(StepPlan(0, ()), now, 0, 0)
 
     usage.observe(
         [
-            *(Arrived(one, 0.0) for one in (host, guest, nested)),
-            Reserved(host, 0.0, None, 10),
-            Reserved(guest, 0.0, host, 6),
-            Reserved(nested, 0.0, guest, 2),
+            *(Arrived(one, 0.0) for one in (parent, child, grandchild)),
+            Reserved(parent, 0.0, None, 10),
+            Reserved(child, 0.0, parent, 6),
+            Reserved(grandchild, 0.0, child, 2),
             plan(2.0),
-            Preempted(guest, 2.0, Preemption.DROP),  # the host lends to the nested one
+            Preempted(child, 2.0, Preemption.DROP),  # the grandchild moves to the parent
             plan(3.0),
-            Preempted(host, 3.0, Preemption.PAUSE),  # takes no KV
+            Preempted(parent, 3.0, Preemption.PAUSE),  # pausing frees no KV
             plan(4.0),
-            Finished(host, 4.0, FinishReason.STOP),  # it is lent to no more
-            Preempted(nested, 4.0, Preemption.SWAP),
-            Reserved(guest, 4.0, RESERVE, 3),
+            Finished(parent, 4.0, FinishReason.STOP),  # the reservation it hosted becomes independent
+            Preempted(grandchild, 4.0, Preemption.SWAP),
+            Reserved(child, 4.0, RESERVE, 3),
             plan(6.0),
-            Reserved(guest, 6.0, None, 5, drawn=2),
+            Reserved(child, 6.0, None, 5, drawn=2),
             plan(8.0),
         ]
     )

@@ -1,4 +1,4 @@
-"""Times in buckets, against the times themselves."""
+"""Bucketed decision times, compared with the exact times."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from skipjoin.observe.decisions import DecisionTimes
 
 
 @given(st.lists(st.floats(1e-7, 10.0), min_size=1, max_size=300))
-def test_mean_and_percentile_are_those_of_all_schedulers_together(seconds: list[float]) -> None:
+def test_the_summary_covers_all_schedulers(seconds: list[float]) -> None:
     schedulers = [DecisionTimes() for _ in range(3)]
     for number, one in enumerate(seconds):
         schedulers[number % 3].add(one)
     found = DecisionTimes.summary(schedulers)
     assert found["mean"] == pytest.approx(1000 * fmean(seconds))
-    # The longest of those that remain when the longest 1 % are left out.
+    # The longest time after the longest 1 % are left out.
     assert found["p99"] == pytest.approx(1000 * sorted(seconds, reverse=True)[len(seconds) // 100], rel=0.022)
 
 
-def test_without_decisions_there_is_no_figure() -> None:
+def test_the_summary_without_decisions_is_none() -> None:
     assert DecisionTimes.summary([DecisionTimes()]) == {"mean": None, "p99": None}

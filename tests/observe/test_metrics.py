@@ -1,4 +1,4 @@
-"""Metrics agree with the requests they are about, in every recipe, and keep nothing of those that are gone."""
+"""Metrics agree with the requests in every recipe and keep no finished ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def by_label(snapshot: Snapshot, name: str) -> dict[str, float]:
 
 
 def test_a_request_dropped_by_the_executor_counts_as_an_error() -> None:
-    """In the metrics, in the figures and in the timeline, which leave nobody running."""
+    """It is an error in the metrics, the request log and the timeline, and no request counts as running."""
     world = World(depth=2, overlap=True)
     done = run(world, load(5, 20), drops=lambda piece: piece.request.id % 4 == 0)
     metrics, facts, file = metrics_of(world), list[RequestFacts](), StringIO()
@@ -71,7 +71,7 @@ def test_a_request_dropped_by_the_executor_counts_as_an_error() -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_run_in_numbers(world: World) -> None:
+def test_metrics_of_a_run_match_its_events(world: World) -> None:
     done = run(world, load(5, 20))
     metrics = metrics_of(world)
     metrics.observe(done.events)
@@ -99,19 +99,19 @@ def test_a_run_in_numbers(world: World) -> None:
     assert count_and_sum(found, "inter_token_latency_seconds")[0] == sum(outputs) - 20
     steps = [event.result for event in done.events if isinstance(event, Computed)]
     computed = sum(piece.tokens for result in steps for piece in result.plan.slices)
-    # Plans without slices, which give moves time, are no steps.
+    # Plans without slices, which only give moves time, are not steps.
     assert found.row("engine_steps_total") == [sum(bool(plan[1]) for _, plan in done.trace)] == [usage.steps]
     assert count_and_sum(found, "iteration_tokens_total")[1] == computed
-    # All known tokens but each request's last are computed once; a sample that was thrown away needed one, too.
+    # All known tokens except each request's last are computed once; discarded samples needed a computation too.
     assert found.row("recomputed_tokens_total") == [computed - sum(prompts) - sum(outputs) + 20]
     assert found.row("recomputed_tokens_total") == [usage.recomputed_tokens]
-    made_way = Counter(event.how.name.lower() for event in done.events if isinstance(event, Preempted))
-    assert by_label(found, "num_preemptions_total") == usage.kv()["preemptions"] == {how: made_way[how] for how in HOW}
-    assert made_way.total() == sum(one.preemptions for one in facts)
+    preempted = Counter(event.how.name.lower() for event in done.events if isinstance(event, Preempted))
+    assert by_label(found, "num_preemptions_total") == usage.kv()["preemptions"] == {how: preempted[how] for how in HOW}
+    assert preempted.total() == sum(one.preemptions for one in facts)
     assert sum(found.row("swap_out_bytes_total")) == usage.swapped_out_bytes
     assert sum(found.row("swap_in_bytes_total")) == usage.swapped_in_bytes
     assert found.row("swap_stall_seconds_total")[0] == pytest.approx(sum(result.moving for result in steps))
-    lives: dict[str, list[float | None]] = {
+    latencies: dict[str, list[float | None]] = {
         "time_to_first_token_seconds": [one.ttft(0.0) for one in facts],
         "e2e_request_latency_seconds": [one.jct(0.0) for one in facts],
         "request_queue_time_seconds": [one.queue(0.0) for one in facts],
@@ -119,10 +119,10 @@ def test_a_run_in_numbers(world: World) -> None:
         "request_decode_time_seconds": [one.decode() for one in facts],
         "request_time_per_output_token_seconds": [one.tpot(0.0) for one in facts],
     }
-    for name, values in lives.items():
+    for name, values in latencies.items():
         known = [value for value in values if value is not None]
         assert count_and_sum(found, name) == pytest.approx((len(known), sum(known)))
-    # What the parts of a request's life sum up to, and what the gaps between its tokens do.
+    # The phases of a request add up, and so do the gaps between its tokens.
     parts = [count_and_sum(found, f"request_{part}_time_seconds")[1] for part in ("prefill", "decode", "inference")]
     assert parts[0] + parts[1] == pytest.approx(parts[2])
     assert count_and_sum(found, "inter_token_latency_seconds")[1] == pytest.approx(parts[1])
@@ -133,7 +133,7 @@ def test_a_run_in_numbers(world: World) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_events_count_the_same_in_one_call_or_in_several(world: World) -> None:
-    """The numbers come from events alone, never from what has become of a request meanwhile."""
+    """Metrics depend on events alone, never on the present state of a request."""
     done = run(world, load(6, 16))
     whole, parts = metrics_of(world), metrics_of(world)
     whole.observe(done.events)
@@ -144,7 +144,7 @@ def test_events_count_the_same_in_one_call_or_in_several(world: World) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_time_of_pipeline_stages(stages: int) -> None:
+def test_stage_metrics_match_the_step_results(stages: int) -> None:
     world = World("fastserve", depth=2, stages=stages)
     done = run(world, load(5, 20))
     metrics, use = metrics_of(world), StageUse()
@@ -180,22 +180,22 @@ def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> N
         assert running + waiting == len(core.requests)
         assert running >= (len(core.plans[-1].slices) if core.plans and not overlap else 0)
         holdings = ((one, core.kv.blocks_of(one)) for one in core.kv.holders())
-        on_host = {
+        in_cpu_tier = {
             one: len(held.cpu) for one, held in holdings if held and held.cpu and held.moving is not Direction.OUT
         }
         for piece in (piece for plan in core.plans for piece in plan.slices):
-            on_host.pop(piece.request, None)
-        assert found.row("num_requests_swapped") == [len(on_host)]
-        assert found.row("kv_compressed_bytes") == [BLOCK_BYTES * sum(on_host.values())]
-        swapped += len(on_host)
+            in_cpu_tier.pop(piece.request, None)
+        assert found.row("num_requests_swapped") == [len(in_cpu_tier)]
+        assert found.row("kv_compressed_bytes") == [BLOCK_BYTES * sum(in_cpu_tier.values())]
+        swapped += len(in_cpu_tier)
         if core.plans:
             assert 0 < found.row("kv_cache_usage_perc")[0] <= 1
     assert (swapped > 0) == (eviction is SwapAll)
     assert metrics.snapshot().row("kv_cache_usage_perc") == [0]
 
 
-def test_a_worked_example() -> None:
-    """Two requests of one prompt; the second has to wait for the first, whose KV fills the pool."""
+def test_latencies_of_two_requests_in_one_slot() -> None:
+    """The second request waits for the only slot."""
     world = World("fcfs", device_blocks=4, block_size=4, max_seqs=1)
     stepper = Stepper(world.core())
     stepper.add(make(0, 4, 3), make(1, 4, 1))
@@ -230,20 +230,25 @@ def test_finish_reasons_are_counted_separately() -> None:
     found = metrics.snapshot()
     assert by_label(found, "request_success_total") == {"stop": 0, "length": 1, "abort": 1, "deadline": 2, "error": 0}
     assert found.row("deadline_dropped_total") == [2]
-    # The one that never ran counts with all its life as queueing, and has no phases.
+    # The request that never ran counts its whole life as queueing and has no phases.
     assert count_and_sum(found, "request_queue_time_seconds")[0] == 4
     assert count_and_sum(found, "request_inference_time_seconds")[0] == 3
     assert found.summed("generation_tokens_total") == [sum(isinstance(event, Token) for event in stepper.events)]
 
 
-def judged(request: Request, ends: Callable[[Stepper], object] | None = None) -> dict[str, list[str]]:
-    """Which objectives of a request were met and missed. ends: what happens after its third step of 10 ms."""
+def objectives_of(request: Request, end: Callable[[Stepper], object] | None = None) -> dict[str, list[str]]:
+    """Return the attained and missed objectives of a request.
+
+    Args:
+        request: Runs in steps of 10 ms.
+        end: Called after the third step.
+    """
     stepper = Stepper(World().core())
     stepper.add(request)
     for _ in range(3):
         stepper.step()
-    if ends is not None:
-        ends(stepper)
+    if end is not None:
+        end(stepper)
     stepper.drain()
     metrics = metrics_of(World())
     metrics.observe(stepper.events)
@@ -256,37 +261,37 @@ def judged(request: Request, ends: Callable[[Stepper], object] | None = None) ->
     }
 
 
-def test_objectives_are_judged_when_they_are_decided() -> None:
-    """A request of five tokens in steps of 10 ms: first token, time between tokens, and end at 10, 10 and 50 ms."""
+def test_objectives_are_counted_as_soon_as_they_are_decided() -> None:
+    """Five tokens in steps of 10 ms mean a TTFT and a TPOT of 10 ms and a JCT of 50 ms."""
 
-    def ask(*target: float, **rest: Any) -> Request:
-        request = make(0, 4, 5, **rest)
+    def ask(*target: float, **fields: Any) -> Request:
+        request = make(0, 4, 5, **fields)
         request.options = replace(request.options, target=Target(*target))
         return request
 
     def abort(stepper: Stepper, reason: FinishReason = FinishReason.ABORT) -> None:
         stepper.core.abort(0, stepper.now, reason)
 
-    assert judged(make(0, 4, 5)) == {"attained": [], "missed": []}
-    assert judged(ask(0.011, 0.011, 0.051)) == {"attained": ["ttft", "tpot", "jct"], "missed": []}
-    assert judged(ask(0.009, 0.009, 0.049)) == {"attained": [], "missed": ["ttft", "tpot", "jct"]}
-    assert judged(ask(math.inf, math.inf, 0.049)) == {"attained": [], "missed": ["jct"]}
-    # Its own end is an end like others; the client's is one only for what was decided before.
+    assert objectives_of(make(0, 4, 5)) == {"attained": [], "missed": []}
+    assert objectives_of(ask(0.011, 0.011, 0.051)) == {"attained": ["ttft", "tpot", "jct"], "missed": []}
+    assert objectives_of(ask(0.009, 0.009, 0.049)) == {"attained": [], "missed": ["ttft", "tpot", "jct"]}
+    assert objectives_of(ask(math.inf, math.inf, 0.049)) == {"attained": [], "missed": ["jct"]}
+    # A stop counts like any other end. After an abort by the client, only objectives decided before count.
     stop = partial(abort, reason=FinishReason.STOP)
-    assert judged(ask(0.011, 0.011, 0.031), stop) == {"attained": ["ttft", "tpot", "jct"], "missed": []}
-    assert judged(ask(0.011, 0.011, 0.031), abort) == {"attained": ["ttft"], "missed": []}
-    assert judged(ask(0.011, 0.011, 0.029), abort) == {"attained": ["ttft"], "missed": ["jct"]}
-    assert judged(ask(0.011, 0.011, 9.0, deadline=0.025)) == {"attained": ["ttft"], "missed": ["tpot", "jct"]}
-    # A target that follows from the output's length is known once that is.
+    assert objectives_of(ask(0.011, 0.011, 0.031), stop) == {"attained": ["ttft", "tpot", "jct"], "missed": []}
+    assert objectives_of(ask(0.011, 0.011, 0.031), abort) == {"attained": ["ttft"], "missed": []}
+    assert objectives_of(ask(0.011, 0.011, 0.029), abort) == {"attained": ["ttft"], "missed": ["jct"]}
+    assert objectives_of(ask(0.011, 0.011, 9.0, deadline=0.025)) == {"attained": ["ttft"], "missed": ["tpot", "jct"]}
+    # A target that depends on the output length is known once the output is complete.
     late, exact = ask(math.inf, math.inf, 0.049), ask(math.inf, math.inf, 0.051).options
-    assert judged(late, lambda stepper: setattr(late, "options", exact)) == {"attained": ["jct"], "missed": []}
-    # What another engine began has no first token here.
-    assert judged(ask(0.001, 0.001, 9.0, output=[7])) == {"attained": ["jct"], "missed": []}
+    assert objectives_of(late, lambda stepper: setattr(late, "options", exact)) == {"attained": ["jct"], "missed": []}
+    # A request resumed from another engine has no first token here.
+    assert objectives_of(ask(0.001, 0.001, 9.0, output=[7])) == {"attained": ["jct"], "missed": []}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_kept_of_finished_requests(overlap: bool) -> None:
-    """A stop token ends a request while a plan in flight still holds it, an abort does so at any time."""
+def test_finished_requests_are_released(overlap: bool) -> None:
+    """A stop token ends a request while a plan in flight still holds it; an abort may come at any time."""
     world = World("fastserve", 1 + overlap, overlap, lambda: Chaos(1))
     metrics = metrics_of(world)
     stepper = Stepper(world.core())  # tokens are positions
@@ -300,30 +305,30 @@ def test_nothing_is_kept_of_finished_requests(overlap: bool) -> None:
     metrics.observe(stepper.events)
     reasons = {event.reason for event in stepper.events if isinstance(event, Finished)}
     assert reasons == {FinishReason.STOP, FinishReason.ABORT}
-    left = [weakref.ref(event.request) for event in stepper.events if isinstance(event, Arrived)]
+    references = [weakref.ref(event.request) for event in stepper.events if isinstance(event, Arrived)]
     del stepper
     gc.collect()
-    assert len(left) == 8
-    assert [one() for one in left if one() is not None] == []
+    assert len(references) == 8
+    assert [one() for one in references if one() is not None] == []
 
 
-def test_a_request_given_up_on_its_way_to_the_host_is_not_counted_there() -> None:
+def test_a_request_aborted_during_its_swap_out_does_not_count_as_swapped() -> None:
     world = World("fastserve", eviction=lambda: Chaos(3))
     core, metrics = world.core(), metrics_of(world)
     stepper = Stepper(core)
     stepper.add(*(make(number, 10, 20) for number in range(12)))
-    dropped = 0
+    aborted = 0
     while core.requests:
         stepper.start()
         moving = [one for one in core.kv.holders() if core.kv.blocks_of(one).moving is Direction.OUT]  # type: ignore[union-attr]
-        dropped += sum(core.abort(request.id, stepper.now) for request in moving)
+        aborted += sum(core.abort(request.id, stepper.now) for request in moving)
         stepper.finish()
     metrics.observe(stepper.events)
-    assert dropped > 1
+    assert aborted > 1
     assert metrics.snapshot().row("num_requests_swapped") == [0]
 
 
-def test_swaps_are_told_apart_by_direction_and_by_whether_the_step_waited() -> None:
+def test_swaps_are_counted_by_direction_and_by_whether_they_block() -> None:
     world = World("fastserve", eviction=lambda: Chaos(3))
     done = run(world, load(5, 20))
     metrics = metrics_of(world)
@@ -341,11 +346,11 @@ def test_swaps_are_told_apart_by_direction_and_by_whether_the_step_waited() -> N
     assert any(isinstance(event, Preempted) and event.how is Preemption.SWAP for event in done.events)
 
 
-def test_classes_are_counted_apart() -> None:
-    todo = load(5, 20, best_effort=0.5)
-    for request in todo:
+def test_service_classes_are_counted_separately() -> None:
+    requests = load(5, 20, best_effort=0.5)
+    for request in requests:
         request.options = replace(request.options, target=Target(jct_s=1e9 if request.is_best_effort else math.inf))
-    done = run(World("fcfs"), todo)
+    done = run(World("fcfs"), requests)
     metrics, facts = metrics_of(World()), list[RequestFacts]()
     metrics.observe(done.events)
     RequestLog(facts.append).observe(done.events)
@@ -375,30 +380,30 @@ def test_classes_are_counted_apart() -> None:
     st.lists(st.floats(0, 100), min_size=1, max_size=5, unique=True),
     st.lists(st.tuples(st.floats(0, 120), st.integers(1, 3))),
 )
-def test_a_bucket_holds_what_is_at_most_its_bound(bounds: list[float], values: list[tuple[float, int]]) -> None:
+def test_histogram_buckets_include_their_upper_bound(bounds: list[float], values: list[tuple[float, int]]) -> None:
     bounds.sort()
     row: list[float] = [0] * (len(bounds) + 2)
     histogram = Histogram(bounds, row)
-    everything: list[float] = []
+    expanded: list[float] = []
     for value, times in values:
         histogram.observe(value, times)
-        everything += [value] * times
-    everything.sort()
+        expanded += [value] * times
+    expanded.sort()
     for index, bound in enumerate(bounds):
-        assert sum(row[: index + 1]) == sum(value <= bound for value in everything)
-    assert sum(row[:-1]) == len(everything)
-    assert row[-1] == pytest.approx(sum(everything))
-    assert sum(row[:1]) == bisect_left([value > bounds[0] for value in everything], True)
+        assert sum(row[: index + 1]) == sum(value <= bound for value in expanded)
+    assert sum(row[:-1]) == len(expanded)
+    assert row[-1] == pytest.approx(sum(expanded))
+    assert sum(row[:1]) == bisect_left([value > bounds[0] for value in expanded], True)
 
 
-def test_hits_count_when_a_request_is_first_admitted() -> None:
+def test_prefix_hits_count_at_the_first_admission() -> None:
     metrics = metrics_of(World())
     named = partial(NamedPrefix, [1, 2], 16, 16)
     first, resumed = make(0, 40, prefix=named()), make(1, 40, prefix=named(), output=[7])
-    apart = make(2, 40)
-    metrics.observe(Arrived(request, 0.0) for request in (first, resumed, apart))
+    unprefixed = make(2, 40)
+    metrics.observe(Arrived(request, 0.0) for request in (first, resumed, unprefixed))
     metrics.observe(
-        [Admitted(first, 0.0, 32, 12), Admitted(resumed, 0.0, 32), Admitted(apart, 0.0), Admitted(first, 1.0, 16)]
+        [Admitted(first, 0.0, 32, 12), Admitted(resumed, 0.0, 32), Admitted(unprefixed, 0.0), Admitted(first, 1.0, 16)]
     )
     metrics.shares(cached=3, cached_on_host=4, shared=2, lent=1)
     found = metrics.snapshot()
@@ -422,7 +427,7 @@ def test_a_snapshot_does_not_change() -> None:
     assert [reason.value for reason in FinishReason] == list(by_label(before, "request_success_total"))
 
 
-def test_an_engine_that_is_gone_runs_nothing_and_keeps_its_counts() -> None:
+def test_a_stopped_engine_runs_nothing_and_keeps_its_counters() -> None:
     stepper, metrics = Stepper(World().core()), metrics_of(World())
     stepper.add(make(0, 8, 9))
     stepper.step()

@@ -1,4 +1,4 @@
-"""The record's figures."""
+"""Figures of the record."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_figures_of_two_requests() -> None:
     assert "classes" not in record
 
 
-def test_nobody_is_left_out() -> None:
+def test_unfinished_and_rejected_requests_are_counted() -> None:
     late = RequestFacts(2, 5.0, 10, 5)
     record = summarize([complete(0, 0.0, 1.0, 5.0, 5), late], now=105.0, rejected=[Kind("a")] * 2, errors=[Kind("a")])
     assert record["requests"] == {"submitted": 5, "finished": 1, "unfinished": 1, "rejected": 2, "errors": 1}
@@ -49,7 +49,7 @@ def test_nobody_is_left_out() -> None:
     assert record["jct_s"]["p99"] > 95
 
 
-def test_no_requests() -> None:
+def test_a_record_of_no_requests_has_no_latencies() -> None:
     record = summarize([], now=0.0)
     assert record["ttft_s"] == {"mean": None, "p50": None, "p95": None, "p99": None}
     assert record["quantiles"]["jct_s"] == []
@@ -65,13 +65,13 @@ def test_objectives_count_every_request() -> None:
         0.0,
     )
     assert summarize(facts, now=8.0, slo=Slo(ttft_s=2.0))["slo"]["goodput_rps"] == 1 / 8
-    none = summarize(facts, now=9.0)["slo"]
-    assert none["goodput_rps"] is None
-    assert none["ttft_attained"] is None
-    assert none["all_attained"] is None
+    without = summarize(facts, now=9.0)["slo"]
+    assert without["goodput_rps"] is None
+    assert without["ttft_attained"] is None
+    assert without["all_attained"] is None
 
 
-def test_classes_are_told_apart() -> None:
+def test_streams_are_summarized_separately() -> None:
     facts = [complete(0, 0.0, 1.0, 5.0, 5, stream="chat"), complete(1, 0.0, 7.0, 9.0, 3, stream="batch")]
     classes = summarize(facts, now=9.0, rejected=[Kind("batch"), Kind("bulk")], slo=Slo(ttft_s=8.0))["classes"]
     assert list(classes) == ["batch", "bulk", "chat"]
@@ -85,7 +85,7 @@ def test_classes_are_told_apart() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=60))
-def test_percentiles_are_those_of_the_statistics_module(values: list[float]) -> None:
+def test_percentiles_match_the_statistics_module(values: list[float]) -> None:
     values.sort()
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     for percent in (1, 50, 95, 99):

@@ -1,4 +1,4 @@
-"""A request's figures follow from the events, and mean the same in every recipe and run."""
+"""Figures of requests follow from the events and mean the same in every recipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def facts_of(done: Run) -> dict[int, RequestFacts]:
     return {facts.id: facts for facts in ended}
 
 
-def test_a_lonely_request() -> None:
+def test_figures_of_a_single_request() -> None:
     # Five prompt tokens take 5 s, each further token 1 s.
     facts = facts_of(run(UNIT, [make(0, 5, 3, arrival=2.0)]))[0]
     assert (facts.prompt_tokens, facts.output_tokens, facts.output_limit) == (5, 3, 3)
@@ -40,14 +40,14 @@ def test_a_lonely_request() -> None:
     assert (facts.execution_s, facts.scheduling_s, facts.waiting(99)) == (7.0, 0.0, 0.0)
 
 
-def test_waiting_is_what_is_left() -> None:
+def test_waiting_is_the_latency_without_execution() -> None:
     facts = facts_of(run(replace(UNIT, max_seqs=1), [make(0, 5, 2), make(1, 3, 1, arrival=1.0)]))[1]
     # The first request has the device until 6 s.
     assert (facts.queue(99), facts.ttft(99), facts.execution_s, facts.waiting(99)) == (5.0, 8.0, 3.0, 5.0)
     assert facts.tpot(99) is None
 
 
-def test_who_is_not_over_counts_with_its_age() -> None:
+def test_an_unfinished_request_counts_with_its_age() -> None:
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
     core = UNIT.core()
@@ -61,7 +61,7 @@ def test_who_is_not_over_counts_with_its_age() -> None:
     assert not waiting.is_complete
 
 
-def test_a_gap_that_is_still_open_counts() -> None:
+def test_the_current_gap_between_tokens_counts() -> None:
     facts = RequestFacts(0, 0.0, 5, 10, output_tokens=2, first_token=1.0, last_token=2.0)
     assert facts.tpot(21.0) == 10.0
     facts.ended, facts.reason = 21.0, "abort"
@@ -81,26 +81,26 @@ def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, evict
     planned: dict[int, float] = {}
     computed = 0.0
     preemptions: dict[int, int] = defaultdict(int)
-    over: set[int] = set()
+    finished: set[int] = set()
     for event in done.events:
         if isinstance(event, Planned):
             planned[event.plan.id] = event.now
         elif isinstance(event, Computed):
             result = event.result
             for piece in result.plan.slices:
-                if piece.request.id not in over:
+                if piece.request.id not in finished:
                     execution[piece.request.id] += result.seconds - result.moving
                     swapping[piece.request.id] += result.moving
-            # Who could run but for its KV waits for a swap, and so does everybody in a plan that only waits.
+            # A request that could run if it had its KV waits for a swap, as do all requests of a plan that only waits.
             missed = result.seconds if result.plan.slices else event.now - max(planned[result.plan.id], computed)
             computed = event.now
             for request in result.plan.waiting_for_kv:
-                if request.id not in over:
+                if request.id not in finished:
                     swapping[request.id] += missed
         elif isinstance(event, Preempted):
             preemptions[event.request.id] += 1
         elif isinstance(event, Finished):
-            over.add(event.request.id)
+            finished.add(event.request.id)
     for request in done.requests:
         one = facts[request.id]
         tokens = [e.now for e in done.events if isinstance(e, Token) and e.request is request]
@@ -113,6 +113,6 @@ def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, evict
         assert 0 <= one.queue(0) <= one.ttft(0) <= one.jct(0)
         assert one.prefill(0) == pytest.approx(one.ttft(0) - one.queue(0))
         if depth == 1:
-            # Nothing but the device takes time here: what it did not do for the request, the request waited.
+            # Only the device takes time here, so a request waits whenever the device does not work for it.
             assert one.scheduling_s == 0
             assert one.waiting(0) + one.execution_s + one.swapping_s == pytest.approx(one.jct(0))

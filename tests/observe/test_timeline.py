@@ -1,4 +1,4 @@
-"""A timeline shows every step, token, copy and end of a run, each in one place."""
+"""A timeline shows every step, token, copy and finished request of a run exactly once."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PREEMPTIONS = {how.value for how in Preemption}
 
 
 @cache
-def served(world: World) -> Run:
-    """The world's run of a load that presses on its memory."""
+def run_of(world: World) -> Run:
+    """Run a load that exceeds the world's memory."""
     return run(world, load(7, 24, rate=200.0))
 
 
-def drawn(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """The trace's entries, with exact times."""
+def trace_of(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return the entries of the trace with exact times."""
     file = io.StringIO()
     timeline = Timeline(file)
     timeline.observe(events)
@@ -53,7 +53,7 @@ def spans(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lanes(entries: list[dict[str, Any]]) -> dict[str, list[tuple[Decimal, Decimal]]]:
-    """Begins and ends in each lane, by the lane's name."""
+    """Return the begins and ends of the spans of each lane, by the lane's name."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     found: dict[str, list[tuple[Decimal, Decimal]]] = defaultdict(list)
     for span in spans(entries):
@@ -62,17 +62,17 @@ def lanes(entries: list[dict[str, Any]]) -> dict[str, list[tuple[Decimal, Decima
 
 
 def max_running(events: Iterable[Event]) -> int:
-    """Most requests in the running batch after any decision."""
+    """Return the maximum number of running requests after any decision."""
     running = set()
-    most = 0
+    found = 0
     for event in events:
         if isinstance(event, Started):
             running.add(event.request)
         elif isinstance(event, Preempted | Finished):
             running.discard(event.request)
         elif isinstance(event, Planned):
-            most = max(most, len(running))
-    return most
+            found = max(found, len(running))
+    return found
 
 
 def microseconds(done: Run, now: float) -> float:
@@ -80,9 +80,9 @@ def microseconds(done: Run, now: float) -> float:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_token_step_copy_and_end_is_drawn_once(world: World) -> None:
-    done = served(world)
-    entries = drawn(done.events)
+def test_the_timeline_has_every_token_step_copy_and_end_once(world: World) -> None:
+    done = run_of(world)
+    entries = trace_of(done.events)
     results = [event.result for event in done.events if isinstance(event, Computed)]
     by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for span in spans(entries):
@@ -115,17 +115,17 @@ def test_every_token_step_copy_and_end_is_drawn_once(world: World) -> None:
         moves = [
             (move.request.id, len(move.source), when)
             for result in results
-            for when, some in (("blocking", result.plan.blocking), ("overlapped", result.plan.overlapped))
-            for move in some
+            for when, group in (("blocking", result.plan.blocking), ("overlapped", result.plan.overlapped))
+            for move in group
             if move.direction is direction
         ]
         assert [(s["args"]["request"], s["args"]["blocks"], s["args"]["when"]) for s in by_name[name]] == moves
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_spans_of_a_lane_never_overlap_and_lanes_are_no_more_than_ran_at_once(world: World) -> None:
-    done = served(world)
-    found = lanes(drawn(done.events))
+def test_spans_of_a_lane_never_overlap_and_lanes_are_few(world: World) -> None:
+    done = run_of(world)
+    found = lanes(trace_of(done.events))
     for times in found.values():
         assert all(begin <= end for begin, end in times)
         assert all(one[1] <= other[0] for one, other in pairwise(times))
@@ -134,10 +134,10 @@ def test_spans_of_a_lane_never_overlap_and_lanes_are_no_more_than_ran_at_once(wo
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_request_is_drawn_while_steps_ran_it(world: World) -> None:
-    """Every span begins and ends with steps that had a slice of its request."""
-    done = served(world)
-    entries = drawn(done.events)
+def test_spans_of_a_request_are_bounded_by_its_steps(world: World) -> None:
+    """Every span begins and ends with a step that has a slice of its request."""
+    done = run_of(world)
+    entries = trace_of(done.events)
     steps = {span["args"]["plan"]: span for span in spans(entries) if span["name"] == "step"}
     begins: dict[int, set[Decimal]] = defaultdict(set)
     ends: dict[int, set[Decimal]] = defaultdict(set)
@@ -147,19 +147,19 @@ def test_a_request_is_drawn_while_steps_ran_it(world: World) -> None:
             for piece in event.result.plan.slices:
                 begins[piece.request.id].add(step["ts"])
                 ends[piece.request.id].add(step["ts"] + step["dur"])
-    drawn_spans = [span for span in spans(entries) if span["name"] in PHASES]
-    assert drawn_spans
-    for span in drawn_spans:
+    phases = [span for span in spans(entries) if span["name"] in PHASES]
+    assert phases
+    for span in phases:
         number = span["args"]["request"]
         assert span["ts"] in begins[number]
         assert span["ts"] + span["dur"] in ends[number]
-    # Coalesced: a run of steps is one span, however many tokens it brought.
+    # Successive steps are one span, however many tokens they generate.
     breaks = sum(isinstance(event, Preempted | Finished) for event in done.events)
-    assert len(drawn_spans) <= 2 * breaks
+    assert len(phases) <= 2 * breaks
 
 
 def stage_spans(entries: list[dict[str, Any]], number: int) -> list[tuple[str, float, float, int]]:
-    """Name, begin and end in seconds, and plan, in the lane of a stage."""
+    """Return the name, begin and end in seconds, and plan of each span in the lane of a stage."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     return [
         (span["name"], float(span["ts"]) / 1e6, float(span["ts"] + span["dur"]) / 1e6, span["args"]["plan"])
@@ -169,23 +169,23 @@ def stage_spans(entries: list[dict[str, Any]], number: int) -> list[tuple[str, f
 
 
 def test_every_stage_has_a_lane_with_its_parts_of_steps_and_its_bubbles() -> None:
-    """Where the executor is exact, so are they: two requests, then nobody for a second, then one."""
+    """The simulated executor's times are exact: two requests, then an idle second, then one request."""
     core = World("fcfs", 2, cost=UnitCost(), stages=2).core()
     events: list[Event] = []
     requests = [make(0, 4, 2), make(1, 8, 2), make(2, 4, 1, arrival=20.0)]
     executor = SimulatedExecutor(UnitCost(), stages=2)
     simulate(Replica(core, executor), requests, on_events=events.extend)
-    entries = drawn(events)
+    entries = trace_of(events)
     first, second = stage_spans(entries, 0), stage_spans(entries, 1)
     for number, found in enumerate((first, second)):
         parts = [span for span in found if span[0] == "part"]
         times = [event.result.stages[number] for event in events if isinstance(event, Computed)]
         assert [end - begin for _, begin, end, _ in parts] == pytest.approx([time.busy for time in times])
         assert [plan for *_, plan in parts] == list(range(len(parts)))
-        # What follows the rest is no bubble.
+        # Idle time after a rest is not a bubble.
         bubbles = sum(end - begin for name, begin, end, _ in found if name == "bubble")
         assert bubbles == pytest.approx(sum(time.idle for time in times[:-1]))
-    # No part begins on the second stage before it has ended on the first.
+    # A part begins on the second stage only after it ended on the first.
     ended = {plan: end for name, _, end, plan in first if name == "part"}
     assert all(begin >= ended[plan] - 1e-9 for name, begin, _, plan in second if name == "part")
     use = StageUse()
@@ -197,16 +197,16 @@ def test_every_stage_has_a_lane_with_its_parts_of_steps_and_its_bubbles() -> Non
     assert use.bubble_share == pytest.approx(sum(use.idle) / (sum(use.idle) + 18))
 
 
-def test_without_stages_there_are_no_lanes_of_them() -> None:
+def test_without_stages_there_are_no_stage_lanes() -> None:
     done = run(World(depth=2), load(5, 10))
-    assert not [name for name in lanes(drawn(done.events)) if name.startswith("Stage")]
+    assert not [name for name in lanes(trace_of(done.events)) if name.startswith("Stage")]
     use = StageUse()
     use.observe(done.events)
     assert (use.busy, use.idle, use.bubble_share) == ([], [], 0.0)
 
 
-def test_parts_whose_times_do_not_fit_together_do_not_overlap() -> None:
-    """Clocks of ranks run at their own pace, and the driver may look late."""
+def test_parts_with_inconsistent_times_do_not_overlap() -> None:
+    """Clocks of ranks differ, and the driver may read results late."""
     stepper = Stepper(World("fcfs", 2, stages=2).core())
     stepper.add(*(make(number, 8, 30) for number in range(6)))
     draw = random.Random(3)
@@ -221,7 +221,7 @@ def test_parts_whose_times_do_not_fit_together_do_not_overlap() -> None:
             events.append(event._replace(result=replace(event.result, stages=stages)))
         else:
             events.append(event)
-    found = lanes(drawn(events))
+    found = lanes(trace_of(events))
     for name in ("Stage 0", "Stage 1"):
         assert len(found[name]) >= 60
         assert all(begin <= end for begin, end in found[name])
@@ -229,8 +229,8 @@ def test_parts_whose_times_do_not_fit_together_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_finish_reasons_are_drawn(overlap: bool) -> None:
-    """Stopped by a token, given up while a step ran, given up before it ever ran, and out of time."""
+def test_the_timeline_shows_finish_reasons(overlap: bool) -> None:
+    """The requests are stopped by a token, aborted during a step, past a deadline, and aborted before they ran."""
     stepper = Stepper(World("fcfs", 1 + overlap, overlap, max_seqs=3).core())  # tokens are positions
     stepper.add(
         make(0, 8, 20, stop_tokens=frozenset({11})),
@@ -243,7 +243,7 @@ def test_finish_reasons_are_drawn(overlap: bool) -> None:
     stepper.core.abort(3, stepper.now)
     stepper.finish()
     stepper.drain()
-    found = [span["args"] for span in spans(drawn(stepper.events)) if span["name"] in PHASES]
+    found = [span["args"] for span in spans(trace_of(stepper.events)) if span["name"] in PHASES]
     last = {args["request"]: (args["left"], args["position"]) for args in found}
     tokens = {number: sum(args["generated"] for args in found if args["request"] == number) for number in range(4)}
     assert tokens == {number: len(stepper.tokens.get(number, ())) for number in range(4)}
@@ -254,8 +254,8 @@ def test_finish_reasons_are_drawn(overlap: bool) -> None:
     assert tokens[1] == 0
 
 
-def test_a_swap_as_it_is_drawn() -> None:
-    """A request in its decode makes way for a more important one, and comes back."""
+def test_the_timeline_of_a_swap() -> None:
+    """A decoding request is preempted by a more important one and resumes later."""
     world = World("fcfs", eviction=SwapAll, device_blocks=6, block_size=4, max_seqs=4)
     stepper = Stepper(world.core())
     stepper.add(make(0, 16, 6, priority=1))
@@ -263,10 +263,10 @@ def test_a_swap_as_it_is_drawn() -> None:
     stepper.step()
     stepper.add(make(1, 16, 2))
     stepper.drain()
-    entries = drawn(stepper.events)
+    entries = trace_of(stepper.events)
     found = [(s["name"], s["args"]) for s in spans(entries) if s["name"] != "step"]
-    story = [(name, args["left"]) for name, args in found if args["request"] == 0 and name in PHASES]
-    assert story == [("prefill", "caught up"), ("decode", Preemption.SWAP.value), ("decode", "length")]
+    phases = [(name, args["left"]) for name, args in found if args["request"] == 0 and name in PHASES]
+    assert phases == [("prefill", "caught up"), ("decode", Preemption.SWAP.value), ("decode", "length")]
     assert [args for name, args in found if name == "out"] == [{"request": 0, "blocks": 5, "when": "blocking"}]
     assert [args for name, args in found if name == "in"] == [{"request": 0, "blocks": 5, "when": "blocking"}]
     counters = [entry for entry in entries if entry["ph"] == "C"]
@@ -279,19 +279,19 @@ def test_a_swap_as_it_is_drawn() -> None:
     assert shown["requests waiting"] == [0, 1, 0]
 
 
-def test_what_goes_on_at_the_end_is_drawn_as_far_as_it_came() -> None:
+def test_requests_that_still_run_at_the_end_have_spans() -> None:
     stepper = Stepper(World().core())
     stepper.add(make(0, 8, 20))
     stepper.step()
     stepper.step()
-    phases = [span for span in spans(drawn(stepper.events)) if span["name"] in PHASES]
+    phases = [span for span in spans(trace_of(stepper.events)) if span["name"] in PHASES]
     assert [(span["name"], span["args"]["left"]) for span in phases] == [
         ("prefill", "caught up"),
         ("decode", "still running"),
     ]
 
 
-def test_the_file_is_readable_whenever_it_was_written() -> None:
+def test_the_file_is_valid_after_every_write() -> None:
     done = run(World(), load(5, 20))
     file = io.StringIO()
     timeline = Timeline(file)
@@ -308,5 +308,5 @@ def test_the_file_is_readable_whenever_it_was_written() -> None:
     assert len(flushed) > max(sizes)
 
 
-def test_a_file_of_nothing() -> None:
-    assert {entry["ph"] for entry in drawn([])} == {"M"}
+def test_a_timeline_without_events_has_only_metadata() -> None:
+    assert {entry["ph"] for entry in trace_of([])} == {"M"}

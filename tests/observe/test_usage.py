@@ -1,4 +1,4 @@
-"""KV and steps over time, against a count that looks at every request after every step."""
+"""KV and steps over time, compared with a count over all requests after every step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def usage_of(world: World) -> EngineUsage:
 
 
 def failing(share: float) -> Callable[[Move], bool]:
-    """Moves that fail at random, `share` of them."""
+    """Return a predicate by which `share` of the moves fail at random."""
     draw = random.Random(11)
     return lambda move: draw.random() < share
 
 
 def on_device(kv: KVLedger, request: Request) -> int:
-    """Tokens of the request whose KV lies on the device; what a move carries lies nowhere."""
+    """Return the number of the request's tokens with KV on the device, without blocks in transit."""
     held = kv.blocks_of(request)
     assert held is not None
     move, blocks = held.transit.move, held.device
@@ -52,7 +52,7 @@ def on_device(kv: KVLedger, request: Request) -> int:
         )
     ],
 )
-def test_used_kv_is_what_requests_have_computed_on_the_device(
+def test_used_kv_is_the_computed_kv_on_the_device(
     recipe: str, eviction: str, depth_and_failures: tuple[int, float]
 ) -> None:
     depth, fails = depth_and_failures
@@ -63,11 +63,11 @@ def test_used_kv_is_what_requests_have_computed_on_the_device(
     seen: list[float] = []
     bytes_moved = dict.fromkeys(LINK, 0)
 
-    def look(events: list[Event]) -> None:
+    def compare(events: list[Event]) -> None:
         usage.observe(events)
         resident = sum(on_device(core.kv, one) for one in core.kv.holders() if one.finish_reason is None)
         seen.append(resident)
-        # A step under way has been decided, and its evictions are done, but it has computed nothing yet.
+        # A step in flight has made its preemptions but has computed nothing yet.
         assert usage._used == resident
         for event in events:
             if isinstance(event, Moved):
@@ -75,7 +75,7 @@ def test_used_kv_is_what_requests_have_computed_on_the_device(
         assert (usage.swapped_out_bytes, usage.swapped_in_bytes) == tuple(bytes_moved.values())
 
     executor = SimulatedExecutor(world.cost, fails=failing(fails))
-    simulate(Replica(core, executor), load(7, 24, stop_tokens=frozenset(range(70, 75))), on_events=look)
+    simulate(Replica(core, executor), load(7, 24, stop_tokens=frozenset(range(70, 75))), on_events=compare)
     assert max(seen) > 0
     assert seen[-1] == 0
     kv = usage.kv()
@@ -83,7 +83,7 @@ def test_used_kv_is_what_requests_have_computed_on_the_device(
     if recipe == "static":
         return
     assert sum(kv["preemptions"].values()) > 0
-    if recipe == "econoserve":  # its requests pause, and keep their KV, where others make way
+    if recipe == "econoserve":  # its requests pause and keep their KV, where others are preempted
         return
     moves = eviction not in ("recompute", "defer")
     assert (kv["recomputed_tokens"] > 0) or (moves and not fails)
@@ -92,16 +92,16 @@ def test_used_kv_is_what_requests_have_computed_on_the_device(
 
 
 def events_of(stepper: Stepper) -> list[Event]:
-    """What happened since the last call."""
+    """Return the events since the last call."""
     events, stepper.events = stepper.events, []
     return events
 
 
 @pytest.mark.parametrize("direction", LINK)
 @pytest.mark.parametrize("when", ["blocking", "overlapped"])
-def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Direction, when: str) -> None:
-    """Request 1 goes to the host and comes back, of 9 tokens; one of its moves fails. Request 0 is there for company,
-    request 2 to take all memory."""
+def test_a_failed_move_moves_no_bytes_and_loses_its_kv(direction: Direction, when: str) -> None:
+    """Request 1 has 9 tokens and is swapped out and in; one of the moves fails. Request 0 keeps the engine busy, and
+    request 2 takes all memory."""
     eviction = OnCall()
     world = World("fcfs", eviction=lambda: eviction, device_blocks=12)
     stepper, usage = Stepper(world.core()), usage_of(world)
@@ -110,14 +110,14 @@ def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Di
     stepper.step()
     stepper.step()
 
-    def move(towards: Direction) -> None:
-        stepper.fails = (lambda move: True) if towards is direction else (lambda move: False)
+    def move(current: Direction) -> None:
+        stepper.fails = (lambda move: True) if current is direction else (lambda move: False)
         if when == "overlapped":
             eviction.out = eviction.back = [request]
-        elif towards is Direction.OUT:
+        elif current is Direction.OUT:
             stepper.add(make(2, 30, 2, priority=-1))
         stepper.step()
-        while towards is Direction.IN and when == "blocking" and request.finish_reason is None and not done():
+        while current is Direction.IN and when == "blocking" and request.finish_reason is None and not done():
             stepper.step()
 
     def done() -> bool:
@@ -133,19 +133,19 @@ def test_a_failed_move_moved_no_bytes_and_what_it_lost_is_not_used(direction: Di
         move(Direction.IN)
     usage.observe(events_of(stepper))
     assert usage._used == sum(on_device(stepper.core.kv, one) for one in stepper.core.kv.holders())
-    stays = direction is Direction.OUT and when == "overlapped"
-    assert (request.computed == 9) == stays
+    keeps_kv = direction is Direction.OUT and when == "overlapped"
+    assert (request.computed == 9) == keeps_kv
     assert (usage.swapped_out_bytes > 0) == (direction is Direction.IN)
     assert usage.swapped_in_bytes == 0
     stepper.fails = lambda move: False
     stepper.drain()
     usage.observe(events_of(stepper))
     assert usage._used == 0
-    assert (usage.recomputed_tokens >= 9) == (not stays)
+    assert (usage.recomputed_tokens >= 9) == (not keeps_kv)
 
 
-def test_plans_that_only_wait_are_no_steps() -> None:
-    """The second request's KV is on its way when the first one ends: nobody can run until it lands."""
+def test_plans_that_only_wait_are_not_steps() -> None:
+    """The second request's KV is in transit when the first finishes, so no request can run until it lands."""
     eviction = OnCall()
     world = World("fcfs", eviction=lambda: eviction)
     stepper, usage = Stepper(world.core()), usage_of(world)
@@ -161,7 +161,7 @@ def test_plans_that_only_wait_are_no_steps() -> None:
     assert (usage.steps, usage.batch_mean) == (5, pytest.approx(6 / 5))
 
 
-def test_steps_and_batches_are_counted() -> None:
+def test_steps_and_batch_sizes_are_counted() -> None:
     world = World("fcfs")
     done = run(world, load(3, 12))
     usage = usage_of(world)
@@ -177,8 +177,8 @@ def test_steps_and_batches_are_counted() -> None:
     assert (record["kv"]["used_mean"], record["steps"]) == (rounded(usage.kv()["used_mean"]), 2 * usage.steps)
 
 
-def test_means_are_over_time() -> None:
-    # 4 of 8 tokens are used from 4 s, one more each second; two of two blocks are allocated once it outgrows one.
+def test_means_are_weighted_by_time() -> None:
+    # 4 of 8 tokens are used from 4 s on and one more each second; the second block is allocated with the fifth token.
     world = World("fcfs", cost=UnitCost(), device_blocks=2)
     done = run(world, [make(0, 4, 3)])
     usage = usage_of(world)
@@ -188,7 +188,7 @@ def test_means_are_over_time() -> None:
     assert usage.kv()["allocated_mean"] == pytest.approx((4 * 1 / 2 + 1 + 1) / 6)
 
 
-def test_the_series_is_thinned_and_still_spans_the_run() -> None:
+def test_the_series_is_thinned_and_spans_the_run() -> None:
     world = World("fcfs", cost=UnitCost())
     done = run(world, [make(number, 5, 38, arrival=43.0 * number) for number in range(40)])
     usage = usage_of(world)

@@ -1,4 +1,4 @@
-"""Why requests wait: the seconds by reason add up, and each reason is what a scene was made for."""
+"""Wait reasons: their seconds add up, and each reason occurs in the situation made for it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ UNIT = World("fcfs", cost=UnitCost())
 
 
 def facts_of(done: Run) -> dict[int, RequestFacts]:
-    ended: list[RequestFacts] = []
-    RequestLog(ended.append).observe(done.events)
-    return {facts.id: facts for facts in ended}
+    finished: list[RequestFacts] = []
+    RequestLog(finished.append).observe(done.events)
+    return {facts.id: facts for facts in finished}
 
 
 def executed(done: Run) -> dict[int, float]:
-    """Seconds in which at least one step computed for each request."""
+    """Return the seconds in which at least one step computed for each request."""
     until: dict[int, float] = defaultdict(float)
     seconds: dict[int, float] = defaultdict(float)
     for event in done.events:
@@ -57,7 +57,7 @@ def executed(done: Run) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_reasons_of_a_request_add_up_to_its_latency_less_its_execution(world: World) -> None:
+def test_the_waits_of_a_request_are_its_latency_less_its_execution(world: World) -> None:
     done = run(world, load(1, 20, priorities=(-1, 0, 7)))
     seconds, reasons = executed(done), set()
     for facts in facts_of(done).values():
@@ -71,7 +71,7 @@ def test_the_reasons_of_a_request_add_up_to_its_latency_less_its_execution(world
 
 
 @pytest.mark.parametrize("world", WORLDS[:6])
-def test_the_metric_counts_what_the_requests_waited_at_any_time(world: World) -> None:
+def test_the_wait_metric_is_monotonic_and_matches_the_requests(world: World) -> None:
     done = run(world, load(1, 20))
     metrics = EngineMetrics(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=1)
     last = [0.0] * len(REASONS)
@@ -89,30 +89,30 @@ def test_the_metric_counts_what_the_requests_waited_at_any_time(world: World) ->
         assert total == pytest.approx(sum(one.wait_s()[reason] for one in facts), abs=1e-6)
 
 
-def test_a_request_waits_for_a_slot() -> None:
+def test_a_request_that_lacks_a_slot_reports_it() -> None:
     facts = facts_of(run(replace(UNIT, max_seqs=1), [make(0, 5, 2), make(1, 3, 1, arrival=1.0)]))[1]
-    # It arrives while the first step runs, until 5 s; the first request has the only slot until 6 s.
+    # It arrives during the first step, which ends at 5 s; the first request has the only slot until 6 s.
     assert {reason: s for reason, s in facts.wait_s().items() if s} == {
         WaitReason.NOT_EXAMINED: 4.0,
         WaitReason.NO_SEAT: 1.0,
     }
 
 
-class Scene:
-    """An engine whose requests are ranked by id, and the reason of each after a step."""
+class Setup:
+    """An engine whose requests are ranked by id and whose wait reasons are read after a step."""
 
-    def __init__(self, *, blocks: int = 100, host: int = 0, depth: int = 1, **seams: object) -> None:
+    def __init__(self, *, blocks: int = 100, host: int = 0, depth: int = 1, **policies: object) -> None:
         self.ordering = Ranks({number: number for number in range(9)})
-        usual = {"batcher": Greedy(8, 100, chunked=True), "admission": OnDemand(0.0), "eviction": Recompute()}
-        policies = Policies(self.ordering, **{**usual, **seams})  # type: ignore[arg-type]
+        defaults = {"batcher": Greedy(8, 100, chunked=True), "admission": OnDemand(0.0), "eviction": Recompute()}
+        combined = Policies(self.ordering, **{**defaults, **policies})  # type: ignore[arg-type]
         kv = KVLedger(blocks, host, 4)
-        self.stepper = Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1)))
+        self.stepper = Stepper(WatchedCore(Scheduler(combined, kv, depth=depth, overlap=depth > 1)))
 
     def add(self, *requests: Request) -> None:
         self.stepper.add(*requests)
 
     def reasons(self) -> list[str | None]:
-        """Of the live requests, by id, while a step is in flight."""
+        """Run a step and return the reasons of the live requests, by id, while it is in flight."""
         core = self.stepper.core
         self.stepper.start()
         waits = [core.wait_of(request) for _, request in sorted(core.requests.items())]
@@ -120,70 +120,70 @@ class Scene:
         return [wait and wait.reason.value for wait in waits]
 
 
-def test_reasons_of_the_batch() -> None:
-    scene = Scene(batcher=Greedy(2, 100, chunked=True))
-    scene.add(*(make(number, 4, 9) for number in range(4)))
-    assert scene.reasons() == [None, None, "no_slot", "no_slot"]
-    scene = Scene(batcher=Greedy(8, 6, chunked=True))
-    scene.add(*(make(number, 6, 9) for number in range(3)))
-    assert scene.reasons() == [None, "token_budget", "token_budget"]
-    scene = Scene(batcher=RunToCompletion(2, 100))
-    scene.add(make(0, 4, 9), make(1, 4, 9))
-    scene.reasons()
-    scene.add(make(2, 4, 9))
-    assert scene.reasons() == [None, None, "held_by_batcher"]
+def test_wait_reasons_of_the_batcher() -> None:
+    setup = Setup(batcher=Greedy(2, 100, chunked=True))
+    setup.add(*(make(number, 4, 9) for number in range(4)))
+    assert setup.reasons() == [None, None, "no_slot", "no_slot"]
+    setup = Setup(batcher=Greedy(8, 6, chunked=True))
+    setup.add(*(make(number, 6, 9) for number in range(3)))
+    assert setup.reasons() == [None, "token_budget", "token_budget"]
+    setup = Setup(batcher=RunToCompletion(2, 100))
+    setup.add(make(0, 4, 9), make(1, 4, 9))
+    setup.reasons()
+    setup.add(make(2, 4, 9))
+    assert setup.reasons() == [None, None, "held_by_batcher"]
 
 
-def test_reasons_of_memory_say_how_many_blocks_are_short() -> None:
-    scene = Scene(blocks=4)
-    scene.add(make(0, 8, 4), make(1, 12, 4), make(2, 4, 4))
-    assert scene.reasons() == [None, "no_kv", "behind_memory"]
-    (wait,) = [event for event in scene.stepper.events if isinstance(event, Waited)]
+def test_memory_waits_report_the_missing_blocks() -> None:
+    setup = Setup(blocks=4)
+    setup.add(make(0, 8, 4), make(1, 12, 4), make(2, 4, 4))
+    assert setup.reasons() == [None, "no_kv", "behind_memory"]
+    (wait,) = [event for event in setup.stepper.events if isinstance(event, Waited)]
     assert (wait.request.id, wait.reason, wait.short) == (1, WaitReason.NO_KV, 1)
-    scene = Scene(blocks=4, admission=WholeMaximum())
-    scene.add(make(0, 4, 5), make(1, 4, 9))
-    assert scene.reasons() == [None, "held_by_admission"]
-    scene = Scene(blocks=4, eviction=Defer())
-    scene.add(make(1, 12, 4))
-    scene.reasons()
-    scene.add(make(0, 8, 4))
-    assert scene.reasons() == ["held_by_eviction", None]
+    setup = Setup(blocks=4, admission=WholeMaximum())
+    setup.add(make(0, 4, 5), make(1, 4, 9))
+    assert setup.reasons() == [None, "held_by_admission"]
+    setup = Setup(blocks=4, eviction=Defer())
+    setup.add(make(1, 12, 4))
+    setup.reasons()
+    setup.add(make(0, 8, 4))
+    assert setup.reasons() == ["held_by_eviction", None]
 
 
-def test_reasons_of_kv_that_is_elsewhere() -> None:
+def test_wait_reasons_of_swapped_out_kv() -> None:
     class Returning(OnCall):
         def returns_overlapped(self, request: Request) -> bool:
             return True
 
     eviction = Returning()
-    scene = Scene(host=50, eviction=eviction)
-    scene.stepper.late = 1
-    scene.add(make(0, 8, 20), make(1, 8, 20))
-    scene.reasons()
-    eviction.out = [scene.stepper.core.requests[1]]
-    assert scene.reasons() == [None, "kv_in_transit"]
-    scene.reasons()
-    assert scene.reasons() == [None, "kv_on_host"]
+    setup = Setup(host=50, eviction=eviction)
+    setup.stepper.late = 1
+    setup.add(make(0, 8, 20), make(1, 8, 20))
+    setup.reasons()
+    eviction.out = [setup.stepper.core.requests[1]]
+    assert setup.reasons() == [None, "kv_in_transit"]
+    setup.reasons()
+    assert setup.reasons() == [None, "kv_on_host"]
 
 
-def test_a_request_that_is_examined_no_more_shares_the_reason_of_the_tail() -> None:
-    scene = Scene(blocks=4)
-    scene.add(make(1, 8, 4), make(2, 12, 4))
-    assert scene.reasons() == [None, "no_kv"]
-    scene.add(make(0, 12, 2))
-    assert scene.reasons()[2] == "behind_memory"
-    changes = [(event.request.id, event.reason) for event in scene.stepper.events if isinstance(event, Waited)]
+def test_requests_that_are_not_examined_share_the_reason_of_the_tail() -> None:
+    setup = Setup(blocks=4)
+    setup.add(make(1, 8, 4), make(2, 12, 4))
+    assert setup.reasons() == [None, "no_kv"]
+    setup.add(make(0, 12, 2))
+    assert setup.reasons()[2] == "behind_memory"
+    changes = [(event.request.id, event.reason) for event in setup.stepper.events if isinstance(event, Waited)]
     assert (2, WaitReason.NOT_EXAMINED) in changes
 
 
-def test_what_a_late_commit_charged_too_much_is_taken_back() -> None:
-    """Steps of 1 s that follow each other on the device; the result of the first is committed 0.2 s late."""
-    request, ended = make(0, 4, 2), []
+def test_execution_charged_twice_by_a_late_commit_is_corrected() -> None:
+    """Two steps of 1 s run back to back; the result of the first is committed 0.2 s late."""
+    request, finished = make(0, 4, 2), []
     plans = [StepPlan(number, (Slice(request, number, 1, True, False, ()),)) for number in range(2)]
-    log = RequestLog(ended.append)
+    log = RequestLog(finished.append)
     log.observe([Arrived(request, 0.0), Started(request, 0.0), Planned(plans[0], 0.0, 0, 0)])
     log.observe([Planned(plans[1], 0.5, 0, 0), Computed(StepResult(plans[0], (7,), 1.0), 1.2)])
     log.observe([Computed(StepResult(plans[1], (7,), 1.0), 2.0), Finished(request, 2.0, FinishReason.LENGTH)])
-    (facts,) = ended
+    (facts,) = finished
     assert facts.execution_s == facts.jct(2.0) == 2.0
     assert sum(facts.waits.seconds) == pytest.approx(0.0, abs=1e-9)

@@ -1,4 +1,4 @@
-"""What the scheduler relies on in every reservation."""
+"""Invariants that the scheduler requires of every admission policy."""
 
 from __future__ import annotations
 
@@ -28,35 +28,33 @@ every_admission = pytest.mark.parametrize("admission", ADMISSIONS.values(), ids=
 
 @every_admission
 @given(prompt=st.integers(1, 60), more=st.integers(1, 40), blocks=st.integers(1, 30))
-def test_an_empty_device_admits_whoever_can_fit_at_all(
+def test_an_empty_device_admits_every_request_that_can_fit(
     admission: AdmissionPolicy, prompt: int, more: int, blocks: int
 ) -> None:
     kv = KVLedger(blocks, 0, 4)
     request = make(0, prompt, more)
     if request.max_total_tokens <= blocks * 4:
-        promise = admission.reserve(request, request.known, kv)
-        assert isinstance(promise, Allocation)
-        assert max(promise.now, promise.blocks) + promise.spare <= kv.available
+        grant = admission.reserve(request, request.known, kv)
+        assert isinstance(grant, Allocation)
+        assert max(grant.now, grant.blocks) + grant.spare <= kv.available
 
 
 @every_admission
 @given(prompt=st.integers(1, 60), more=st.integers(1, 40), others=st.integers(0, 30))
-def test_nobody_is_asked_for_more_than_the_pool_has(
-    admission: AdmissionPolicy, prompt: int, more: int, others: int
-) -> None:
-    """Otherwise evicting everybody would not let the request in."""
+def test_a_reservation_never_exceeds_the_pool(admission: AdmissionPolicy, prompt: int, more: int, others: int) -> None:
+    """Otherwise the request could not be admitted even after all others were preempted."""
     kv = KVLedger(30, 0, 4)
     if others:
         kv.grow(make(1), others * 4)
-    promise = admission.reserve(make(0, prompt, more), prompt, kv)
-    if isinstance(promise, Allocation):
-        assert kv.blocks_for(prompt) <= max(promise.now, promise.blocks)
-        assert max(promise.now, promise.blocks) + promise.spare <= kv.device_total
+    grant = admission.reserve(make(0, prompt, more), prompt, kv)
+    if isinstance(grant, Allocation):
+        assert kv.blocks_for(prompt) <= max(grant.now, grant.blocks)
+        assert max(grant.now, grant.blocks) + grant.spare <= kv.device_total
 
 
 @every_admission
 @given(prompt=st.integers(1, 60), others=st.integers(0, 30))
-def test_asking_changes_nothing(admission: AdmissionPolicy, prompt: int, others: int) -> None:
+def test_claim_has_no_side_effects(admission: AdmissionPolicy, prompt: int, others: int) -> None:
     kv = KVLedger(30, 0, 4)
     if others:
         kv.grow(make(1), others * 4)
@@ -67,20 +65,20 @@ def test_asking_changes_nothing(admission: AdmissionPolicy, prompt: int, others:
     assert kv.available == before
 
 
-def test_on_demand_leaves_the_watermark_to_those_who_run() -> None:
+def test_on_demand_keeps_the_watermark_for_running_requests() -> None:
     kv = KVLedger(100, 0, 4)
     kv.grow(make(1), 4)
     assert OnDemand(0.1).reserve(make(0, 8), 8, kv) == Allocation(now=2, blocks=2, spare=10)
 
 
-def test_on_demand_counts_what_is_known_not_what_may_come() -> None:
+def test_on_demand_counts_known_tokens_only() -> None:
     request = make(0, 8, 100)
     request.known += 4
-    promise = OnDemand(0.0).reserve(request, request.known, KVLedger(100, 0, 4))
-    assert promise == Allocation(now=3, blocks=3)
+    grant = OnDemand(0.0).reserve(request, request.known, KVLedger(100, 0, 4))
+    assert grant == Allocation(now=3, blocks=3)
 
 
-def test_whole_maximum_waits_for_the_whole_maximum() -> None:
+def test_whole_maximum_waits_until_the_maximum_length_fits() -> None:
     kv = KVLedger(10, 0, 4)
     kv.reserve(make(1), 5)
     assert WholeMaximum().reserve(make(0, 8, 12), 8, kv) == Allocation(now=5, blocks=5)
@@ -88,7 +86,7 @@ def test_whole_maximum_waits_for_the_whole_maximum() -> None:
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0, Allocation(10, 10, tokens=40)), (5, Allocation(5, 5, tokens=20))])
-def test_a_whole_claim_that_is_outgrown_grows_as_expected_or_by_a_block(others: int, expected: Allocation) -> None:
+def test_an_exhausted_whole_claim_grows_to_the_forecast_or_by_one_block(others: int, expected: Allocation) -> None:
     kv = KVLedger(10, 0, 4)
     request = make(0, 8, 33)
     admission = WholeReservations(PaddedLengths(0, lambda _: 9))
@@ -100,6 +98,6 @@ def test_a_whole_claim_that_is_outgrown_grows_as_expected_or_by_a_block(others: 
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, float("nan")])
-def test_a_watermark_is_a_share(watermark: float) -> None:
+def test_a_watermark_outside_zero_to_one_is_refused(watermark: float) -> None:
     with pytest.raises(ValueError, match="watermark"):
         OnDemand(watermark)

@@ -1,4 +1,4 @@
-"""What the scheduler relies on in every batcher."""
+"""Invariants that the scheduler requires of every batcher."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from skipjoin.policies.stages import EvenStages
 from support.load import make
 from support.policies import COST
 
-# Each test makes its own: a batcher may remember its steps.
+# Tests construct their own, because a batcher may remember its steps.
 BATCHERS: dict[str, Callable[[], Batcher]] = {
     "whole": lambda: Greedy(4, 32, chunked=False),
     "chunked": lambda: Greedy(4, 32, chunked=True),
@@ -49,8 +49,8 @@ BATCHERS: dict[str, Callable[[], Batcher]] = {
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS.values(), ids=BATCHERS.keys())
 
 
-class Learning:
-    """A cost model whose floor changes."""
+class ChangingCost:
+    """Cost model whose floor changes."""
 
     def __init__(self) -> None:
         self.revision = 0
@@ -64,12 +64,12 @@ class Learning:
 
 
 def fill(packing: BatchBuilder, pending: Sequence[int]) -> list[int | Refusal]:
-    """The verdict on each of so many new requests in turn; who gets tokens takes them."""
-    return run_through(packing, [make(number, tokens) for number, tokens in enumerate(pending)])
+    """Offer new requests with that many pending tokens in turn and return the verdicts."""
+    return offer_all(packing, [make(number, tokens) for number, tokens in enumerate(pending)])
 
 
-def run_through(packing: BatchBuilder, requests: Sequence[Request]) -> list[int | Refusal]:
-    """The verdict on each of the requests in turn; who gets tokens takes them."""
+def offer_all(packing: BatchBuilder, requests: Sequence[Request]) -> list[int | Refusal]:
+    """Offer the requests in turn, take those that get tokens, and return the verdicts."""
     verdicts: list[int | Refusal] = []
     for request in requests:
         verdict = packing.offer(request, request.pending)
@@ -82,7 +82,7 @@ def run_through(packing: BatchBuilder, requests: Sequence[Request]) -> list[int 
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), max_size=12))
-def test_a_verdict_is_a_refusal_or_between_one_and_what_is_pending(
+def test_a_verdict_is_a_refusal_or_at_most_the_pending_tokens(
     batcher: Callable[[], Batcher], pending: list[int]
 ) -> None:
     for tokens, verdict in zip(pending, fill(batcher().open(StepContext()), pending), strict=True):
@@ -97,7 +97,7 @@ def test_the_first_request_is_never_refused(batcher: Callable[[], Batcher], pend
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), max_size=12))
-def test_stop_is_final(batcher: Callable[[], Batcher], pending: list[int]) -> None:
+def test_a_refusal_of_scope_all_closes_the_step(batcher: Callable[[], Batcher], pending: list[int]) -> None:
     verdicts = fill(batcher().open(StepContext()), pending)
     stops = [at for at, verdict in enumerate(verdicts) if isinstance(verdict, Refusal) and verdict.scope is Scope.ALL]
     if stops:
@@ -106,7 +106,7 @@ def test_stop_is_final(batcher: Callable[[], Batcher], pending: list[int]) -> No
 
 @every_batcher
 @given(pending=st.lists(st.integers(1, 100), max_size=12))
-def test_an_offer_that_is_not_taken_costs_nothing(batcher: Callable[[], Batcher], pending: list[int]) -> None:
+def test_an_offer_that_is_not_taken_uses_no_budget(batcher: Callable[[], Batcher], pending: list[int]) -> None:
     packing = batcher().open(StepContext())
     for number, tokens in enumerate(pending):
         packing.offer(make(number, tokens), tokens)
@@ -114,9 +114,9 @@ def test_an_offer_that_is_not_taken_costs_nothing(batcher: Callable[[], Batcher]
 
 
 @every_batcher
-def test_every_step_begins_empty_once_all_requests_are_over(batcher: Callable[[], Batcher]) -> None:
+def test_a_step_begins_empty_after_all_requests_finish(batcher: Callable[[], Batcher]) -> None:
     same, requests = batcher(), [make(number, 9) for number in range(9)]
-    verdicts = run_through(same.open(StepContext()), requests)
+    verdicts = offer_all(same.open(StepContext()), requests)
     for request in requests:
         request.finish_reason = FinishReason.STOP
     assert fill(same.open(StepContext(now=1.0)), [9] * 9) == verdicts
@@ -124,25 +124,25 @@ def test_every_step_begins_empty_once_all_requests_are_over(batcher: Callable[[]
 
 @every_batcher
 @given(seed=st.integers(0, 10**9))
-def test_a_step_that_is_offered_everybody_takes_somebody(batcher: Callable[[], Batcher], seed: int) -> None:
-    """Whatever the order, whoever ends and whose KV is dropped between the steps, nothing comes to a standstill."""
+def test_a_step_that_is_offered_all_requests_schedules_at_least_one(batcher: Callable[[], Batcher], seed: int) -> None:
+    """Neither the order of offers nor requests that finish or lose KV between steps cause a stall."""
     draw, same = random.Random(seed), batcher()
     alive = [make(number, draw.randint(1, 50)) for number in range(8)]
     while alive:
         draw.shuffle(alive)
         packing, taken, closed = same.open(StepContext()), 0, False
         for request in alive:
-            if closed and not request.planned:  # as in the scheduler: a closed step is for holders of KV
+            if closed and not request.planned:  # the scheduler offers a closed step only to requests with KV
                 continue
-            (verdict,) = run_through(packing, [request])
+            (verdict,) = offer_all(packing, [request])
             taken += isinstance(verdict, int)
             closed = closed or (isinstance(verdict, Refusal) and verdict.scope is Scope.NEWCOMERS)
         assert taken
         for request in alive:
-            fate = draw.random()
-            if fate < 0.1:
+            chance = draw.random()
+            if chance < 0.1:
                 request.finish_reason = FinishReason.STOP
-            elif fate < 0.3:
+            elif chance < 0.3:
                 request.planned = 0
             elif request.planned:
                 request.planned = request.known - 1
@@ -151,25 +151,25 @@ def test_a_step_that_is_offered_everybody_takes_somebody(batcher: Callable[[], B
 
 @pytest.mark.parametrize("chunked", [False, True])
 @given(pending=st.lists(st.integers(1, 60), max_size=20), seqs=st.integers(1, 6), tokens=st.integers(1, 80))
-def test_greedy_keeps_its_budgets(pending: list[int], seqs: int, tokens: int, chunked: bool) -> None:
+def test_greedy_respects_its_budgets(pending: list[int], seqs: int, tokens: int, chunked: bool) -> None:
     taken = [v for v in fill(Greedy(seqs, tokens, chunked=chunked).open(StepContext()), pending) if isinstance(v, int)]
     assert len(taken) <= seqs
     if chunked:
         assert sum(taken) <= tokens
     else:
-        # Decodes cost no budget, and only a prompt longer than a whole step passes it, as the only one.
+        # Decodes use no budget. A prompt longer than the whole budget may exceed it if it is the only prompt.
         prompts = [count for count in taken if count > 1]
         assert sum(prompts) <= tokens or len(prompts) == 1
 
 
 @given(pending=st.lists(st.integers(1, 60), max_size=20))
-def test_greedy_computes_prompts_whole_unless_it_may_cut_them(pending: list[int]) -> None:
+def test_greedy_without_chunking_computes_whole_prompts(pending: list[int]) -> None:
     for tokens, verdict in zip(pending, fill(Greedy(4, 32, chunked=False).open(StepContext()), pending), strict=True):
         assert isinstance(verdict, Refusal) or verdict == tokens
 
 
 @given(pending=st.lists(st.integers(1, 60), min_size=1, max_size=20))
-def test_greedy_wastes_no_token_of_a_step_while_it_may_cut_prompts(pending: list[int]) -> None:
+def test_greedy_with_chunking_fills_the_token_budget(pending: list[int]) -> None:
     taken = [v for v in fill(Greedy(50, 32, chunked=True).open(StepContext()), pending) if isinstance(v, int)]
     assert sum(taken) == min(32, sum(pending))
 
@@ -178,7 +178,7 @@ def test_greedy_closes_the_step_to_newcomers_at_a_prompt_that_does_not_fit() -> 
     assert fill(Greedy(4, 10, chunked=False).open(StepContext()), [1, 8, 3, 1, 1]) == [1, 8, PROMPT_DOES_NOT_FIT, 1, 1]
 
 
-def test_greedy_takes_a_prompt_longer_than_a_step_however_many_decode() -> None:
+def test_greedy_takes_a_prompt_above_the_budget_alongside_decodes() -> None:
     assert fill(Greedy(9, 10, chunked=False).open(StepContext()), [1, 1, 20, 1, 2]) == [
         1,
         1,
@@ -188,7 +188,7 @@ def test_greedy_takes_a_prompt_longer_than_a_step_however_many_decode() -> None:
     ]
 
 
-def test_a_prompt_is_whole_up_to_the_target_and_cut_beyond() -> None:
+def test_prompts_are_whole_up_to_the_target_and_chunked_above_it() -> None:
     def open_(target: int) -> BatchBuilder:
         return WholePrompts(9, 99, COST, target=target).open(StepContext())
 
@@ -196,7 +196,7 @@ def test_a_prompt_is_whole_up_to_the_target_and_cut_beyond() -> None:
     assert fill(open_(10), [1, 1, 20, 1, 2]) == [1, 1, 8, 1, PROMPTS_ARE_FULL]
 
 
-def test_greedy_stops_at_the_last_slot_and_at_the_last_token() -> None:
+def test_greedy_stops_when_slots_or_tokens_run_out() -> None:
     assert fill(Greedy(2, 10, chunked=False).open(StepContext()), [1, 1, 1]) == [1, 1, NO_SEAT]
     assert fill(Greedy(9, 10, chunked=True).open(StepContext()), [5, 5, 1]) == [5, 5, NO_TOKENS]
 
@@ -209,13 +209,13 @@ def test_empty_budgets_are_refused(arguments: tuple[int, int]) -> None:
         RunToCompletion(*arguments)
 
 
-def test_a_target_is_for_prompts_and_every_generation_joins() -> None:
+def test_a_target_limits_prompts_but_not_decodes() -> None:
     packing = TargetForward(7, 100, COST, target=32).open(StepContext())
     assert fill(packing, [1, 20, 20, 1, 5, 1, 1, 1, 1]) == [1, 20, 11, 1, PROMPTS_ARE_FULL, 1, 1, 1, NO_SEAT]
 
 
-def test_a_target_follows_the_cost_model() -> None:
-    cost = Learning()
+def test_the_target_is_updated_with_the_cost_model() -> None:
+    cost = ChangingCost()
     batcher = TargetForward(4, 4096, cost)
     before = batcher.target
     cost.floor, cost.revision = 10 * cost.floor, 1

@@ -1,4 +1,4 @@
-"""Requests chosen by the distance between what they need and what a step has left of compute and KV."""
+"""Requests chosen by the distance between their demand and the remaining compute and KV of a step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from support.load import make
 from support.policies import UnitCost
 from support.recipes import build
 
-# Prompt and output of each request: its KV is both less one, as the last token's is never computed. A step has 100
-# tokens, the pool 100 blocks of a token, so demands are shares in percent:
+# Prompt and output tokens of each request. Its KV is their sum less one, because the last token is never computed. A
+# step has 100 tokens and the pool 100 blocks of one token, so demands are percentages:
 # (10, 20), (60, 70), (20, 90), (30, 30).
 SIZES = [(10, 11), (60, 11), (20, 71), (30, 1)]
 
 
-def test_the_closest_is_chosen_until_none_fits() -> None:
-    """Distances from (100, 100): 1.20, 0.50, 0.81, 0.99, so the second is chosen. From the (40, 30) that it leaves:
-    0.32, too large, too large, 0.10, so the fourth is; no block is left."""
+def test_the_closest_request_is_chosen_until_none_fits() -> None:
+    """The distances from (100, 100) are 1.20, 0.50, 0.81 and 0.99, so the second request is chosen. From the remaining
+    (40, 30) they are 0.32, too large, too large and 0.10, so the fourth follows. Then no block is left."""
     policies = build("multires", Settings(UnitCost(), 8, 100), {"padding": 0.0, "forward_tokens": 100})
     core = EngineCore(Scheduler(policies, KVLedger(100, 0, 1)))
     for number, (prompt, tokens) in enumerate(SIZES):

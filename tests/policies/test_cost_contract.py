@@ -1,4 +1,4 @@
-"""What policies and the simulated executor rely on in every cost model."""
+"""Invariants that policies and the simulated executor require of every cost model."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_more_work_never_costs_less(cost: CostModel, one: StepShape, more: StepS
 
 
 @every_cost
-def test_no_step_is_free(cost: CostModel) -> None:
+def test_every_step_costs_time(cost: CostModel) -> None:
     assert cost.step(StepShape()) > 0
 
 
 @every_cost
 @given(blocks=st.integers(0, 1000), more=st.integers(0, 1000))
-def test_a_longer_transfer_never_costs_less(cost: CostModel, blocks: int, more: int) -> None:
+def test_a_larger_transfer_never_costs_less(cost: CostModel, blocks: int, more: int) -> None:
     assert 0 <= cost.transfer(blocks) <= cost.transfer(blocks + more)
 
 
@@ -71,7 +71,7 @@ def test_linear_cost_refuses_negative_terms(bad: dict[str, float]) -> None:
 
 # -- learning ---------------------------------------------------------------------------------------------------------
 
-# Steps as an engine runs them: decodes, prompts and chunks of prompts, and mixes.
+# Steps as an engine runs them: decodes, prompts, chunks of prompts, and mixes.
 REAL_SHAPES = st.builds(
     lambda decodes, mean, tokens, start: StepShape(
         tokens, tokens * start + tokens * (tokens + 1) // 2, decodes, decodes * mean
@@ -81,7 +81,6 @@ REAL_SHAPES = st.builds(
     st.sampled_from([0, 2, 16, 100, 512]),
     st.sampled_from([0, 100, 900]),
 ).filter(lambda shape: shape.prefill + shape.decodes > 0)
-# Of a machine on which no term is next to nothing in the steps below.
 
 
 def real_shape(draw: random.Random) -> StepShape:
@@ -96,20 +95,20 @@ def real_shape(draw: random.Random) -> StepShape:
     return StepShape(tokens, attention, decodes, decodes * mean)
 
 
-def teach(cost: LearningCost, truth: LinearCost, steps: int, *, seed: int = 0, noise: float = 0.1) -> None:
-    """Steps of mixed shapes, their times off by about `noise`; one in thirty is held up for some times as long."""
+def teach(cost: LearningCost, actual: LinearCost, steps: int, *, seed: int = 0, noise: float = 0.1) -> None:
+    """Learn from steps of mixed shapes with relative noise; one step in thirty is delayed."""
     draw = random.Random(seed)
     for _ in range(steps):
         shape = real_shape(draw)
-        held_up = draw.uniform(1.5, 4) if noise and draw.random() < 1 / 30 else 1.0
-        cost.learn(shape, truth.step(shape) * math.exp(draw.gauss(0, noise)) * held_up)
+        delay = draw.uniform(1.5, 4) if noise and draw.random() < 1 / 30 else 1.0
+        cost.learn(shape, actual.step(shape) * math.exp(draw.gauss(0, noise)) * delay)
 
 
-def errors(cost: CostModel, truth: LinearCost) -> list[float]:
-    """Sorted absolute relative errors on 200 shapes."""
+def errors(cost: CostModel, actual: LinearCost) -> list[float]:
+    """Return the sorted absolute relative errors on 200 shapes."""
     draw = random.Random(99)
     shapes = [real_shape(draw) for _ in range(200)]
-    return sorted(abs(cost.step(shape) / truth.step(shape) - 1) for shape in shapes)
+    return sorted(abs(cost.step(shape) / actual.step(shape) - 1) for shape in shapes)
 
 
 def scaled(cost: LinearCost, factors: list[float]) -> LinearCost:
@@ -129,7 +128,7 @@ def test_learning_converges_from_a_poor_guess_under_noise(factors: list[float], 
 
 
 @pytest.mark.parametrize("missing", STEP_TERMS[1:-1])
-def test_a_term_that_starts_at_zero_grows_to_what_it_is(missing: str) -> None:
+def test_a_term_that_starts_at_zero_is_learned(missing: str) -> None:
     start = LinearCost(**{name: getattr(TRUTH, name) * (name != missing) for name in STEP_TERMS})
     cost = LearningCost(start)
     before = errors(start, TRUTH)
@@ -140,7 +139,7 @@ def test_a_term_that_starts_at_zero_grows_to_what_it_is(missing: str) -> None:
 
 
 @pytest.mark.parametrize("speed", [0.5, 2.0])
-def test_a_machine_that_changes_its_speed_is_followed_within_200_steps(speed: float) -> None:
+def test_a_change_of_speed_is_learned_within_200_steps(speed: float) -> None:
     cost = LearningCost(TRUTH)
     changed = scaled(TRUTH, [speed] * 6)
     teach(cost, changed, 200)
@@ -148,8 +147,8 @@ def test_a_machine_that_changes_its_speed_is_followed_within_200_steps(speed: fl
     assert errors(cost, changed)[190] < 0.2
 
 
-def test_prefill_follows_a_little_while_only_decodes_run() -> None:
-    """A slower machine is slower for what it has not run lately, too."""
+def test_decodes_alone_also_adjust_the_prefill_cost() -> None:
+    """A machine that became slower is slower for prompts too, even if none ran recently."""
     cost, prompt = LearningCost(TRUTH), StepShape(prefill=512, attention=512 * 513 // 2)
     for step in range(200):
         shape = StepShape(decodes=8, context=8 * (100 + step))
@@ -158,22 +157,24 @@ def test_prefill_follows_a_little_while_only_decodes_run() -> None:
 
 
 @given(shape=REAL_SHAPES, probe=REAL_SHAPES, times=st.sampled_from([1e-9, 0.01, 100.0, 1e12]), seed=st.integers(0, 9))
-def test_one_step_moves_no_answer_far(shape: StepShape, probe: StepShape, times: float, seed: int) -> None:
+def test_one_step_changes_an_estimate_only_a_little(
+    shape: StepShape, probe: StepShape, times: float, seed: int
+) -> None:
     cost = LearningCost(COST)
     teach(cost, COST, 100, seed=seed)
     before = cost.step(probe)
     cost.learn(shape, times * cost.step(shape))
-    # What was learned since the last revision shows at the next one.
-    most = (1 + MAX_MOVE) * REVISION_FACTOR
-    assert before / most <= cost.step(probe) <= before * most
-    assert most < 1.16
+    # What was learned since the last revision takes effect at the next one.
+    limit = (1 + MAX_MOVE) * REVISION_FACTOR
+    assert before / limit <= cost.step(probe) <= before * limit
+    assert limit < 1.16
 
 
 @given(
     steps=st.lists(st.tuples(SHAPES, st.one_of(st.floats(), st.floats(1e-6, 1e3))), max_size=60),
     probe=SHAPES,
 )
-def test_answers_stay_finite_and_above_zero_whatever_is_learned(
+def test_estimates_stay_finite_and_positive_for_any_measurements(
     steps: list[tuple[StepShape, float]], probe: StepShape
 ) -> None:
     cost = LearningCost(FLOOR_ONLY)
@@ -184,7 +185,7 @@ def test_answers_stay_finite_and_above_zero_whatever_is_learned(
 
 
 @given(steps=st.lists(st.tuples(REAL_SHAPES, st.floats(1e-3, 1.0)), min_size=1, max_size=60), probe=REAL_SHAPES)
-def test_answers_change_with_the_revision_and_only_then(steps: list[tuple[StepShape, float]], probe: StepShape) -> None:
+def test_estimates_change_only_with_the_revision(steps: list[tuple[StepShape, float]], probe: StepShape) -> None:
     cost = LearningCost(COST)
     for shape, seconds in steps:
         before, revision = cost.step(probe), cost.revision
@@ -192,7 +193,7 @@ def test_answers_change_with_the_revision_and_only_then(steps: list[tuple[StepSh
         assert (cost.step(probe) == before) == (cost.revision == revision)
 
 
-def test_the_revision_rises_when_answers_are_five_percent_off_and_rests_when_they_are_right() -> None:
+def test_the_revision_changes_only_when_estimates_are_off() -> None:
     cost, shape = LearningCost(TRUTH), StepShape(decodes=4, context=400)
     for _ in range(100):
         cost.learn(shape, 1.001 * TRUTH.step(shape))
@@ -203,14 +204,14 @@ def test_the_revision_rises_when_answers_are_five_percent_off_and_rests_when_the
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_times_that_cannot_be_teach_nothing(seconds: float) -> None:
+def test_invalid_times_are_ignored(seconds: float) -> None:
     cost = LearningCost(COST)
     for _ in range(100):
         cost.learn(StepShape(decodes=1, context=1), seconds)
     assert cost.current == COST
 
 
-def test_transfers_stay_as_measured() -> None:
+def test_steps_do_not_change_the_transfer_cost() -> None:
     cost = LearningCost(COST)
     teach(cost, scaled(TRUTH, [3.0] * 6), 100)
     assert cost.transfer(7) == COST.transfer(7)
@@ -219,7 +220,7 @@ def test_transfers_stay_as_measured() -> None:
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_shape_counts_query_key_pairs_of_prefills_and_context_of_decodes() -> None:
+def test_a_shape_counts_prefill_attention_pairs_and_decode_context() -> None:
     request = make(0, 10)
     slices = [
         Slice(request, 0, 3, False, False, ()),  # 1 + 2 + 3 pairs
@@ -231,7 +232,7 @@ def test_a_shape_counts_query_key_pairs_of_prefills_and_context_of_decodes() -> 
 
 
 @given(start=st.integers(0, 50), pieces=st.lists(st.integers(2, 20), min_size=1, max_size=5))
-def test_cutting_a_prefill_changes_none_of_its_work(start: int, pieces: list[int]) -> None:
+def test_chunking_a_prefill_does_not_change_its_work(start: int, pieces: list[int]) -> None:
     request, slices, at = make(0), [], start
     for tokens in pieces:
         slices.append(Slice(request, at, tokens, False, False, ()))

@@ -1,4 +1,4 @@
-"""Real-time requests by when their next token is due, and best-effort ones beside them."""
+"""Real-time requests ordered by the deadline of their next token, alongside best-effort requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT = Target(ttft_s=0.4, tpot_s=0.2)
 
 
 def sample(request: Request) -> Slice:
-    """A slice that computes all of the request; the token that it samples is appended after `on_scheduled`."""
+    """Compute all known tokens of the request; as in the engine, the sampled token is appended after `on_scheduled`."""
     piece = Slice(request, request.computed, request.known - request.computed, True, False, ())
     request.computed = request.planned = request.known
     return piece
@@ -22,25 +22,25 @@ def ids(ordering: ByDeadline | StartedFirst | Prioritized, now: float) -> list[i
     return [request.id for request in ordering.ranked(now)]
 
 
-def test_a_first_token_is_due_after_the_arrival_and_others_after_the_last_one() -> None:
+def test_ttft_counts_from_the_arrival_and_tpot_from_the_last_token() -> None:
     tokens = NextTokens(DEFAULT)
-    plain, hasty = make(0, arrival=1.0), make(1, arrival=1.0, target=Target(ttft_s=0.1, tpot_s=0.05))
-    for request in (plain, hasty):
+    plain, strict = make(0, arrival=1.0), make(1, arrival=1.0, target=Target(ttft_s=0.1, tpot_s=0.05))
+    for request in (plain, strict):
         tokens.begin(request, 1.5)
-    assert [tokens.due(request) for request in (plain, hasty)] == [1.4, 1.1]
-    for request in (plain, hasty):
+    assert [tokens.due(request) for request in (plain, strict)] == [1.4, 1.1]
+    for request in (plain, strict):
         tokens.sampled(request, 2.0)
-    assert [tokens.due(request) for request in (plain, hasty)] == [2.2, 2.05]
+    assert [tokens.due(request) for request in (plain, strict)] == [2.2, 2.05]
 
 
-def test_a_best_effort_request_that_is_served_as_real_time_is_due_from_then_on() -> None:
+def test_a_promoted_best_effort_request_is_due_from_its_promotion() -> None:
     tokens = NextTokens(DEFAULT)
     old = make(0, arrival=1.0, best_effort=True)
     tokens.begin(old, 100.0)
     assert tokens.due(old) == 100.4
 
 
-def test_missed_deadlines_come_last_the_shortest_first_and_much_later_first() -> None:
+def test_late_requests_rank_last_by_length_and_overdue_ones_first() -> None:
     ordering = ByDeadline(NextTokens(DEFAULT), overdue_s=5.0)
     long, short = make(0, 900, arrival=0.0), make(1, 30, arrival=0.1)
     for request in (long, short):
@@ -49,18 +49,18 @@ def test_missed_deadlines_come_last_the_shortest_first_and_much_later_first() ->
     fresh = make(2, 500, arrival=0.45)
     ordering.on_arrived(fresh, 0.45)
     assert ids(ordering, 0.45) == [1, 2, 0]  # 0 was due at 0.4
-    assert ids(ordering, 0.6) == [2, 1, 0]  # now 1 is late, too, and shorter
+    assert ids(ordering, 0.6) == [2, 1, 0]  # now 1 is late too, and shorter
     assert ordering.outranks(fresh, short)
     assert not ordering.outranks(short, long)
     ordering.on_scheduled([sample(fresh)], 5.3)
     assert ids(ordering, 5.39) == [2, 1, 0]
     assert ids(ordering, 5.45) == [0, 2, 1]  # 0 is overdue
-    # Late requests make way; those that are in time keep their KV.
+    # Late requests are preempted; those on time keep their KV.
     assert ordering.outranks(long, short)
     assert not ordering.outranks(long, fresh)
 
 
-def test_a_token_brings_a_late_request_back() -> None:
+def test_a_token_resets_a_late_request() -> None:
     ordering = ByDeadline(NextTokens(DEFAULT), overdue_s=5.0)
     late, other = make(0, arrival=0.0), make(1, arrival=1.0)
     ordering.on_arrived(late, 0.0)
@@ -68,15 +68,15 @@ def test_a_token_brings_a_late_request_back() -> None:
     assert ids(ordering, 1.0) == [1, 0]
     ordering.on_scheduled([sample(late)], 1.1)
     assert ids(ordering, 1.1) == [0, 1]  # due at 1.3 and at 1.4
-    assert ids(ordering, 5.5) == [0, 1]  # both late: the fewest tokens to compute first
+    assert ids(ordering, 5.5) == [0, 1]  # both are late: the fewest tokens to compute first
 
 
-def test_best_effort_requests_that_have_begun_come_first_those_that_lost_no_kv_before_others() -> None:
+def test_started_best_effort_requests_come_first_unless_preempted() -> None:
     ordering = StartedFirst()
     requests = [make(number, arrival=number, deadline=deadline) for number, deadline in enumerate([None, 50, 60, 40])]
     for request in requests:
         ordering.on_arrived(request, request.arrival)
-    assert ids(ordering, 9.0) == [3, 1, 2, 0]  # by when their time is up
+    assert ids(ordering, 9.0) == [3, 1, 2, 0]  # by deadline
     ordering.on_scheduled([sample(requests[0]), sample(requests[2])], 9.1)
     assert ids(ordering, 9.1) == [2, 0, 3, 1]
     ordering.on_preempted(requests[2], 9.2)
@@ -85,13 +85,13 @@ def test_best_effort_requests_that_have_begun_come_first_those_that_lost_no_kv_b
     assert ids(ordering, 9.3) == [2, 0, 3, 1]
 
 
-def test_the_oldest_best_effort_request_comes_before_real_time_ones_after_a_while_one_at_a_time() -> None:
+def test_one_starving_best_effort_request_at_a_time_is_promoted() -> None:
     ordering = Prioritized(Fcfs, best_effort_wait_s=10.0)
     batch = [make(number, arrival=number, best_effort=True) for number in range(3)]
     chat = make(3, arrival=5.0)
     for request in batch:
         ordering.on_arrived(request, request.arrival)
-    assert ids(ordering, 20.0) == [0, 1, 2]  # nothing to come before
+    assert ids(ordering, 20.0) == [0, 1, 2]  # there is no real-time request
     ordering.on_arrived(chat, 5.0)
     assert ids(ordering, 9.0) == [3, 0, 1, 2]
     assert ids(ordering, 10.0) == [0, 3, 1, 2]

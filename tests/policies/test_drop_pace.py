@@ -1,4 +1,4 @@
-"""How often newcomers may make others lose their KV (`Swap`), and what a recipe makes of its settings."""
+"""The rate at which admissions may drop the KV of others (`Swap`), and the recipe parameters that set it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from support.load import load, make
 from support.recipes import build
 from support.watch import World, run
 
-# A token takes a second to compute; moving takes next to nothing.
+# A token takes a second to compute; transfers take almost no time.
 COST = LinearCost(floor=1e-9, prefill_token=1.0, decode=1.0, block=1e-9)
 
 
 def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request:
-    """A request with `tokens` computed tokens of KV on the device."""
+    """Return a request with `tokens` computed tokens of KV on the device."""
     request = make(number, tokens, 10, priority=priority)
     kv.grow(request, tokens)
     request.computed = request.planned = tokens
@@ -31,36 +31,36 @@ def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request
     return request
 
 
-def ways(eviction: Swap, victim: Request, kv: KVLedger, now: float, newcomer: Request | None) -> list[Preemption]:
+def methods(eviction: Swap, victim: Request, kv: KVLedger, now: float, newcomer: Request | None) -> list[Preemption]:
     return [one.how for one in eviction.victims(1, [victim], kv, now, newcomer)]
 
 
-def test_after_a_drop_newcomers_wait_until_it_is_a_small_share_of_the_time() -> None:
+def test_after_a_drop_newcomers_wait_until_its_share_of_time_is_small() -> None:
     kv = KVLedger(10, 0, 4)
     victim, newcomer = holder(kv, 0, 8), make(1, 4, 10)
     eviction = Swap(COST, drop_share=0.1)
-    assert ways(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]
-    assert ways(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]  # to ask changes nothing
+    assert methods(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]  # the query changes no state
     eviction.on_dropped(8, 5.0)
-    assert ways(eviction, victim, kv, 84.9, newcomer) == []
-    assert ways(eviction, victim, kv, 85.1, newcomer) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 84.9, newcomer) == []
+    assert methods(eviction, victim, kv, 85.1, newcomer) == [Preemption.DROP]
     eviction.on_dropped(8, 85.1)
     eviction.on_dropped(8, 85.1)
-    assert ways(eviction, victim, kv, 245.0, newcomer) == []
-    assert ways(eviction, victim, kv, 245.2, newcomer) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 245.0, newcomer) == []
+    assert methods(eviction, victim, kv, 245.2, newcomer) == [Preemption.DROP]
 
 
-def test_growth_and_more_important_requests_do_not_wait() -> None:
+def test_growth_and_higher_priorities_are_not_paced() -> None:
     kv = KVLedger(10, 0, 4)
     victim = holder(kv, 0, 8)
     eviction = Swap(COST)
     eviction.on_dropped(8, 0.0)
-    assert ways(eviction, victim, kv, 1.0, None) == [Preemption.DROP]
-    assert ways(eviction, victim, kv, 1.0, make(1, 4, 10, priority=-1)) == [Preemption.DROP]
-    assert ways(eviction, victim, kv, 1.0, make(2, 4, 10, priority=1)) == []
+    assert methods(eviction, victim, kv, 1.0, None) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 1.0, make(1, 4, 10, priority=-1)) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 1.0, make(2, 4, 10, priority=1)) == []
 
 
-def test_moves_are_not_paced_while_the_host_has_room() -> None:
+def test_swaps_are_not_paced_while_the_cpu_tier_has_space() -> None:
     kv = KVLedger(10, 3, 4)
     victims, newcomer = [holder(kv, 0, 8), holder(kv, 1, 4), holder(kv, 2, 8)], make(3, 4, 10)
     eviction = Swap(COST)
@@ -73,13 +73,13 @@ def test_moves_are_not_paced_while_the_host_has_room() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, math.nan])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
+def test_a_drop_share_that_is_not_positive_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="drop_share must be above 0"):
         Swap(COST, drop_share=share)
 
 
 @pytest.mark.parametrize(("recipe", "depth"), [("mlfq", 1), ("fastserve", 2)])
-def test_above_capacity_with_a_full_host_pool_the_pace_saves_work_and_time(recipe: str, depth: int) -> None:
+def test_pacing_saves_work_and_time_above_capacity_with_a_full_cpu_tier(recipe: str, depth: int) -> None:
     drops, ends = {}, {}
     for paced in (True, False):
         world = World(recipe, device_blocks=60, host_blocks=30, depth=depth)
@@ -94,14 +94,14 @@ def test_above_capacity_with_a_full_host_pool_the_pace_saves_work_and_time(recip
 
 
 @pytest.mark.parametrize("paced", [True, False])
-def test_recipes_take_quantum_and_pace_from_their_parameters(paced: bool) -> None:
+def test_recipe_parameters_set_the_quantum_and_the_pacing(paced: bool) -> None:
     policies = build("fastserve", Settings(COST), {"quantum_s": 0.26, "paced": paced})
     assert isinstance(policies.ordering, Prioritized)
     request = make(0, 1, 10)
     policies.ordering.on_arrived(request, 0.0)
     band = policies.ordering._bands[request.band]
     assert isinstance(band, SkipJoinMlfq)
-    assert band.level(request) == 2  # a second is nearly four quanta
+    assert band.level(request) == 2  # one second is nearly four quanta
     kv = KVLedger(10, 0, 4)
     eviction = policies.eviction
     eviction.on_dropped(8, 0.0)

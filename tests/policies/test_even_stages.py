@@ -1,4 +1,4 @@
-"""Pipeline stages: the plans in flight share the work, every stage has one, and nobody waits for the sake of that."""
+"""Pipeline stages: the plans in flight share the work, every stage has one, and no request starves."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from support.recipes import RECIPES
 from support.watch import Stepper, World
 
 ROOMY = World(device_blocks=1000, host_blocks=0, block_size=16, max_seqs=200, max_tokens=4096)
-# These compute prompts whole, and those claim KV: what runs does not follow from the load alone.
+# These recipes compute whole prompts or reserve KV, so the load alone does not determine what runs.
 COUPLED = {"multires", "synccoupled"}
 CLAIMING = COUPLED | {recipe for recipe in RECIPES if recipe.startswith("econoserve")}
 CUTTING = sorted(set(RECIPES) - {"static", "orca", "fcfs", "round-robin"} - COUPLED)
-# In it decodes cost something beside prompts, and hide behind the weights alone, as on real machines.
+# Decodes cost something on top of prompts, and are hidden behind the weights when alone, as on real machines.
 HIDING = replace(COST, weights=0.03, decode=4e-4)
 
 
@@ -37,33 +37,33 @@ def staged(recipe: str, stages: int, **settings: object) -> Stepper:
 
 
 def fill(stepper: Stepper) -> list[StepPlan]:
-    """Start plans until there are no more; those in flight."""
+    """Start plans until there are no more, and return those in flight."""
     while stepper.start() is not None:
         pass
     return list(stepper.core.plans)
 
 
 def added(cost: CostModel, plan: StepPlan) -> float:
-    """Seconds that the plan's slices add to a step in which nothing hides behind the weights."""
+    """Return the seconds that the plan's slices add to a step in which the weights hide nothing."""
     overlapped, shape = StepShape(prefill=1 << 16), StepShape.of(plan.slices)
     together = StepShape(*(one + other for one, other in zip(overlapped, shape, strict=True)))
     return cost.step(together) - cost.step(overlapped)
 
 
 def largest(cost: CostModel, plans: list[StepPlan]) -> float:
-    """The same of the largest slice of them."""
+    """Return the seconds that the largest slice of the plans adds."""
     return max(added(cost, StepPlan(0, (piece,))) for plan in plans for piece in plan.slices)
 
 
 # -- running requests -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", SYSTEMS)  # there is no pressure on memory, and the others differ in eviction only
+@pytest.mark.parametrize("recipe", SYSTEMS)  # without memory pressure, as the others differ in eviction only
 @given(stages=st.integers(2, 5), more=st.integers(0, 20), seed=st.integers(0, 10**6))
 @settings(max_examples=3, deadline=None)
 def test_running_requests_spread_over_all_stages(recipe: str, stages: int, more: int, seed: int) -> None:
-    """From the second round on, however the prompts were spread: no plan is empty, nobody is in two, and the longest is
-    no longer than the mean by more than a slice."""
+    """From the second round on, no plan is empty and no request is in two plans. The longest plan exceeds the mean by
+    at most one slice, however the prompts were distributed."""
     stepper = staged(recipe, stages, cost=HIDING)
     stepper.add(*load(seed, stages + more, rate=1e9, prompts=(1, 60), outputs=(40, 40)))
     while any(not request.output for request in stepper.core.requests.values()):
@@ -75,7 +75,7 @@ def test_running_requests_spread_over_all_stages(recipe: str, stages: int, more:
             assert len(plans) == stages
             ran = Counter(piece.request.id for plan in plans for piece in plan.slices)
             assert set(ran.values()) == {1}
-            assert len(ran) == stages + more, "somebody idles"
+            assert len(ran) == stages + more, "a request is idle"
             loads = [added(HIDING, plan) for plan in plans]
             slice_s = largest(HIDING, plans)
             assert max(loads) <= sum(loads) / stages + slice_s + 1e-6
@@ -84,8 +84,8 @@ def test_running_requests_spread_over_all_stages(recipe: str, stages: int, more:
         stepper.finish()
 
 
-def test_when_some_end_the_others_are_dealt_again() -> None:
-    """Those of one plan all end at once; the other plan's requests fill its place."""
+def test_remaining_requests_are_rebalanced_after_others_finish() -> None:
+    """All requests of one plan are aborted; those of the other plan are split between both."""
     stepper = staged("fcfs", 2)
     stepper.add(*(make(number, 8, 40) for number in range(12)))
     while not all(request.output for request in stepper.core.requests.values()):
@@ -103,7 +103,7 @@ def test_when_some_end_the_others_are_dealt_again() -> None:
     assert sizes[-2] == [3, 3]
 
 
-def test_where_slices_cost_nothing_their_number_is_shared() -> None:
+def test_slices_without_cost_are_balanced_by_number() -> None:
     stepper = staged("fcfs", 3, cost=LinearCost(floor=0.02, prefill_token=0.0))
     stepper.add(*(make(number, 8, 9) for number in range(9)))
     assert [len(plan.slices) for plan in fill(stepper)] == [3, 3, 3]
@@ -114,8 +114,8 @@ def test_where_slices_cost_nothing_their_number_is_shared() -> None:
 
 @pytest.mark.parametrize("recipe", CUTTING)
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_a_lone_long_prompt_is_cut_so_that_its_chunks_follow_each_other(recipe: str, stages: int) -> None:
-    """And the next chunk begins when the one before it has left the first stage, not the last."""
+def test_a_lone_long_prompt_is_cut_into_successive_chunks(recipe: str, stages: int) -> None:
+    """The next chunk begins when the previous one has left the first stage, not the last."""
     stepper = staged(recipe, stages)
     stepper.add(make(0, 500, 3))
     plans = fill(stepper)
@@ -130,16 +130,16 @@ def test_a_lone_long_prompt_is_cut_so_that_its_chunks_follow_each_other(recipe: 
     assert stepper.tokens == {0: [500, 501, 502]}
 
 
-def test_a_prompt_is_not_cut_finer_than_pays() -> None:
-    """Below 40 tokens a step of this machine costs its fixed part most of all."""
+def test_prompts_are_not_cut_into_chunks_that_cost_more_than_they_gain() -> None:
+    """Below 40 tokens the fixed cost of a step dominates on this machine."""
     for tokens, chunks in ((79, [79]), (80, [40, 40]), (130, [44, 44, 42])):
         stepper = staged("sarathi", 3)
         stepper.add(make(0, tokens, 1))
         assert [plan.slices[0].tokens for plan in fill(stepper)] == chunks
 
 
-def test_a_prompt_makes_up_for_what_decodes_leave() -> None:
-    """Cut where the plan that it joins is as long as the other one."""
+def test_a_prompt_is_cut_to_balance_decodes() -> None:
+    """The cut makes the plan that the prompt joins as long as the other one."""
     stepper = staged("sarathi", 2, cost=HIDING)
     stepper.add(*(make(number, 8, 40) for number in range(40)))
     while not all(request.output for request in stepper.core.requests.values()):
@@ -154,14 +154,14 @@ def test_a_prompt_makes_up_for_what_decodes_leave() -> None:
     assert max(loads) - min(loads) < 0.15 * max(loads)
 
 
-def test_prompts_that_are_not_cut_still_leave_nobody_without_a_plan() -> None:
+def test_every_request_gets_a_plan_when_prompts_are_not_cut() -> None:
     for recipe in ("fcfs", "orca"):
         stepper = staged(recipe, 3)
         stepper.add(make(0, 2, 9), make(1, 2, 9), make(2, 2, 9), make(3, 2000, 9))
         assert [[piece.request.id for piece in plan.slices] for plan in fill(stepper)] == [[0, 1], [2], [3]]
 
 
-def test_prompts_of_a_static_batch_are_not_held_back_while_it_recruits() -> None:
+def test_prompts_are_not_held_back_while_a_static_batch_forms() -> None:
     stepper = staged("static", 2, max_seqs=6)
     stepper.add(*(make(number, 30, 6) for number in range(6)))
     assert [len(plan.slices) for plan in fill(stepper)] == [6]
@@ -170,10 +170,10 @@ def test_prompts_of_a_static_batch_are_not_held_back_while_it_recruits() -> None
     stepper.drain()
 
 
-# -- nobody waits for it ----------------------------------------------------------------------------------------------
+# -- no starvation ----------------------------------------------------------------------------------------------------
 
 
-# Those that pack let requests wait whose next token has time.
+# Recipes that pack are left out: they delay requests whose next token is not due yet.
 @pytest.mark.parametrize("recipe", sorted(name for name in SYSTEMS if name != "static" and not name.startswith("bros")))
 @given(
     stages=st.integers(2, 4),
@@ -182,13 +182,13 @@ def test_prompts_of_a_static_batch_are_not_held_back_while_it_recruits() -> None
     slots=st.booleans(),
 )
 @settings(max_examples=3, deadline=None)
-def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, context: float, slots: bool) -> None:
-    """While slots and tokens are left, who holds KV and could run is passed over in at most `stages` - 1 plans in a
-    row, however fast contexts become dear. And no stage is without a plan while somebody could run."""
+def test_no_request_is_skipped_for_long(recipe: str, stages: int, seed: int, context: float, slots: bool) -> None:
+    """While slots and tokens remain, a runnable request with KV is skipped in at most `stages` - 1 consecutive plans,
+    however fast the cost of context grows. No stage is without a plan while a request can run."""
     stepper = staged(
         recipe, stages, cost=replace(COST, context_token=context), starvation_s=1e6, max_seqs=7 if slots else 200
     )
-    core, most = stepper.core, (7 if slots else 200)
+    core, max_seqs = stepper.core, (7 if slots else 200)
     waits: Counter[Request] = Counter()
     arriving = load(seed, 24, rate=40.0)
     while arriving or core.requests:
@@ -201,7 +201,7 @@ def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, conte
                 assert not idle or len(core.plans) == stages
                 break
             ran = {piece.request for piece in plan.slices}
-            full = len(ran) == most or sum(piece.tokens for piece in plan.slices) >= 512
+            full = len(ran) == max_seqs or sum(piece.tokens for piece in plan.slices) >= 512
             waits = Counter({r: waits[r] + 1 for r in idle if r not in ran and not full})
             assert max(waits.values(), default=0) < stages
         if core.plans:
@@ -213,8 +213,8 @@ def test_nobody_is_left_over_for_long(recipe: str, stages: int, seed: int, conte
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("recipe", ["fastserve-reactive", "fastserve-recompute", "fcfs"])
-def test_who_lost_its_kv_comes_back_beside_plans_that_have_their_share(recipe: str, stages: int) -> None:
-    """The least important one, whether from the host or from its prompt on, as soon as there is space."""
+def test_a_preempted_request_resumes_alongside_full_plans(recipe: str, stages: int) -> None:
+    """The least important request resumes by swap-in or recomputation as soon as there is space."""
     world = World(recipe, stages, stages=stages, device_blocks=60, eviction=SwapAll if recipe == "fcfs" else None)
     stepper = Stepper(replace(world, starvation_s=1e6, max_seqs=20).core())
     last = make(0, 60, 30, priority=1)
@@ -230,7 +230,7 @@ def test_who_lost_its_kv_comes_back_beside_plans_that_have_their_share(recipe: s
     for _ in range(4 * stages):
         fill(stepper)
         stepper.finish()
-    assert last.last_plan > 0, "it has not come back"
+    assert last.last_plan > 0, "the preempted request did not resume"
     assert len(stepper.core.requests) == 7
     stepper.drain()
 
@@ -241,10 +241,10 @@ def test_who_lost_its_kv_comes_back_beside_plans_that_have_their_share(recipe: s
     recipe=st.sampled_from(sorted(set(RECIPES) - {"static"} - CLAIMING)),
 )
 @settings(max_examples=12, deadline=None)
-def test_a_plan_has_its_share_or_everybody(seed: int, stages: int, recipe: str) -> None:
-    """For any load without pressure: at least the mean of the plans in flight, itself and who is left over, or all that
-    could run, or enough that every free stage gets somebody; at most the mean and one slice."""
-    # No step ends early so that a token is in time.
+def test_a_plan_has_its_share_of_the_work_or_all_of_it(seed: int, stages: int, recipe: str) -> None:
+    """Without memory pressure, a plan has at least the mean of the plans in flight, itself and the remaining requests,
+    or all that can run, or enough that every free stage gets a request. It has at most the mean and one slice."""
+    # The targets are so long that no step ends early for the sake of a deadline.
     stepper = staged(recipe, stages, params=(("ttft_s", 1e6), ("tpot_s", 1e6)))
     core, arriving = stepper.core, load(seed, 30, rate=100.0, prompts=(1, 300), outputs=(1, 60))
     while arriving or core.requests:
@@ -267,12 +267,12 @@ def test_a_plan_has_its_share_or_everybody(seed: int, stages: int, recipe: str) 
 
 
 def make_slice(request: Request) -> Slice:
-    """All that the request has to compute."""
+    """Return a slice with all pending tokens of the request."""
     return Slice(request, request.planned, request.pending, True, False, ())
 
 
-def test_who_was_not_looked_at_is_left_over_only_behind_somebody_who_matters_more() -> None:
-    """Others have to make way for it, which they did not offer: its turn may not come again soon."""
+def test_a_request_outside_the_candidates_is_held_only_after_a_candidate_was() -> None:
+    """It runs only if others are preempted for it, so it may not be offered again soon."""
     batcher = EvenStages(Greedy(9, 64, chunked=True), COST, 2, max_seqs=18, max_tokens=128, cuts=True)
     seen, other = [make(number, 1, 9) for number in range(4)], make(9, 1, 9)
     flying = StepPlan(0, ())
@@ -280,12 +280,12 @@ def test_who_was_not_looked_at_is_left_over_only_behind_somebody_who_matters_mor
     for request in seen[:2]:
         assert packing.offer(request, 1) == 1
         packing.take(request, 1)
-    assert packing.offer(other, 1) == 1, "the share is full, but nobody was left over"
+    assert packing.offer(other, 1) == 1, "the share is full, but no candidate was held"
     assert packing.offer(seen[2], 1) is ALL_HELD
     assert packing.offer(other, 1) is ALL_HELD
 
 
-def test_looking_ahead_costs_what_could_run_not_the_length_of_the_queue() -> None:
+def test_lookahead_does_not_read_the_whole_queue() -> None:
     read = 0
 
     def idle():
@@ -307,8 +307,8 @@ def test_settings_below_one_are_refused(name: str) -> None:
         EvenStages(Greedy(4, 64, chunked=True), COST, stages, **values, cuts=True)
 
 
-def test_loads_follow_the_cost_model() -> None:
-    """A revision of the profile is seen at the next step."""
+def test_loads_are_updated_with_the_cost_model() -> None:
+    """A new revision of the profile takes effect at the next step."""
 
     class Revised:
         revision = 0

@@ -1,4 +1,4 @@
-"""What the scheduler relies on in every pressure."""
+"""Invariants that the scheduler requires of every eviction policy."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from skipjoin.policies.eviction import Defer, Lend, ProactiveSwap, Recompute, Sp
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
 
-PRESSURES: dict[str, Callable[[], EvictionPolicy]] = {**EVICTIONS, "vacate": lambda: Vacate(COST)}
-every_pressure = pytest.mark.parametrize("build", PRESSURES.values(), ids=PRESSURES.keys())
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {**EVICTIONS, "vacate": lambda: Vacate(COST)}
+every_policy = pytest.mark.parametrize("build", POLICIES.values(), ids=POLICIES.keys())
 
 
 def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
-    """Decoding requests that hold these many blocks each."""
+    """Return decoding requests that hold that many blocks each."""
     requests = []
     for number, blocks in enumerate(sizes):
         request = make(number, blocks * kv.block_size)
@@ -34,16 +34,16 @@ def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
 
 
 def by_number(requests: list[Request]) -> Ranks:
-    """An ordering of the requests by id, which all live there."""
+    """Return an ordering by id with all requests live."""
     ordering = Ranks({request.id: request.id for request in requests})
     for request in requests:
         ordering.on_arrived(request, 0.0)
     return ordering
 
 
-@every_pressure
+@every_policy
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8), data=st.data())
-def test_victims_free_enough_in_the_order_given_and_no_more_than_needed(
+def test_victims_follow_the_given_order_and_free_just_enough(
     build: Callable[[], EvictionPolicy], sizes: list[int], data: st.DataObject
 ) -> None:
     kv = KVLedger(100, 100, 4)
@@ -55,51 +55,51 @@ def test_victims_free_enough_in_the_order_given_and_no_more_than_needed(
     assert sum(freed) >= short > sum(freed[:-1])
 
 
-@every_pressure
+@every_policy
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     away=st.integers(0, 2**8),
     device_blocks=st.sampled_from([72, 100]),
     steps=st.lists(st.floats(0, 0.1), max_size=4),
 )
-def test_who_moves_ahead_is_asked_once_and_is_where_it_moves_from(
+def test_a_request_is_moved_ahead_once_and_from_the_tier_that_holds_it(
     build: Callable[[], EvictionPolicy], sizes: list[int], away: int, device_blocks: int, steps: list[float]
 ) -> None:
-    """Who comes in fits, all of them together."""
+    """Together, the requests that are swapped in fit the device."""
     kv = KVLedger(device_blocks, 40, 4)
-    still = holders(kv, sizes)
-    for number, request in enumerate(still):
+    idle = holders(kv, sizes)
+    for number, request in enumerate(idle):
         if away >> number & 1 and kv.can_move_out(request):
             kv.land(kv.move_out(request, blocking=True))
     eviction, now = build(), 0.0
     for step in [0.0, *steps]:
         now += step
-        out, back = eviction.ahead(still, by_number(still), kv, now)
+        out, back = eviction.ahead(idle, by_number(idle), kv, now)
         chosen = [*out, *back]
         assert len(set(chosen)) == len(chosen)
-        assert set(chosen) <= set(still)
+        assert set(chosen) <= set(idle)
         assert all(kv.cpu_footprint(request) == 0 for request in out)
         assert all(kv.cpu_footprint(request) > 0 for request in back)
         if isinstance(eviction, ProactiveSwap):
             assert sum(kv.cpu_footprint(request) for request in back) <= kv.available
 
 
-@every_pressure
-def test_with_all_kv_on_the_host_somebody_is_brought_in_beside_or_may_return_before(
+@every_policy
+def test_with_all_kv_in_the_cpu_tier_a_request_is_swapped_in_asynchronously_or_on_scheduling(
     build: Callable[[], EvictionPolicy],
 ) -> None:
     kv = KVLedger(12, 40, 4)
-    still = holders(kv, [6, 6])
-    for request in still:
+    idle = holders(kv, [6, 6])
+    for request in idle:
         kv.land(kv.move_out(request, blocking=True))
     eviction = build()
     for now in (0.0, 0.1, 0.2):
-        _, back = eviction.ahead(still, by_number(still), kv, now)
+        _, back = eviction.ahead(idle, by_number(idle), kv, now)
         assert back or not eviction.returns_overlapped(make(0, 4, 4))
 
 
 @pytest.mark.parametrize("eviction", [Recompute(), Defer()])
-def test_those_without_swapping_drop_and_move_nothing_ahead(eviction: EvictionPolicy) -> None:
+def test_policies_without_swapping_drop_and_move_nothing_ahead(eviction: EvictionPolicy) -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1, 2])
     assert eviction.victims(3, requests, kv, 0.0, None) == [Eviction(r, Preemption.DROP) for r in requests]
@@ -107,7 +107,7 @@ def test_those_without_swapping_drop_and_move_nothing_ahead(eviction: EvictionPo
     assert not eviction.returns_overlapped(make(0, 4, 4))
 
 
-def test_only_who_defers_lets_newcomers_wait() -> None:
+def test_only_defer_makes_newcomers_wait() -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1, 2])
     newcomer = make(9, 1, 1)
@@ -115,7 +115,7 @@ def test_only_who_defers_lets_newcomers_wait() -> None:
     assert evicting == dict.fromkeys(EVICTIONS, True) | {"defer": False}
 
 
-def test_swap_keeps_what_is_finished_and_drops_an_unfinished_prefill() -> None:
+def test_swap_keeps_decodes_and_drops_unfinished_prefills() -> None:
     kv = KVLedger(10, 10, 4)
     decoding, prefilling = holders(kv, [1, 2])
     prefilling.known = prefilling.computed + 2
@@ -125,8 +125,8 @@ def test_swap_keeps_what_is_finished_and_drops_an_unfinished_prefill() -> None:
     ]
 
 
-def test_swap_drops_what_is_computed_again_sooner_than_it_is_moved_out_and_back() -> None:
-    """A block of four tokens takes 4 s to compute, beyond what a step takes anyway, and 2 x 2 s to move."""
+def test_swap_drops_kv_that_is_faster_to_recompute_than_to_move_twice() -> None:
+    """A block of four tokens takes 4 s to compute on top of the fixed cost of a step, and 2 x 2 s to move."""
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1])
     for block, how in ((2.0, Preemption.SWAP), (2.001, Preemption.DROP)):
@@ -134,7 +134,7 @@ def test_swap_drops_what_is_computed_again_sooner_than_it_is_moved_out_and_back(
         assert [one.how for one in Swap(cost).victims(1, requests, kv, 0.0, None)] == [how]
 
 
-def test_spill_takes_what_is_short_of_best_effort_requests_first_and_of_those_on_the_host_already() -> None:
+def test_spill_prefers_best_effort_requests_and_those_that_are_already_split() -> None:
     kv = KVLedger(30, 12, 4)
     last, split, best_effort, first = requests = holders(kv, [4, 4, 4, 4])
     for request in (split, best_effort):
@@ -153,8 +153,8 @@ def test_spill_takes_what_is_short_of_best_effort_requests_first_and_of_those_on
     assert spill(15)[3:] == [Eviction(first, Preemption.DROP)]
 
 
-def test_spill_weighs_the_part_and_makes_a_newcomer_wait_where_dropping_is_not_its_turn() -> None:
-    """A block takes 2 s to compute again; to move some out and back takes 1 s for each and 1 s in all."""
+def test_spill_compares_costs_of_the_part_and_paces_drops_for_newcomers() -> None:
+    """Recomputing a block takes 2 s; moving blocks out and in takes 1 s per block and 1 s per transfer."""
     kv = KVLedger(30, 9, 4)
     (victim,) = holders(kv, [4])
     victim.options = RequestOptions(service=ServiceClass.BEST_EFFORT)
@@ -168,11 +168,11 @@ def test_spill_weighs_the_part_and_makes_a_newcomer_wait_where_dropping_is_not_i
     assert spill.victims(1, [victim], kv, 0.0, make(9, 1, 1)) == ()
     kv.reserve(victim, 6)
     assert spill.victims(2, [victim], kv, 0.0, make(9, 1, 1)) == [Eviction(victim, Preemption.SPILL, 2)], (
-        "it loses no KV"
+        "reserved blocks without KV are not paced"
     )
 
 
-def test_lend_takes_the_emptiest_of_best_effort_requests_then_the_least_urgent_of_others() -> None:
+def test_lend_prefers_the_emptiest_best_effort_request_then_the_least_urgent() -> None:
     kv = KVLedger(30, 30, 4)
     least_urgent, urgent, full, emptier = requests = holders(kv, [2, 2, 2, 2])
     for request in (full, emptier):
@@ -192,13 +192,13 @@ def test_swap_moves_nothing_ahead() -> None:
     assert not kv.is_moving
 
 
-def test_vacate_takes_guests_before_others_that_matter_less() -> None:
+def test_vacate_evicts_nested_reservations_before_less_important_requests() -> None:
     kv = KVLedger(20, 20, 4)
-    host, guest, other = requests = holders(kv, [2, 2, 2])
-    kv.reserve(host, 8)
-    kv.reserve(guest, 3, parent=host)
-    victims = Vacate(COST).victims(2, [other, guest], kv, 0.0, None)
-    assert [one.request for one in victims] == [guest]
-    victims = Vacate(COST).victims(5, [other, guest], kv, 0.0, None)
-    assert [one.request for one in victims] == [guest, other]
+    parent, nested, other = requests = holders(kv, [2, 2, 2])
+    kv.reserve(parent, 8)
+    kv.reserve(nested, 3, parent=parent)
+    victims = Vacate(COST).victims(2, [other, nested], kv, 0.0, None)
+    assert [one.request for one in victims] == [nested]
+    victims = Vacate(COST).victims(5, [other, nested], kv, 0.0, None)
+    assert [one.request for one in victims] == [nested, other]
     assert Vacate(COST).ahead(requests, by_number(requests), kv, 0.0) == ((), ())

@@ -1,4 +1,4 @@
-"""What counts as service, and what a client that comes back is taken to have had."""
+"""Definition of service, and the service credited to a client that returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.load import make
 
 
 class Clients:
-    """Clients whose requests run as a test says."""
+    """Clients whose requests run as each test requires."""
 
     def __init__(self) -> None:
         self.ordering = Fair(Fcfs, lead=100, output_weight=2.0)
@@ -30,7 +30,7 @@ class Clients:
         return request
 
     def run(self, request: Request, tokens: int, start: int = 0) -> None:
-        """Compute so many tokens; those after the prompt are sampled one by one."""
+        """Compute `tokens` tokens; those after the prompt are sampled one by one."""
         for at in range(start, start + tokens) if start >= 30 else (start,):
             width = 1 if start >= 30 else tokens
             self.ordering.on_scheduled([Slice(request, at, width, at + width >= 30, False, ())], 0.0)
@@ -41,16 +41,16 @@ class Clients:
 
 def test_prompts_count_once_and_outputs_by_weight() -> None:
     clients = Clients()
-    asked = clients.send("a")
-    clients.run(asked, 20)
+    sent = clients.send("a")
+    clients.run(sent, 20)
     assert clients.ordering.served("a") == 20
-    clients.run(asked, 30)  # dropped, and computed again with the rest
+    clients.run(sent, 30)  # after a drop, the prompt is computed again, with the rest
     assert clients.ordering.served("a") == 30 + 2
-    clients.run(asked, 5, start=30)
+    clients.run(sent, 5, start=30)
     assert clients.ordering.served("a") == 30 + 2 * 6
 
 
-def test_time_without_requests_saves_nothing_up() -> None:
+def test_idle_clients_save_up_no_service() -> None:
     clients = Clients()
     busy = clients.send("busy")
     clients.run(busy, 29)
@@ -61,7 +61,7 @@ def test_time_without_requests_saves_nothing_up() -> None:
     assert clients.order() == ["newer", "new", "busy"]
 
 
-def test_what_a_client_is_ahead_by_stays_while_others_have_requests() -> None:
+def test_a_clients_excess_service_is_kept_while_others_have_requests() -> None:
     clients = Clients()
     greedy, other = clients.send("greedy"), clients.send("other")
     clients.run(greedy, 28)
@@ -75,7 +75,7 @@ def test_what_a_client_is_ahead_by_stays_while_others_have_requests() -> None:
     assert clients.ordering.served("greedy") == clients.ordering.served("other") == 0
 
 
-def test_requests_make_way_after_a_lead_only() -> None:
+def test_requests_are_preempted_only_beyond_the_lead() -> None:
     clients = Clients()
     ahead, behind = clients.send("ahead"), clients.send("behind")
     clients.run(ahead, 30)
@@ -86,19 +86,19 @@ def test_requests_make_way_after_a_lead_only() -> None:
     assert not clients.ordering.outranks(ahead, behind)
 
 
-# Seconds, as sums that are exact.
+# Seconds whose sums are exact in floating point.
 COST = LinearCost(floor=8.0, prefill_token=1.0, decode=1.0)
 
 
 def begun(number: int, client: str, *, best_effort: bool = False) -> Request:
-    """A request that decodes."""
+    """Return a decoding request."""
     request = make(number, 21, client=client, best_effort=best_effort)
     request.planned = request.computed = 20
     return request
 
 
 def step(live: list[Request], offered: list[Request]) -> list[object]:
-    """What a step has of those that are offered to it."""
+    """Return the verdicts of one step on the offered requests."""
     batcher = FairSteps(
         LimitedBestEffort(Greedy(100, 1000, chunked=True), COST, lambda request: request.is_best_effort)
     )
@@ -119,23 +119,23 @@ def step(live: list[Request], offered: list[Request]) -> list[object]:
 
 
 @pytest.mark.parametrize("clients", [2, 3, 5])
-def test_a_step_takes_as_many_times_as_long_as_there_are_clients(clients: int) -> None:
-    """That of the first one alone takes 10 s, with two decodes."""
+def test_the_step_time_limit_is_proportional_to_the_number_of_clients(clients: int) -> None:
+    """The two decodes of the first client take 10 s alone."""
     first = [begun(0, "0"), begun(1, "0")]
     others = [begun(10 + number, str(1 + number % (clients - 1))) for number in range(90)]
-    most = clients * 10 - 10
-    assert step([*first, *others], [*first, *others]) == [1] * (2 + most) + [ALL_HELD] * (90 - most)
+    n_taken = clients * 10 - 10
+    assert step([*first, *others], [*first, *others]) == [1] * (2 + n_taken) + [ALL_HELD] * (90 - n_taken)
 
 
-def test_a_client_alone_fills_the_step() -> None:
+def test_a_single_client_fills_the_step() -> None:
     flood = [begun(number, "a") for number in range(100)]
     assert step(flood, flood) == [1] * 100
 
 
-def test_prompts_of_other_clients_are_cut_to_the_time() -> None:
+def test_prompts_of_other_clients_are_cut_to_the_time_limit() -> None:
     chat, prompts = begun(0, "a"), [make(number, 500, client="b") for number in (1, 2)]
     _, first, second = step([chat, *prompts], [chat, *prompts])
-    assert (first, second) == (NEWCOMERS_HELD, NEWCOMERS_HELD)  # there is time for 9 tokens, which is too short
+    assert (first, second) == (NEWCOMERS_HELD, NEWCOMERS_HELD)  # there is time for 9 tokens, which is too short a chunk
     long = make(0, 40, client="a")
     _, first, second = step([long, *prompts], [long, *prompts])
     assert 48 - 16 <= first <= 48

@@ -1,4 +1,4 @@
-"""The target forward size: the smallest number of tokens near the best rate."""
+"""The target forward size: the smallest number of tokens near the best throughput."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rate(cost: LinearCost, tokens: int) -> float:
     st.integers(1, 400),
     st.sampled_from([0.5, 0.9, 0.99, 1.0]),
 )
-def test_it_is_the_smallest_size_near_the_best_rate(
+def test_the_target_is_the_smallest_size_near_the_best_rate(
     floor: float, weights: float, token: float, most: int, share: float
 ) -> None:
     cost = LinearCost(floor=floor, weights=weights, prefill_token=token)
@@ -37,7 +37,7 @@ def test_it_is_the_smallest_size_near_the_best_rate(
 
 @dataclass
 class Tiles:
-    """Steps take as long as whole tiles of tokens do, and 2,000 tokens spill a cache."""
+    """Cost model whose steps take whole tiles of tokens; more than 2,000 tokens exceed a cache."""
 
     calls: int = 0
     revision: int = 0
@@ -50,7 +50,7 @@ class Tiles:
         return 0.0
 
 
-def test_a_rate_that_falls_again_is_no_trap() -> None:
+def test_a_falling_rate_above_the_cache_size_is_handled() -> None:
     cost = Tiles()
     found = saturating_tokens(cost, 100_000)
     assert cost.calls < 100
@@ -58,7 +58,7 @@ def test_a_rate_that_falls_again_is_no_trap() -> None:
     assert rate(cost, found) >= 0.9 * 0.95 * rate(cost, 1920)  # type: ignore[arg-type]  # the grid misses the best one
 
 
-@pytest.mark.parametrize(("most", "share", "told"), [(0, 0.9, "most"), (5, 0.0, "share"), (5, 1.1, "share")])
-def test_bounds_are_named(most: int, share: float, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("most", "share", "field"), [(0, 0.9, "most"), (5, 0.0, "share"), (5, 1.1, "share")])
+def test_errors_name_the_parameter(most: int, share: float, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
         saturating_tokens(Tiles(), most, share=share)

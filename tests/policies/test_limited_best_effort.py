@@ -1,4 +1,4 @@
-"""How far best-effort requests lengthen steps."""
+"""Limits on how much best-effort requests lengthen steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipjoin.policies.best_effort import QUIET_S, LimitedBestEffort
 from skipjoin.policies.cost import LinearCost
 from support.load import make
 
-# A step is 10 ms, a token of a prompt or a decode 1 ms.
+# A step takes 10 ms, plus 1 ms per prompt token or decode.
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
 
 
@@ -26,7 +26,7 @@ def limited(*live: Request, now: float = 0.0) -> LimitedBestEffort:
 
 
 def begun(number: int, pending: int = 1) -> Request:
-    """A best-effort request that has KV."""
+    """Return a best-effort request that has KV."""
     request = make(number, 20 + pending, best_effort=True)
     request.planned = request.computed = 20
     return request
@@ -52,31 +52,31 @@ def step(batcher: LimitedBestEffort, requests: list[Request], now: float = 0.0) 
         (Target(tpot_s=0.1), 0.1),
     ],
 )
-def test_a_step_that_a_real_time_request_may_wait_for_is_short(target: Target, seconds: float) -> None:
+def test_best_effort_steps_are_short_while_real_time_requests_are_live(target: Target, seconds: float) -> None:
     chat, flood = make(0, 400, target=target), [begun(number) for number in range(1, 101)]
     verdicts = step(limited(chat, *flood), flood)
-    most = math.floor((seconds - 0.01) / 1e-3 + 1e-9)
-    assert verdicts == [1] * most + [ALL_HELD] * (100 - most)
+    n_taken = math.floor((seconds - 0.01) / 1e-3 + 1e-9)
+    assert verdicts == [1] * n_taken + [ALL_HELD] * (100 - n_taken)
 
 
-def test_a_step_of_real_time_requests_gets_a_tenth_longer_at_most() -> None:
+def test_best_effort_requests_lengthen_a_real_time_step_by_at_most_a_tenth() -> None:
     chat, flood = make(0, 190), [begun(number) for number in range(1, 101)]
     assert step(limited(chat, *flood), [chat, *flood]) == [190, *[1] * 20, *[ALL_HELD] * 80]
 
 
-def test_best_effort_prompts_are_cut_to_the_time() -> None:
+def test_best_effort_prompts_are_cut_to_the_time_limit() -> None:
     chat, batch, other = make(0, 400), make(1, 900, best_effort=True), make(2, 900, best_effort=True)
     first, second = step(limited(chat, batch, other), [batch, other])
     assert 72 - 16 <= first <= 72
     assert second is NEWCOMERS_HELD
 
 
-def test_something_runs_though_no_time_suffices() -> None:
+def test_a_minimal_chunk_runs_if_the_time_limit_allows_none() -> None:
     chat, batch = make(0, 1), make(1, 900, best_effort=True)
     assert step(limited(chat, batch), [batch]) == [16]
 
 
-def test_without_real_time_requests_for_a_while_there_is_no_limit() -> None:
+def test_the_limit_ends_some_time_after_the_last_real_time_request() -> None:
     chat, flood = make(0, 400), [begun(number) for number in range(1, 101)]
     assert step(limited(*flood), flood) == [1] * 100
     batcher = limited(chat, *flood)
@@ -85,7 +85,7 @@ def test_without_real_time_requests_for_a_while_there_is_no_limit() -> None:
     assert step(batcher, flood, now=5.0 + QUIET_S) == [1] * 100
 
 
-def test_it_rests_unless_there_are_best_effort_requests() -> None:
+def test_the_batcher_rests_without_best_effort_requests() -> None:
     batch = begun(1)
     batcher = limited(make(0), batch)
     assert not is_decode_invariant(batcher)

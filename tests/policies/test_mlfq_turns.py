@@ -1,4 +1,4 @@
-"""Whose turn is next in FastServe's queues: the order in which KV is swapped (section 4.2)."""
+"""Next turns in FastServe's queues: the order in which KV is swapped (section 4.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.queues import Queues
 
 
 def enst(queues: Queues, live: list[Request], starvation_s: float, last: dict[Request, float]) -> dict[Request, float]:
-    """The estimated next scheduled time of each request, to the letter of section 4.2."""
+    """Return the estimated next scheduled time of each request, exactly as section 4.2 defines it."""
     level = queues.mlfq.level
     quantum = [2.0**k for k in range(16)]
     batch = queues.mlfq._batch
@@ -30,8 +30,8 @@ def enst(queues: Queues, live: list[Request], starvation_s: float, last: dict[Re
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("hysteresis_s", [0.25, 5.0])
-def test_turns_are_estimated_as_in_the_paper(seed: int, hysteresis_s: float) -> None:
-    """To within one hysteresis, where promotions are not paced."""
+def test_next_turns_match_the_paper(seed: int, hysteresis_s: float) -> None:
+    """They match to within one hysteresis as long as promotions are not paced."""
     draw = random.Random(seed)
     starvation_s = draw.choice([20.0, 200.0])
     queues = Queues(starvation_s=starvation_s, hysteresis_s=hysteresis_s)
@@ -42,14 +42,14 @@ def test_turns_are_estimated_as_in_the_paper(seed: int, hysteresis_s: float) -> 
             live.append(queues.arrive(draw.choice([1, 1, 2, 5, 9, 40, 300])))
             last[live[-1]] = queues.now
         else:
-            runs = draw.choice(live)
-            queues.run(runs)
-            last[runs] = queues.now
+            running = draw.choice(live)
+            queues.run(running)
+            last[running] = queues.now
         if draw.random() < 0.1:
             queues.order()
         if draw.random() < 0.05:
-            gone = live.pop(draw.randrange(len(live)))
-            queues.mlfq.on_finished(gone, queues.now)
+            finished = live.pop(draw.randrange(len(live)))
+            queues.mlfq.on_finished(finished, queues.now)
     expected = enst(queues, live, starvation_s, last)
     asked = draw.sample(live, len(live) * 3 // 4)
     turns = queues.mlfq.next_turns(asked, queues.now)
@@ -64,18 +64,18 @@ def test_turns_are_estimated_as_in_the_paper(seed: int, hysteresis_s: float) -> 
                 assert queues.mlfq.rank(one) < queues.mlfq.rank(other), "in one queue the order is FIFO"
 
 
-def test_a_batch_shares_the_time_of_those_above() -> None:
+def test_the_time_of_higher_queues_is_divided_by_the_batch_size() -> None:
     queues = Queues(hysteresis_s=1.0)
     low = queues.arrive(60)  # the seventh queue, below quanta of 63 seconds
     above = [queues.arrive(1) for _ in range(8)]
     assert [turn for turn, _ in queues.mlfq.next_turns([low], 0.0)] == [8 * 63]
     pieces = [Slice(request, 0, 1, True, False, ()) for request in above]
-    for _ in range(200):  # steps of eight: who runs one token at a time is told of nothing else here
+    for _ in range(200):  # converge to steps of eight requests without any other change
         queues.mlfq._batch += 0.05 * (len(pieces) - queues.mlfq._batch)
     assert [turn for turn, _ in queues.mlfq.next_turns([low], 0.0)] == pytest.approx([63], abs=1)
 
 
-def test_a_step_without_slices_says_nothing_about_the_batch() -> None:
+def test_a_step_without_slices_does_not_change_the_batch_size() -> None:
     queues = Queues(hysteresis_s=1.0)
     low, _ = queues.arrive(60), queues.arrive(1)
     before = queues.mlfq.next_turns([low], 0.0)
@@ -84,8 +84,8 @@ def test_a_step_without_slices_says_nothing_about_the_batch() -> None:
     assert queues.mlfq.next_turns([low], 0.0) == before
 
 
-def test_paced_promotions_follow_each_other() -> None:
-    """Of those that starve, one in 20 seconds of these: not all have their turn at once."""
+def test_turns_of_paced_promotions_are_spaced() -> None:
+    """The pacing allows one promotion in 20 s here."""
     queues = Queues(starvation_s=10, promotion_share=0.05, hysteresis_s=0.001)
     requests = [queues.arrive(2000 + number) for number in range(3)]
     queues.arrive(1)

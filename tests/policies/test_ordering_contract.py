@@ -1,4 +1,4 @@
-"""What the scheduler relies on in every ordering."""
+"""Invariants that the scheduler requires of every ordering."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def closest() -> Ordering:
 
 
 def by_objective(*, longest_first: bool = False) -> ByObjective:
-    """With borders that time crosses while requests live."""
+    """Return an ordering whose time bounds pass while requests live."""
     return ByObjective(
         ExecutionTime(COST),
         PaddedLengths(0.0),
@@ -71,12 +71,12 @@ def by_objective(*, longest_first: bool = False) -> ByObjective:
 
 
 def fair(make: Callable[[], Ordering]) -> Ordering:
-    """With a lead that is reached while requests live."""
+    """Return an ordering whose lead is exceeded while requests live."""
     return Fair(make, lead=200, output_weight=2.0)
 
 
 class Overdue:
-    """Overdue requests first, then the least generated, by bins of lengths. A key that time changes, and bins do."""
+    """Ranks overdue requests first, then by bins of generated tokens: a key that changes with time and with bins."""
 
     revision = 0
 
@@ -123,8 +123,8 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
 every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERINGS.keys())
 
 
-class Life:
-    """Requests that live as the engine lets them, without an engine."""
+class Simulation:
+    """Calls an ordering as the engine does, without an engine."""
 
     def __init__(self, ordering: Ordering) -> None:
         self.ordering = ordering
@@ -148,7 +148,7 @@ class Life:
         self.ordering.on_arrived(request, self.now)
 
     def run(self, batch: list[Request], most: int) -> None:
-        """Compute up to `most` tokens of each, then append what was sampled, as the engine does."""
+        """Compute up to `most` tokens of each request, then append the samples, as the engine does."""
         slices = []
         for request in batch:
             tokens = min(most, request.known - request.computed)
@@ -186,23 +186,23 @@ OPERATIONS = st.lists(
 )
 
 
-def live_through(life: Life, operation: str, number: int) -> None:
-    """Do one operation, as far as it makes sense now."""
+def apply(simulation: Simulation, operation: str, number: int) -> None:
+    """Apply one operation if it is possible now."""
     if operation == "arrive":
-        life.arrive(1 + number, 1 + number % 9)
+        simulation.arrive(1 + number, 1 + number % 9)
     elif operation == "wait":
-        life.now += number / 100
-    elif life.live:
-        at = number % len(life.live)
+        simulation.now += number / 100
+    elif simulation.live:
+        at = number % len(simulation.live)
         if operation == "run":
-            # A batch from somewhere in the middle, in chunks now and then.
-            life.run(life.live[at : at + 3], most=64 if number % 2 else 1000)
+            # A batch from the middle, chunked for odd numbers.
+            simulation.run(simulation.live[at : at + 3], most=64 if number % 2 else 1000)
         elif operation == "leave":
-            life.leave(life.live[at])
+            simulation.leave(simulation.live[at])
         elif operation == "forecast":
-            life.forecast(life.live[at], 1 + number // 20)
+            simulation.forecast(simulation.live[at], 1 + number // 20)
         else:
-            life.evict(life.live[at], drop=operation == "drop")
+            simulation.evict(simulation.live[at], drop=operation == "drop")
 
 
 @every_ordering
@@ -211,31 +211,31 @@ def live_through(life: Life, operation: str, number: int) -> None:
 def test_ranked_is_all_requests_sorted_by_distinct_ranks(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
 ) -> None:
-    life = Life(build())
+    simulation = Simulation(build())
     for operation, number in operations:
-        live_through(life, operation, number)
-        ranked = list(life.ordering.ranked(life.now))
-        assert set(ranked) == set(life.live)
-        assert len(ranked) == len(life.live)
-        ranks = [life.ordering.rank(request) for request in ranked]
+        apply(simulation, operation, number)
+        ranked = list(simulation.ordering.ranked(simulation.now))
+        assert set(ranked) == set(simulation.live)
+        assert len(ranked) == len(simulation.live)
+        ranks = [simulation.ordering.rank(request) for request in ranked]
         assert all(one < other for one, other in pairwise(ranks))
 
 
 @every_ordering
 @given(operations=OPERATIONS)
 @settings(max_examples=25)
-def test_order_rests_between_calls_and_while_it_is_read(
+def test_the_order_is_stable_between_calls_and_while_it_is_read(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
 ) -> None:
-    life = Life(build())
+    simulation = Simulation(build())
     for operation, number in operations:
-        live_through(life, operation, number)
-    iterator = life.ordering.ranked(life.now)
+        apply(simulation, operation, number)
+    iterator = simulation.ordering.ranked(simulation.now)
     first = list(islice(iterator, 1))
-    before = {request: life.ordering.rank(request) for request in life.live}
+    before = {request: simulation.ordering.rank(request) for request in simulation.live}
     rest = list(iterator)
-    assert {request: life.ordering.rank(request) for request in life.live} == before
-    assert list(life.ordering.ranked(life.now)) == first + rest
+    assert {request: simulation.ordering.rank(request) for request in simulation.live} == before
+    assert list(simulation.ordering.ranked(simulation.now)) == first + rest
 
 
 @every_ordering
@@ -244,15 +244,15 @@ def test_order_rests_between_calls_and_while_it_is_read(
 def test_outranks_is_a_strict_order_that_agrees_with_rank(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
 ) -> None:
-    life = Life(build())
+    simulation = Simulation(build())
     for operation, number in operations:
-        live_through(life, operation, number)
-    ordering = life.ordering
-    ranked = list(ordering.ranked(life.now))
+        apply(simulation, operation, number)
+    ordering = simulation.ordering
+    ranked = list(ordering.ranked(simulation.now))
     for (i, one), (j, other) in product(enumerate(ranked), repeat=2):
         if ordering.outranks(one, other):
             assert i < j
-            # Whoever is worse than `other` is outranked too, and whoever is better than `one` outranks `other`:
+            # Requests that rank below `other` are outranked too, and requests above `one` outrank `other`, because
             # the search for victims stops at the first that is not outranked.
             assert all(ordering.outranks(one, worse) for worse in ranked[j:])
             assert all(ordering.outranks(better, other) for better in ranked[: i + 1])
@@ -261,59 +261,57 @@ def test_outranks_is_a_strict_order_that_agrees_with_rank(
 @every_ordering
 @given(operations=OPERATIONS, number=st.integers(0, 400), drop=st.booleans())
 @settings(max_examples=25)
-def test_eviction_never_makes_a_request_matter_more(
+def test_eviction_never_improves_the_rank(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], number: int, drop: bool
 ) -> None:
-    life = Life(build())
+    simulation = Simulation(build())
     for operation, at in operations:
-        live_through(life, operation, at)
-    if not life.live:
+        apply(simulation, operation, at)
+    if not simulation.live:
         return
-    list(life.ordering.ranked(life.now))
-    victim = life.live[number % len(life.live)]
-    before = life.ordering.rank(victim)
-    life.evict(victim, drop=drop)
-    assert life.ordering.rank(victim) >= before
+    list(simulation.ordering.ranked(simulation.now))
+    victim = simulation.live[number % len(simulation.live)]
+    before = simulation.ordering.rank(victim)
+    simulation.evict(victim, drop=drop)
+    assert simulation.ordering.rank(victim) >= before
 
 
 @every_ordering
 @given(operations=OPERATIONS, chosen=st.integers(0, 2**40), later=st.floats(0, 5))
 @settings(max_examples=25)
-def test_turns_are_of_those_asked_for_in_order_and_change_nothing(
+def test_next_turns_are_sorted_and_have_no_side_effects(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], chosen: int, later: float
 ) -> None:
-    life = Life(build())
+    simulation = Simulation(build())
     for operation, number in operations:
-        live_through(life, operation, number)
-    asked = [request for number, request in enumerate(life.live) if chosen >> number & 1]
-    before = {request: life.ordering.rank(request) for request in life.live}
-    turns = life.ordering.next_turns(iter(asked), life.now + later)
+        apply(simulation, operation, number)
+    asked = [request for number, request in enumerate(simulation.live) if chosen >> number & 1]
+    before = {request: simulation.ordering.rank(request) for request in simulation.live}
+    turns = simulation.ordering.next_turns(iter(asked), simulation.now + later)
     assert {request.id for _, request in turns} == {request.id for request in asked}
     assert len(turns) == len(asked)
     assert all(not other < one for (one, _), (other, _) in pairwise(turns))
-    assert life.ordering.next_turns(reversed(asked), life.now + later) == turns
-    assert {request: life.ordering.rank(request) for request in life.live} == before
+    assert simulation.ordering.next_turns(reversed(asked), simulation.now + later) == turns
+    assert {request: simulation.ordering.rank(request) for request in simulation.live} == before
 
 
 @pytest.mark.parametrize("name", ["fcfs", "fixed key, many equal", "srpt", "prioritized fcfs", "prioritized srpt"])
 @given(operations=OPERATIONS)
 @settings(max_examples=25)
-def test_where_time_promotes_nobody_turns_are_by_rank_and_equal_between_equals(
-    name: str, operations: list[tuple[str, int]]
-) -> None:
-    life = Life(ORDERINGS[name]())
+def test_turns_agree_with_ranks_where_time_does_not_change_them(name: str, operations: list[tuple[str, int]]) -> None:
+    simulation = Simulation(ORDERINGS[name]())
     for operation, number in operations:
-        live_through(life, operation, number)
-    ordering = life.ordering
-    turns = ordering.next_turns(life.live, life.now)
-    assert [request for _, request in turns] == sorted(life.live, key=ordering.rank)
+        apply(simulation, operation, number)
+    ordering = simulation.ordering
+    turns = ordering.next_turns(simulation.live, simulation.now)
+    assert [request for _, request in turns] == sorted(simulation.live, key=ordering.rank)
     for (one_turn, one), (other_turn, other) in pairwise(turns):
         assert (one_turn < other_turn) == ordering.outranks(one, other)
 
 
 @cache
 def long_queue() -> list[Request]:
-    """Requests that several orderings may hold at a time: nothing runs, so nothing changes them."""
+    """Return requests that several orderings may share, because nothing runs or changes them."""
     return [
         make(number, 1 + number % 7, 4, arrival=number * 1e-9, priority=number % 2, client=f"client {number % 5}")
         for number in range(30_000)
@@ -321,7 +319,7 @@ def long_queue() -> list[Request]:
 
 
 @every_ordering
-def test_the_first_of_a_long_queue_costs_no_pass_over_it(build: Callable[[], Ordering]) -> None:
+def test_reading_the_first_of_a_long_queue_does_not_read_all(build: Callable[[], Ordering]) -> None:
     ordering = build()
     for request in long_queue():
         ordering.on_arrived(request, 0.0)

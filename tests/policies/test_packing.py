@@ -1,4 +1,4 @@
-"""Steps that end before the next token of a real-time request is due, filled with best-effort requests."""
+"""Steps that end before the next token of a real-time request is due and are filled with best-effort requests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from skipjoin.policies.packing import Packing
 from support.load import make
 from support.watch import Stepper, World
 
-# A step is 10 ms, a token of a prompt 1 ms, a decode 1 ms, a block that returns 5 ms.
+# A step takes 10 ms, plus 1 ms per prompt token or decode, plus 5 ms per block that is swapped in.
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3, block=5e-3)
 DEFAULT = Target(ttft_s=0.4, tpot_s=0.2)
 
 
 class Case:
-    """A packing and requests that it is offered. now: 0; `left` seconds until a token is due."""
+    """`Packing` with the requests that it is offered at time 0."""
 
     def __init__(self, max_seqs: int = 8, max_tokens: int = 1000, base: int = 4) -> None:
         self.tokens = NextTokens(DEFAULT)
@@ -36,7 +36,7 @@ class Case:
         self.away: dict[Request, int] = {}
 
     def real_time(self, left: float, tokens: int = 1) -> Request:
-        """One that has `tokens` tokens to compute."""
+        """Add a request with `tokens` pending tokens whose next token is due in `left` seconds."""
         request = self._make(tokens, target=Target(ttft_s=left))
         self.tokens.begin(request, 0.0)
         self.urgent.append(request)
@@ -48,13 +48,13 @@ class Case:
         self.away[request] = away
         return request
 
-    def _make(self, tokens: int, **rest: object) -> Request:
-        request = make(len(self.urgent) + len(self.others), 10 + tokens, 5, **rest)
+    def _make(self, tokens: int, **fields: object) -> Request:
+        request = make(len(self.urgent) + len(self.others), 10 + tokens, 5, **fields)
         request.planned = request.computed = 10
         return request
 
     def pack(self, in_flight: Sequence[StepPlan] = ()) -> dict[Request, int]:
-        """The next step: each request's tokens, none before the step is offered it."""
+        """Return the tokens of each request in the next step; every request is offered."""
         ranked = sorted(self.urgent, key=self.tokens.due) + self.others
         candidates = [(request, request.pending) for request in ranked]
         context = StepContext(
@@ -76,7 +76,7 @@ class Case:
         return COST.step(shape) + (COST.transfer(away) if away else 0)
 
 
-def test_real_time_requests_run_together_while_the_step_ends_in_time() -> None:
+def test_real_time_requests_are_batched_as_long_as_the_step_is_in_time() -> None:
     case = Case(base=8)
     urgent = [case.real_time(0.02 + 0.001 * number) for number in range(8)]
     assert list(case.pack()) == urgent  # 18 ms
@@ -85,16 +85,16 @@ def test_real_time_requests_run_together_while_the_step_ends_in_time() -> None:
     assert list(tight.pack()) == urgent[:3]
 
 
-def test_best_effort_requests_take_the_time_that_is_left() -> None:
+def test_best_effort_requests_use_the_spare_time() -> None:
     case = Case()
     chat, batch = case.real_time(0.1), case.best_effort(500)
     step = case.pack()
     assert step[chat] == 1
-    assert 60 <= step[batch] <= 89  # to 16 tokens
+    assert 60 <= step[batch] <= 89  # in units of 16 tokens
     assert case.seconds(step) <= 0.1
 
 
-def test_kv_that_comes_back_counts() -> None:
+def test_swap_ins_count_as_step_time() -> None:
     case = Case()
     chat, near, far = case.real_time(0.03), case.best_effort(away=3), case.best_effort(away=4)
     assert list(case.pack()) == [chat, near]  # 12 ms and 15 ms
@@ -103,7 +103,7 @@ def test_kv_that_comes_back_counts() -> None:
     assert far not in case.pack()
 
 
-def test_no_real_time_request_lets_the_batch_grow_and_one_that_is_late_resets_it() -> None:
+def test_the_batch_cap_grows_without_real_time_requests_and_resets_when_time_is_short() -> None:
     case = Case(max_seqs=10, base=2)
     for _ in range(12):
         case.best_effort()
@@ -117,7 +117,7 @@ def test_no_real_time_request_lets_the_batch_grow_and_one_that_is_late_resets_it
     assert case.packing.cap == 2
 
 
-def test_the_cap_is_told_with_each_plan() -> None:
+def test_each_plan_reports_the_batch_cap() -> None:
     stepper = Stepper(World("bros", max_seqs=8, params=(("base_batch", 2),)).core())
     stepper.add(*(make(number, 4, 30, best_effort=True) for number in range(8)))
     metrics = EngineMetrics(device_blocks=40, block_size=4, block_bytes=8)
@@ -130,23 +130,23 @@ def test_the_cap_is_told_with_each_plan() -> None:
     assert caps == [4, 8, 8]
 
 
-def test_a_best_effort_request_takes_the_slot_of_one_that_can_wait() -> None:
+def test_a_best_effort_request_takes_a_slot_from_a_request_with_slack() -> None:
     case = Case(max_seqs=2, base=2)
     soon, late, batch = case.real_time(0.03), case.real_time(0.3), case.best_effort()
     assert list(case.pack()) == [soon, batch]
     assert late not in case.pack()
-    hurried = Case(max_seqs=2, base=2)
-    urgent = [hurried.real_time(0.02), hurried.real_time(0.02)]
-    hurried.best_effort()
-    assert list(hurried.pack()) == urgent  # another step would be too late for either
+    tight = Case(max_seqs=2, base=2)
+    urgent = [tight.real_time(0.02), tight.real_time(0.02)]
+    tight.best_effort()
+    assert list(tight.pack()) == urgent  # in the next step either would be late
 
 
-def test_a_target_that_cannot_be_kept_limits_nobody() -> None:
-    """Neither the request that cannot have its token in time, alone, nor one whose time is over."""
+def test_a_target_that_cannot_be_met_limits_no_step() -> None:
+    """One request cannot have its token in time even alone; the other is already late."""
     case = Case()
-    hopeless, over, batch = case.real_time(0.001), case.real_time(-1.0), case.best_effort(50)
+    infeasible, late, batch = case.real_time(0.001), case.real_time(-1.0), case.best_effort(50)
     step = case.pack()
-    assert set(step) == {hopeless, over, batch}
+    assert set(step) == {infeasible, late, batch}
     assert step[batch] == 50
 
 
@@ -157,7 +157,7 @@ def test_the_first_real_time_request_always_runs() -> None:
     assert case.pack() == {chat: 900}
 
 
-def test_a_plan_in_flight_takes_time_first() -> None:
+def test_a_plan_in_flight_reduces_the_time_of_the_next() -> None:
     case = Case()
     case.real_time(0.1)
     batch = case.best_effort(500)
@@ -166,8 +166,8 @@ def test_a_plan_in_flight_takes_time_first() -> None:
     assert behind < alone
 
 
-def test_a_request_that_finds_no_blocks_may_take_those_of_others() -> None:
-    """If it is a real-time one, or if nothing else could run."""
+def test_only_real_time_requests_may_preempt_unless_the_step_is_empty() -> None:
+    """The requests offered outside the candidates need blocks of others."""
     case = Case()
     chosen, unseen, batch = case.real_time(0.1), make(7, 20), make(8, 20, best_effort=True)
     case.tokens.begin(unseen, 0.0)
@@ -180,7 +180,7 @@ def test_a_request_that_finds_no_blocks_may_take_those_of_others() -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-def test_no_step_is_longer_than_the_most_urgent_request_allows(seed: int) -> None:
+def test_a_step_ends_before_the_most_urgent_deadline(seed: int) -> None:
     draw = random.Random(seed)
     case = Case(max_seqs=draw.randint(1, 12), max_tokens=draw.randint(1, 400), base=draw.randint(1, 12))
     for _ in range(draw.randint(0, 8)):
@@ -198,6 +198,6 @@ def test_no_step_is_longer_than_the_most_urgent_request_allows(seed: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["max_seqs", "max_tokens", "base"])
-def test_bounds(name: str) -> None:
+def test_limits_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Case(**{name: 0})

@@ -1,4 +1,4 @@
-"""Strict priorities: a lower number comes first and evicts, whatever limit the device is at."""
+"""Strict priorities: a lower number runs first and may preempt, whatever resource is short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.watch import Stepper, World
 DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
 
 
-def test_a_lower_number_comes_first_and_equal_numbers_keep_their_order() -> None:
+def test_lower_numbers_run_first_and_equal_numbers_by_arrival() -> None:
     ordering = Prioritized(Fcfs)
     requests = [make(number, arrival=number, priority=p) for number, p in enumerate([5, 0, 5, -(2**63), 0])]
     for request in requests:
@@ -24,7 +24,7 @@ def test_a_lower_number_comes_first_and_equal_numbers_keep_their_order() -> None
     assert [request.id for request in ordering.ranked(9.0)] == [3, 1, 4, 0, 2]
 
 
-def test_who_arrives_later_outranks_by_number_alone() -> None:
+def test_a_lower_number_outranks_regardless_of_length() -> None:
     ordering = Prioritized(lambda: SkipJoinMlfq(COST))
     long, short = make(0, 1000, priority=0), make(1, 1, priority=1)
     for request in (short, long):
@@ -33,7 +33,7 @@ def test_who_arrives_later_outranks_by_number_alone() -> None:
     assert not ordering.outranks(short, long)
 
 
-def test_empty_bands_vanish() -> None:
+def test_empty_bands_are_removed() -> None:
     made = count()
 
     def build() -> Fcfs:
@@ -50,7 +50,7 @@ def test_empty_bands_vanish() -> None:
     assert next(made) == 1000
 
 
-def test_a_band_that_emptied_begins_anew() -> None:
+def test_an_emptied_band_can_be_used_again() -> None:
     ordering = Prioritized(Fcfs)
     first, second = make(0, priority=3), make(1, priority=3)
     ordering.on_arrived(first, 0.0)
@@ -59,8 +59,8 @@ def test_a_band_that_emptied_begins_anew() -> None:
     assert list(ordering.ranked(1.0)) == [second]
 
 
-def test_promotions_in_lower_bands_happen_before_reading_begins() -> None:
-    """Not halfway: the scheduler compares ranks while it reads."""
+def test_promotions_in_lower_bands_happen_before_the_order_is_read() -> None:
+    """The scheduler compares ranks while it reads, so they may not change halfway."""
     ordering = Prioritized(lambda: SkipJoinMlfq(COST, starvation_s=1.0))
     urgent, fresh, starving = make(0, 1, priority=0), make(1, 1, priority=1), make(2, 2000, priority=1)
     for request in (urgent, starving):
@@ -74,7 +74,7 @@ def test_promotions_in_lower_bands_happen_before_reading_begins() -> None:
 
 
 def settled(world: World, *low: tuple[int, int]) -> Stepper:
-    """A stepper in which requests of (prompt, max_tokens) at priority 1 decode, the pipeline as full as it gets."""
+    """Return a stepper with a full pipeline of decodes: requests of (prompt, max_tokens) at priority 1."""
     stepper = Stepper(world.core())
     stepper.add(*(make(number, prompt, most, priority=1) for number, (prompt, most) in enumerate(low)))
     for _ in range(4):
@@ -89,7 +89,7 @@ def swaps_ahead(world: World) -> bool:
 
 
 def plans_until(stepper: Stepper, number: int, most: int = 10) -> int:
-    """How many more plans are decided until one runs the request."""
+    """Return the number of plans until one runs the request."""
     for plans in range(1, most + 1):
         while (plan := stepper.start()) is None:
             stepper.finish()
@@ -100,7 +100,7 @@ def plans_until(stepper: Stepper, number: int, most: int = 10) -> int:
 
 @DEPTHS
 @pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
-def test_priority_takes_a_slot_from_who_runs(recipe: str, depth: int, overlap: bool) -> None:
+def test_priority_takes_the_slot_of_a_running_request(recipe: str, depth: int, overlap: bool) -> None:
     stepper = settled(World(recipe, depth, overlap, max_seqs=2), (4, 30), (4, 30), (4, 30))
     stepper.add(make(9, 20, 5, priority=0))
     assert plans_until(stepper, 9) == 1
@@ -109,7 +109,7 @@ def test_priority_takes_a_slot_from_who_runs(recipe: str, depth: int, overlap: b
 
 @DEPTHS
 @pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
-def test_priority_takes_the_tokens_of_a_step(recipe: str, depth: int, overlap: bool) -> None:
+def test_priority_takes_the_token_budget_of_a_step(recipe: str, depth: int, overlap: bool) -> None:
     stepper = settled(World(recipe, depth, overlap, max_tokens=3), (1, 20), (1, 20), (1, 20))
     stepper.add(make(9, 3, 5, priority=0))
     assert plans_until(stepper, 9) == 1
@@ -118,9 +118,9 @@ def test_priority_takes_the_tokens_of_a_step(recipe: str, depth: int, overlap: b
 
 @DEPTHS
 @pytest.mark.parametrize("recipe", ["fcfs", "sarathi", "fastserve", "srpt", "econoserve", "econoserve-d"])
-def test_priority_takes_the_memory_of_who_runs(recipe: str, depth: int, overlap: bool) -> None:
-    """At depth 2 the victims may be in flight: they are passed over, and make way when their plans are done. Who swaps
-    ahead lets them leave beside a step, and the newcomer in when they have left."""
+def test_priority_takes_the_memory_of_running_requests(recipe: str, depth: int, overlap: bool) -> None:
+    """At depth 2 the victims may be in flight; they are preempted after their plans finish. A policy that swaps ahead
+    moves them out asynchronously and admits the newcomer afterwards."""
     world = World(recipe, depth, overlap, device_blocks=10)
     stepper = settled(world, (12, 24), (12, 24))
     stepper.add(make(9, 30, 5, priority=0))
@@ -131,7 +131,7 @@ def test_priority_takes_the_memory_of_who_runs(recipe: str, depth: int, overlap:
 @DEPTHS
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve", "econoserve"])
 def test_priority_takes_the_whole_device_if_it_needs_it(recipe: str, depth: int, overlap: bool) -> None:
-    """The watermark, which keeps space for growth, must not keep out who may evict everybody."""
+    """The watermark, which keeps space for growth, must not exclude a request that may preempt all others."""
     world = World(recipe, depth, overlap, device_blocks=200, max_tokens=1000)
     stepper = settled(world, (12, 24), (12, 24))
     stepper.add(make(9, 796, 4, priority=0))

@@ -1,7 +1,8 @@
-"""Swapping ahead of need (FastServe section 4.2): who leaves, who comes back, and what stays free.
+"""Proactive swapping (FastServe section 4.2): swap-outs, swap-ins, and the blocks kept free.
 
-A step takes a second here and a block 0.1 s on the link, so 20 blocks go either way in the two steps that moves are
-begun ahead. Requests hold four blocks of four tokens if nothing else is said, and have turns as `Ranks` numbers them.
+A step takes a second here and a block 0.1 s on the link, so 20 blocks can move in either direction during the two
+steps for which moves are started ahead. Requests hold four blocks of four tokens by default and have the turns that
+`Ranks` gives them.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ COST = LinearCost(floor=0.5, prefill_token=1.0, block=0.1)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A request that holds KV. pending: tokens that it has to compute before the next sample."""
+class Holder:
+    """A request that holds KV, with `pending` tokens to compute before the next sample."""
 
     turn: int
     blocks: int = 4
-    is_on_host: bool = False
+    is_swapped_out: bool = False
     pending: int = 1
 
 
-def away(turn: int, blocks: int = 4) -> Place:
-    return Place(turn, blocks, is_on_host=True)
+def swapped_out(turn: int, blocks: int = 4) -> Holder:
+    return Holder(turn, blocks, is_swapped_out=True)
 
 
-class Scene:
-    """Requests that hold KV, numbered in the order of `places`, a pressure that has seen steps of a second, and the
-    moves that it asks for, begun."""
+class Setup:
+    """Requests that hold KV, numbered in the order of `holders`, with an eviction policy that saw steps of 1 s.
 
-    def __init__(self, *places: Place, device: int = 20, host: int = 40, cost: LinearCost = COST) -> None:
+    The moves that the policy requests are started.
+    """
+
+    def __init__(self, *holders: Holder, device: int = 20, host: int = 40, cost: LinearCost = COST) -> None:
         self.kv = KVLedger(device, host, 4)
         self.eviction = ProactiveSwap(cost)
         self.ordering = Ranks({})
@@ -50,32 +53,32 @@ class Scene:
         self.requests: list[Request] = []
         self.moves: list[Move] = []  # of the last step
         self._transit: list[Move] = []
-        for place in sorted(places, key=lambda place: not place.is_on_host):
-            self._place(place)
-        still = KVLedger(2 * device, 0, 4)  # with room for all, nothing moves
+        for holder in sorted(holders, key=lambda holder: not holder.is_swapped_out):
+            self._add(holder)
+        idle = KVLedger(2 * device, 0, 4)  # with space for all, nothing moves
         request = make(99)
-        still.grow(request, 4)
+        idle.grow(request, 4)
         for now in (-2.0, -1.0):
-            self.eviction.ahead([request], Ranks({99: 0}), still, now)
+            self.eviction.ahead([request], Ranks({99: 0}), idle, now)
 
-    def _place(self, place: Place) -> None:
-        request = make(len(self.requests), place.blocks * 4)
+    def _add(self, holder: Holder) -> None:
+        request = make(len(self.requests), holder.blocks * 4)
         self.kv.grow(request, request.known)
         request.computed = request.planned = request.known
-        request.known += place.pending
-        if place.is_on_host:
+        request.known += holder.pending
+        if holder.is_swapped_out:
             self.kv.land(self.kv.move_out(request, blocking=True))
-        self.ordering.numbers[request.id] = place.turn
+        self.ordering.numbers[request.id] = holder.turn
         self.requests.append(request)
 
-    def expect(self, prompt: int) -> None:
-        """A request arrives."""
+    def arrive(self, prompt: int) -> None:
+        """Notify the policy of an arrival."""
         self.eviction.on_arrived(make(1000, prompt), self.now)
 
     def step(self) -> tuple[list[int], list[int]]:
-        """The turns of those who begin to leave and to come back beside the next step, in order."""
-        still = [request for request in self.requests if self.kv.blocks_of(request).is_settled]
-        out, back = self.eviction.ahead(still, self.ordering, self.kv, self.now)
+        """Start the moves of the next step and return the turns of those swapped out and in, in order."""
+        idle = [request for request in self.requests if self.kv.blocks_of(request).is_settled]
+        out, back = self.eviction.ahead(idle, self.ordering, self.kv, self.now)
         self.moves = [self.kv.move_out(request, blocking=False) for request in out]
         self.moves += [self.kv.move_in(request) for request in back]
         self._transit += self.moves
@@ -84,198 +87,198 @@ class Scene:
         return [turns[request.id] for request in out], [turns[request.id] for request in back]
 
     def land(self) -> None:
-        """All that is in transit."""
+        """Complete all moves in transit."""
         for move in self._transit:
             self.kv.land(move)
         self._transit = []
 
 
-def test_nothing_moves_while_nothing_is_short() -> None:
-    assert Scene(Place(1), Place(2), Place(3), Place(4)).step() == ([], [])
+def test_nothing_moves_while_blocks_are_free() -> None:
+    assert Setup(Holder(1), Holder(2), Holder(3), Holder(4)).step() == ([], [])
 
 
-def test_whose_turn_is_last_leaves_first_and_no_more_than_needed() -> None:
-    """One block in a hundred stays free for growth, at least one: nobody has to wait for a move to get it."""
-    scene = Scene(Place(3), Place(1), Place(5), Place(2), Place(4))
-    assert scene.step() == ([5], [])
-    assert scene.step() == ([], []), "what is on its way out counts as free"
-    scene.land()
-    assert scene.step() == ([], [])
+def test_the_latest_turn_is_swapped_out_first_and_no_more_than_needed() -> None:
+    """One block in a hundred, at least one, stays free so that growth does not wait for a move."""
+    setup = Setup(Holder(3), Holder(1), Holder(5), Holder(2), Holder(4))
+    assert setup.step() == ([5], [])
+    assert setup.step() == ([], []), "blocks that are being swapped out count as free"
+    setup.land()
+    assert setup.step() == ([], [])
 
 
-def test_who_has_arrived_finds_its_blocks_free() -> None:
-    scene = Scene(*(Place(turn) for turn in (1, 2, 3, 4, 5)))
-    scene.expect(prompt=25)  # 7 blocks
-    assert scene.step() == ([5, 4], [])
+def test_blocks_are_freed_for_a_request_that_arrived() -> None:
+    setup = Setup(*(Holder(turn) for turn in (1, 2, 3, 4, 5)))
+    setup.arrive(prompt=25)  # 7 blocks
+    assert setup.step() == ([5, 4], [])
 
 
-def test_blocks_are_kept_for_who_may_arrive() -> None:
-    """As many as the history of arrivals suggests, and a tenth of the device at most."""
-    scene = Scene(*(Place(turn, 10) for turn in range(10)), Place(10, 9), device=110)
-    assert scene.step() == ([], []), "a block for growth is free, and nothing known of arrivals"
+def test_blocks_are_kept_free_for_expected_arrivals() -> None:
+    """Their number follows the history of arrivals and is at most a tenth of the device."""
+    setup = Setup(*(Holder(turn, 10) for turn in range(10)), Holder(10, 9), device=110)
+    assert setup.step() == ([], []), "one block is free for growth, and there is no history of arrivals"
     for _ in range(50):
-        scene.now += 1.0
-        scene.expect(prompt=12)
-        scene.eviction.ahead([], scene.ordering, scene.kv, scene.now)
-    out, back = scene.step()
-    # Twelve tokens, three blocks, a second: six for two seconds, and the one for growth.
+        setup.now += 1.0
+        setup.arrive(prompt=12)
+        setup.eviction.ahead([], setup.ordering, setup.kv, setup.now)
+    out, back = setup.step()
+    # Twelve tokens or three blocks a second are six blocks in two seconds; one more is for growth.
     assert (out, back) == ([10], [])
-    spare = scene.kv.available + sum(len(move.source) for move in scene.moves)
+    spare = setup.kv.available + sum(len(move.source) for move in setup.moves)
     assert spare >= 7
     for _ in range(50):
-        scene.now += 0.1
-        scene.expect(prompt=400)
-    scene.eviction.ahead([], scene.ordering, scene.kv, scene.now)
-    assert scene.eviction._spare(scene.kv, scene.now) == 1 + 11
+        setup.now += 0.1
+        setup.arrive(prompt=400)
+    setup.eviction.ahead([], setup.ordering, setup.kv, setup.now)
+    assert setup.eviction._spare(setup.kv, setup.now) == 1 + 11
 
 
-def test_whose_turn_is_soonest_comes_back_first_into_what_is_free() -> None:
-    scene = Scene(Place(1), away(7), away(5), away(6), away(8))
-    # 16 blocks are free, and one of them stays so.
-    assert scene.step() == ([], [5, 6, 7])
-    assert scene.step() == ([], [])
+def test_the_soonest_turns_are_swapped_in_first_into_free_blocks() -> None:
+    setup = Setup(Holder(1), swapped_out(7), swapped_out(5), swapped_out(6), swapped_out(8))
+    # 16 blocks are free, and one of them is kept free.
+    assert setup.step() == ([], [5, 6, 7])
+    assert setup.step() == ([], [])
 
 
-def test_who_comes_back_before_who_does_not_fit() -> None:
-    """Nobody overtakes: small ones would take the blocks that a large one waits for."""
-    scene = Scene(Place(1), away(5, 4), away(6, 18), away(7, 2))
-    assert scene.step() == ([], [5])
+def test_a_swap_in_that_does_not_fit_blocks_later_turns() -> None:
+    """Otherwise small requests would take the blocks that a large one waits for."""
+    setup = Setup(Holder(1), swapped_out(5, 4), swapped_out(6, 18), swapped_out(7, 2))
+    assert setup.step() == ([], [5])
 
 
-def test_whose_turn_is_sooner_takes_the_place_of_who_runs_later() -> None:
-    scene = Scene(away(2), Place(1), Place(3), Place(4), Place(5), Place(6, 3))
-    # One block is free, for growth; four are needed, so the two last ones leave.
-    assert scene.step() == ([6, 5], [])
-    scene.land()
-    assert scene.step() == ([], [2])
+def test_a_sooner_turn_replaces_later_turns_on_the_device() -> None:
+    setup = Setup(swapped_out(2), Holder(1), Holder(3), Holder(4), Holder(5), Holder(6, 3))
+    # One block is free, for growth. Four are needed, so the two last ones are swapped out.
+    assert setup.step() == ([6, 5], [])
+    setup.land()
+    assert setup.step() == ([], [2])
 
 
-def test_equals_take_no_place_of_each_other() -> None:
-    scene = Scene(away(2), Place(1), Place(2), Place(2), Place(2, 7))
-    assert scene.step() == ([], [])
+def test_equal_turns_do_not_replace_each_other() -> None:
+    setup = Setup(swapped_out(2), Holder(1), Holder(2), Holder(2), Holder(2, 7))
+    assert setup.step() == ([], [])
 
 
 @given(
-    places=st.lists(st.builds(Place, st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=8),
+    holders=st.lists(st.builds(Holder, st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=8),
     spare=st.integers(0, 8),
     device=st.integers(12, 60),
 )
-def test_an_exchange_is_by_turn(places: list[Place], spare: int, device: int) -> None:
-    """Who leaves does so for blocks that are to stay free, or for somebody whose turn is strictly sooner; of those who
-    stay none has a later turn; and among those on the host, those with the soonest turns come back."""
-    if sum(place.blocks for place in places) > device:
+def test_swaps_follow_the_order_of_turns(holders: list[Holder], spare: int, device: int) -> None:
+    """A swap-out is for blocks to keep free or for a strictly sooner turn, and takes the latest turns. Swap-ins take
+    the soonest turns of the CPU tier."""
+    if sum(holder.blocks for holder in holders) > device:
         return
-    scene = Scene(*places, device=device, host=100)
-    scene.expect(prompt=max(1, 4 * spare))
-    turns = scene.ordering.numbers
-    on_device = {r.id for r in scene.requests if not scene.kv.cpu_footprint(r)}
-    on_host = {r.id for r in scene.requests} - on_device
-    short = 1 + max(1, spare) - scene.kv.available
-    out, back = scene.step()
-    left = sorted(on_device - {move.request.id for move in scene.moves}, key=turns.__getitem__)
-    waiting = sorted(on_host - {move.request.id for move in scene.moves}, key=turns.__getitem__)
+    setup = Setup(*holders, device=device, host=100)
+    setup.arrive(prompt=max(1, 4 * spare))
+    turns = setup.ordering.numbers
+    on_device = {r.id for r in setup.requests if not setup.kv.cpu_footprint(r)}
+    in_cpu_tier = {r.id for r in setup.requests} - on_device
+    short = 1 + max(1, spare) - setup.kv.available
+    out, back = setup.step()
+    left = sorted(on_device - {move.request.id for move in setup.moves}, key=turns.__getitem__)
+    waiting = sorted(in_cpu_tier - {move.request.id for move in setup.moves}, key=turns.__getitem__)
     assert out == sorted(out, reverse=True)
     assert back == sorted(back)
     if out and left:
         assert turns[left[-1]] <= out[-1]
     if back and waiting:
         assert back[-1] <= turns[waiting[0]]
-    leaving = [move for move in scene.moves if move.direction is OUT]
+    leaving = [move for move in setup.moves if move.direction is OUT]
     for turn, move in zip(out, leaving, strict=True):
         is_for_spare = short > 0
         short -= len(move.source)
-        assert is_for_spare or any(turns[number] < turn for number in on_host)
-    assert not on_device or left, "whoever runs next stays"
+        assert is_for_spare or any(turns[number] < turn for number in in_cpu_tier)
+    assert not on_device or left, "the request that runs next must stay"
 
 
 # -- the link ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_more_begins_to_move_than_the_link_moves_in_two_steps() -> None:
-    """Ten blocks here: the third request begins when two of the first ten are left."""
+def test_moves_are_limited_to_two_steps_of_the_link() -> None:
+    """That is ten blocks here: the third move starts while two of the ten remain."""
     slow = replace(COST, block=0.2)
-    scene = Scene(*(Place(turn) for turn in range(10)), device=40, cost=slow)
-    scene.expect(prompt=120)
-    assert scene.step() == ([9, 8, 7], [])
-    scene.expect(prompt=120)
-    assert scene.step() == ([], []), "the link has work for more than two steps"
-    scene.land()
-    scene.expect(prompt=120)
-    assert scene.step() == ([6, 5, 4], [])
-    back = Scene(Place(0), *(away(turn) for turn in range(1, 9)), device=40, cost=slow)
+    setup = Setup(*(Holder(turn) for turn in range(10)), device=40, cost=slow)
+    setup.arrive(prompt=120)
+    assert setup.step() == ([9, 8, 7], [])
+    setup.arrive(prompt=120)
+    assert setup.step() == ([], []), "the link is busy for more than two steps"
+    setup.land()
+    setup.arrive(prompt=120)
+    assert setup.step() == ([6, 5, 4], [])
+    back = Setup(Holder(0), *(swapped_out(turn) for turn in range(1, 9)), device=40, cost=slow)
     assert back.step() == ([], [1, 2, 3])
 
 
-def test_one_request_at_a_time_where_the_link_is_slower_than_steps() -> None:
+def test_one_request_moves_at_a_time_if_the_link_is_slower_than_steps() -> None:
     slow = replace(COST, block=1.9, prefill_token=10.0)
-    scene = Scene(*(Place(turn) for turn in range(5)), cost=slow)
-    scene.expect(prompt=60)
-    assert scene.step() == ([4], [])
-    scene.expect(prompt=60)
-    assert scene.step() == ([], [])
+    setup = Setup(*(Holder(turn) for turn in range(5)), cost=slow)
+    setup.arrive(prompt=60)
+    assert setup.step() == ([4], [])
+    setup.arrive(prompt=60)
+    assert setup.step() == ([], [])
 
 
-def test_what_takes_next_to_no_time_moves_before_the_step_that_needs_it() -> None:
-    free = Scene(*(Place(turn) for turn in range(5)), cost=replace(COST, block=0.0))
+def test_cheap_transfers_are_left_to_the_step_that_needs_them() -> None:
+    free = Setup(*(Holder(turn) for turn in range(5)), cost=replace(COST, block=0.0))
     assert free.step() == ([], [])
     assert not free.eviction.returns_overlapped(make(0, 4, 4))
-    dear = Scene(*(Place(turn) for turn in range(5)))
-    assert dear.step() == ([4], [])
-    dear.now += 1e6
-    dear.step()
-    assert dear.eviction.returns_overlapped(make(0, 4, 4)), (
-        "steps that are long because KV moved before them make no move cheap"
+    costly = Setup(*(Holder(turn) for turn in range(5)))
+    assert costly.step() == ([4], [])
+    costly.now += 1e6
+    costly.step()
+    assert costly.eviction.returns_overlapped(make(0, 4, 4)), (
+        "steps that are long because of blocking moves do not make transfers cheap"
     )
 
 
-# -- what does not move -----------------------------------------------------------------------------------------------
+# -- requests that are not moved --------------------------------------------------------------------------------------
 
 
-def test_an_unfinished_prompt_stays() -> None:
-    scene = Scene(Place(1), Place(2), Place(3), Place(4), Place(5, pending=2))
-    assert scene.step() == ([4], [])
+def test_an_unfinished_prefill_is_not_swapped_out_ahead() -> None:
+    setup = Setup(Holder(1), Holder(2), Holder(3), Holder(4), Holder(5, pending=2))
+    assert setup.step() == ([4], [])
 
 
-def test_what_is_cheaper_to_compute_again_stays() -> None:
-    """It is dropped, once it has to go."""
+def test_kv_that_is_cheaper_to_recompute_is_not_swapped_out_ahead() -> None:
+    """It is dropped when its blocks are needed."""
     cheap = replace(COST, prefill_token=0.04)  # 16 tokens: 0.64 s against 0.8 s
-    scene = Scene(*(Place(turn) for turn in range(5)), cost=cheap)
-    assert scene.step() == ([], [])
+    setup = Setup(*(Holder(turn) for turn in range(5)), cost=cheap)
+    assert setup.step() == ([], [])
 
 
-def test_the_last_one_stays_however_short_blocks_are() -> None:
-    """Alone it would be moved out for room and in for want of others, for ever."""
-    assert Scene(Place(1, 20)).step() == ([], [])
-    scene = Scene(Place(1, 10), Place(2, 10))
-    scene.expect(prompt=70)
-    assert scene.step() == ([2], [])
+def test_the_last_request_stays_on_the_device_however_short_blocks_are() -> None:
+    """Otherwise it would be swapped out for space and in for lack of others, forever."""
+    assert Setup(Holder(1, 20)).step() == ([], [])
+    setup = Setup(Holder(1, 10), Holder(2, 10))
+    setup.arrive(prompt=70)
+    assert setup.step() == ([2], [])
 
 
-# -- standing still ---------------------------------------------------------------------------------------------------
+# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocks", [4, 19, 20])
-def test_a_device_without_kv_brings_in_whose_turn_is_soonest(blocks: int) -> None:
-    """Even into the blocks that are to stay free."""
-    scene = Scene(away(7, 6), away(5, blocks), away(6, 6))
-    out, back = scene.step()
+def test_an_empty_device_swaps_in_the_soonest_turn(blocks: int) -> None:
+    """It may use the blocks that are otherwise kept free."""
+    setup = Setup(swapped_out(7, 6), swapped_out(5, blocks), swapped_out(6, 6))
+    out, back = setup.step()
     assert (out, back[0]) == ([], 5)
     assert (len(back) == 1) == (blocks > 4)
 
 
-def test_while_somebody_is_on_its_way_nobody_else_is_squeezed_in() -> None:
-    scene = Scene(away(5, 10), away(6, 10))
-    assert scene.step() == ([], [5])
-    assert scene.step() == ([], [])
-    scene.land()
-    assert scene.step() == ([], [])
+def test_kept_blocks_are_not_used_while_a_swap_in_is_in_transit() -> None:
+    setup = Setup(swapped_out(5, 10), swapped_out(6, 10))
+    assert setup.step() == ([], [5])
+    assert setup.step() == ([], [])
+    setup.land()
+    assert setup.step() == ([], [])
 
 
 @pytest.mark.parametrize("host", [0, 3])
-def test_a_full_host_is_asked_for_no_more_than_it_can_take(host: int) -> None:
-    """The pressure may ask for more: the scheduler moves what can move, and the rest stays where it is."""
-    scene = Scene(*(Place(turn) for turn in range(5)), host=host)
-    still = list(scene.requests)
-    out, back = scene.eviction.ahead(still, scene.ordering, scene.kv, 0.0)
+def test_swap_outs_to_a_full_cpu_tier_are_infeasible(host: int) -> None:
+    """The policy may ask for more: the scheduler moves what fits, and the rest stays on the device."""
+    setup = Setup(*(Holder(turn) for turn in range(5)), host=host)
+    idle = list(setup.requests)
+    out, back = setup.eviction.ahead(idle, setup.ordering, setup.kv, 0.0)
     assert back == []
-    assert not [request for request in out if scene.kv.can_move_out(request)]
+    assert not [request for request in out if setup.kv.can_move_out(request)]

@@ -1,4 +1,4 @@
-"""Remaining time as a value: what outgrows its forecast, what ages, and when requests are expected to run."""
+"""Remaining time as a value: exceeded forecasts, aging, and estimates of when requests run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from support.load import make
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3, context_token=1e-5)
 
 
-def expecting(tokens: float, number: int = 0, *, arrival: float = 0.0, prompt: int = 10) -> Request:
-    """A request whose prompt is computed, with a forecast."""
+def forecasted(tokens: float, number: int = 0, *, arrival: float = 0.0, prompt: int = 10) -> Request:
+    """Return a request with a forecast whose prompt is computed."""
     request = make(number, prompt, 10_000, arrival=arrival, forecast=Forecast(tokens, "test"))
     request.computed = prompt
     return request
 
 
 @given(tokens=st.floats(1, 500), generated=st.integers(0, 5000))
-def test_what_outgrows_its_forecast_is_expected_to_get_twice_as_long(tokens: float, generated: int) -> None:
-    request = expecting(tokens)
+def test_an_exceeded_forecast_is_doubled(tokens: float, generated: int) -> None:
+    request = forecasted(tokens)
     known = request.computed = 10 + generated
     doubled = tokens * 2 ** max(0, math.ceil(math.log2(max(generated, 1) / tokens)))
     decode = COST.step(StepShape(decodes=1, context=known))
@@ -39,23 +39,23 @@ def test_what_outgrows_its_forecast_is_expected_to_get_twice_as_long(tokens: flo
     assert RemainingTime(ExecutionTime(COST), forecast_tokens).seconds(request, known) == pytest.approx(expected)
 
 
-def test_without_a_forecast_a_constant_stands_in_and_none_is_beyond_max_tokens() -> None:
+def test_a_missing_forecast_is_a_constant_and_forecasts_are_capped_at_max_tokens() -> None:
     assert forecast_tokens(make(0, max_tokens=100)) == NO_FORECAST_TOKENS
     assert forecast_tokens(make(0, max_tokens=5)) == 5
     assert forecast_tokens(make(0, max_tokens=5, forecast=Forecast(80, "test"))) == 5
     assert forecast_tokens(make(0, max_tokens=5, forecast=Forecast(0, "test"))) == 1
 
 
-def test_a_token_costs_more_after_a_long_prompt_and_a_prompt_until_it_is_computed() -> None:
+def test_remaining_time_grows_with_context_and_uncomputed_prompts() -> None:
     value = RemainingTime(ExecutionTime(COST), forecast_tokens)
-    short, long = expecting(100, prompt=10), expecting(100, prompt=5000)
+    short, long = forecasted(100, prompt=10), forecasted(100, prompt=5000)
     assert value.seconds(long, long.known) > 4 * value.seconds(short, short.known)
     computed = value.seconds(short, short.known)
     short.computed = 0
     assert value.seconds(short, short.known) == pytest.approx(computed + 10 * ExecutionTime(COST).t0)
 
 
-def test_execution_time_fits_what_is_linear_and_follows_a_cost_model_that_learns() -> None:
+def test_execution_time_fits_linear_costs_and_follows_a_learning_cost() -> None:
     time = ExecutionTime(COST)
     assert (time.alpha, time.beta) == pytest.approx((COST.context_token, COST.floor + COST.decode))
     assert COST.prefill_token < time.t0 < 1.1 * COST.prefill_token
@@ -70,24 +70,24 @@ def test_execution_time_fits_what_is_linear_and_follows_a_cost_model_that_learns
 
 
 @given(tokens=st.integers(1, 5000), aging_s=st.floats(0.1, 1000), early=st.floats(0.001, 100))
-def test_age_makes_up_for_a_ratio_of_remaining_times(tokens: int, aging_s: float, early: float) -> None:
-    """Until it has more to do than was expected of it, a request is not overtaken by what arrives later than that."""
+def test_aging_bounds_overtaking_by_the_ratio_of_remaining_times(tokens: int, aging_s: float, early: float) -> None:
+    """Until it exceeds its forecast, a request is not overtaken by one that arrives after the bound."""
     value = RemainingTime(ExecutionTime(COST), forecast_tokens, aging_s=aging_s)
     ordering = Valued(value)
-    old, least = expecting(tokens), expecting(1)
-    bound = aging_s * math.log(value.seconds(old, old.known) / value.seconds(least, least.known))
+    old, shortest = forecasted(tokens), forecasted(1)
+    bound = aging_s * math.log(value.seconds(old, old.known) / value.seconds(shortest, shortest.known))
     ordering.on_arrived(old, 0.0)
     for number, arrival in enumerate((bound + 1e-6 * aging_s, bound * 1.5 + early), 1):
-        newcomer = expecting(1, number, arrival=arrival)
+        newcomer = forecasted(1, number, arrival=arrival)
         ordering.on_arrived(newcomer, arrival)
         assert not ordering.outranks(newcomer, old)
     ordering.on_scheduled([Slice(old, 9, 1, True, False, ())], bound)
     assert not ordering.outranks(newcomer, old)
 
 
-def test_without_aging_age_does_not_count() -> None:
+def test_without_aging_only_the_remaining_time_counts() -> None:
     ordering = Valued(RemainingTime(ExecutionTime(COST), forecast_tokens))
-    old, newcomer = expecting(101), expecting(100, 1, arrival=1e9)
+    old, newcomer = forecasted(101), forecasted(100, 1, arrival=1e9)
     for request in (old, newcomer):
         ordering.on_arrived(request, request.arrival)
     assert ordering.outranks(newcomer, old)
@@ -99,7 +99,7 @@ def test_aging_out_of_bounds_is_refused(aging_s: float) -> None:
         RemainingTime(ExecutionTime(COST), forecast_tokens, aging_s=aging_s)
 
 
-def test_a_point_of_a_distribution_is_taken_where_there_is_one() -> None:
+def test_the_quantile_of_a_forecast_distribution_is_used_if_present() -> None:
     mass = [0.0] * length_bin(64) + [0.5, 0.0, 0.5]  # half of 64 to 90 tokens, half of 128 to 180
     request = make(0, 10, 1000, forecast=Forecast(110, "test", tuple(mass)))
     points = [ForecastQuantile(level)(request) for level in (0.01, 0.3, 0.5, 0.7, 0.99)]
@@ -107,7 +107,7 @@ def test_a_point_of_a_distribution_is_taken_where_there_is_one() -> None:
     assert 64 <= points[0] < 66
     assert points[2] == pytest.approx(91, abs=1)
     assert 178 < points[4] <= 181
-    request.forecast = Forecast(110, "test", tuple(mass[:-2]))  # another forecast, of the shorter half alone
+    request.forecast = Forecast(110, "test", tuple(mass[:-2]))  # a new forecast: the shorter half alone
     assert ForecastQuantile(0.99)(request) < 91
     request.forecast = Forecast(110, "test")
     assert ForecastQuantile(0.3)(request) == 110
@@ -121,7 +121,7 @@ WORK = st.lists(st.tuples(st.floats(-1e5, 1e5), st.floats(0.01, 100)), min_size=
 
 
 @given(work=WORK, kept=st.integers(0, 600))
-def test_a_backlog_sums_what_lies_before_a_key_within_a_bucket(work: list[tuple[float, float]], kept: int) -> None:
+def test_a_backlog_sums_work_before_a_key_to_within_a_bucket(work: list[tuple[float, float]], kept: int) -> None:
     backlog = Backlog(0.25)
     for key, seconds in work:
         backlog.add(key, seconds)
@@ -129,7 +129,7 @@ def test_a_backlog_sums_what_lies_before_a_key_within_a_bucket(work: list[tuple[
         backlog.remove(key, seconds)
     left = work[:kept]
     keys = sorted(key for key, _ in work)
-    width = 4 * (keys[-1] - keys[0]) / 256 + 0.5  # at most; there are few sums, whatever was told
+    width = 4 * (keys[-1] - keys[0]) / 256 + 0.5  # upper bound, as the number of sums is limited
     for key, before in zip(keys, backlog.before(keys), strict=True):
         assert before <= sum(seconds for other, seconds in left if other < key) + 1e-6
         assert before >= sum(seconds for other, seconds in left if other < key - width) - 1e-6
@@ -137,11 +137,11 @@ def test_a_backlog_sums_what_lies_before_a_key_within_a_bucket(work: list[tuple[
 
 
 @pytest.mark.parametrize(("aging_s", "turns"), [(math.inf, [0, 11, 33]), (10.0, [0, 11, 33]), (1.0, [0, 7.6, 8])])
-def test_a_turn_comes_when_the_work_before_it_is_done_or_age_comes_first(aging_s: float, turns: list[float]) -> None:
-    """One request runs at a time; the work is 11, 22 and 33 s, of which age makes up for a factor of 1000 at least."""
+def test_a_turn_is_the_work_ahead_unless_aging_makes_it_sooner(aging_s: float, turns: list[float]) -> None:
+    """One request runs at a time. The work is 11, 22 and 33 s; aging outweighs a factor of at least 1000."""
     cost = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
     ordering = ShortestWithWaits(RemainingTime(ExecutionTime(cost), forecast_tokens, aging_s=aging_s), hysteresis_s=0.1)
-    first, second, last = (expecting(tokens, number) for number, tokens in enumerate((1000, 2000, 3000)))
+    first, second, last = (forecasted(tokens, number) for number, tokens in enumerate((1000, 2000, 3000)))
     for request in (first, second, last):
         ordering.on_arrived(request, 0.0)
     ordering.on_scheduled([Slice(first, 9, 1, True, False, ())], 0.0)

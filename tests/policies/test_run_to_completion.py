@@ -1,4 +1,4 @@
-"""Static batches: who joins one, when the next one begins, and that none lasts for ever."""
+"""Static batches: membership, the start of the next batch, and termination."""
 
 from __future__ import annotations
 
@@ -60,32 +60,32 @@ def stepper(policies: Policies, **world: int) -> Stepper:
 
 
 def ran(stepper: Stepper) -> list[int]:
-    """One plan, and whose slices it has."""
+    """Run one plan and return the ids of its requests."""
     return [piece.request.id for piece in stepper.step().slices]
 
 
 def verdicts(batcher: RunToCompletion, *requests: Request) -> list[int | Refusal]:
-    """One step that is offered these requests, with memory for all."""
-    packing, answers = batcher.open(StepContext()), []
+    """Offer these requests to one step with memory for all, and return the verdicts."""
+    packing, found = batcher.open(StepContext()), []
     for request in requests:
-        answers.append(answer := packing.offer(request, request.pending))
-        if isinstance(answer, int):
-            packing.take(request, answer)
-            request.planned += answer
-    return answers
+        found.append(verdict := packing.offer(request, request.pending))
+        if isinstance(verdict, int):
+            packing.take(request, verdict)
+            request.planned += verdict
+    return found
 
 
 def table(done: Run) -> list[tuple[float, dict[int, int]]]:
-    """When each step begins, and how many tokens of whom it computes."""
+    """Return the start of each step and the tokens that it computes of each request."""
     return [(now, {piece[0]: piece[2] for piece in plan[1]}) for now, plan in done.trace]
 
 
-# -- who joins ----------------------------------------------------------------------------------------------------
+# -- membership ---------------------------------------------------------------------------------------------------
 
 
-def test_the_next_batch_begins_when_the_longest_member_has_ended() -> None:
-    """A second per token. The third request joins one step late, for want of prompt tokens; the fourth arrives while
-    the others run, and waits for the longest although the first and the second have long left their slots."""
+def test_the_next_batch_begins_after_the_longest_member_finished() -> None:
+    """A token takes a second. The third request joins one step late, because the token budget is full. The fourth
+    arrives during the batch and waits for the longest member although two slots are free before."""
     world = World(cost=UnitCost())
     requests = [make(0, 3, 4), make(1, 2, 2), make(2, 4, 5), make(3, 2, 2, arrival=12.0)]
     done = run(world, requests, core=world.core(static(3, 5)))
@@ -101,14 +101,14 @@ def test_the_next_batch_begins_when_the_longest_member_has_ended() -> None:
     ]
 
 
-def test_who_arrives_while_the_batch_recruits_joins_it() -> None:
+def test_a_request_that_arrives_while_the_batch_forms_joins_it() -> None:
     world = World(cost=UnitCost())
     requests = [make(0, 3, 5), make(1, 3, 4, arrival=2.0), make(2, 3, 2, arrival=8.0)]
     done = run(world, requests, core=world.core(static(3, 5)))
     assert table(done) == [
         (0.0, {0: 3}),
         (3.0, {0: 1, 1: 3}),
-        (7.0, {0: 1, 1: 1}),  # nobody waits: the batch is complete
+        (7.0, {0: 1, 1: 1}),  # the queue is empty, so the batch is complete
         (9.0, {0: 1, 1: 1}),
         (11.0, {0: 1, 1: 1}),
         (13.0, {2: 3}),
@@ -116,27 +116,27 @@ def test_who_arrives_while_the_batch_recruits_joins_it() -> None:
     ]
 
 
-def test_a_prompt_longer_than_a_step_is_the_only_one_of_its_step() -> None:
+def test_a_prompt_above_the_budget_is_the_only_prompt_of_its_step() -> None:
     one = stepper(static(4, 5))
     one.add(make(0, 3, 9), make(1, 8, 9), make(2, 2, 9))
     assert [ran(one) for _ in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2]]
 
 
-def test_the_last_slot_ends_recruiting_though_somebody_leaves_at_once() -> None:
+def test_filling_the_last_slot_closes_the_batch_even_if_a_member_finishes_at_once() -> None:
     one = stepper(static(2))
     one.add(make(0, 4, 1), make(1, 4, 3), make(2, 4, 1), make(3, 4, 2), make(4, 4, 1))
     assert [ran(one) for _ in range(6)] == [[0, 1], [1], [1], [2, 3], [3], [4]]
     one.core.assert_home()
 
 
-def test_a_batch_takes_whom_memory_has_room_for() -> None:
-    """Ten blocks of four tokens; each of the first two takes four for good."""
+def test_a_batch_is_limited_by_memory() -> None:
+    """There are ten blocks of four tokens; each of the first two requests needs four."""
     one = stepper(static(), device_blocks=10)
     one.add(make(0, 13, 3), make(1, 13, 2), make(2, 13, 3))
     assert [ran(one) for _ in range(4)] == [[0, 1], [0, 1], [0], [2]]
 
 
-def test_a_more_important_request_waits_for_the_batch_and_leads_the_next_one() -> None:
+def test_a_higher_priority_waits_for_the_batch_and_is_first_in_the_next() -> None:
     one = stepper(static(2))
     one.add(make(0, 4, 3), make(1, 4, 3, priority=1), make(2, 4, 1, priority=1))
     assert ran(one) == [0, 1]
@@ -144,11 +144,11 @@ def test_a_more_important_request_waits_for_the_batch_and_leads_the_next_one() -
     assert [ran(one) for _ in range(3)] == [[0, 1], [0, 1], [3, 2]]
 
 
-# -- how a batch ends ---------------------------------------------------------------------------------------------
+# -- the end of a batch -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_abort_of_the_longest_member_lets_the_next_batch_begin(depth: int) -> None:
+def test_aborting_the_longest_member_starts_the_next_batch(depth: int) -> None:
     one = stepper(static(2), depth=depth)
     one.add(make(0, 4, 40), make(1, 4, 2), make(2, 4, 1))
     assert [ran(one) for _ in range(3)] == [[0, 1], [0, 1], [0]]
@@ -157,7 +157,7 @@ def test_the_abort_of_the_longest_member_lets_the_next_batch_begin(depth: int) -
     one.core.assert_home()
 
 
-def test_the_abort_of_a_member_in_flight_ends_the_batch_before_its_plan_commits() -> None:
+def test_aborting_a_member_in_flight_ends_the_batch_before_its_plan_commits() -> None:
     one = stepper(static(1), depth=2)
     one.add(make(0, 4, 40), make(1, 4, 1))
     assert one.start() is not None
@@ -169,15 +169,15 @@ def test_the_abort_of_a_member_in_flight_ends_the_batch_before_its_plan_commits(
     one.drain()
 
 
-def test_a_stop_that_ends_all_members_at_once_begins_the_next_batch() -> None:
+def test_the_next_batch_begins_when_all_members_stop_at_once() -> None:
     one = stepper(static(2), depth=2)
     one.add(*(make(number, 4, 9, stop_tokens=frozenset({4})) for number in range(4)))
     assert [ran(one), ran(one)] == [[0, 1], [2, 3]]
     one.core.assert_home()
 
 
-def test_asking_for_a_step_when_nobody_can_run_does_not_end_recruiting() -> None:
-    """Pipeline stages: while the only member is in flight, there is room for a plan but nobody to run."""
+def test_a_step_without_runnable_requests_does_not_close_the_batch() -> None:
+    """While the only member is in flight, the pipeline has a free stage but no runnable request."""
     one = stepper(static(2), depth=2)
     one.add(make(0, 4, 3))
     assert one.start() is not None
@@ -195,12 +195,12 @@ def test_asking_for_a_step_when_nobody_can_run_does_not_end_recruiting() -> None
     one.drain()
 
 
-# -- members that lose their memory -------------------------------------------------------------------------------
+# -- members that lose their KV -----------------------------------------------------------------------------------
 
 
-def test_a_member_whose_memory_is_taken_stays_a_member() -> None:
-    """Ten blocks of four tokens: the first request grows into the second one's blocks. It waits, comes back before
-    anybody new, more important ones included, and nobody joins while it is away."""
+def test_a_preempted_member_stays_a_member() -> None:
+    """There are ten blocks of four tokens, and the first request grows into those of the second. The second resumes
+    before all newcomers, even more important ones, and no request joins meanwhile."""
     one = stepper(static(3, admission=OnDemand(0.0)), device_blocks=10)
     first, second = make(0, 20, 12), make(1, 20, 6)
     one.add(first, second)
@@ -216,7 +216,7 @@ def test_a_member_whose_memory_is_taken_stays_a_member() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_prompt_computed_again_ends_recruiting_unless_it_keeps_a_newcomer_out(waits: bool) -> None:
+def test_a_recomputed_prompt_closes_the_batch_unless_it_delays_a_newcomer(waits: bool) -> None:
     batcher = RunToCompletion(4, 10)
     first, second, third = make(0, 4), make(1, 6), make(2, 5)
     assert verdicts(batcher, first, second) == [4, 6]
@@ -229,14 +229,14 @@ def test_a_prompt_computed_again_ends_recruiting_unless_it_keeps_a_newcomer_out(
     assert verdicts(batcher, first, second, third) == [1, 1, 5 if waits else NEWCOMERS_HELD]
 
 
-# -- what the queue costs -----------------------------------------------------------------------------------------
+# -- reading the queue --------------------------------------------------------------------------------------------
 
 
-def test_newcomers_close_the_step_unless_a_member_without_memory_may_come_behind_them() -> None:
+def test_newcomers_close_the_step_unless_a_preempted_member_may_follow() -> None:
     batcher = RunToCompletion(2, 64)
     first, second, third, fourth = (make(number, 4) for number in range(4))
     assert verdicts(batcher, first, second) == [4, 4]
-    assert verdicts(batcher, third) == [NEWCOMERS_HELD]  # the members are in flight, and hold their memory
+    assert verdicts(batcher, third) == [NEWCOMERS_HELD]  # the members are in flight and hold their KV
     second.planned = 0
     assert verdicts(batcher, third, second, fourth) == [HELD, 4, NEWCOMERS_HELD]
 
@@ -251,27 +251,27 @@ def test_a_closed_batch_does_not_read_the_queue() -> None:
     assert ordering.read == 4
 
 
-def test_requests_are_let_go_at_the_step_after_their_end() -> None:
+def test_finished_requests_are_released_at_the_next_step() -> None:
     one = stepper(static(2))
     requests = [make(0, 4, 1), make(1, 4, 3)]
-    gone = weakref.ref(requests[0])
+    released = weakref.ref(requests[0])
     one.add(*requests)
     del requests
     ran(one)
     batcher = one.core.scheduler.policies.batcher
-    for held in (one.events, one.core.trace, one.core.scheduler._recent):
-        held.clear()
+    for kept in (one.events, one.core.trace, one.core.scheduler._recent):
+        kept.clear()
     batcher.open(StepContext(now=one.now))
     gc.collect()
-    assert gone() is None
+    assert released() is None
 
 
 # -- any load -----------------------------------------------------------------------------------------------------
 
 
 def assert_static(events: list[Event], max_seqs: int) -> None:
-    """Follow the batches through the events: none exceeds its slots, and once it has run a step of decodes only, or
-    has filled its slots, nobody joins before all members have ended."""
+    """Check that no batch exceeds its slots, and that after a step of decodes only, or with all slots filled, no
+    request joins before all members have finished."""
     members: set[Request] = set()
     closed = False
     for event in events:
@@ -293,7 +293,7 @@ def assert_static(events: list[Event], max_seqs: int) -> None:
     admission=st.sampled_from([OnDemand(), WholeMaximum()]),
     pipeline=st.sampled_from(PIPELINES),
     seed=st.integers(0, 10**6),
-    device_blocks=st.integers(25, 70),  # the largest request of the load has 100 tokens, 25 blocks
+    device_blocks=st.integers(25, 70),  # the largest request has 100 tokens, which need 25 blocks
     max_seqs=st.integers(1, 10),
     max_tokens=st.integers(1, 80),
 )
@@ -325,8 +325,8 @@ def test_any_load_is_served_in_static_batches(
 
 
 @pytest.mark.parametrize("eviction", sorted(EVICTIONS))
-def test_aborts_never_hold_up_the_others(eviction: str) -> None:
-    """Somebody is aborted after every other step, whatever state it is in."""
+def test_aborts_never_delay_other_requests(eviction: str) -> None:
+    """A request is aborted after every other step, whatever its state."""
     one = Stepper(World(depth=2).core(static(admission=OnDemand(), eviction=EVICTIONS[eviction]())))
     requests = load(3, 40)
     one.add(*requests)
@@ -336,7 +336,7 @@ def test_aborts_never_hold_up_the_others(eviction: str) -> None:
         one.finish()
         one.core.abort(number, one.now)
     one.drain()
-    ended = [request.finish_reason for request in requests]
-    assert ended.count(FinishReason.ABORT) >= 15
-    assert set(ended) == {FinishReason.ABORT, FinishReason.LENGTH}
+    reasons = [request.finish_reason for request in requests]
+    assert reasons.count(FinishReason.ABORT) >= 15
+    assert set(reasons) == {FinishReason.ABORT, FinishReason.LENGTH}
     assert_static(one.events, 6)

@@ -1,6 +1,6 @@
-"""The rules of FastServe's skip-join queues (section 4.1), one test each, on whole seconds.
+"""The rules of FastServe's skip-join queues (section 4.1), one test each, in whole seconds.
 
-Under `UnitCost` a prompt of n tokens takes n seconds, a decode one: queue i has a quantum of 2^i seconds.
+Under `UnitCost` a prompt of n tokens takes n seconds and a decode takes one. Queue i has a quantum of 2^i seconds.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def test_a_prompt_longer_than_every_quantum_joins_the_last_queue() -> None:
     assert queues.mlfq.level(queues.arrive(100)) == 2
 
 
-def test_plain_mlfq_joins_the_first_queue_whatever_the_prompt() -> None:
+def test_plain_mlfq_joins_the_first_queue_for_any_prompt() -> None:
     queues = Queues(skip_join=False)
     assert queues.mlfq.level(queues.arrive(100)) == 0
 
 
 def test_a_one_token_prompt_is_the_shortest_iteration_on_any_machine() -> None:
-    """Also where a prefill token costs more than a decode: the slice is charged as a decode."""
+    """This holds even if a prefill token costs more than a decode: the slice is charged as a decode."""
     mlfq = SkipJoinMlfq(type(COST)(floor=1.0, prefill_token=0.5, decode=0.1))
     request = make(0, 1)
     mlfq.on_arrived(request, 0.0)
     assert mlfq.level(request) == 0
 
 
-def test_only_uncomputed_tokens_count_for_the_queue_to_join() -> None:
+def test_only_uncomputed_tokens_determine_the_queue_to_join() -> None:
     queues = Queues()
     request = make(0, 9)
     request.computed = request.planned = 7
@@ -54,7 +54,7 @@ def test_only_uncomputed_tokens_count_for_the_queue_to_join() -> None:
     assert queues.mlfq.level(request) == 1
 
 
-def test_a_request_stays_while_its_quantum_lasts_and_then_goes_one_queue_down() -> None:
+def test_a_request_is_demoted_one_queue_after_its_quantum() -> None:
     queues = Queues()
     request = queues.arrive(3)  # the third queue, of 4 seconds
     # 3 seconds of prefill, then decodes: 1 here, 8 in the next queue, 16 in the one below.
@@ -65,7 +65,7 @@ def test_a_request_stays_while_its_quantum_lasts_and_then_goes_one_queue_down() 
 def test_demotion_skips_queues_that_do_not_cover_the_next_iteration() -> None:
     queues = Queues(skip_join=False)
     request = queues.arrive(21)
-    # The first chunk of 1 uses up the first quantum; 20 tokens are left: the next queue of at least 20 seconds.
+    # The first chunk of one token uses up the first quantum. The remaining 20 need a queue of at least 20 seconds.
     assert queues.run(request, most=1) == 5
 
 
@@ -75,7 +75,7 @@ def test_demotion_goes_at_least_one_queue_down() -> None:
     assert [queues.run(request, most=4) for _ in range(2)] == [3, 4]
 
 
-def test_the_last_queue_keeps_who_uses_up_its_quantum() -> None:
+def test_the_last_queue_rotates_requests_that_use_up_their_quantum() -> None:
     queues = Queues(levels=2)
     request, other = queues.arrive(2), queues.arrive(2)
     assert queues.run(request) == 1
@@ -88,7 +88,7 @@ def test_order_within_a_queue_is_first_in_first_out() -> None:
     assert queues.order() == requests
 
 
-def test_who_runs_keeps_its_place() -> None:
+def test_a_running_request_keeps_its_position() -> None:
     queues = Queues()
     first, second = queues.arrive(4), queues.arrive(4)
     assert queues.run(first, most=2) == 2
@@ -104,7 +104,7 @@ def test_a_demoted_request_joins_the_tail() -> None:
     assert queues.order() == [low, demoted]
 
 
-def test_equals_do_not_outrank_each_other_and_levels_do() -> None:
+def test_only_requests_in_higher_queues_outrank() -> None:
     queues = Queues()
     first, second, low = queues.arrive(1), queues.arrive(1), queues.arrive(9)
     outranks = queues.mlfq.outranks
@@ -128,7 +128,7 @@ def test_a_starving_request_is_promoted_to_the_tail_of_the_first_queue() -> None
     assert queues.arrive(1) is queues.order()[-1]
 
 
-def test_starving_is_measured_from_the_last_run() -> None:
+def test_starvation_is_measured_from_the_last_run() -> None:
     queues = Queues(starvation_s=10)
     request = queues.arrive(3)
     queues.now = 6.0
@@ -141,14 +141,14 @@ def test_starving_is_measured_from_the_last_run() -> None:
     assert queues.mlfq.level(request) == 0
 
 
-def test_a_promotion_lasts_one_quantum_and_returns_with_the_time_used_before() -> None:
+def test_a_promotion_lasts_one_quantum_and_preserves_the_time_used_before() -> None:
     queues = Queues(starvation_s=10)
     request = queues.arrive(4)
     assert queues.run(request, most=3) == 2  # 3 of 4 seconds used
     queues.now += 10
     queues.order()
     assert queues.mlfq.level(request) == 0
-    # One second in the first queue, back with 3 seconds used, so one more second leads down.
+    # After one second in the first queue it returns with 3 seconds used, so one more second demotes it.
     assert [queues.run(request) for _ in range(2)] == [2, 3]
 
 
@@ -163,7 +163,7 @@ def test_a_promoted_request_returns_to_the_tail() -> None:
     assert queues.order() == [other, request]
 
 
-def test_a_request_may_be_promoted_again_but_only_after_starving_again() -> None:
+def test_a_request_is_promoted_again_only_after_starving_again() -> None:
     queues = Queues(starvation_s=10)
     request = queues.arrive(100)
     queues.run(request)
@@ -179,7 +179,7 @@ def test_a_request_may_be_promoted_again_but_only_after_starving_again() -> None
     assert levels == [7, 0] * 3
 
 
-def test_a_request_that_left_is_forgotten_by_the_watch_for_starving() -> None:
+def test_a_finished_request_is_not_promoted() -> None:
     queues = Queues(starvation_s=10)
     request, other = queues.arrive(5), queues.arrive(5)
     queues.mlfq.on_finished(request, 1.0)
@@ -187,8 +187,8 @@ def test_a_request_that_left_is_forgotten_by_the_watch_for_starving() -> None:
     assert queues.order() == [other]
 
 
-def test_requests_that_left_are_not_kept_until_they_would_have_starved() -> None:
-    """Starvation may be set to years, to switch it off."""
+def test_finished_requests_are_not_kept_until_their_starvation_time() -> None:
+    """A starvation time of years switches promotions off."""
     queues = Queues(starvation_s=1e9)
     for _ in range(5000):
         queues.mlfq.on_finished(queues.arrive(5), queues.now)
@@ -206,7 +206,7 @@ def test_requests_that_left_are_not_kept_until_they_would_have_starved() -> None
         {"promotion_share": math.nan},
     ],
 )
-def test_settings_are_above_zero(bad: dict[str, float]) -> None:
+def test_settings_that_are_not_positive_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         SkipJoinMlfq(COST, **bad)  # type: ignore[arg-type]
 
@@ -215,14 +215,14 @@ def test_settings_are_above_zero(bad: dict[str, float]) -> None:
 
 
 def slow_down(cost: LearningCost, times: float) -> None:
-    """Teach that every step takes `times` as long as it did."""
-    truth = cost.current
+    """Make the cost model learn that every step takes `times` as long as before."""
+    before = cost.current
     for _ in range(500):
         for shape in (StepShape(decodes=1, context=1), StepShape(prefill=8, attention=36)):
-            cost.learn(shape, times * truth.step(shape))
+            cost.learn(shape, times * before.step(shape))
 
 
-def test_quanta_follow_the_cost_model_and_requests_keep_their_queues() -> None:
+def test_quanta_follow_the_cost_model_and_requests_stay_in_their_queues() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=0.5, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
     mlfq = SkipJoinMlfq(cost, starvation_s=1e9)
     waiting, running = make(0, 8), make(1, 1)
@@ -232,10 +232,10 @@ def test_quanta_follow_the_cost_model_and_requests_keep_their_queues() -> None:
     running.computed = 1
     mlfq.on_scheduled([Slice(running, 0, 1, True, False, ())], 1.0)
     assert mlfq.level(running) == 1
-    mlfq.on_scheduled([Slice(running, 1, 1, True, False, ())], 2.0)  # one of two decodes of this quantum
+    mlfq.on_scheduled([Slice(running, 1, 1, True, False, ())], 2.0)  # the first of two decodes of this quantum
     slow_down(cost, 3.0)
-    # The other decode ends the quantum on the slower machine as well: neither was half of it forgotten, nor is the
-    # decode's old time in use, with which three more would fit.
+    # The second decode ends the quantum on the slower machine as well. With the decode's old time, or without the time
+    # used so far, more decodes would fit.
     mlfq.on_scheduled([Slice(running, 2, 1, True, False, ())], 3.0)
     assert (mlfq.level(waiting), mlfq.level(running)) == (3, 2)
     newcomers = [make(2, 1), make(3, 8)]
@@ -260,7 +260,7 @@ def test_time_used_before_a_promotion_is_scaled_with_the_quanta() -> None:
     assert mlfq.level(request) == 2
 
 
-def test_a_quantum_that_was_given_stays_and_decodes_are_charged_anew() -> None:
+def test_a_quantum_is_kept_and_decodes_are_charged_the_revised_cost() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=1e-9, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
     mlfq = SkipJoinMlfq(cost, quantum_s=2.5)
     request = make(0, 1)
@@ -272,7 +272,7 @@ def test_a_quantum_that_was_given_stays_and_decodes_are_charged_anew() -> None:
     assert mlfq.level(request) == 1
 
 
-def test_shortest_remaining_ranks_who_runs_by_the_revised_cost() -> None:
+def test_srpt_ranks_running_requests_by_the_revised_cost() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=0.5, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
     ordering = Valued(RemainingTime(ExecutionTime(cost), longest_output))
     waiting, running = make(0, 1, 10), make(1, 1, 11)

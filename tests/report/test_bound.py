@@ -1,4 +1,4 @@
-"""Bounds on fields of the records, and the rate up to which they hold."""
+"""Bounds on fields of records, and the maximum rate for which they hold."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def points(curve: dict[float, float]) -> dict[float, list[Record]]:
         ("throughput_rps>-1", Bound("throughput_rps", ">", -1)),
     ],
 )
-def test_a_bound_is_read_and_written_alike(text: str, bound: Bound) -> None:
+def test_a_bound_round_trips_through_its_text(text: str, bound: Bound) -> None:
     assert parse_bound(text) == bound
     assert parse_bound(str(bound)) == bound
 
 
 @pytest.mark.parametrize("text", ["", "ttft_s.mean", "ttft_s.mean=1", "<=1", "a<=b<=1", "a b<=1", "a<=", "a==1"])
-def test_what_is_no_bound_is_refused(text: str) -> None:
+def test_invalid_bounds_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="bound must read FIELD<=NUMBER"):
         parse_bound(text)
 
@@ -56,13 +56,13 @@ def test_the_limit_must_be_a_finite_number(limit: str) -> None:
     ("sign", "below", "at", "above"),
     [("<=", True, True, False), ("<", True, False, False), (">=", False, True, True), (">", False, False, True)],
 )
-def test_each_operator_means_what_it_says(sign: str, below: bool, at: bool, above: bool) -> None:
+def test_each_operator_compares_correctly(sign: str, below: bool, at: bool, above: bool) -> None:
     bound = Bound("ttft_s.mean", sign, LIMIT)
     assert [bound.holds(record(value)) for value in (0.9, 1.0, 1.1)] == [below, at, above]
 
 
 @pytest.mark.parametrize(
-    ("field", "says"),
+    ("field", "message"),
     [
         ("ttft_s.maen", r"no field ttft_s\.maen; nearest: ttft_s\.mean"),
         ("ttft_s", r"ttft_s is not a number; nearest: ttft_s\.mean, ttft_s\.p95$"),
@@ -73,35 +73,35 @@ def test_each_operator_means_what_it_says(sign: str, below: bool, at: bool, abov
         ("zzz", "the results have no field zzz$"),
     ],
 )
-def test_a_field_without_a_number_is_told_with_the_nearest(field: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_a_field_that_is_not_a_number_is_refused_with_suggestions(field: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         field_value(record(1.0), field)
 
 
-def test_the_largest_rate_is_interpolated_between_the_means_over_seeds() -> None:
-    measured = points({1.0: 0.2, 2.0: 0.6}) | {3.0: [record(1.0), record(1.8)]}  # mean 1.4: halfway from 0.6
+def test_the_maximum_rate_is_interpolated_between_means_over_seeds() -> None:
+    measured = points({1.0: 0.2, 2.0: 0.6}) | {3.0: [record(1.0), record(1.8)]}  # the mean is 1.4
     assert maximum_rate(measured, AT_MOST) == MaximumRate(2.5, at_least=False)
 
 
-def test_a_bound_from_below_is_interpolated_too() -> None:
+def test_lower_bounds_are_interpolated() -> None:
     assert maximum_rate(points({1.0: 3.0, 2.0: -1.0}), Bound("ttft_s.mean", ">=", LIMIT)) == MaximumRate(1.5, False)
 
 
-def test_where_a_bound_never_breaks_or_never_holds() -> None:
-    held = maximum_rate(points({1.0: 0.2, 4.0: 0.9}), AT_MOST)
-    assert held == MaximumRate(4.0, at_least=True)
-    assert str(held) == "≥ 4"
+def test_bounds_that_always_or_never_hold_have_no_interpolated_rate() -> None:
+    found = maximum_rate(points({1.0: 0.2, 4.0: 0.9}), AT_MOST)
+    assert found == MaximumRate(4.0, at_least=True)
+    assert str(found) == "≥ 4"
     assert maximum_rate(points({1.0: 1.2, 4.0: 0.9}), AT_MOST) is None
     assert maximum_rate({}, AT_MOST) is None
 
 
-def test_a_null_is_not_a_zero() -> None:
+def test_null_values_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"ttft_s\.mean is null"):
         maximum_rate({1.0: [record(0.5), record(None)]}, AT_MOST)
 
 
 @given(curve=CURVES)
-def test_the_curve_keeps_the_bound_up_to_the_rate_and_meets_it_there(curve: dict[float, float]) -> None:
+def test_the_curve_meets_the_bound_at_the_maximum_rate(curve: dict[float, float]) -> None:
     found = maximum_rate(points(curve), AT_MOST)
     rates = sorted(curve)
     if found is None:

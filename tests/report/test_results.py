@@ -1,4 +1,4 @@
-"""Files of result records: complete after every append, never lost by mistake, and plain about what is wrong."""
+"""Files of result records: complete after every append, never overwritten by accident, with precise errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_record(seed: int = 0, **changes: Any) -> Record:
     return record | changes
 
 
-def test_the_file_is_whole_after_every_append_with_one_record_per_line(tmp_path: Path) -> None:
+def test_the_file_is_valid_after_every_append_with_one_record_per_line(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     file = ResultsFile(path)
     assert not path.exists()
@@ -40,7 +40,7 @@ def test_the_file_is_whole_after_every_append_with_one_record_per_line(tmp_path:
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_runs_that_finish_in_any_order_are_sorted_at_the_end(tmp_path: Path) -> None:
+def test_records_can_be_sorted_at_the_end(tmp_path: Path) -> None:
     file = ResultsFile(tmp_path / "r.json")
     for seed in (2, 0, 1):
         file.append(make_record(seed))
@@ -49,13 +49,15 @@ def test_runs_that_finish_in_any_order_are_sorted_at_the_end(tmp_path: Path) -> 
 
 
 @given(settings=st.dictionaries(st.text(), JSON, max_size=4))
-def test_what_is_appended_is_what_is_loaded(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]) -> None:
+def test_appended_records_are_loaded_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]
+) -> None:
     path = tmp_path_factory.mktemp("round") / "r.json"
     ResultsFile(path).append(make_record(settings=settings))
     assert load_results([path]) == [make_record(settings=settings)]
 
 
-def test_an_append_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_append_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.json"
     file = ResultsFile(path)
     file.append(make_record(0))
@@ -73,7 +75,7 @@ def test_an_append_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_existing_file_is_replaced_or_extended_only_if_told(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_or_extended_only_on_request(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     ResultsFile(path).append(make_record(0))
     with pytest.raises(ConfigError, match=r"r\.json exists"):
@@ -81,13 +83,13 @@ def test_an_existing_file_is_replaced_or_extended_only_if_told(tmp_path: Path) -
     ResultsFile(path, existing="extend").append(make_record(1))
     assert load_results([path]) == [make_record(0), make_record(1)]
     file = ResultsFile(path, existing="replace")
-    assert len(load_results([path])) == 2, "nothing is lost before there is something new"
+    assert len(load_results([path])) == 2, "old records are kept until there is a new one"
     file.append(make_record(2))
     assert load_results([path]) == [make_record(2)]
 
 
 @pytest.mark.parametrize("existing", ["replace", "extend"])
-def test_a_file_of_something_else_is_never_touched(tmp_path: Path, existing: Any) -> None:
+def test_a_file_that_holds_no_records_is_never_modified(tmp_path: Path, existing: Any) -> None:
     path = tmp_path / "notes.json"
     path.write_text('[{"note": "keep me"}]')
     with pytest.raises(ConfigError, match=r"notes\.json: record 1: missing recipe"):
@@ -97,14 +99,14 @@ def test_a_file_of_something_else_is_never_touched(tmp_path: Path, existing: Any
         ResultsFile(tmp_path, existing=existing)
 
 
-def test_an_empty_file_holds_nothing_to_lose(tmp_path: Path) -> None:
+def test_an_empty_file_may_be_replaced(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.touch()
     ResultsFile(path).append(make_record())
     assert load_results([path]) == [make_record()]
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_symbolic_links_are_preserved(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
     ResultsFile(tmp_path / "link.json").append(make_record())
     assert (tmp_path / "link.json").is_symlink()
@@ -117,7 +119,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ('[\n{"recipe": "fcfs",}\n]', r"r\.json line 2, column \d+: "),
         ("", r"r\.json line 1, column 1: "),
@@ -127,14 +129,14 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         ("[" * 100_000, r"r\.json: "),
     ],
 )
-def test_malformed_files_are_told_with_their_place(tmp_path: Path, text: str, says: str) -> None:
+def test_errors_of_malformed_files_name_the_position(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         load_results([path])
 
 
-def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     with pytest.raises(ConfigError, match=r"r\.json: No such file"):
         load_results([path])
@@ -144,7 +146,7 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"throughput_rps": None}, "throughput_rps must be a number, got null"),
         ({"throughput_rps": True}, "throughput_rps must be a number, got true or false"),
@@ -158,10 +160,12 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
         ({"series": {"time_s": None, "kv_used": [0.5]}}, "series must be lists of numbers, equally long"),
     ],
 )
-def test_what_is_no_record_is_told_by_its_number_and_field(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_errors_of_invalid_records_name_the_number_and_field(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps([make_record(), make_record(), make_record(**changes)]))
-    with pytest.raises(ConfigError, match=f"record 3: {says}"):
+    with pytest.raises(ConfigError, match=f"record 3: {message}"):
         load_results([path])
 
 
@@ -175,7 +179,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         load_results([path])
 
 
-def test_several_files_are_read_in_order(tmp_path: Path) -> None:
+def test_multiple_files_are_read_in_order(tmp_path: Path) -> None:
     paths = [tmp_path / "b.json", tmp_path / "a.json"]
     for seed, path in enumerate(paths):
         ResultsFile(path).append(make_record(seed))

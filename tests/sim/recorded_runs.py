@@ -1,6 +1,6 @@
-"""Fixed simulated runs over every recipe, pipeline depth, host pool and two seeds, and what their records hash to.
+"""Hashes of the records of fixed simulated runs: every recipe, pipeline depth, size of the CPU tier, and two seeds.
 
-`python tests/sim/recorded_runs.py --write` stores the hashes anew: after a change that is meant to change decisions.
+`python tests/sim/recorded_runs.py --write` stores new hashes after a change that is meant to change decisions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skipjoin.cli import app
 from support.recipes import SPELLED, label_of
 
 HASHES = Path(__file__).with_suffix(".json")
-# The recipes that the hashes were made of; what comes later has tests of its own.
+# The recipes that existed when the hashes were made; newer ones have tests of their own.
 RECIPES = (
     "fastserve",
     "fastserve-defer",
@@ -35,8 +35,8 @@ RECIPES = (
     "srpt",
     "static",
 )
-# Fields of a record that are younger than the hashes, or change with a release.
-LEFT_OUT = (
+# Fields of a record that are newer than the hashes or change with a release.
+EXCLUDED = (
     "version",
     "wait_s",
     "recipe_params",
@@ -59,13 +59,13 @@ LEFT_OUT = (
     "service",
     "services",
 )
-# Names of streams that have changed since.
+# Streams that have been renamed since.
 RENAMED = {"real-time": "interactive"}
-# What `kv.preemptions` is counted by, and was not when the hashes were made.
+# The keys of `kv.preemptions`, which was a single number when the hashes were made.
 PREEMPTIONS = {"pause", "spill", "swap", "drop"}
-# Recipes that reserve what requests ask for.
+# Recipes whose reservations depend on `max_tokens`.
 RESERVING = ("orca", "static")
-# Pools of some twenty requests and arrivals above capacity: every way to make room is gone.
+# The pools hold about twenty requests and arrivals exceed capacity, so that every kind of preemption occurs.
 _COMMON = (
     "--model opt-13b --kv-gib 4 --rates 12 --requests 30 --max-num-seqs 24 --lengths sharegpt --seeds 0,1 --jobs 1 "
     "--set starvation_s=4 --best-effort-share 0.2 --max-tokens exact --recipes "
@@ -78,7 +78,12 @@ RUNS = {
 
 
 def record_hashes(run: str, *options: str) -> dict[str, str]:
-    """The hash of each record of a run, by the recipe's label and seed. options: further ones of the command."""
+    """Return the hash of each record of a run, by the recipe's label and seed.
+
+    Args:
+        run: A key of `RUNS`.
+        options: Further command-line options.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "records.json"
         done = CliRunner().invoke(app, ["simulate", *RUNS[run].split(), *options, "--out", str(out)])
@@ -97,8 +102,8 @@ def _without(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == PREEMPTIONS:
             return sum(value.values())
-        return {RENAMED.get(name, name): _without(part) for name, part in value.items() if name not in LEFT_OUT}
-    # What requests ask for: records had no words for it when the hashes were made.
+        return {RENAMED.get(name, name): _without(part) for name, part in value.items() if name not in EXCLUDED}
+    # How `max_tokens` is chosen was not part of records when the hashes were made.
     return None if value in ("exact", "room") else value
 
 

@@ -1,4 +1,4 @@
-"""Several replicas on one clock."""
+"""Several replicas on one virtual clock."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from support.load import load, make
 from support.watch import World
 
 WORLD = World("fastserve")
-Story = list[tuple[int, Event]]
+Events = list[tuple[int, Event]]
 
 
-def cluster(requests: list[Request], dispatch: Dispatch, replicas: int) -> tuple[Story, float]:
-    story: Story = []
+def cluster(requests: list[Request], dispatch: Dispatch, replicas: int) -> tuple[Events, float]:
+    events: Events = []
     cores = [WORLD.core() for _ in range(replicas)]
     end = simulate_cluster(
         [Replica(core, SimulatedExecutor(WORLD.cost)) for core in cores],
         requests,
         dispatch,
-        on_events=lambda index, events: story.extend((index, event) for event in events),
+        on_events=lambda index, new: events.extend((index, event) for event in new),
     )
     for core in cores:
         core.assert_home()
-    return story, end
+    return events, end
 
 
 def least_work_of(replicas: int, lengths: Callable[[Request], int] = longest_output) -> LeastWork:
@@ -42,52 +42,52 @@ def least_work_of(replicas: int, lengths: Callable[[Request], int] = longest_out
     return rule
 
 
-def places(story: Story) -> dict[int, int]:
-    return {event.request.id: index for index, event in story if isinstance(event, Arrived)}
+def replicas_of(events: Events) -> dict[int, int]:
+    return {event.request.id: index for index, event in events if isinstance(event, Arrived)}
 
 
 @pytest.mark.parametrize("rule", DISPATCH_RULES)
-def test_every_request_finishes_where_it_arrived(rule: str) -> None:
-    story, end = cluster(load(1, 60), make_dispatch(rule, 3, WORLD.cost, longest_output), 3)
-    finished = {event.request.id: index for index, event in story if isinstance(event, Finished)}
-    assert finished == places(story)
+def test_every_request_finishes_on_its_replica(rule: str) -> None:
+    events, end = cluster(load(1, 60), make_dispatch(rule, 3, WORLD.cost, longest_output), 3)
+    finished = {event.request.id: index for index, event in events if isinstance(event, Finished)}
+    assert finished == replicas_of(events)
     assert len(finished) == 60
-    assert end == max(event.now for _, event in story)
-    assert [event.now for _, event in story] == sorted(event.now for _, event in story)
+    assert end == max(event.now for _, event in events)
+    assert [event.now for _, event in events] == sorted(event.now for _, event in events)
 
 
 @pytest.mark.parametrize("rule", DISPATCH_RULES)
 def test_each_replica_runs_as_it_would_alone(rule: str) -> None:
-    story, _ = cluster(load(2, 40), make_dispatch(rule, 2, WORLD.cost, longest_output), 2)
-    where = places(story)
+    events, _ = cluster(load(2, 40), make_dispatch(rule, 2, WORLD.cost, longest_output), 2)
+    replica_of = replicas_of(events)
     for replica in (0, 1):
-        own = [request for request in load(2, 40) if where[request.id] == replica]
+        own = [request for request in load(2, 40) if replica_of[request.id] == replica]
         alone: list[Event] = []
         simulate(Replica(WORLD.core(), SimulatedExecutor(WORLD.cost)), own, on_events=alone.extend)
 
-        def told(events: list[Event]) -> list[tuple[str, float]]:
+        def times(events: list[Event]) -> list[tuple[str, float]]:
             return [(type(event).__name__, event.now) for event in events]
 
-        assert told(alone) == told([event for index, event in story if index == replica])
+        assert times(alone) == times([event for index, event in events if index == replica])
 
 
-def test_round_robin_takes_turns() -> None:
-    story, _ = cluster(load(3, 10), RoundRobin(3), 3)
+def test_round_robin_cycles_through_the_replicas() -> None:
+    events, _ = cluster(load(3, 10), RoundRobin(3), 3)
     turns = cycle(range(3))
-    assert list(places(story).values()) == [next(turns) for _ in range(10)]
+    assert list(replicas_of(events).values()) == [next(turns) for _ in range(10)]
 
 
-def test_least_work_goes_where_least_is_left() -> None:
-    # The long one keeps its replica busy: all short ones go to the other.
+def test_least_work_chooses_the_least_loaded_replica() -> None:
+    # The long request keeps its replica busy, so all short ones go to the other.
     requests = [make(0, 8, 100)] + [make(number, 4, 4, arrival=0.001 * number) for number in range(1, 9)]
-    story, _ = cluster(requests, least_work_of(2), 2)
-    assert Counter(places(story).values()) == {0: 1, 1: 8}
+    events, _ = cluster(requests, least_work_of(2), 2)
+    assert Counter(replicas_of(events).values()) == {0: 1, 1: 8}
 
 
-def test_work_that_is_done_no_longer_counts() -> None:
+def test_finished_work_is_not_counted() -> None:
     dispatch = least_work_of(2)
-    story, _ = cluster(load(4, 50), dispatch, 2)
-    assert len(places(story)) == 50
+    events, _ = cluster(load(4, 50), dispatch, 2)
+    assert len(replicas_of(events)) == 50
     assert [dispatch.work(replica) for replica in (0, 1)] == pytest.approx([0.0, 0.0], abs=1e-9)
     assert not dispatch._left
 

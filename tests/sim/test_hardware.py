@@ -1,4 +1,4 @@
-"""The catalogs of models and GPUs: published sizes, and what users may write."""
+"""The catalogs of models and GPUs: published sizes and accepted spellings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skipjoin.config import ConfigError
 from skipjoin.sim.hardware import DEVICES, GIB, Device, DeviceGroup, parse_hardware
 from skipjoin.sim.models import MODELS, model_shape
 
-# Billions of parameters: the sizes that the papers of OPT, Llama and Llama 2 give, and to more digits those of the
+# Billions of parameters: the sizes in the papers of OPT, Llama and Llama 2, and with more digits those of the
 # published weights (small OPTs, Llama 3, Pythia, Qwen3; Qwen3's with one copy of a tied head).
 PUBLISHED = {
     "opt-1.3b": 1.316,
@@ -39,12 +39,12 @@ PUBLISHED = {
 }
 
 
-def test_parameter_counts_are_the_published_ones() -> None:
+def test_parameter_counts_match_the_published_ones() -> None:
     assert {name: shape.parameters / 1e9 for name, shape in MODELS.items()} == pytest.approx(PUBLISHED, rel=0.02)
 
 
-def test_sizes_of_fastserves_models() -> None:
-    """FastServe, table 1 and section 4.2: bytes of the weights, and 4 l h bytes of KV for each token."""
+def test_model_sizes_match_the_fastserve_paper() -> None:
+    """FastServe, table 1 and section 4.2: bytes of the weights, and 4 l h bytes of KV per token."""
     for name, weights in (("opt-13b", 26e9), ("opt-66b", 132e9), ("opt-175b", 350e9)):
         assert model_shape(name).weight_bytes == pytest.approx(weights, rel=0.02)
     assert model_shape("opt-175b").kv_bytes_per_token == 4 * 96 * 12288
@@ -56,36 +56,36 @@ def test_grouped_query_attention_caches_the_key_value_heads_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("OPT-13B", "opt-13b"), (" qwen3-8b ", "qwen3-8b"), ("llama-30b", "llama-33b")]
+    ("name", "expected"), [("OPT-13B", "opt-13b"), (" qwen3-8b ", "qwen3-8b"), ("llama-30b", "llama-33b")]
 )
-def test_models_are_found_in_any_case(name: str, meant: str) -> None:
-    assert model_shape(name) is MODELS[meant]
+def test_model_names_are_case_insensitive(name: str, expected: str) -> None:
+    assert model_shape(name) is MODELS[expected]
 
 
 @pytest.mark.parametrize(
     ("name", "hint"), [("opt13b", "did you mean opt-13b"), ("zebra", "choose from opt-1.3b, opt-2.7b")]
 )
-def test_an_unknown_model_names_the_nearest_ones(name: str, hint: str) -> None:
+def test_an_unknown_model_suggests_the_nearest_names(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"^model: there is no '{name}'; {hint}"):
         model_shape(name)
 
 
 @given(device=st.sampled_from(list(DEVICES.values())), tp=st.integers(1, 8), pp=st.integers(1, 99))
-def test_a_groups_name_means_that_group(device: Device, tp: int, pp: int) -> None:
+def test_a_device_group_round_trips_through_its_name(device: Device, tp: int, pp: int) -> None:
     group = DeviceGroup(device, tp, pp)
     assert group.gpus == tp * pp
     assert parse_hardware(group.name) == group
     assert parse_hardware(group.name.upper()) == group
 
 
-def test_a_servers_ram_is_shared_by_its_gpus() -> None:
-    """AWS p4d.24xlarge, DGX A100 80GB, DGX-1 with V100s, DGX H100 and DGX H200, as their makers tell."""
+def test_the_ram_of_a_server_is_divided_by_its_gpus() -> None:
+    """AWS p4d.24xlarge, DGX A100 80GB, DGX-1 with V100s, DGX H100 and DGX H200, by their makers' data sheets."""
     servers = {"a100-40gb": 1152, "a100-80gb": 2048, "v100-32gb": 512, "h100-80gb": 2048, "h200-141gb": 2048}
     assert {name: 8 * device.host_memory_bytes / GIB for name, device in DEVICES.items()} == servers
 
 
 @pytest.mark.parametrize("text", ["a100-40gb", "a100-40", "A100-40GB", "A100 40GB", "a100_40", " a100-40gb "])
-def test_spellings_of_one_gpu(text: str) -> None:
+def test_spellings_of_a_gpu_are_equivalent(text: str) -> None:
     assert parse_hardware(text) == DeviceGroup(DEVICES["a100-40gb"])
 
 
@@ -103,6 +103,6 @@ def test_spellings_of_one_gpu(text: str) -> None:
         ("a100-40gb:tp8pp0", "pp must be at least 1, got 0"),
     ],
 )
-def test_hardware_that_means_nothing_is_refused(text: str, error: str) -> None:
+def test_invalid_hardware_is_refused(text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=rf"^hardware.*{error}"):
         parse_hardware(text)

@@ -1,4 +1,4 @@
-"""The cost model against the papers' figures, and what schedulers rely on in every cost model."""
+"""The roofline cost model, compared with the papers' figures and with the invariants of every cost model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def cost(model: str, hardware: str, efficiency: Efficiency | None = None) -> Roo
 
 
 def decodes(count: int, context: int) -> StepShape:
-    """`count` requests that each have `context` tokens."""
+    """Return a step in which `count` requests of `context` tokens decode."""
     return StepShape(decodes=count, context=count * context)
 
 
 def prefill(tokens: int) -> StepShape:
-    """A whole prompt."""
+    """Return a step that computes a whole prompt."""
     return StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2)
 
 
@@ -48,7 +48,7 @@ every_cost = pytest.mark.parametrize("cost", COSTS, ids=["one GPU", "two servers
 
 
 def test_opt_13b_decodes_in_25_to_30_ms_on_an_a100() -> None:
-    """FastServe section 6.1: a latency bound of 0.3 s is ten iterations. The reference simulation's is 24.9 ms."""
+    """FastServe section 6.1 has a latency bound of 0.3 s for ten iterations. The reference simulation has 24.9 ms."""
     opt = cost("opt-13b", "a100-40gb")
     assert opt.step(decodes(1, 1)) == pytest.approx(24.9e-3, rel=0.02)
     assert opt.step(decodes(4, 300)) < 30e-3
@@ -56,13 +56,13 @@ def test_opt_13b_decodes_in_25_to_30_ms_on_an_a100() -> None:
 
 
 def test_opt_175b_decodes_in_about_60_ms_on_16_a100() -> None:
-    """FastServe section 4.2, jobs of 512 tokens; the paper does not state the batch."""
+    """FastServe section 4.2 uses jobs of 512 tokens and does not state the batch."""
     assert cost("opt-175b", "a100-40gb:tp8pp2").step(decodes(32, 512)) == pytest.approx(60e-3, rel=0.15)
 
 
-def test_swapping_512_tokens_of_opt_175b() -> None:
+def test_swap_time_of_512_tokens_of_opt_175b() -> None:
     """FastServe section 4.2 has 2.3 GB in 36 ms over PCIe 4.0 x16 at full bandwidth. That is 64 GB/s: both directions
-    of one link, and no lanes lost to coding. One direction takes twice as long, and each of 16 GPUs moves a 16th."""
+    of one link without coding overhead. One direction takes twice as long, and each of 16 GPUs moves a 16th."""
     kv_bytes = 512 * model_shape("opt-175b").kv_bytes_per_token
     link = DEVICES["a100-40gb"].host_bytes_per_s
     assert kv_bytes / (2 * link) == pytest.approx(36e-3, rel=0.1)
@@ -71,13 +71,13 @@ def test_swapping_512_tokens_of_opt_175b() -> None:
 
 
 def test_prefill_is_linear_in_length() -> None:
-    """FastServe figure 5, BROS section 4.2: where arithmetic is the longer, a line fits. Attention bends it little."""
+    """FastServe figure 5, BROS section 4.2: a line fits where arithmetic dominates, despite attention."""
     opt = cost("opt-13b", "a100-40gb")
     lengths = range(256, 2049, 64)
     seconds = [opt.step(prefill(length)) for length in lengths]
     line = statistics.linear_regression(lengths, seconds)
-    misses = [abs(line.intercept + line.slope * x - took) for x, took in zip(lengths, seconds, strict=True)]
-    assert max(misses) < 0.01 * seconds[-1]
+    deviations = [abs(line.intercept + line.slope * x - actual) for x, actual in zip(lengths, seconds, strict=True)]
+    assert max(deviations) < 0.01 * seconds[-1]
     assert statistics.correlation(lengths, seconds) ** 2 > 0.999
     assert seconds[-1] > 8 * opt.step(decodes(1, 1))
 
@@ -90,11 +90,11 @@ def test_faster_memory_decodes_faster() -> None:
     assert times == sorted(times, reverse=True)
 
 
-# -- what follows from arithmetic and bytes -------------------------------------------------------------------
+# -- arithmetic and bytes -------------------------------------------------------------------------------------
 
 
-def test_a_step_is_the_sum_of_its_parts() -> None:
-    """By hand, at full efficiency: the terms of the class's formula for one GPU."""
+def test_a_step_is_the_sum_of_its_terms() -> None:
+    """The terms of the formula are calculated by hand for one GPU at full efficiency."""
     ideal = Efficiency(memory=1.0, arithmetic=1.0, attention=1.0, link=1.0, layer_s=1e-5, step_s=1e-3, transfer_s=0.0)
     opt, model = cost("opt-13b", "a100-40gb", ideal), model_shape("opt-13b")
     floor = 1e-3 + 40 * 1e-5
@@ -108,8 +108,8 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 
 def test_links_between_gpus_add_to_a_step() -> None:
-    """By hand, for 4,000 tokens of OPT-66B, 18,432 bytes each: two all-reduces in each of 64 layers, of which a ring
-    of two GPUs sends every byte once, over NVLink; and one hop, over NVLink too or over the network."""
+    """Calculated by hand for 4,000 tokens of OPT-66B, 18,432 bytes each: two all-reduces in each of 64 layers, in which
+    a ring of two GPUs sends every byte once over NVLink, and one hop over NVLink or the network."""
     ideal, shape = Efficiency(arithmetic=1.0, link=1.0, layer_s=0.0, step_s=0.0), StepShape(prefill=4000)
     arithmetic = 64 * 2 * 12 * 9216**2 * 4000 / 312e12
     reduces = 128 * (8e-6 + 4000 * 18_432 / 300e9)
@@ -117,56 +117,54 @@ def test_links_between_gpus_add_to_a_step() -> None:
     near, far = 8e-6 + 4000 * 18_432 / 300e9, 30e-6 + 4000 * 18_432 / 50e9
     assert cost("opt-66b", "a100-80gb:pp2", ideal).step(shape) == pytest.approx(arithmetic + near)
     assert cost("opt-66b", "a100-80gb:pp9", ideal).step(shape) == pytest.approx(arithmetic + 8 * far)
-    # With eight GPUs it is 7/4 of every byte, and a tree three deep.
+    # With eight GPUs each byte is sent 7/4 times over a tree of depth three.
     reduces = 128 * (24e-6 + 4000 * 18_432 * 1.75 / 300e9)
     assert cost("opt-66b", "a100-80gb:tp8", ideal).step(shape) == pytest.approx(arithmetic / 8 + reduces)
 
 
-def test_a_decode_beside_a_prefill_is_nearly_free() -> None:
-    """Chunked prefill rests on it: the weights are read once."""
+def test_a_decode_alongside_a_prefill_is_nearly_free() -> None:
+    """Chunked prefill relies on reading the weights once."""
     opt = cost("opt-13b", "a100-40gb")
-    apart = opt.step(prefill(128)) + opt.step(decodes(16, 200))
-    assert opt.step(StepShape(*map(sum, zip(prefill(128), decodes(16, 200), strict=True)))) < 0.65 * apart
+    separate = opt.step(prefill(128)) + opt.step(decodes(16, 200))
+    assert opt.step(StepShape(*map(sum, zip(prefill(128), decodes(16, 200), strict=True)))) < 0.65 * separate
 
 
 @pytest.mark.parametrize("model", [name for name, shape in MODELS.items() if shape.parameters > 10e9])
 @pytest.mark.parametrize("shape", [decodes(1, 100), decodes(64, 500), prefill(1024)], ids=["one", "many", "prefill"])
-def test_tensor_parallelism_helps_models_that_need_it(model: str, shape: StepShape) -> None:
+def test_tensor_parallelism_speeds_up_large_models(model: str, shape: StepShape) -> None:
     splits = [tp for tp in (1, 2, 4, 8) if model_shape(model).kv_heads % tp == 0]
     times = [cost(model, f"a100-80gb:tp{tp}").step(shape) for tp in splits]
     assert times == sorted(times, reverse=True)
-    # All-reduces and launches do not shrink, so the work does not divide evenly.
+    # All-reduces and launches do not shrink, so the speedup is less than linear.
     assert times[-1] > times[0] / splits[-1]
 
 
-def test_stages_add_capacity_not_speed() -> None:
+def test_stages_do_not_shorten_a_step() -> None:
     one, two = cost("opt-66b", "a100-80gb:tp2"), cost("opt-66b", "a100-80gb:tp2pp2")
     assert (one.stages, two.stages) == (1, 2)
     assert one.step(decodes(8, 200)) < two.step(decodes(8, 200)) < 1.01 * one.step(decodes(8, 200))
 
 
-def test_every_gpu_moves_its_part_of_a_block() -> None:
+def test_the_gpus_share_the_transfer_of_a_block() -> None:
     bare = Efficiency(transfer_s=0.0)
     one = cost("opt-13b", "a100-40gb", bare).transfer(100)
     assert cost("opt-13b", "a100-40gb:tp2pp2", bare).transfer(100) == pytest.approx(one / 4)
     assert cost("opt-13b", "h100-80gb", bare).transfer(100) == pytest.approx(one / 2)
 
 
-# -- what policies and the simulated executor rely on ---------------------------------------------------------
+# -- invariants that policies and the simulated executor require ----------------------------------------------
 
 
 @every_cost
 @given(one=SHAPES, more=SHAPES)
-def test_more_work_never_costs_less_and_never_more_than_two_steps(
-    cost: CostModel, one: StepShape, more: StepShape
-) -> None:
+def test_step_cost_is_monotonic_and_subadditive(cost: CostModel, one: StepShape, more: StepShape) -> None:
     both = cost.step(StepShape(*map(sum, zip(one, more, strict=True))))
     assert max(cost.step(one), cost.step(more)) <= both <= cost.step(one) + cost.step(more)
 
 
 @every_cost
 @given(count=st.integers(0, 1000), more=st.integers(1, 1000))
-def test_a_longer_transfer_costs_more_but_less_than_two(cost: CostModel, count: int, more: int) -> None:
+def test_transfer_cost_is_monotonic_and_subadditive(cost: CostModel, count: int, more: int) -> None:
     assert 0 < cost.transfer(count) < cost.transfer(count + more) <= cost.transfer(count) + cost.transfer(more)
 
 
@@ -176,34 +174,34 @@ def test_efficiencies_out_of_bounds_are_refused(bad: dict[str, float]) -> None:
         Efficiency(**bad)
 
 
-# -- what fits ------------------------------------------------------------------------------------------------
+# -- capacity -------------------------------------------------------------------------------------------------
 
 
-def test_kv_pools_of_the_papers() -> None:
-    # The 13,424 tokens that the reference simulation states are 11e9 bytes; 11 GiB hold more.
+def test_kv_pools_match_the_papers() -> None:
+    # The 13,424 tokens that the reference simulation states are 11e9 bytes; 11 GiB are more.
     assert 16 * blocks("opt-13b", "a100-40gb", 11e9 / GIB) == 13_424
     assert 16 * blocks("opt-13b", "a100-40gb", 11) == 14_416
-    # EconoServe section 4.1: 264 GB beside OPT-175B on eight A100-80GB.
+    # EconoServe section 4.1: 264 GB alongside OPT-175B on eight A100-80GB.
     assert blocks("opt-175b", "a100-80gb:tp8", 264e9 / GIB) <= blocks("opt-175b", "a100-80gb:tp8")
-    # ALISE section 4.1 serves OPT-13B on one V100-32GB: there is room for few requests.
+    # ALISE section 4.1 serves OPT-13B on one V100-32GB, which has space for few requests.
     assert 4_000 < 16 * blocks("opt-13b", "v100-32gb") < 8_000
 
 
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("split", ["", ":tp2", ":tp4pp5", ":tp8pp2"])
-def test_what_is_left_is_what_the_fullest_gpu_leaves(name: str, split: str) -> None:
+def test_the_kv_pool_is_limited_by_the_fullest_gpu(name: str, split: str) -> None:
     group, model = parse_hardware(name + split), model_shape("opt-30b")
     layers = -(-48 // group.pp)
     try:
-        held = blocks("opt-30b", name + split)
+        fitting = blocks("opt-30b", name + split)
     except ConfigError:
-        held = 0
+        fitting = 0
     weights = (layers * model.layer_parameters + model.head_parameters) * 2 / group.tp
-    kv = held * 16 * model.kv_bytes_per_token * layers / 48 / group.tp
+    kv = fitting * 16 * model.kv_bytes_per_token * layers / 48 / group.tp
     share = 0.9 * group.device.memory_bytes
-    assert (weights + kv <= share) if held else (weights > 0.98 * share)
-    # Activations and the last block are all that is not used.
-    assert not held or weights + kv > share - 0.4 * GIB
+    assert (weights + kv <= share) if fitting else (weights > 0.98 * share)
+    # Only activations and less than a block remain unused.
+    assert not fitting or weights + kv > share - 0.4 * GIB
 
 
 @given(
@@ -212,7 +210,7 @@ def test_what_is_left_is_what_the_fullest_gpu_leaves(name: str, split: str) -> N
     tp=st.integers(1, 8),
     pp=st.integers(1, 8),
 )
-def test_a_refusal_names_what_would_do(model: ModelShape, device: Device, tp: int, pp: int) -> None:
+def test_the_error_names_hardware_that_suffices(model: ModelShape, device: Device, tp: int, pp: int) -> None:
     group = DeviceGroup(device, tp, pp)
     try:
         assert kv_blocks(model, group, 16) > 0
@@ -247,7 +245,7 @@ def test_a_refusal_names_what_would_do(model: ModelShape, device: Device, tp: in
         ("opt-13b", "a100-40gb", float("nan"), r"kv_gib must be in \(0, "),
     ],
 )
-def test_what_does_not_fit_is_refused(model: str, hardware: str, kv_gib: float | None, error: str) -> None:
+def test_models_that_do_not_fit_are_refused(model: str, hardware: str, kv_gib: float | None, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         blocks(model, hardware, kv_gib)
 

@@ -1,4 +1,4 @@
-"""The simulated link between the tiers: when moves end, and in which result that is told."""
+"""The simulated link between the tiers: when moves finish and which result reports them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from skipjoin.policies.cost import LinearCost
 from support.load import make
 
 OUT, IN = Direction.OUT, Direction.IN
-# A step takes a second, and so does a block, in each direction.
+# A step takes a second, and so does a block in either direction.
 COST = LinearCost(floor=1.0, prefill_token=0.0, block=1.0)
 FAST = LinearCost(floor=1.0, prefill_token=0.0, block=0.02)
 
 
 def move(direction: Direction, blocks: int, number: int = 0) -> Move:
-    """The number tells moves apart."""
-    some = tuple(range(number, number + blocks))
-    return Move(direction, make(99), some, some, blocks)
+    """Return a move of that many blocks; `number` distinguishes moves."""
+    ids = tuple(range(number, number + blocks))
+    return Move(direction, make(99), ids, ids, blocks)
 
 
 def plan(number: int, *overlapped: Move, blocking: tuple[Move, ...] = (), works: bool = True) -> StepPlan:
@@ -33,14 +33,14 @@ def landings(handles: list[SimulatedHandle]) -> list[list[Move]]:
 
 
 def run_steps(executor: SimulatedExecutor, *plans: StepPlan) -> list[SimulatedHandle]:
-    """One after the other, each submitted when the one before it is done."""
+    """Submit each plan when the previous one is done."""
     handles: list[SimulatedHandle] = []
     for one in plans:
         handles.append(executor.submit(one, handles[-1].ready_at if handles else 0.0))
     return handles
 
 
-def test_a_move_beside_steps_lands_with_the_first_step_that_ends_after_it() -> None:
+def test_an_overlapped_move_lands_with_the_first_step_that_ends_after_it() -> None:
     two = move(OUT, 2)
     handles = run_steps(SimulatedExecutor(COST), plan(0, two), plan(1), plan(2))
     assert [handle.ready_at for handle in handles] == [1.0, 2.0, 3.0]
@@ -48,12 +48,12 @@ def test_a_move_beside_steps_lands_with_the_first_step_that_ends_after_it() -> N
     assert [handle.result().moving for handle in handles] == [0.0] * 3
 
 
-def test_the_directions_do_not_wait_for_each_other() -> None:
+def test_the_two_directions_are_independent() -> None:
     out, back = move(OUT, 3), move(IN, 3)
     assert landings(run_steps(SimulatedExecutor(COST), plan(0, out, back), plan(1), plan(2))) == [[], [], [out, back]]
 
 
-def test_moves_of_one_direction_follow_each_other() -> None:
+def test_moves_of_one_direction_are_serialized() -> None:
     first, second, third = (move(IN, 2, number) for number in range(3))
     handles = run_steps(
         SimulatedExecutor(COST), plan(0, first, second), plan(1, third), *(plan(n) for n in range(2, 6))
@@ -61,34 +61,34 @@ def test_moves_of_one_direction_follow_each_other() -> None:
     assert landings(handles) == [[], [first], [], [second], [], [third]]
 
 
-def test_what_ends_together_is_told_in_the_order_in_which_it_ended() -> None:
-    """Before moves first; of the others the shorter one, though it began later."""
-    long, short, forced = move(OUT, 3), move(IN, 1), move(OUT, 4)
+def test_moves_that_finish_in_one_step_are_reported_in_order() -> None:
+    """Blocking moves come first, then the shorter of the others although it began later."""
+    long, short, blocking = move(OUT, 3), move(IN, 1), move(OUT, 4)
     handles = run_steps(SimulatedExecutor(COST), plan(0, long, short), *(plan(number) for number in (1, 2)))
     assert landings(handles) == [[short], [], [long]]
-    handles = [SimulatedExecutor(COST).submit(plan(0, long, short, blocking=(forced,)), 0.0)]
-    assert landings(handles) == [[forced, short]]
+    handles = [SimulatedExecutor(COST).submit(plan(0, long, short, blocking=(blocking,)), 0.0)]
+    assert landings(handles) == [[blocking, short]]
     executor = SimulatedExecutor(COST)
     executor.submit(plan(0, long, short, works=False), 0.0)
-    assert landings([executor.submit(plan(1, blocking=(forced,)), 3.5)]) == [[forced, short, long]]
+    assert landings([executor.submit(plan(1, blocking=(blocking,)), 3.5)]) == [[blocking, short, long]]
 
 
-def test_moves_before_a_step_go_first_and_hold_up_those_beside() -> None:
-    """The link is theirs while the step stands still."""
-    out, back, later, forced = move(OUT, 3), move(IN, 2), move(IN, 1), move(OUT, 3)
+def test_blocking_moves_delay_overlapped_ones() -> None:
+    """They have the link to themselves while the step waits."""
+    out, back, later, blocking = move(OUT, 3), move(IN, 2), move(IN, 1), move(OUT, 3)
     executor = SimulatedExecutor(COST)
-    handles = run_steps(executor, plan(0, out, back), plan(1, later, blocking=(forced,)), plan(2), plan(3))
-    # After one second the forced move takes three, and the step its own: of the others, one second is left for the
-    # second block on its way in, then come the third one on its way out and the one that began last.
+    handles = run_steps(executor, plan(0, out, back), plan(1, later, blocking=(blocking,)), plan(2), plan(3))
+    # After one second the blocking move takes three seconds and the step one. In that second the second block moves in;
+    # the third block out and the last move in follow.
     assert (handles[1].ready_at, handles[1].result().seconds, handles[1].result().moving) == (5.0, 4.0, 3.0)
-    assert landings(handles) == [[], [forced, back], [out, later], []]
+    assert landings(handles) == [[], [blocking, back], [out, later], []]
 
 
-def test_moves_overlapped_a_step_begin_once_its_own_before_moves_are_done() -> None:
-    forced, overlapped = move(OUT, 3), move(IN, 2)
-    handles = run_steps(SimulatedExecutor(COST), plan(0, overlapped, blocking=(forced,)), plan(1))
+def test_overlapped_moves_begin_after_the_blocking_moves_of_the_step() -> None:
+    blocking, overlapped = move(OUT, 3), move(IN, 2)
+    handles = run_steps(SimulatedExecutor(COST), plan(0, overlapped, blocking=(blocking,)), plan(1))
     assert [handle.ready_at for handle in handles] == [4.0, 5.0]
-    assert landings(handles) == [[forced], [overlapped]]
+    assert landings(handles) == [[blocking], [overlapped]]
 
 
 def test_a_plan_that_only_waits_ends_with_the_first_landing() -> None:
@@ -103,7 +103,7 @@ def test_a_plan_that_only_waits_ends_with_the_first_landing() -> None:
     assert landings([handle]) == [[late]]
 
 
-def test_a_plan_that_only_waits_lasts_a_moment_at_most() -> None:
+def test_a_plan_that_only_waits_ends_after_the_pause() -> None:
     executor = SimulatedExecutor(COST)
     executor.submit(plan(0, move(OUT, 1), works=False), 0.0)
     now, waits = PAUSE_S, 0
@@ -114,26 +114,26 @@ def test_a_plan_that_only_waits_lasts_a_moment_at_most() -> None:
     assert waits > 100
 
 
-def test_a_plan_that_only_waits_overtakes_nobody() -> None:
+def test_a_plan_that_only_waits_does_not_overtake_a_step() -> None:
     executor = SimulatedExecutor(COST, stages=2)
     working, waiting = executor.submit(plan(0), 0.0), executor.submit(plan(1, move(OUT, 1), works=False), 0.0)
     assert waiting.ready_at >= working.ready_at == 1.0
 
 
-def test_what_fails_is_told_apart_in_its_order() -> None:
+def test_failed_moves_are_reported_separately_in_order() -> None:
     moves = [move(OUT, 1, number) for number in range(4)]
     executor = SimulatedExecutor(COST, fails=lambda one: one.source[0] % 2 == 1)
     result = executor.submit(plan(0, blocking=tuple(moves)), 0.0).result()
     assert (result.landed, result.failed) == ([moves[0], moves[2]], [moves[1], moves[3]])
-    assert result.seconds == 5.0, "to fail takes as long"
+    assert result.seconds == 5.0, "failed moves take as long"
 
 
-def test_stages_share_the_blocks_and_the_last_one_is_later() -> None:
-    """Each of two stages moves half of every block, in half a second each; the second begins when it gets the plan."""
+def test_each_stage_moves_its_share_of_a_block() -> None:
+    """Each of two stages moves half of every block in half a second; the second begins when it receives the plan."""
     executor = SimulatedExecutor(COST, stages=2)
     two = move(OUT, 2)
     handles = [executor.submit(plan(0, two), 0.0), executor.submit(plan(1), 0.0), executor.submit(plan(2), 0.0)]
-    # The first stage has its half by 1.0, the second by 1.5, with the end of the second plan.
+    # The first stage finishes its half at 1.0, the second at 1.5 with the end of the second plan.
     assert [handle.ready_at for handle in handles] == [1.0, 1.5, 2.0]
     assert landings(handles) == [[], [two], []]
 
@@ -146,14 +146,14 @@ MOVES = st.lists(st.builds(move, st.sampled_from([OUT, IN]), st.integers(1, 9), 
     stages=st.integers(1, 4),
     share=st.sampled_from([0, 2, 3]),
 )
-def test_every_move_ends_once_and_no_sooner_than_the_link_is_through_with_it(
+def test_every_move_finishes_once_and_no_earlier_than_the_link_allows(
     steps: list[tuple[list[Move], list[Move], bool, float]], stages: int, share: int
 ) -> None:
     def fails(one: Move) -> bool:
         return share > 0 and len(one.source) % share == 0
 
     executor = SimulatedExecutor(FAST, stages=stages, fails=fails)
-    now, begun, ended, busy = 0.0, [], [], {OUT: 0.0, IN: 0.0}
+    now, started, finished, busy = 0.0, [], [], {OUT: 0.0, IN: 0.0}
     for number, (blocking, overlapped, works, gap) in enumerate(steps):
         now += gap
         result_of = executor.submit(plan(number, *overlapped, blocking=tuple(blocking), works=works), now)
@@ -161,18 +161,18 @@ def test_every_move_ends_once_and_no_sooner_than_the_link_is_through_with_it(
         assert [one for one in result.landed if fails(one)] == [one for one in result.failed if not fails(one)] == []
         own = [*result.landed, *result.failed]
         assert all(any(one is other for other in own) for one in blocking), "a blocking move is in its own result"
-        begun += [*blocking, *overlapped]
-        ended += own
+        started += [*blocking, *overlapped]
+        finished += own
         for one in (*blocking, *overlapped):
             busy[one.direction] += FAST.block * len(one.source) / stages
         now = max(now, result_of.ready_at)
     for number in range(5000):
-        if len(ended) == len(begun):
+        if len(finished) == len(started):
             break
         result_of = executor.submit(plan(100 + number, works=False), now)
-        ended += [*result_of.result().landed, *result_of.result().failed]
+        finished += [*result_of.result().landed, *result_of.result().failed]
         now = max(now, result_of.ready_at)
     else:
         raise AssertionError("a move never ends")
-    assert sorted(map(id, ended)) == sorted(map(id, begun))
+    assert sorted(map(id, finished)) == sorted(map(id, started))
     assert now >= max(busy.values()) - 1e-9

@@ -1,4 +1,4 @@
-"""The simulated executor with stages: several plans at once, results in order."""
+"""The simulated executor with stages: several plans in flight and results in order."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COST = LinearCost(floor=1.0, prefill_token=0.5, block=0.25)
 
 
 def plan(number: int, tokens: int = 0, *, blocking: int = 0, overlapped: int = 0) -> StepPlan:
-    """A prefill of `tokens` tokens with moves of so many blocks."""
+    """Return a prefill of `tokens` tokens with moves of that many blocks."""
 
     def moves(count: int) -> tuple[Move, ...]:
-        some = tuple(range(count))
-        return (Move(Direction.OUT, make(99), some, some, count),) if count else ()
+        ids = tuple(range(count))
+        return (Move(Direction.OUT, make(99), ids, ids, count),) if count else ()
 
     slices = (Slice(make(number), 0, tokens, True, False, ()),) if tokens else ()
     return StepPlan(number, slices, moves(blocking), moves(overlapped))
@@ -41,21 +41,21 @@ def run_in_stages(world: World, stages: int, requests: list[Request]) -> Run:
     return Run(core, requests, end, events)
 
 
-def test_plans_follow_each_other_one_stage_apart() -> None:
+def test_consecutive_plans_are_one_stage_apart() -> None:
     executor = SimulatedExecutor(COST, stages=2)
     handles = [executor.submit(plan(number, 6), 0.0) for number in range(3)]
     assert [handle.ready_at for handle in handles] == [4.0, 6.0, 8.0]
     assert [handle.result().seconds for handle in handles] == [4.0] * 3
 
 
-def test_a_short_plan_waits_behind_a_long_one_and_a_long_one_leaves_a_bubble() -> None:
+def test_plans_of_unequal_length_wait_or_leave_a_bubble() -> None:
     executor = SimulatedExecutor(COST, stages=2)
-    long, short, late = (executor.submit(plan(*of), 0.0) for of in ((0, 14), (1, 2), (2, 14)))
-    # The first stage has the plans in [0, 4), [4, 5) and [5, 9), the second in [4, 8), [8, 9) and [9, 13).
+    long, short, late = (executor.submit(plan(*arguments), 0.0) for arguments in ((0, 14), (1, 2), (2, 14)))
+    # The first stage runs the plans in [0, 4), [4, 5) and [5, 9), the second in [4, 8), [8, 9) and [9, 13).
     assert (long.ready_at, short.ready_at, late.ready_at) == (8.0, 9.0, 13.0)
 
 
-def test_moves_before_a_step_hold_up_every_stage_for_its_share() -> None:
+def test_blocking_moves_delay_each_stage_by_its_share() -> None:
     executor = SimulatedExecutor(COST, stages=2)
     first, second = executor.submit(plan(0, 6), 0.0), executor.submit(plan(1, 6, blocking=8), 0.0)
     # Each stage has half of the 2 s of moves and half of the 4 s of work.
@@ -78,7 +78,7 @@ PLANS = st.lists(
 
 
 @given(plans=PLANS, stages=st.integers(1, 5))
-def test_no_plan_overtakes_and_no_stage_does_two_at_once(plans: list[tuple[float, StepPlan]], stages: int) -> None:
+def test_plans_stay_in_order_and_never_share_a_stage(plans: list[tuple[float, StepPlan]], stages: int) -> None:
     staged, serial = SimulatedExecutor(COST, stages=stages), SimulatedExecutor(COST)
     now, last_ready, busy = 0.0, 0.0, 0.0
     for gap, one in plans:
@@ -87,7 +87,7 @@ def test_no_plan_overtakes_and_no_stage_does_two_at_once(plans: list[tuple[float
         result = handle.result()
         seconds = result.seconds
         busy = max(busy, now) + seconds
-        # What has only moves beside it waits for them, for a moment.
+        # A plan with only overlapped moves waits for them for a short pause.
         pause = 0.0 if one.slices or one.blocking else PAUSE_S
         assert busy <= alone.ready_at <= busy + pause
         assert replace(alone.result(), landed=()) == replace(result, landed=(), stages=())
@@ -98,14 +98,14 @@ def test_no_plan_overtakes_and_no_stage_does_two_at_once(plans: list[tuple[float
 
 
 @given(seconds=st.integers(1, 30), count=st.integers(1, 20), stages=st.integers(1, 5))
-def test_equal_plans_keep_a_full_pipeline_busy(seconds: int, count: int, stages: int) -> None:
+def test_equal_plans_fill_the_pipeline(seconds: int, count: int, stages: int) -> None:
     executor = SimulatedExecutor(UnitCost(), stages=stages)
     ends = [executor.submit(plan(number, seconds), 0.0).ready_at for number in range(count)]
     assert ends == pytest.approx([seconds * (stages + number) / stages for number in range(count)])
 
 
-def test_stages_serve_as_many_batches_at_once() -> None:
-    """Two requests in batches of one: each step takes as long as without stages, but two are under way."""
+def test_each_stage_serves_a_batch() -> None:
+    """There are two requests in batches of one. Each step takes as long as without stages, but two are in flight."""
     world = World("fcfs", cost=UnitCost(), max_seqs=1)
     alone = run_in_stages(world, 1, [make(0, 4, 5), make(1, 4, 5)])
     together = run_in_stages(replace(world, depth=2), 2, [make(0, 4, 5), make(1, 4, 5)])
@@ -116,8 +116,8 @@ def test_stages_serve_as_many_batches_at_once() -> None:
 
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_every_request_ends_whatever_the_stages(recipe: str, stages: int) -> None:
-    """Under pressure too, where KV is dropped and computed again."""
+def test_every_request_finishes_with_any_number_of_stages(recipe: str, stages: int) -> None:
+    """Memory is short, so KV is dropped and recomputed."""
     world = World(recipe, depth=stages)
     done = run_in_stages(world, stages, load(stages, 40))
     assert sum(isinstance(event, Finished) for event in done.events) == 40
@@ -125,22 +125,22 @@ def test_every_request_ends_whatever_the_stages(recipe: str, stages: int) -> Non
     assert done.output == run_in_stages(World(recipe), 1, load(stages, 40)).output
 
 
-def test_stages_tell_how_long_they_worked_and_waited() -> None:
+def test_stages_report_busy_and_idle_time() -> None:
     executor = SimulatedExecutor(COST, stages=2)
-    results = [executor.submit(plan(*of), 3.0).result() for of in ((0, 14), (1, 2), (2, 14))]
-    # As above, in a pipeline that begins at 3.
+    results = [executor.submit(plan(*arguments), 3.0).result() for arguments in ((0, 14), (1, 2), (2, 14))]
+    # As above, but the pipeline begins at 3.
     assert [list(result.stages) for result in results] == [
         [StageTime(4.0, 0.0), StageTime(4.0, 0.0)],
         [StageTime(1.0, 0.0), StageTime(1.0, 0.0)],
         [StageTime(4.0, 0.0), StageTime(4.0, 0.0)],
     ]
     late = executor.submit(plan(3, 2, blocking=8), 20.0)
-    # The plans before it ended at 12 and 16. Half of the 2 s of moves and of the 2 s of work are a stage's.
+    # The previous plans ended at 12 and 16. Each stage has half of the 2 s of moves and of the 2 s of work.
     assert list(late.result().stages) == [StageTime(2.0, 8.0), StageTime(2.0, 6.0)]
     assert SimulatedExecutor(COST).submit(plan(0, 6), 0.0).result().stages == ()
 
 
-def test_stages_of_unequal_shares_wait_for_the_longest() -> None:
+def test_unequal_stages_wait_for_the_longest() -> None:
     executor = SimulatedExecutor(COST, stages=(3.0, 1.0))
     handles = [executor.submit(plan(number, 6), 0.0) for number in range(3)]
     assert [handle.ready_at for handle in handles] == [4.0, 7.0, 10.0]
@@ -149,7 +149,7 @@ def test_stages_of_unequal_shares_wait_for_the_longest() -> None:
         [StageTime(3.0, 0.0), StageTime(1.0, 2.0)],
         [StageTime(3.0, 0.0), StageTime(1.0, 2.0)],
     ]
-    # Blocks lie in layers, of which all stages have as many.
+    # Every stage has the same share of a block, as all have equally many layers.
     assert executor.submit(plan(3, 0, blocking=8), 100.0).result().stages == (
         StageTime(1.0, 91.0),
         StageTime(1.0, 91.0),
@@ -159,6 +159,6 @@ def test_stages_of_unequal_shares_wait_for_the_longest() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"), [(0, "stages must be at least 1, got 0"), ((), "shares above 0"), ((1.0, 0.0), "above 0")]
 )
-def test_there_is_at_least_one_stage(stages: int | tuple[float, ...], message: str) -> None:
+def test_stages_below_one_are_refused(stages: int | tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SimulatedExecutor(COST, stages=stages)

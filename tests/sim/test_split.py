@@ -1,4 +1,4 @@
-"""Prefill and decode on replicas of their own, with a network in between."""
+"""Disaggregated prefill and decode: separate replicas connected by a network."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ WORLD = World("fcfs", host_blocks=400)
 
 
 @dataclass
-class Story(SplitWatcher):
-    """What happened in a run. prompt_tokens: of prompts, computed on each replica. output: tokens by request."""
+class Recorder(SplitWatcher):
+    """Records a run.
+
+    Attributes:
+        prompt_tokens: Number of prompt tokens computed, by replica.
+        output: Output tokens, by request.
+    """
 
     events: list[tuple[int, Event]] = field(default_factory=list)
     handovers: list[Handover] = field(default_factory=list)
@@ -71,9 +76,9 @@ def split(
     decode_world: World | None = None,
     bytes_per_s: float = BYTES_PER_S,
     rule: str = "round-robin",
-) -> Story:
-    """Run to the end; blocks are conserved at every instant, and all are home then."""
-    story = Story()
+) -> Recorder:
+    """Run to the end and check that blocks are conserved at every event and all freed in the end."""
+    recorded = Recorder()
 
     def core(one: World, policies: Any) -> EngineCore:
         return EngineCore(
@@ -92,50 +97,52 @@ def split(
         decode=make_dispatch(rule, decode, WORLD.cost, longest_output),
         network=Network(bytes_per_s),
         token_bytes=TOKEN_BYTES,
-        watcher=story,
+        watcher=recorded,
     )
 
     def observe(replica: int, events: list[Event]) -> None:
         cores[replica].kv.check()
-        story.observe(replica, events)
+        recorded.observe(replica, events)
 
     simulate_traffic(replicas, traffic, on_events=observe)
     for one in cores:
         kv = one.kv
         assert (kv.device_free, kv.cpu_free) == (kv.device_total, kv.cpu_total)
         assert not list(kv.holders())
-    return story
+    return recorded
 
 
-def prompts(requests: list[Request]) -> int:
+def prompt_tokens_of(requests: list[Request]) -> int:
     return sum(len(one.prompt) for one in requests)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_prefill_replicas_compute_the_prompts_and_decode_replicas_none_of_them(recipe: str, stages: int) -> None:
+def test_only_prefill_replicas_compute_prompts(recipe: str, stages: int) -> None:
     requests = load(1, 24)
     world = replace(WORLD, recipe=recipe, stages=stages, depth=stages)
-    story = split(requests, prefill=2, decode=2, world=world, decode_world=replace(world, device_blocks=27))
-    assert story.output == {one.id: [len(one.prompt) + number for number in range(one.max_tokens)] for one in requests}
-    assert sorted(event.request.id for event in story.ends) == [one.id for one in requests]
-    assert story.prompt_tokens[0] + story.prompt_tokens[1] == prompts(requests)
-    assert story.prompt_tokens[2] == story.prompt_tokens[3] == 0
-    assert all(replica > 1 and event.how is not Preemption.DROP for replica, event in story.of(Preempted))
+    recorded = split(requests, prefill=2, decode=2, world=world, decode_world=replace(world, device_blocks=27))
+    assert recorded.output == {
+        one.id: [len(one.prompt) + number for number in range(one.max_tokens)] for one in requests
+    }
+    assert sorted(event.request.id for event in recorded.ends) == [one.id for one in requests]
+    assert recorded.prompt_tokens[0] + recorded.prompt_tokens[1] == prompt_tokens_of(requests)
+    assert recorded.prompt_tokens[2] == recorded.prompt_tokens[3] == 0
+    assert all(replica > 1 and event.how is not Preemption.DROP for replica, event in recorded.of(Preempted))
 
 
-def test_what_decode_replicas_evict_goes_to_the_host() -> None:
-    story = split(load(1, 40), decode_world=replace(WORLD, device_blocks=27))
-    assert any(event.how is Preemption.SWAP for _, event in story.of(Preempted))
+def test_decode_replicas_swap_to_the_cpu_tier() -> None:
+    recorded = split(load(1, 40), decode_world=replace(WORLD, device_blocks=27))
+    assert any(event.how is Preemption.SWAP for _, event in recorded.of(Preempted))
 
 
-def test_transfers_take_their_bytes_over_the_link_and_have_it_to_themselves() -> None:
+def test_transfers_take_the_time_of_their_bytes_and_never_share_a_link() -> None:
     requests = load(2, 60)
-    story = split(requests, prefill=3, decode=2, rule="least-work")
-    several = [one for one in requests if one.max_tokens > 1]
-    assert sum(handover.size for handover in story.handovers) == TOKEN_BYTES * prompts(several)
+    recorded = split(requests, prefill=3, decode=2, rule="least-work")
+    multi_token = [one for one in requests if one.max_tokens > 1]
+    assert sum(handover.size for handover in recorded.handovers) == TOKEN_BYTES * prompt_tokens_of(multi_token)
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for one in story.handovers:
+    for one in recorded.handovers:
         assert one.ready <= one.pulled <= one.begun
         ended = one.begun + one.size / BYTES_PER_S
         assert one.landed == pytest.approx(ended + NETWORK_LATENCY_S)
@@ -146,37 +153,37 @@ def test_transfers_take_their_bytes_over_the_link_and_have_it_to_themselves() ->
         assert all(one[1] <= other[0] + 1e-9 for one, other in pairwise(sorted(link)))
 
 
-def test_a_request_goes_on_when_its_kv_has_landed() -> None:
-    story = split([make(0, 40, 3)])
-    (handover,) = story.handovers
-    first, second, _ = (event.now for _, event in story.of(Token))
+def test_decoding_continues_when_the_kv_has_landed() -> None:
+    recorded = split([make(0, 40, 3)])
+    (handover,) = recorded.handovers
+    first, second, _ = (event.now for _, event in recorded.of(Token))
     assert handover.ready == handover.begun == first
     assert handover.landed == pytest.approx(first + 40 * TOKEN_BYTES / BYTES_PER_S + NETWORK_LATENCY_S)
     assert second == pytest.approx(handover.landed + WORLD.cost.step(StepShape(decodes=1, context=41)))
 
 
 def test_prefill_stalls_when_decode_is_full() -> None:
-    # A prefill replica with KV for two prompts, a decode replica with KV for one request at a time.
+    # The prefill replica has KV for two prompts, the decode replica for one request at a time.
     requests = [make(number, 20, 20) for number in range(6)]
     narrow, wide = replace(WORLD, device_blocks=11), replace(WORLD, device_blocks=100)
-    story, free = (split(requests, world=narrow, decode_world=decode) for decode in (narrow, wide))
-    landed = [one.landed for one in story.handovers]
-    assert [one.request.id for one in story.handovers] == list(range(6))
-    ready, unhindered = ([one.ready for one in sorted(run.handovers, key=order)] for run in (story, free))
+    recorded, free = (split(requests, world=narrow, decode_world=decode) for decode in (narrow, wide))
+    landed = [one.landed for one in recorded.handovers]
+    assert [one.request.id for one in recorded.handovers] == list(range(6))
+    ready, unstalled = ([one.ready for one in sorted(run.handovers, key=order)] for run in (recorded, free))
     assert all(ready[number] > landed[number - 2] for number in range(2, 6))
-    assert ready[:2] == unhindered[:2]
-    assert ready[5] > 2 * unhindered[5]
+    assert ready[:2] == unstalled[:2]
+    assert ready[5] > 2 * unstalled[5]
 
 
-def test_requests_of_one_token_give_their_space_back_at_once() -> None:
-    story = split([make(number, 40, 1) for number in range(4)], world=replace(WORLD, device_blocks=11))
-    assert len(story.ends) == 4
-    assert not story.handovers
+def test_requests_of_one_token_free_their_kv_at_once() -> None:
+    recorded = split([make(number, 40, 1) for number in range(4)], world=replace(WORLD, device_blocks=11))
+    assert len(recorded.ends) == 4
+    assert not recorded.handovers
 
 
-def test_the_same_requests_give_the_same_story() -> None:
-    def told(story: Story) -> list[tuple[int, str, float]]:
-        return [(replica, type(event).__name__, event.now) for replica, event in story.events]
+def test_the_same_requests_give_the_same_events() -> None:
+    def times(recorded: Recorder) -> list[tuple[int, str, float]]:
+        return [(replica, type(event).__name__, event.now) for replica, event in recorded.events]
 
     one, other = (split(load(5, 40), prefill=2, decode=3, rule="least-work") for _ in range(2))
-    assert told(one) == told(other)
+    assert times(one) == times(other)

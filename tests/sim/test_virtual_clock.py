@@ -1,4 +1,4 @@
-"""The simulated world: when things happen on its clock."""
+"""Timing of the simulator on its virtual clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_no_requests_take_no_time() -> None:
     assert run(UNIT, []).end == 0.0
 
 
-def test_steps_take_what_the_cost_model_says() -> None:
+def test_steps_take_the_time_of_the_cost_model() -> None:
     done = run(UNIT, [make(0, 5, 3)])
     assert times(done.events, Token) == [(5.0, 0), (6.0, 0), (7.0, 0)]
     assert done.end == 7.0
@@ -53,7 +53,7 @@ def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
     assert times(done.events, Token) == [(5.0, 0), (9.0, 0), (9.0, 1)]
 
 
-def test_an_arrival_at_the_very_end_of_a_step_is_in_the_next() -> None:
+def test_an_arrival_at_the_end_of_a_step_joins_the_next() -> None:
     done = run(UNIT, [make(0, 5, 2), make(1, 3, 1, arrival=5.0)])
     assert [(now, [piece[0] for piece in plan[1]]) for now, plan in done.trace] == [(0.0, [0]), (5.0, [0, 1])]
 
@@ -72,18 +72,18 @@ def test_two_plans_in_flight_run_back_to_back() -> None:
     assert times(done.events, Token) == [(4.0, 0), (5.0, 0), (6.0, 0)]
 
 
-def test_events_are_reported_as_they_happen() -> None:
-    story: list[list[str]] = []
+def test_events_are_reported_after_each_step() -> None:
+    names: list[list[str]] = []
     replica = Replica(UNIT.core(), SimulatedExecutor(UNIT.cost))
-    simulate(replica, [make(0, 2, 2)], on_events=lambda events: story.append([type(e).__name__ for e in events]))
-    assert story == [
+    simulate(replica, [make(0, 2, 2)], on_events=lambda events: names.append([type(e).__name__ for e in events]))
+    assert names == [
         ["Arrived", "Admitted", "Reserved", "Started", "Planned"],
         ["Computed", "Token", "Planned"],
         ["Computed", "Token", "Finished"],
     ]
 
 
-def test_deciding_may_take_time() -> None:
+def test_scheduling_may_take_time() -> None:
     events: list[Event] = []
     replica = Replica(UNIT.core(), SimulatedExecutor(UNIT.cost), decision_s=0.5)
     end = simulate(replica, [make(0, 2, 3)], on_events=events.extend)
@@ -91,7 +91,7 @@ def test_deciding_may_take_time() -> None:
     assert end == 5.5
 
 
-def test_a_run_can_be_cut_short() -> None:
+def test_a_run_can_end_early() -> None:
     events: list[Event] = []
     replica = Replica(UNIT.core(), SimulatedExecutor(UNIT.cost))
     end = simulate(replica, [make(0, 2, 9), make(1, 2, 2, arrival=7.0)], on_events=events.extend, until=4.5)
@@ -101,7 +101,7 @@ def test_a_run_can_be_cut_short() -> None:
 
 
 class Refusing:
-    """A batcher that never takes anybody."""
+    """Batcher that refuses every request."""
 
     def open(self, context: StepContext) -> Refusing:
         return self
@@ -113,7 +113,7 @@ class Refusing:
         raise AssertionError
 
 
-def test_a_scheduler_that_loses_requests_is_found_out() -> None:
+def test_a_scheduler_that_never_runs_requests_raises() -> None:
     core = UNIT.core()
     core.scheduler.policies = replace(core.scheduler.policies, batcher=Refusing())
     with pytest.raises(AssertionError, match="idle"):
@@ -125,7 +125,7 @@ def test_a_scheduler_that_loses_requests_is_found_out() -> None:
         simulate(Replica(plain, SimulatedExecutor(UNIT.cost)), load(0, 3))
 
 
-def test_moves_before_a_step_add_to_it_and_moves_overlapped_do_not() -> None:
+def test_only_blocking_moves_lengthen_a_step() -> None:
     cost = LinearCost(floor=1.0, prefill_token=0.0, block=0.4, transfer_floor=0.1)
     request, other = make(0), make(1)
     work = (Slice(request, 0, 8, True, False, (0, 1)),)
@@ -142,7 +142,7 @@ def test_moves_before_a_step_add_to_it_and_moves_overlapped_do_not() -> None:
     assert seconds(StepPlan(0, (), blocking=(two,))) == pytest.approx(0.9)
 
 
-def test_the_executor_samples_where_slices_say_so() -> None:
+def test_the_executor_samples_for_slices_that_sample() -> None:
     request = make(0, 10)
     plan = StepPlan(0, (Slice(request, 0, 4, False, False, (0,)), Slice(request, 4, 6, True, False, (0, 1, 2))))
     handle = SimulatedExecutor(UnitCost(), lambda one, position: 100 + position).submit(plan, 3.0)

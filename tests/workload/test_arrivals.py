@@ -1,4 +1,4 @@
-"""Arrivals: mean rate, spread, bursts, and the texts of options."""
+"""Arrivals: mean rate, variation, bursts, and the syntax of options."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ def test_the_mean_rate_is_one(text: str) -> None:
 
 
 @every_pattern
-def test_the_mean_rate_is_one_from_the_start(text: str) -> None:
-    """A pattern that always began outside a burst, say, would be too slow at first."""
+def test_the_mean_rate_is_one_from_the_beginning(text: str) -> None:
+    """A pattern that always began outside a burst, for example, would be too slow at first."""
     early = [sum(time <= 20 for time in draw(text, 400, seed)) for seed in range(1500)]
-    # A renewal process that starts with an arrival just missed is ahead by (CV**2 - 1) / 2 arrivals for ever.
+    # A renewal process that starts right after an arrival stays ahead by (CV**2 - 1) / 2 arrivals.
     ahead = {"gamma:3": (9 - 1) / 2, "gamma:0.5": (0.25 - 1) / 2}.get(text, 0)
     assert statistics.fmean(early) == pytest.approx(20 + ahead, rel=0.06)
 
 
 @pytest.mark.parametrize(("text", "cv"), [("poisson", 1), ("gamma:0.5", 0.5), ("gamma:1", 1), ("gamma:3", 3)])
-def test_gaps_have_the_coefficient_of_variation(text: str, cv: float) -> None:
+def test_gaps_have_the_requested_coefficient_of_variation(text: str, cv: float) -> None:
     between = gaps(text, 40_000)
     assert statistics.pstdev(between) / statistics.fmean(between) == pytest.approx(cv, rel=0.05)
 
 
-def test_constant_is_a_metronome() -> None:
+def test_constant_arrivals_are_evenly_spaced() -> None:
     assert draw("constant", 4) == [1, 2, 3, 4]
 
 
-def test_bursts_are_seen() -> None:
-    """Counted per second, a burst of 50 s at ten times the quiet rate stands out and takes a tenth of the time."""
+def test_bursts_have_the_requested_factor_share_and_length() -> None:
+    """Counted per second, a burst of 50 s at ten times the base rate stands out and takes a tenth of the time."""
     counts = Counter(int(time) for time in draw("burst:10,0.1,50", 40_000))
     windows = [sum(counts[start + second] for second in range(10)) for start in range(0, max(counts), 10)]
-    # 53 arrivals per 10 s inside a burst, 5.3 outside: 25 lies many deviations from both.
+    # There are 53 arrivals per 10 s inside a burst and 5.3 outside; 25 is many standard deviations from both.
     high = [window for window in windows if window > 25]
     low = [window for window in windows if window <= 25]
     assert len(high) / len(windows) == pytest.approx(0.1, abs=0.02)
@@ -70,13 +70,13 @@ def test_bursts_are_seen() -> None:
     assert 10 * len(high) / runs == pytest.approx(50, rel=0.2)
 
 
-def test_a_burst_no_faster_than_the_rest_is_poisson() -> None:
+def test_bursts_of_factor_one_are_poisson() -> None:
     between = gaps("burst:1,0.5,10", 40_000)
     assert statistics.pstdev(between) / statistics.fmean(between) == pytest.approx(1, rel=0.03)
 
 
 @given(text=TEXTS, seed=st.integers(0, 10_000))
-def test_times_never_decrease_and_the_seed_decides_them(text: str, seed: int) -> None:
+def test_times_never_decrease_and_depend_on_the_seed_only(text: str, seed: int) -> None:
     times = draw(text, 200, seed)
     assert all(earlier <= later for earlier, later in pairwise([0.0, *times]))
     assert draw(text, 300, seed)[:200] == times
@@ -90,7 +90,7 @@ def test_the_name_parses_to_the_same_arrivals(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("poison", "no 'poison'; did you mean poisson?"),
         ("uniform-gaps", "choose from burst, constant, gamma, poisson"),
@@ -105,7 +105,7 @@ def test_the_name_parses_to_the_same_arrivals(text: str) -> None:
         ("burst:5,0.1,inf", "the LENGTH of burst must be in (0.01, 1e+09], got inf"),
     ],
 )
-def test_what_is_wrong_is_told(text: str, told: str) -> None:
+def test_errors_name_the_field(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_arrivals(text)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

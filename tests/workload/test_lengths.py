@@ -1,4 +1,4 @@
-"""Lengths: the built-in tables against what they were made from, and the texts of options."""
+"""Lengths: the built-in tables compared with their sources, and the syntax of options."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from skipjoin.workload.lengths import BUILT_IN, QuantileTable, parse_lengths, re
 TRACES = os.environ.get("SKIPJOIN_TRACES")
 DRAWS = 50_000
 SIDES = ("prompt", "output")
-# The paper does not say which rows of LMSYS-Chat-1M it used; the table keeps the distribution of those measured.
+# The paper does not say which rows of LMSYS-Chat-1M it used; the table has the distribution of the measured rows.
 FAR_FROM_PUBLISHED = {("lmsys", "output"): 0.13}
 every_table = pytest.mark.parametrize("name", BUILT_IN)
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    """The tool that made the tables; it is part of the repository, not of the package."""
+    """Return the tool that made the tables, which is in the repository but not in the package."""
     tools = str(Path(__file__).resolve().parents[2] / "tools")
     sys.path.insert(0, tools)
     try:
@@ -39,12 +39,12 @@ def tool() -> ModuleType:
 
 
 def sample(text: str, count: int = DRAWS, seed: int = 0) -> list[tuple[int, int]]:
-    lengths, chance = parse_lengths(text), random.Random(seed)
-    return [lengths.draw(chance) for _ in range(count)]
+    lengths, rng = parse_lengths(text), random.Random(seed)
+    return [lengths.draw(rng) for _ in range(count)]
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """The largest difference of two empirical distribution functions (Kolmogorov and Smirnov)."""
+    """Return the Kolmogorov-Smirnov distance, the largest difference of the empirical distribution functions."""
     one, other = sorted(one), sorted(other)
     return max(
         abs(bisect_right(one, value) / len(one) - bisect_right(other, value) / len(other)) for value in {*one, *other}
@@ -70,27 +70,27 @@ def test_a_table_has_the_published_means(name: str) -> None:
         assert mean == pytest.approx(published[side], rel=FAR_FROM_PUBLISHED.get((name, side), 0.06))
 
 
-def test_lmsys_reaches_the_published_output_by_the_factor_that_its_table_names() -> None:
+def test_lmsys_has_the_published_mean_with_the_documented_factor() -> None:
     text = "lmsys*1,1.14"
     assert text in read_table("lmsys")["caveat"]
     assert parse_lengths(text).mean()[1] == pytest.approx(read_table("lmsys")["published"]["output"], rel=0.01)
 
 
 @every_table
-def test_a_table_says_where_it_is_from(name: str) -> None:
+def test_a_table_names_its_source(name: str) -> None:
     table = read_table(name)
     assert all(table[entry] for entry in ("source", "license", "rows", "method"))
     assert table["published"]["where"]
 
 
-def test_a_table_draws_what_its_quantiles_say(tool: ModuleType) -> None:
-    """Outputs that grow with the prompt: the table must keep the pairing, not only the two marginals."""
+def test_a_table_preserves_the_joint_distribution(tool: ModuleType) -> None:
+    """Outputs grow with the prompt, so the pairs must match and not only the two marginals."""
     pairs = [(prompt, 10 * prompt + step) for prompt in range(1, 401) for step in range(10)]
     table = tool.make_table(pairs, tool.SOURCES["alpaca"])
     lengths = QuantileTable.of("made", table)
-    chance = random.Random(3)
-    drawn = [lengths.draw(chance) for _ in range(4000)]
-    # A bin holds 10 prompts, so outputs of one bin spread over 110 tokens.
+    rng = random.Random(3)
+    drawn = [lengths.draw(rng) for _ in range(4000)]
+    # A bin holds 10 prompts, so the outputs of a bin are spread over 110 tokens.
     assert max(abs(output - 10 * prompt) for prompt, output in drawn) <= 110
     assert distance([prompt for prompt, _ in drawn], [prompt for prompt, _ in pairs]) < 0.03
 
@@ -98,11 +98,11 @@ def test_a_table_draws_what_its_quantiles_say(tool: ModuleType) -> None:
 @pytest.mark.shared
 @pytest.mark.skipif(TRACES is None, reason="SKIPJOIN_TRACES names no folder")
 @every_table
-def test_a_table_agrees_with_the_file_it_was_made_from(name: str, tool: ModuleType) -> None:
+def test_a_table_matches_its_source_file(name: str, tool: ModuleType) -> None:
     pairs, drawn = tool.read_pairs(Path(str(TRACES)) / tool.SOURCES[name].file), sample(name)
-    for of in (lambda pair: pair[0], lambda pair: pair[1], sum, lambda pair: pair[0] - pair[1]):
-        # 1.63 * sqrt(1 / 10,000 + 1 / 50,000) = 0.018: what two samples of one distribution stay below.
-        assert distance([of(pair) for pair in drawn], [of(pair) for pair in pairs]) < 0.018
+    for value_of in (lambda pair: pair[0], lambda pair: pair[1], sum, lambda pair: pair[0] - pair[1]):
+        # 1.63 * sqrt(1 / 10,000 + 1 / 50,000) = 0.018 bounds the distance of two samples of one distribution.
+        assert distance([value_of(pair) for pair in drawn], [value_of(pair) for pair in pairs]) < 0.018
     made = tool.make_table(pairs, tool.SOURCES[name])
     assert tool.as_text(made) == tool.as_text(read_table(name))
 
@@ -112,28 +112,30 @@ def test_a_table_agrees_with_the_file_it_was_made_from(name: str, tool: ModuleTy
     output=st.tuples(st.integers(1, 5000), st.integers(0, 5000)),
     seed=st.integers(0, 1000),
 )
-def test_uniform_stays_in_its_ranges(prompt: tuple[int, int], output: tuple[int, int], seed: int) -> None:
+def test_uniform_lengths_stay_in_range(prompt: tuple[int, int], output: tuple[int, int], seed: int) -> None:
     text = f"uniform:{prompt[0]}-{sum(prompt)},{output[0]}-{sum(output)}"
     for one, other in sample(text, 20, seed):
         assert prompt[0] <= one <= sum(prompt)
         assert output[0] <= other <= sum(output)
 
 
-def test_uniform_reaches_both_ends_evenly() -> None:
+def test_uniform_lengths_include_both_ends() -> None:
     drawn = sample("uniform:3-5,1-2", 6000)
     assert sorted({*drawn}) == [(prompt, output) for prompt in (3, 4, 5) for output in (1, 2)]
     assert all(drawn.count(pair) == pytest.approx(1000, rel=0.1) for pair in {*drawn})
 
 
-def test_fixed_is_always_the_same() -> None:
+def test_fixed_lengths_are_constant() -> None:
     assert {*sample("fixed:128,64", 50)} == {(128, 64)}
     assert parse_lengths("fixed:128,64").mean() == (128, 64)
 
 
 @pytest.mark.parametrize("base", [*BUILT_IN, "uniform:40-400,20-60"])
 @given(prompt=st.floats(0.001, 20), output=st.floats(0.001, 20), seed=st.integers(0, 1000))
-def test_scaling_scales_every_draw_and_keeps_it_above_0(base: str, prompt: float, output: float, seed: int) -> None:
-    """Both draws have the same chance, so they differ by the factor and by rounding, before it and after."""
+def test_scaling_multiplies_every_draw_and_keeps_it_positive(
+    base: str, prompt: float, output: float, seed: int
+) -> None:
+    """Both draws use the same random numbers, so they differ by the factor and by rounding only."""
     scaled = sample(f"{base}*{prompt},{output}", 20, seed)
     for small, large in zip(scaled, sample(base, 20, seed), strict=True):
         for side, factor in enumerate((prompt, output)):
@@ -141,16 +143,16 @@ def test_scaling_scales_every_draw_and_keeps_it_above_0(base: str, prompt: float
             assert small[side] == pytest.approx(max(1, large[side] * factor), abs=1 + 1.5 * factor)
 
 
-def test_one_factor_scales_both_and_the_mean_follows_the_draws() -> None:
+def test_one_factor_scales_both_lengths_and_the_mean_matches_the_draws() -> None:
     assert sample("sharegpt*0.25", 100) == sample("sharegpt*0.25,0.25", 100)
     whole, half = parse_lengths("bookcorpus").mean(), parse_lengths("bookcorpus*0.5").mean()
     assert half == pytest.approx((whole[0] / 2, whole[1] / 2), rel=0.001)
     for base in BUILT_IN:
-        # Short lengths, of which rounding is a large part.
+        # Rounding matters most for short lengths.
         drawn, expected = sample(f"{base}*0.05"), parse_lengths(f"{base}*0.05").mean()
         for side in (0, 1):
             assert fmean(pair[side] for pair in drawn) == pytest.approx(expected[side], rel=0.02)
-    # Where nearly all lengths fall to 1, so does the mean.
+    # If nearly all lengths are rounded to 1, so is the mean.
     assert parse_lengths("alpaca*0.001").mean() == pytest.approx((1, 1), rel=0.001)
 
 
@@ -162,7 +164,7 @@ def test_the_name_parses_to_the_same_lengths(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("sharegtp", "no 'sharegtp'; did you mean sharegpt?"),
         ("", "choose from alpaca, bookcorpus, fixed, lmsys, sharegpt, trace:FILE, uniform"),
@@ -180,13 +182,13 @@ def test_the_name_parses_to_the_same_lengths(text: str) -> None:
         ("sharegpt*1,2,3", "one or two factors"),
     ],
 )
-def test_what_is_wrong_is_told(text: str, told: str) -> None:
+def test_errors_name_the_field(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_lengths(text)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_rows_of_a_trace_are_lengths(tmp_path: Path) -> None:
+def test_lengths_can_be_drawn_from_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("prompt_tokens,output_tokens\n10,5\n20,7\n40,9\n")
     lengths = parse_lengths(f"trace:{file}")

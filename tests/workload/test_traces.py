@@ -1,4 +1,4 @@
-"""Traces: what a file may look like, and what is said about one that is wrong, with line and column."""
+"""Traces: accepted formats, and errors that name the line and column."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def read(folder: Path, text: str, name: str = "trace.csv") -> Trace:
     return read_trace(folder / name)
 
 
-def told(folder: Path, text: str, name: str = "trace.csv") -> str:
-    """The error about a file of this text, without the name of its folder."""
+def error_of(folder: Path, text: str, name: str = "trace.csv") -> str:
+    """Return the error for a file with this text, without the name of its folder."""
     with pytest.raises(ConfigError) as caught:
         read(folder, text, name)
     return str(caught.value).replace(f"{folder}{os.sep}", "")
@@ -42,14 +42,14 @@ def test_rows_are_read_by_column_name(tmp_path: Path) -> None:
     assert trace.has_arrivals
 
 
-def test_arrivals_may_be_left_out_and_a_byte_order_mark_does_not_matter(tmp_path: Path) -> None:
+def test_arrivals_are_optional_and_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     trace = read(tmp_path, f"\ufeff{HEADER},10,5\n , 20 ,6")
     assert trace.rows == (TraceRow(None, 10, 5), TraceRow(None, 20, 6))
     assert not trace.has_arrivals
     assert read(tmp_path, "prompt_tokens,output_tokens\n10,5\n20,6\n").rows == trace.rows
 
 
-def test_a_gzipped_file_reads_like_a_plain_one(tmp_path: Path) -> None:
+def test_gzipped_files_are_read(tmp_path: Path) -> None:
     text = HEADER + "0,10,5\n0,20,6\n"
     (tmp_path / "trace.csv.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     assert read_trace(tmp_path / "trace.csv.gz").rows == read(tmp_path, text).rows
@@ -71,8 +71,8 @@ def test_a_gzipped_file_reads_like_a_plain_one(tmp_path: Path) -> None:
         (",10,5", "column 1 (arrival_s): either every row has an arrival or none; the row before differs, got ''"),
     ],
 )
-def test_a_bad_cell_is_told_with_its_place(tmp_path: Path, row: str, error: str) -> None:
-    assert told(tmp_path, f"{HEADER}0,10,5\n\n1.25,10,5\n{row}\n2,10,5\n") == f"trace.csv line 5, {error}"
+def test_errors_of_csv_cells_name_the_line_and_column(tmp_path: Path, row: str, error: str) -> None:
+    assert error_of(tmp_path, f"{HEADER}0,10,5\n\n1.25,10,5\n{row}\n2,10,5\n") == f"trace.csv line 5, {error}"
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_a_bad_cell_is_told_with_its_place(tmp_path: Path, row: str, error: str)
         (HEADER + '0,10,5\n0,"10,5\n1,10,5\n', "line 3: unexpected end of data"),
     ],
 )
-def test_a_bad_shape_is_told(tmp_path: Path, text: str, error: str) -> None:
-    assert error in told(tmp_path, text)
+def test_malformed_tables_are_refused(tmp_path: Path, text: str, error: str) -> None:
+    assert error in error_of(tmp_path, text)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_a_bad_shape_is_told(tmp_path: Path, text: str, error: str) -> None:
         ("trace.csv.gz", gzip.compress(HEADER.encode(), mtime=0)[:-9], "not a complete gzip file"),
     ],
 )
-def test_what_is_no_text_is_told(tmp_path: Path, name: str, content: bytes, error: str) -> None:
+def test_files_that_are_not_text_are_refused(tmp_path: Path, name: str, content: bytes, error: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=error):
         read_trace(tmp_path / name)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.csv: No such file"):
         read_trace(tmp_path / "none.csv")
 
@@ -116,10 +116,10 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 @given(
     notes=st.lists(st.text(alphabet='ab,"\n ', max_size=6), min_size=1, max_size=5), bad=st.text("x,\"\n'", max_size=3)
 )
-def test_the_place_is_right_whatever_stands_before(
+def test_error_positions_are_right_after_quoted_cells(
     tmp_path_factory: pytest.TempPathFactory, notes: list[str], bad: str
 ) -> None:
-    """Quotes, commas and line ends in cells before the bad one: the place is where that cell's text starts."""
+    """Cells before the invalid one contain quotes, commas and line ends; the position is that of its text."""
     before = io.StringIO()
     writer = csv.writer(before, lineterminator="\n")
     writer.writerow(["note", "arrival_s", "prompt_tokens", "output_tokens"])
@@ -130,7 +130,7 @@ def test_the_place_is_right_whatever_stands_before(
     last = io.StringIO()
     csv.writer(last, lineterminator="\n").writerow([bad])
     line, column = head.count("\n") + 1, len(head) - head.rfind("\n")
-    error = told(tmp_path_factory.mktemp("trace"), head + last.getvalue())
+    error = error_of(tmp_path_factory.mktemp("trace"), head + last.getvalue())
     assert error == (
         f"trace.csv line {line}, column {column} (output_tokens): must be an integer of at least 1, got {bad!r}"
     )
@@ -139,7 +139,7 @@ def test_the_place_is_right_whatever_stands_before(
 # -- texts and further columns ----------------------------------------------------------------------------------------
 
 
-def test_a_jsonl_file_has_texts_and_words_count_where_tokens_are_not_given(tmp_path: Path) -> None:
+def test_a_jsonl_file_has_texts_and_missing_token_counts_are_counts_of_words(tmp_path: Path) -> None:
     text = (
         '{"prompt": "Count to 5!", "output": "1, 2, 3, 4, 5.", "arrival_s": 0}\n\n'
         '{"prompt": "And on", "prompt_tokens": 9, "context_tokens": 30, "output_tokens": 7, "output": "6", '
@@ -187,17 +187,17 @@ def test_a_jsonl_file_has_texts_and_words_count_where_tokens_are_not_given(tmp_p
         ),
     ],
 )
-def test_a_bad_line_of_jsonl_is_told_with_its_place(tmp_path: Path, row: str, error: str) -> None:
+def test_errors_of_jsonl_lines_name_the_line_and_field(tmp_path: Path, row: str, error: str) -> None:
     first = '{"prompt": "a", "output": "b"}'
-    assert told(tmp_path, f"{first}\n{row}\n", "trace.jsonl").startswith(f"trace.jsonl {error}")
+    assert error_of(tmp_path, f"{first}\n{row}\n", "trace.jsonl").startswith(f"trace.jsonl {error}")
 
 
-# -- parts of prompts by name -----------------------------------------------------------------------------------------
+# -- parts of prompts -------------------------------------------------------------------------------------------------
 
 MOONCAKE = '{"timestamp": %s, "input_length": %s, "output_length": 9, "hash_ids": %s}\n'
 
 
-def test_hash_ids_name_the_full_parts_of_prompts_and_all_before_them(tmp_path: Path) -> None:
+def test_hash_ids_identify_parts_of_prompts_with_their_prefixes(tmp_path: Path) -> None:
     rows = [(0, 1100, [0, 1, 2]), (1500, 1024, [0, 1]), (3000, 1600, [3, 1, 1, 2]), (3000, 5, [])]
     trace = read(tmp_path, "".join(MOONCAKE % row for row in rows), "trace.jsonl")
     assert [row[:3] for row in trace.rows] == [(0.0, 1100, 9), (1.5, 1024, 9), (3.0, 1600, 9), (3.0, 5, 9)]
@@ -207,7 +207,7 @@ def test_hash_ids_name_the_full_parts_of_prompts_and_all_before_them(tmp_path: P
     assert names[0] == names[1]
     described = LoadOptions(trace=tmp_path / "trace.jsonl").workload().describe(None, None, 0)
     assert described["hash_tokens"] == 512
-    # An id after another one, or at another place, is another text.
+    # The same id after a different prefix is a different part.
     assert len(set(names[0] + names[2])) == 2 + 3
     assert [len(one) for one in names] == [2, 2, 3, 0]
     table = 'prompt_tokens,output_tokens,hash_ids\n9,1,7 8 5\n12,1,"7, 8, 6"\n'
@@ -235,12 +235,12 @@ def test_hash_ids_name_the_full_parts_of_prompts_and_all_before_them(tmp_path: P
         ((0, '"x"', "[1]"), '(input_length): must be an integer of at least 1, got "x"'),
     ],
 )
-def test_a_bad_line_of_mooncake_is_told_with_its_place(tmp_path: Path, row: tuple[object, ...], error: str) -> None:
+def test_errors_of_mooncake_lines_name_the_line_and_field(tmp_path: Path, row: tuple[object, ...], error: str) -> None:
     text = MOONCAKE % (0, 9, "[4]") + MOONCAKE % row
-    assert told(tmp_path, text, "trace.jsonl").startswith(f"trace.jsonl line 2 {error}")
+    assert error_of(tmp_path, text, "trace.jsonl").startswith(f"trace.jsonl line 2 {error}")
 
 
-def test_columns_of_numbers_are_there_by_name(tmp_path: Path) -> None:
+def test_columns_of_numbers_are_available_by_name(tmp_path: Path) -> None:
     csv_text = "prompt_tokens,output_tokens,pred,client,twice,twice\n10,5,1.5,7,0,0\n20,6,-2,a,0,0\n"
     json_text = '{"prompt": "a", "output": "b", "pred": 1.5, "late": 1}\n{"prompt": "a", "output": "b", "pred": -2}\n'
     tables, texts = read(tmp_path, csv_text), read(tmp_path, json_text, "trace.jsonl")
@@ -259,24 +259,26 @@ def test_columns_of_numbers_are_there_by_name(tmp_path: Path) -> None:
         assert str(caught.value).replace(f"{tmp_path}{os.sep}", "").startswith(error)
 
 
-# -- what rows ask for ------------------------------------------------------------------------------------------------
+# -- options of rows --------------------------------------------------------------------------------------------------
 
 
-def test_what_a_row_asks_of_the_scheduler_is_read(tmp_path: Path) -> None:
+def test_request_options_of_rows_are_read(tmp_path: Path) -> None:
     names = "prompt_tokens,output_tokens,deadline_s,priority,class,ttft_s,tpot_s,jct_s\n"
     cells = "10,5,2.5,-1,real-time,0.5,0.1,9\n10,5,,,,,,\n10,5,,3,best-effort,,,60\n"
-    asked = RequestOptions(deadline_s=2.5, priority=-1, target=Target(0.5, 0.1, 9.0))
+    expected = RequestOptions(deadline_s=2.5, priority=-1, target=Target(0.5, 0.1, 9.0))
     batch = RequestOptions(service=ServiceClass.BEST_EFFORT, priority=3, target=Target(jct_s=60.0))
     trace = read(tmp_path, names + cells)
-    assert [row.options for row in trace.rows] == [asked, RequestOptions(), batch]
+    assert [row.options for row in trace.rows] == [expected, RequestOptions(), batch]
     for job in Replay(trace, arrivals=parse_arrivals("constant")).draw(1.0, None, 7, 3):
-        wanted = trace.rows[job.row or 0].options
-        got = RequestOptions(service=job.service, priority=job.priority, deadline_s=job.deadline_s, target=job.target)
-        assert got == wanted
+        options = trace.rows[job.row or 0].options
+        actual = RequestOptions(
+            service=job.service, priority=job.priority, deadline_s=job.deadline_s, target=job.target
+        )
+        assert actual == options
     line = (
         '{"prompt": "a", "output": "b", "deadline_s": 2.5, "priority": -1, "ttft_s": 0.5, "tpot_s": 0.1, "jct_s": 9}\n'
     )
-    assert read(tmp_path, line, "trace.jsonl").rows[0].options == asked
+    assert read(tmp_path, line, "trace.jsonl").rows[0].options == expected
 
 
 @pytest.mark.parametrize(
@@ -289,20 +291,20 @@ def test_what_a_row_asks_of_the_scheduler_is_read(tmp_path: Path) -> None:
         ("class", "batch", "must be one of real-time, best-effort, got 'batch'"),
     ],
 )
-def test_a_wish_that_is_none_is_told_with_its_place(tmp_path: Path, column: str, cell: str, error: str) -> None:
+def test_invalid_request_options_are_refused(tmp_path: Path, column: str, cell: str, error: str) -> None:
     text = f"prompt_tokens,output_tokens,{column}\n10,5,{cell}\n"
-    assert told(tmp_path, text) == f"trace.csv line 2, column 6 ({column}): {error}"
+    assert error_of(tmp_path, text) == f"trace.csv line 2, column 6 ({column}): {error}"
 
 
-def test_a_best_effort_row_has_no_objective_for_its_tokens(tmp_path: Path) -> None:
+def test_a_best_effort_row_may_not_have_a_tpot_objective(tmp_path: Path) -> None:
     text = "prompt_tokens,output_tokens,class,tpot_s\n10,5,best-effort,1\n"
-    assert "(tpot_s): must be empty for class best-effort" in told(tmp_path, text)
+    assert "(tpot_s): must be empty for class best-effort" in error_of(tmp_path, text)
     classes = read(tmp_path, "prompt_tokens,output_tokens,class\n10,5,best-effort\n")
     with pytest.raises(ConfigError, match=r"best_effort and the column class of trace\.csv exclude each other"):
         Replay(classes, arrivals=parse_arrivals("constant"), best_effort=0.5)
 
 
-def test_azures_headers_and_times_are_read(tmp_path: Path) -> None:
+def test_azure_headers_and_timestamps_are_read(tmp_path: Path) -> None:
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n{}18:15:50.9951690,396,109\n"
     for day in ("2023-11-16 ", "2023-11-16T"):
         first, second = read(tmp_path, text.format(day)).rows
@@ -312,7 +314,7 @@ def test_azures_headers_and_times_are_read(tmp_path: Path) -> None:
     assert row.arrival_s == pytest.approx(1715299200.00993, abs=1e-5)
 
 
-def test_a_column_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_columns_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("prompt_tokens,output_tokens,client,deadline_ms,pred\n10,5,a,200,3\n")
 
@@ -343,6 +345,6 @@ def test_a_column_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
         ("alpaca_text.jsonl.gz", 52002, False),
     ],
 )
-def test_recorded_traces_are_read_whole(name: str, rows: int, has_arrivals: bool) -> None:
+def test_recorded_traces_can_be_read(name: str, rows: int, has_arrivals: bool) -> None:
     trace = read_trace(Path(str(TRACES)) / name)
     assert (len(trace.rows), trace.has_arrivals) == (rows, has_arrivals)

@@ -1,4 +1,4 @@
-"""Workloads: the same seed gives the same jobs; more time adds jobs and changes none; rates only stretch time."""
+"""Workloads: a seed determines the jobs, a longer duration only adds jobs, and rates only stretch time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SEEDS = st.integers(0, 2**31)
 
 @every_workload
 @given(seed=SEEDS, duration_s=st.floats(0.1, 5), rate_rps=st.floats(0.5, 8), more=st.floats(0, 5))
-def test_a_longer_duration_extends_and_never_changes(
+def test_a_longer_duration_only_adds_jobs(
     workload: Workload, seed: int, duration_s: float, rate_rps: float, more: float
 ) -> None:
     jobs = workload.draw(rate_rps, duration_s, seed)
@@ -65,7 +65,7 @@ def test_a_longer_duration_extends_and_never_changes(
 
 @every_workload
 @given(seed=SEEDS, limit=st.integers(1, 30))
-def test_a_limit_is_the_number_of_jobs_and_the_seed_decides_them(workload: Workload, seed: int, limit: int) -> None:
+def test_a_limit_is_the_number_of_jobs(workload: Workload, seed: int, limit: int) -> None:
     jobs = workload.draw(2.0, None, seed, limit=limit)
     assert len(jobs) == limit
     assert workload.draw(2.0, None, seed, limit=limit + 5)[:limit] == jobs
@@ -74,16 +74,16 @@ def test_a_limit_is_the_number_of_jobs_and_the_seed_decides_them(workload: Workl
 
 @pytest.mark.parametrize("name", ["one stream", "two streams", "classes", "trace without arrivals"])
 @given(seed=SEEDS, factor=st.floats(0.1, 50))
-def test_a_rate_stretches_time_and_nothing_else(name: str, seed: int, factor: float) -> None:
-    """Common random numbers: a comparison of rates is on the same requests in the same pattern."""
+def test_a_rate_only_stretches_time(name: str, seed: int, factor: float) -> None:
+    """Rates are compared with common random numbers: the same requests in the same pattern."""
     slow, fast = (WORKLOADS[name].draw(rate, None, seed, limit=30) for rate in (1.5, 1.5 * factor))
     for one, other in zip(slow, fast, strict=True):
         assert one.at == pytest.approx(other.at * factor)
         assert one[1:] == other[1:]
 
 
-def test_jobs_are_those_of_every_version_and_process() -> None:
-    """Recorded results name a seed; it must mean the same jobs tomorrow and on another machine."""
+def test_jobs_are_the_same_in_every_version_and_process() -> None:
+    """Recorded results name a seed, which must give the same jobs in the future and on other machines."""
     jobs = synthetic("sharegpt", "poisson", [BATCH]).draw(2.0, None, 7, limit=4)
     assert [(round(job.at, 9), *job[1:5]) for job in jobs] == PINNED
 
@@ -94,7 +94,7 @@ def test_another_seed_gives_other_jobs() -> None:
     assert [job[1:3] for job in one] != [job[1:3] for job in other]
 
 
-def test_a_second_stream_leaves_the_first_as_it_is() -> None:
+def test_a_second_stream_does_not_change_the_first() -> None:
     alone = synthetic("sharegpt", "poisson").draw(1.0, 100.0, 3)
     both = synthetic("sharegpt", "poisson", [BATCH]).draw(2.0, 100.0, 3)
     assert [job for job in both if job.stream == "default"] == alone
@@ -106,12 +106,12 @@ def test_streams_have_their_shares_of_the_rate() -> None:
     jobs = synthetic("fixed:1,1", "poisson", [third]).draw(10.0, 500.0, 0)
     counts = Counter(job.stream for job in jobs)
     assert counts["default"] == pytest.approx(4000, rel=0.05)
-    # One every half second, the last of them at 500 s and so outside.
+    # There is one every half second; the last is at 500 s and excluded.
     assert counts["third"] == 999
 
 
-def test_lengths_and_times_of_a_stream_are_unrelated() -> None:
-    """Two streams that differ in nothing but their name draw numbers of their own."""
+def test_streams_draw_independent_random_numbers() -> None:
+    """The two streams differ in their names only."""
     twin = "name=twin,lengths=sharegpt,arrivals=poisson,share=0.5"
     jobs = synthetic("sharegpt", "poisson", [twin]).draw(2.0, 50.0, 0)
     one, other = ([job for job in jobs if job.stream == name] for name in ("default", "twin"))
@@ -119,7 +119,7 @@ def test_lengths_and_times_of_a_stream_are_unrelated() -> None:
     assert [job[1:3] for job in one[:10]] != [job[1:3] for job in other[:10]]
 
 
-def test_a_prefix_comes_before_prompts_and_belongs_to_a_group() -> None:
+def test_a_stream_prefix_is_prepended_per_group() -> None:
     streams = [BATCH, "name=chat,lengths=fixed:9,9,share=0.2,prefix=50"]
     plain, shared = (synthetic("sharegpt", "poisson", streams, prefix).draw(2.0, 60.0, 0) for prefix in (None, "100:3"))
     assert [job[:5] for job in shared if job.stream != DEFAULT] == [job[:5] for job in plain if job.stream != DEFAULT]
@@ -134,12 +134,12 @@ def test_a_prefix_comes_before_prompts_and_belongs_to_a_group() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "1:2:3", "", "1.5", "0", "5:0", "-3:1"])
-def test_a_prefix_out_of_bounds_is_told(text: str) -> None:
+def test_invalid_prefixes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"prefix(:| must be) "):
         parse_stream(f"name=a,lengths=fixed:1,1,share=0.5,prefix={text}")
 
 
-def test_a_share_of_each_stream_is_best_effort() -> None:
+def test_best_effort_takes_a_share_of_each_stream() -> None:
     plain = synthetic("fixed:8,8", "poisson", ["name=b,lengths=fixed:9,9,share=0.5"])
     jobs = with_best_effort(plain, 0.3).draw(10.0, 400.0, 0)
     assert [job[:3] for job in jobs] == [job[:3] for job in plain.draw(10.0, 400.0, 0)]
@@ -149,7 +149,7 @@ def test_a_share_of_each_stream_is_best_effort() -> None:
         assert classes["best-effort", BEST_EFFORT] / classes.total() == pytest.approx(0.3, abs=0.04)
 
 
-def test_a_larger_best_effort_share_only_adds_to_it() -> None:
+def test_a_larger_best_effort_share_includes_the_smaller_one() -> None:
     few, many = (with_best_effort(Replay(TIMED), share).draw(None, None, 1) for share in (0.25, 0.75))
     added = [(one.stream, other.stream) for one, other in zip(few, many, strict=True) if one != other]
     assert added
@@ -157,19 +157,19 @@ def test_a_larger_best_effort_share_only_adds_to_it() -> None:
 
 
 @pytest.mark.parametrize(("share", "names"), [(0.0, {"real-time"}), (1.0, {"best-effort"})])
-def test_all_or_none_may_be_best_effort(share: float, names: set[str]) -> None:
+def test_the_best_effort_share_may_be_zero_or_one(share: float, names: set[str]) -> None:
     assert {job.stream for job in with_best_effort(Replay(TIMED), share).draw(None, None, 0)} == names
 
 
-def test_a_recorded_trace_is_replayed_from_0_and_sped_up() -> None:
+def test_a_timed_trace_is_replayed_from_zero_with_speedup() -> None:
     jobs = Replay(TIMED, speedup=2).draw(None, None, 0)
     assert jobs[:2] == [WorkloadRequest(0.0, 10, 5, "default", 0, 0), WorkloadRequest(0.25, 11, 6, "default", 0, 1)]
     assert len(jobs) == 40
-    # The seed and the rate have no part in it.
+    # The seed and the rate have no effect.
     assert Replay(TIMED, speedup=2).draw(9.0, 5.0, 1) == jobs[:20]
 
 
-def test_a_trace_without_arrivals_repeats_from_an_offset() -> None:
+def test_a_trace_without_arrivals_repeats_from_a_random_offset() -> None:
     replay = Replay(UNTIMED, arrivals=POISSON)
     jobs = replay.draw(4.0, None, 5, limit=20)
     rows = [job.prompt_tokens - 10 for job in jobs]
@@ -177,11 +177,11 @@ def test_a_trace_without_arrivals_repeats_from_an_offset() -> None:
     assert all(job.output_tokens == job.prompt_tokens - 5 for job in jobs)
     assert [(job.row, job.prompt) for job in jobs] == [(row, str(row)) for row in rows]
     assert {replay.draw(4.0, None, seed, limit=1)[0].prompt_tokens - 10 for seed in range(60)} == set(range(7))
-    # Every row once where no end is named.
+    # Without a duration or limit, every row is drawn once.
     assert sorted(job.prompt_tokens - 10 for job in replay.draw(4.0, None, 5)) == list(range(7))
 
 
-def test_descriptions_name_what_was_drawn() -> None:
+def test_descriptions_contain_the_arguments_of_the_draw() -> None:
     assert WORKLOADS["one stream"].describe(2.5, 300.0, 0) == {
         "lengths": "sharegpt",
         "arrivals": "poisson",
@@ -189,10 +189,10 @@ def test_descriptions_name_what_was_drawn() -> None:
         "duration_s": 300.0,
         "seed": 0,
     }
-    several = WORKLOADS["classes"].describe(2.5, None, 0, limit=10)
-    assert (several["lengths"], several["limit"]) == ("lmsys + uniform:512-1024,32-128", 10)
-    assert (several["best_effort"], several["duration_s"]) == (0.3, None)
-    assert [(stream["name"], stream["share"]) for stream in several["streams"]] == [("default", 0.5), ("batch", 0.5)]
+    combined = WORKLOADS["classes"].describe(2.5, None, 0, limit=10)
+    assert (combined["lengths"], combined["limit"]) == ("lmsys + uniform:512-1024,32-128", 10)
+    assert (combined["best_effort"], combined["duration_s"]) == (0.3, None)
+    assert [(stream["name"], stream["share"]) for stream in combined["streams"]] == [("default", 0.5), ("batch", 0.5)]
     recorded = Replay(TIMED, speedup=2, arrivals=POISSON).describe(None, None, 0)
     assert (recorded["lengths"], recorded["arrivals"]) == ("trace:timed.csv", "trace")
     assert (recorded["rate_rps"], recorded["speedup"]) == (4.0, 2)
@@ -201,20 +201,20 @@ def test_descriptions_name_what_was_drawn() -> None:
 
 
 @every_workload
-def test_descriptions_are_json(workload: Workload) -> None:
+def test_descriptions_are_json_serializable(workload: Workload) -> None:
     record = workload.describe(2.0, 60.0, 0)
     assert json.loads(json.dumps(record)) == record
 
 
-def test_a_stream_is_read_from_one_text() -> None:
+def test_streams_are_parsed_from_text() -> None:
     stream = parse_stream(BATCH)
     assert (stream.name, stream.share, stream.priority) == ("batch", 0.5, 10)
     assert stream.lengths == parse_lengths("uniform:512-1024,32-128")
     assert stream.arrivals == parse_arrivals("gamma:2")
     short = parse_stream(" share=0.25 , arrivals=burst:5,0.1,20, name=x ,lengths=sharegpt*0.25,0.5")
     assert (short.name, short.lengths.name, short.arrivals.name) == ("x", "sharegpt*0.25,0.5", "burst:5,0.1,20")
-    usual = parse_stream("name=x,lengths=alpaca,share=0.25")
-    assert (usual.arrivals.name, usual.service) == ("poisson", REAL_TIME)
+    default = parse_stream("name=x,lengths=alpaca,share=0.25")
+    assert (default.arrivals.name, default.service) == ("poisson", REAL_TIME)
     offline = synthetic("alpaca", "poisson", ["name=x,lengths=alpaca,share=0.25,class=best-effort"])
     assert {job.kind for job in offline.draw(5.0, 20.0, 0)} == {("default", REAL_TIME), ("x", BEST_EFFORT)}
     with pytest.raises(ConfigError, match="a stream of class best-effort exclude each other"):
@@ -222,7 +222,7 @@ def test_a_stream_is_read_from_one_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("batch", "stream must consist of KEY=VALUE fields, got 'batch'"),
         ("name=b,length=alpaca,share=0.5", "stream: there is no 'length'; did you mean lengths?"),
@@ -237,14 +237,14 @@ def test_a_stream_is_read_from_one_text() -> None:
         ("name=b,lengths=alpaca,share=0.5,class=batch", "class: there is no 'batch'; choose from real-time, best-eff"),
     ],
 )
-def test_what_is_wrong_with_a_stream_is_told(text: str, told: str) -> None:
+def test_errors_of_streams_name_the_field(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_stream(text)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("rate_rps", "duration_s", "limit", "told"),
+    ("rate_rps", "duration_s", "limit", "message"),
     [
         (0.0, 10.0, None, "rate_rps must be a number above 0, got 0.0"),
         (-1.0, 10.0, None, "rate_rps must be a number above 0, got -1.0"),
@@ -258,15 +258,15 @@ def test_what_is_wrong_with_a_stream_is_told(text: str, told: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["two streams", "trace without arrivals"])
-def test_a_draw_out_of_bounds_is_told(
-    name: str, rate_rps: float | None, duration_s: float | None, limit: int | None, told: str
+def test_draw_arguments_out_of_bounds_are_refused(
+    name: str, rate_rps: float | None, duration_s: float | None, limit: int | None, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         WORKLOADS[name].draw(rate_rps, duration_s, 0, limit=limit)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_workload_that_does_not_add_up_is_told() -> None:
+def test_inconsistent_workloads_are_refused() -> None:
     one = Stream("one", parse_lengths("alpaca"), POISSON, 0.5)
     with pytest.raises(ConfigError, match=r"shares of the streams must add up to 1, got 0\.5"):
         Synthetic((one,))

@@ -1,4 +1,4 @@
-"""Closed streams in simulated runs: when their jobs are submitted, which these are, and what records say of them."""
+"""Closed streams in simulated runs: when jobs are submitted, which jobs, and what records say about them."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ def cell(
 
 
 def closed_facts(one: Cell) -> list[RequestFacts]:
-    """Of the closed stream's requests, in the order of their jobs."""
-    whole = Run(one)
-    facts = [fact for shard in range(one.shards) for fact in whole.shard(shard).facts if fact.stream == "be"]
+    """Return the facts of the closed stream's requests in the order of their jobs."""
+    simulated = Run(one)
+    facts = [fact for shard in range(one.shards) for fact in simulated.shard(shard).facts if fact.stream == "be"]
     return sorted(facts, key=lambda fact: (fact.arrival, fact.id))
 
 
-def test_slots_are_saved_only_where_blocks_are_shared_and_kv_is_short() -> None:
+def test_slots_are_checkpointed_only_with_shared_blocks_and_short_kv() -> None:
     def kv(recipe: str, blocks: int) -> dict[str, Any]:
         system = replace(SYSTEM, recipe=recipe, kv_blocks=blocks, host_blocks=3 * blocks)
         found: dict[str, Any] = run(cell(system, rate_rps=8.0))["kv"]
         return found
 
-    shared, roomy, apart = kv("bros", 60), kv("bros", 600), kv("bros[eviction=partial]", 60)
+    shared, large, unshared = kv("bros", 60), kv("bros", 600), kv("bros[eviction=partial]", 60)
     assert min(shared["shared_blocks_mean"], shared["checkpointed_slots"], shared["restores"]) > 0
     slot_bytes = SYSTEM.block_bytes / SYSTEM.block_size
     assert shared["checkpointed_bytes"] == pytest.approx(shared["checkpointed_slots"] * slot_bytes, abs=0.5)
-    for none in (roomy, apart):
-        assert none["shared_blocks_mean"] == none["checkpointed_bytes"] == none["restores"] == 0
-    assert roomy["swapped_out_bytes"] == 0 < apart["swapped_out_bytes"]
+    for without in (large, unshared):
+        assert without["shared_blocks_mean"] == without["checkpointed_bytes"] == without["restores"] == 0
+    assert large["swapped_out_bytes"] == 0 < unshared["swapped_out_bytes"]
 
 
 @every_mode
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS.keys())
-def test_jobs_follow_on_ends_and_so_many_are_in_flight(system: Any, mode: ClosedMode) -> None:
+def test_jobs_are_submitted_when_others_finish(system: Any, mode: ClosedMode) -> None:
     facts = closed_facts(cell(system, mode=mode))
     assert all(fact.is_complete and fact.service is ServiceClass.BEST_EFFORT for fact in facts)
     assert {fact.arrival for fact in facts[:SIZE]} == {0.0}
     assert all(fact.arrival < DURATION_S for fact in facts)
     ends = Counter(fact.ended for fact in facts)
     if mode is REFILL:
-        # Each follows on an end, until the duration is over: so they are as many at all times.
+        # Each finished job is replaced until the duration ends, so the number in flight is constant.
         assert Counter(fact.arrival for fact in facts[SIZE:]) == Counter(
-            {at: count for at, count in ends.items() if at is not None and at < DURATION_S}
+            {time: count for time, count in ends.items() if time is not None and time < DURATION_S}
         )
     else:
         batches = [facts[first : first + SIZE] for first in range(0, len(facts), SIZE)]
@@ -86,7 +86,7 @@ def test_jobs_follow_on_ends_and_so_many_are_in_flight(system: Any, mode: Closed
             assert {fact.arrival for fact in after} == {max(fact.ended or 0.0 for fact in before)}
 
 
-def test_the_job_of_a_number_has_the_same_lengths_whatever_runs_it() -> None:
+def test_the_lengths_of_a_job_depend_on_its_number_and_seed_only() -> None:
     def lengths(one: Cell) -> list[tuple[int, int]]:
         return [(fact.prompt_tokens, fact.output_limit) for fact in sorted(closed_facts(one), key=lambda fact: fact.id)]
 
@@ -103,7 +103,7 @@ def test_the_same_arguments_give_the_same_record(recipe: str, mode: ClosedMode) 
     one = cell(replace(SYSTEM, recipe=recipe), mode=mode)
     record = run(one)
     assert repeatable(run(one)) == repeatable(record)
-    # Steps that are taken together end where a job is submitted.
+    # Batched simulation of steps ends where a job is submitted.
     single = run(one, on_events=lambda events: None)
     assert single["services"]["best-effort"]["requests"] == record["services"]["best-effort"]["requests"]
     assert single["jct_s"]["mean"] == pytest.approx(record["jct_s"]["mean"], rel=1e-4)
@@ -125,9 +125,8 @@ def test_shards_share_the_size_and_the_jobs(monkeypatch: pytest.MonkeyPatch) -> 
         cell(replace(SYSTEM, replicas=7)).check()
 
 
-def test_records_tell_what_either_class_got() -> None:
-    """Real-time requests come first, their latencies are those that objectives count, and what is done of the others
-    within the duration is their throughput."""
+def test_records_report_both_service_classes() -> None:
+    """Real-time requests run first and have objectives; the throughput of the others counts within the duration."""
     system = replace(SYSTEM, recipe="fcfs", max_num_seqs=4)
     slo = Slo(ttft_s=0.4, tpot_s=0.05)
     one = replace(cell(system, mode=REFILL), slo=slo)
@@ -137,28 +136,30 @@ def test_records_tell_what_either_class_got() -> None:
         (ServiceClass.BEST_EFFORT, Target()),
     }
     record = run(one)
-    chat, rest = (record["services"][name] for name in ("real-time", "best-effort"))
+    chat, batch = (record["services"][name] for name in ("real-time", "best-effort"))
     assert record["classes"]["default"] == {"service": "real-time", **chat}
-    assert chat["ttft_s"]["mean"] < 0.2 * rest["ttft_s"]["mean"]
-    met = [fact.ttft(0.0) <= 0.4 for fact in facts if fact.service is ServiceClass.REAL_TIME]
+    assert chat["ttft_s"]["mean"] < 0.2 * batch["ttft_s"]["mean"]
+    attained = [fact.ttft(0.0) <= 0.4 for fact in facts if fact.service is ServiceClass.REAL_TIME]
     assert (
-        record["slo"]["ttft_attained"] == chat["slo"]["ttft_attained"] == pytest.approx(sum(met) / len(met), rel=1e-5)
+        record["slo"]["ttft_attained"]
+        == chat["slo"]["ttft_attained"]
+        == pytest.approx(sum(attained) / len(attained), rel=1e-5)
     )
-    assert rest["slo"]["ttft_attained"] is rest["slo"]["goodput_rps"] is None
+    assert batch["slo"]["ttft_attained"] is batch["slo"]["goodput_rps"] is None
     done = [fact for fact in facts if fact.stream == "be" and (fact.ended or 0.0) <= DURATION_S]
-    assert rest["window"] == {
+    assert batch["window"] == {
         "duration_s": DURATION_S,
         "finished": len(done),
         "throughput_rps": pytest.approx(len(done) / DURATION_S, rel=1e-5),
         "throughput_tps": pytest.approx(sum(fact.output_tokens for fact in done) / DURATION_S, rel=1e-5),
     }
-    # Without classes the stream's jobs queue with the others.
-    blind = run(replace(one, workload=with_closed(WORKLOAD, [replace(STREAM, service=ServiceClass.REAL_TIME)])))
-    assert blind["classes"]["default"]["ttft_s"]["mean"] > 2 * chat["ttft_s"]["mean"]
-    assert "services" not in blind
+    # Without service classes the stream's jobs queue with the others.
+    unclassified = run(replace(one, workload=with_closed(WORKLOAD, [replace(STREAM, service=ServiceClass.REAL_TIME)])))
+    assert unclassified["classes"]["default"]["ttft_s"]["mean"] > 2 * chat["ttft_s"]["mean"]
+    assert "services" not in unclassified
 
 
-def test_a_run_that_is_cut_short_counts_what_is_in_flight() -> None:
+def test_a_run_that_ends_early_counts_requests_in_flight() -> None:
     record = run(cell(mode=REFILL, until_s=8.0))
     counts = record["classes"]["be"]["requests"]
     assert counts["unfinished"] == SIZE
@@ -168,7 +169,7 @@ def test_a_run_that_is_cut_short_counts_what_is_in_flight() -> None:
     assert window["throughput_rps"] == record["classes"]["be"]["throughput_rps"]
 
 
-def test_jobs_without_room_are_counted_and_replaced() -> None:
+def test_jobs_that_do_not_fit_are_rejected_and_replaced() -> None:
     one = cell(replace(SYSTEM, max_model_len=150), mode=REFILL)
     record = run(one)
     counts = record["services"]["best-effort"]["requests"]
@@ -178,7 +179,7 @@ def test_jobs_without_room_are_counted_and_replaced() -> None:
         run(cell(replace(SYSTEM, max_model_len=11)))
 
 
-def test_closed_jobs_need_no_others() -> None:
+def test_a_closed_stream_can_run_alone() -> None:
     alone = cell(rate_rps=1e-6)
     alone.check()
     record = run(alone)
@@ -186,8 +187,8 @@ def test_closed_jobs_need_no_others() -> None:
     assert record["requests"]["finished"] > SIZE
 
 
-def test_the_command_shows_each_stream(tmp_path: Path) -> None:
-    """And takes the lengths of a trace."""
+def test_the_command_reports_each_stream(tmp_path: Path) -> None:
+    """The closed stream takes its lengths from a trace."""
     file = tmp_path / "rows.csv"
     file.write_text("prompt_tokens,output_tokens\n64,8\n32,4\n")
     options = f"simulate --model opt-13b --kv-gib 4 --rates 2 --jobs 1 --trace {file} --slo-ttft 0.4"
@@ -202,7 +203,7 @@ def test_the_command_shows_each_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("be", "closed must consist of KEY=VALUE fields, got 'be'"),
         ("name=be,size=8", "closed needs lengths="),
@@ -218,17 +219,17 @@ def test_the_command_shows_each_stream(tmp_path: Path) -> None:
         ("name=be,lengths=trace:/no/file.csv,size=8", "/no/file.csv: No such file"),
     ],
 )
-def test_what_is_wrong_with_a_closed_stream_is_told(text: str, told: str) -> None:
+def test_errors_of_closed_streams_name_the_field(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_closed(text)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_closed_stream_that_fits_no_workload_is_told() -> None:
+def test_a_closed_stream_that_contradicts_the_workload_is_refused() -> None:
     with pytest.raises(ConfigError, match="'default' is named twice"):
         with_closed(WORKLOAD, [replace(STREAM, name="default")])
     with pytest.raises(ConfigError, match="a closed stream needs duration_s"):
         replace(cell(), extent=Extent(4.0, None, 0, limit=10)).check()
-    for predictor, told in (("column:x", "needs a trace"), ("learned", "and no closed streams")):
-        with pytest.raises(ConfigError, match=told):
+    for predictor, message in (("column:x", "needs a trace"), ("learned", "and no closed streams")):
+        with pytest.raises(ConfigError, match=message):
             cell(replace(SYSTEM, recipe="alise", predictor=predictor)).check()

@@ -1,5 +1,5 @@
-"""Predictors of simulated runs: those made from the truth have the error that they declare, those that learn see what a
-server sees."""
+"""Predictors of simulated runs: those derived from the truth have their declared error, and those that learn see only
+what a server sees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = ("count to five", "tell a long story of the sea")
 def predicted(
     text: str, jobs: Sequence[WorkloadRequest] = JOBS, workload: Workload = SHAREGPT, seed: int = 0
 ) -> list[float]:
-    """The forecast of each job."""
+    """Return the forecast of each job."""
     predictor = parse_predictor(text).make(workload, jobs, seed)
     requests = (Request(number, 0.0, [0], 2048) for number in range(len(jobs)))
     return [predictor.forecast(request).forecast.tokens for request in requests]
@@ -40,19 +40,19 @@ def logs(lengths: Sequence[float]) -> list[float]:
 
 
 def texts(**columns: Column) -> Replay:
-    """A trace of two kinds of requests, which the prompts tell."""
+    """Return a trace of two kinds of requests that differ in their prompts."""
     rows = [TraceRow(0.3 * number, 6, (5, 120)[number % 2], f"{KINDS[number % 2]} {number}") for number in range(120)]
     return Replay(Trace("two kinds", tuple(rows), columns))
 
 
 def prediction(text: str | None, workload: Workload, recipe: str = "alise") -> dict[str, Any]:
-    """The record's field."""
+    """Run the workload and return the record's `prediction`."""
     system = replace(SYSTEM, recipe=recipe, predictor=text)
     found: dict[str, Any] = run(Cell(system, workload, Extent(None, None, 0)))["prediction"]
     return found
 
 
-def test_errors_around_the_truth_are_as_large_as_they_say() -> None:
+def test_predictors_from_the_truth_have_their_declared_error() -> None:
     assert predicted("oracle") == predicted("noise:0") == TRUTH
     assert sorted(predicted("shuffled")) == sorted(TRUTH) != predicted("shuffled") != TRUTH
     assert set(predicted("constant:16")) == {16.0}
@@ -61,14 +61,14 @@ def test_errors_around_the_truth_are_as_large_as_they_say() -> None:
 
 
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.8])
-def test_a_regression_correlates_and_expects_what_comes(rho: float) -> None:
+def test_a_regression_predictor_is_correlated_and_unbiased(rho: float) -> None:
     expected, truth = logs(predicted(f"regress:{rho}")), logs(TRUTH)
     assert correlation(expected, truth) == pytest.approx(rho, abs=0.04)
     slope, _ = linear_regression(expected, truth)
-    assert slope == pytest.approx(1, abs=0.12)  # what is expected is, on average, what comes
+    assert slope == pytest.approx(1, abs=0.12)  # predictions equal the truth on average
 
 
-def test_the_seed_decides_and_nothing_else() -> None:
+def test_predictions_depend_on_the_seed_only() -> None:
     for text in ("noise:0.8", "regress:0.6", "shuffled"):
         assert predicted(text) == predicted(text) != predicted(text, seed=1)
 
@@ -100,7 +100,7 @@ def test_a_column_of_the_trace_is_a_predictor() -> None:
         ("column:", "there is no 'column:'"),
     ],
 )
-def test_what_is_no_predictor_is_named(text: str, message: str) -> None:
+def test_invalid_predictors_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SYSTEM, predictor=text)
 
@@ -109,12 +109,12 @@ def test_forecasters_that_read_prompts_need_texts() -> None:
     cell = replace(CELL, system=replace(SYSTEM, recipe="alise", predictor="learned"))
     with pytest.raises(ConfigError, match="predictor learned reads prompts: it needs a trace with texts"):
         cell.check()
-    silent = Replay(Trace("silent.csv", (TraceRow(0.0, 6, 5),)))
+    textless = Replay(Trace("silent.csv", (TraceRow(0.0, 6, 5),)))
     with pytest.raises(ConfigError, match=r"silent\.csv"):
-        replace(cell, workload=silent).check()
+        replace(cell, workload=textless).check()
 
 
-def test_a_record_says_how_good_forecasts_were() -> None:
+def test_the_record_reports_the_quality_of_forecasts() -> None:
     exact = prediction("oracle", texts())
     assert exact.pop("execution")["r2_decode"] == pytest.approx(1)
     assert exact == {
@@ -128,7 +128,7 @@ def test_a_record_says_how_good_forecasts_were() -> None:
     assert "prediction" not in run(CELL)
 
 
-def test_what_learns_sees_prompts_and_what_ended_before() -> None:
+def test_the_learned_predictor_learns_from_prompts_and_finished_requests() -> None:
     learned, prior = prediction(None, texts()), prediction("prior", texts())
     assert learned["predictor"] == "learned"
     assert set(learned["sources"]) == {"learned"}

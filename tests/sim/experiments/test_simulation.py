@@ -1,4 +1,4 @@
-"""One simulated run: what its record says, and that nothing but its arguments decides it."""
+"""One simulated run: what its record reports, and that it depends on its arguments only."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_the_same_arguments_give_the_same_record(recipe: str) -> None:
     counts = record["requests"]
     assert counts["submitted"] == counts["finished"] == len(cell.jobs())
     assert record["recipe"] == RECIPES[recipe].name
-    # Nothing else takes time: what steps did not do for requests, they waited.
+    # No other work takes time, so a request waits whenever steps do not work for it.
     parts = record["breakdown_s"]
     assert sum(parts.values()) == pytest.approx(record["jct_s"]["mean"], rel=1e-4)
     assert record["settings"]["kv_blocks"] == 300
 
 
-def test_a_record_is_one_that_results_files_take(tmp_path) -> None:
+def test_records_round_trip_through_results_files(tmp_path) -> None:
     file = ResultsFile(tmp_path / "results.json")
     records = [run(replace(CELL, system=replace(SYSTEM, recipe=recipe))) for recipe in ("fcfs", "srpt")]
     for record in records:
@@ -57,29 +57,29 @@ def test_a_record_is_one_that_results_files_take(tmp_path) -> None:
     assert load_results([tmp_path / "results.json"]) == records
 
 
-def test_requests_stop_at_their_length_though_they_asked_for_more() -> None:
+def test_requests_stop_at_their_true_length_below_max_tokens() -> None:
     asked = replace(CELL, system=replace(SYSTEM, max_tokens=500))
     lengths: list[tuple[int, int]] = []
 
-    def note(events: list[Event]) -> None:
+    def collect(events: list[Event]) -> None:
         lengths.extend(
             (len(e.request.output), e.request.max_tokens) for e in events if isinstance(e, Finished) and e.reason
         )
 
-    record = run(asked, on_events=note)
+    record = run(asked, on_events=collect)
     assert sorted(length for length, _ in lengths) == sorted(job.output_tokens for job in CELL.jobs())
-    assert {most for _, most in lengths} == {500}
+    assert {max_tokens for _, max_tokens in lengths} == {500}
     assert record["requests"]["finished"] == len(CELL.jobs())
-    # On-demand recipes do not look at what is asked for; a reservation of the maximum does.
+    # On-demand recipes ignore `max_tokens`; recipes that reserve the maximum do not.
     assert record["jct_s"] == run(CELL)["jct_s"]
     orca = replace(SYSTEM, recipe=SPELLED["orca"])
-    exact, most = (run(replace(CELL, system=replace(orca, max_tokens=tokens))) for tokens in ("exact", 500))
-    assert most["jct_s"]["mean"] > exact["jct_s"]["mean"]
-    assert run(replace(CELL, system=orca))["jct_s"]["mean"] > most["jct_s"]["mean"]
+    exact, fixed = (run(replace(CELL, system=replace(orca, max_tokens=tokens))) for tokens in ("exact", 500))
+    assert fixed["jct_s"]["mean"] > exact["jct_s"]["mean"]
+    assert run(replace(CELL, system=orca))["jct_s"]["mean"] > fixed["jct_s"]["mean"]
 
 
-def test_the_oracle_sees_what_others_do_not() -> None:
-    # With room for few, knowing lengths pays, and what a request asks for does not mislead the oracle.
+def test_the_oracle_recipe_knows_true_lengths() -> None:
+    # With few slots, knowing lengths pays, and `max_tokens` does not mislead the oracle.
     busy = Cell(replace(SYSTEM, max_num_seqs=2, max_tokens=500), WORKLOAD, Extent(12.0, 20.0, 0))
     means = {
         recipe: run(replace(busy, system=replace(busy.system, recipe=recipe)))["jct_s"]["mean"]
@@ -88,7 +88,7 @@ def test_the_oracle_sees_what_others_do_not() -> None:
     assert means["srpt"] < 0.7 * means["fcfs"]
 
 
-def test_requests_that_cannot_fit_are_refused_and_counted() -> None:
+def test_requests_that_cannot_fit_are_rejected_and_counted() -> None:
     record = run(replace(CELL, system=replace(SYSTEM, max_model_len=100)))
     counts = record["requests"]
     long = sum(job.prompt_tokens + job.output_tokens > 100 for job in CELL.jobs())
@@ -96,7 +96,7 @@ def test_requests_that_cannot_fit_are_refused_and_counted() -> None:
     assert counts["finished"] == counts["submitted"] - long
 
 
-def test_a_run_that_is_cut_short_counts_everybody() -> None:
+def test_a_run_that_ends_early_counts_every_request() -> None:
     cut = replace(CELL, extent=replace(CELL.extent, until_s=10.0))
     record = run(cut)
     counts = record["requests"]
@@ -104,33 +104,33 @@ def test_a_run_that_is_cut_short_counts_everybody() -> None:
     assert counts["submitted"] == arrived
     assert counts["unfinished"] > 0
     assert record["duration_s"] == 10.0
-    # One that is not finished is taken to reach its true length now, whatever it asked for.
+    # An unfinished request counts as if it reached its true length now, whatever its `max_tokens`.
     asked = [run(replace(cut, system=replace(SYSTEM, max_tokens=tokens))) for tokens in ("exact", 500)]
     for one in asked:
         assert one["normalized_latency_s"] == record["normalized_latency_s"]
 
 
-def test_rows_of_a_trace_end_by_their_deadlines_and_are_judged_by_their_own_objectives(tmp_path: Path) -> None:
+def test_trace_rows_have_their_own_deadlines_and_objectives(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     lines = ["arrival_s,prompt_tokens,output_tokens,deadline_s,priority,class,ttft_s"]
     lines += ["0,50,100,0.001,,,", "0,50,100,,9,,1e-3", "0,50,100,,1,,60", "0,50,100,,5,best-effort,"]
     file.write_text("\n".join(lines))
     order: list[int] = []
 
-    def note(events: list[Event]) -> None:
+    def collect(events: list[Event]) -> None:
         order.extend(event.request.id for event in events if isinstance(event, Finished))
 
     cell = Cell(replace(SYSTEM, max_num_seqs=1), Replay(read_trace(file)), Extent(None, None, 0), Slo(tpot_s=100.0))
-    record = run(cell, on_events=note)
+    record = run(cell, on_events=collect)
     assert order == [0, 2, 1, 3]
     assert (record["requests"]["finished"], record["requests"]["unfinished"]) == (3, 1)
     assert record["services"]["best-effort"]["requests"]["finished"] == 1
-    # Of the three real-time requests one missed its own TTFT, and another one its deadline.
+    # Of the three real-time requests, one missed its TTFT objective and another its deadline.
     slo = record["slo"]
     assert (slo["ttft_attained"], slo["tpot_attained"], slo["all_attained"]) == (0.666667, 0.666667, 0.333333)
 
 
-def test_objectives_follow_the_light_load() -> None:
+def test_scaled_objectives_are_relative_to_a_light_load() -> None:
     loose, tight = (run(replace(CELL, slo_scale=scale))["slo"] for scale in (100.0, 1.0))
     assert loose["ttft_s"] == pytest.approx(100 * tight["ttft_s"])
     assert loose["all_attained"] > tight["all_attained"]
@@ -139,13 +139,13 @@ def test_objectives_follow_the_light_load() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "predictor"), [("alise", "constant:32"), ("fcfs", None)])
-def test_scaled_objectives_are_of_the_forecast_for_policies_and_of_the_truth_for_records(
+def test_scaled_objectives_use_forecasts_in_policies_and_the_truth_in_records(
     recipe: str, predictor: str | None
 ) -> None:
     system = replace(SYSTEM, recipe=recipe, predictor=predictor, max_num_seqs=4)
-    ended: list[Finished] = []
+    finished: list[Finished] = []
     cell = replace(CELL, system=system, slo=Slo(jct_scale=1.5))
-    record = run(cell, on_events=lambda events: ended.extend(one for one in events if isinstance(one, Finished)))
+    record = run(cell, on_events=lambda events: finished.extend(one for one in events if isinstance(one, Finished)))
     jobs, slo = cell.jobs(), record["slo"]
     prompt = round(fmean(job.prompt_tokens for job in jobs))
     prefill_s = COST.step(StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2))
@@ -154,17 +154,17 @@ def test_scaled_objectives_are_of_the_forecast_for_policies_and_of_the_truth_for
     def bound_s(tokens: int) -> float:
         return 1.5 * (prefill_s + decode_s * tokens)
 
-    told = bound_s(32) if predictor else math.inf
-    (found,) = {one.request.options.target.jct_s for one in ended}
-    assert found == pytest.approx(told)
-    met = sum(one.now - one.request.arrival <= bound_s(len(one.request.output)) for one in ended)
-    assert 0 < met < len(ended) == len(jobs)
-    assert slo["jct_attained"] == slo["all_attained"] == pytest.approx(met / len(jobs), rel=1e-5)
-    assert slo["goodput_rps"] == pytest.approx(met / record["duration_s"], rel=1e-4)
+    expected = bound_s(32) if predictor else math.inf
+    (found,) = {one.request.options.target.jct_s for one in finished}
+    assert found == pytest.approx(expected)
+    attained = sum(one.now - one.request.arrival <= bound_s(len(one.request.output)) for one in finished)
+    assert 0 < attained < len(finished) == len(jobs)
+    assert slo["jct_attained"] == slo["all_attained"] == pytest.approx(attained / len(jobs), rel=1e-5)
+    assert slo["goodput_rps"] == pytest.approx(attained / record["duration_s"], rel=1e-4)
     assert (slo["jct_s"], slo["jct_scale"]) == (None, 1.5)
 
 
-def test_classes_are_told_apart_and_priorities_count() -> None:
+def test_service_classes_are_reported_separately_and_prioritized() -> None:
     classes = run(
         Cell(replace(SYSTEM, max_num_seqs=2), with_best_effort(WORKLOAD, 0.5), Extent(12.0, 20.0, 0)),
     )["classes"]
@@ -185,7 +185,7 @@ def test_replicas_share_the_load() -> None:
 @pytest.mark.parametrize("until_s", [math.inf, 9.0])
 @pytest.mark.parametrize("recipe", ["fcfs", "alise"])
 def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, recipe: str, until_s: float) -> None:
-    """Also where the number of shards does not divide that of the replicas, and some requests are refused."""
+    """The number of shards does not divide that of the replicas, and some requests are rejected."""
     system = replace(
         SYSTEM, recipe=SPELLED[recipe], replicas=7, max_num_seqs=3, max_model_len=230, predictor="noise:0.5"
     )
@@ -201,8 +201,8 @@ def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, re
     assert 0 < shares[-1] <= 1
 
 
-def test_a_rule_chooses_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it loses by that is little where a shard has many replicas; here there are four."""
+def test_dispatch_rules_choose_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is small if a shard has many replicas; here there are four."""
     system = replace(SYSTEM, replicas=12, max_num_seqs=4, dispatch="least-work")
     cell = Cell(system, WORKLOAD, Extent(100.0, 6.0, 0))
     whole = run(cell)
@@ -214,42 +214,42 @@ def test_a_rule_chooses_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts["jct_s"]["mean"] == pytest.approx(whole["jct_s"]["mean"], rel=0.1)
 
 
-def near(value: Any) -> Any:
-    """The value with numbers that may differ in the last digits that a record keeps."""
+def approximate(value: Any) -> Any:
+    """Return the value with numbers replaced by approximations to the digits that a record keeps."""
     if isinstance(value, dict):
-        return {name: near(part) for name, part in value.items()}
+        return {name: approximate(part) for name, part in value.items()}
     return pytest.approx(value, rel=1e-5, abs=1e-9) if isinstance(value, list | float) else value
 
 
 @pytest.mark.parametrize("until_s", [math.inf, 11.0])
 @pytest.mark.parametrize("rate_rps", [2.0, 10.0, 30.0])
 @pytest.mark.parametrize("recipe", ["econoserve", "fcfs", "orca", "sarathi"])
-def test_steps_taken_together_give_the_record_of_single_ones(
+def test_batched_simulation_of_steps_gives_the_record_of_single_steps(
     monkeypatch: pytest.MonkeyPatch, recipe: str, rate_rps: float, until_s: float
 ) -> None:
-    """At light load, where most are, with some evictions, and at overload."""
+    """The rates are a light load, where most steps are batched, one with some evictions, and overload."""
     single = run(cramped(recipe, rate_rps, until_s), on_events=lambda events: None)
-    together: list[int] = []
+    batched: list[int] = []
     decode = EngineCore.decode
 
     def watched(core: EngineCore, since: float, ends: Sequence[float]) -> None:
         decode(core, since, ends)
         core.kv.check()
-        together.append(len(ends))
+        batched.append(len(ends))
 
     monkeypatch.setattr(EngineCore, "decode", watched)
-    assert repeatable(run(cramped(recipe, rate_rps, until_s))) == near(repeatable(single))
-    assert rate_rps > 2.0 or sum(together) > 0.3 * single["steps"]
+    assert repeatable(run(cramped(recipe, rate_rps, until_s))) == approximate(repeatable(single))
+    assert rate_rps > 2.0 or sum(batched) > 0.3 * single["steps"]
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_no_recipe_notices_that_steps_are_taken_together(recipe: str) -> None:
+def test_batched_simulation_of_steps_changes_no_recipe(recipe: str) -> None:
     cell = cramped(recipe, 10.0, math.inf)
-    assert repeatable(run(cell)) == near(repeatable(run(cell, on_events=lambda events: None)))
+    assert repeatable(run(cell)) == approximate(repeatable(run(cell, on_events=lambda events: None)))
 
 
 def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
-    """A run in which KV is short at the higher rates."""
+    """Return a run in which KV is short at the higher rates."""
     system = replace(
         SYSTEM,
         recipe=SPELLED[recipe],
@@ -263,13 +263,13 @@ def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
 
 
 def test_pipeline_stages_overlap() -> None:
-    # Two stages hold two batches of two: more gets done than by one device with batches of two.
+    # Two stages hold two batches of two and serve more than one device with batches of two.
     busy = Cell(replace(SYSTEM, max_num_seqs=2), WORKLOAD, Extent(12.0, 20.0, 0))
     piped = replace(busy, system=replace(busy.system, stages=2))
     assert run(piped)["throughput_rps"] > 1.5 * run(busy)["throughput_rps"]
 
 
-def test_decisions_may_cost_time() -> None:
+def test_scheduling_time_is_part_of_the_record() -> None:
     slow = run(replace(CELL, system=replace(SYSTEM, decision_s=0.005)))
     assert slow["breakdown_s"]["scheduling"] > 0
     assert run(CELL)["breakdown_s"]["scheduling"] == 0
@@ -277,7 +277,7 @@ def test_decisions_may_cost_time() -> None:
     assert sum(parts.values()) == pytest.approx(slow["jct_s"]["mean"], rel=1e-4)
 
 
-def test_a_trace_is_played_as_it_is(tmp_path) -> None:
+def test_a_trace_is_replayed_with_scaled_rate(tmp_path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens\n5,10,3\n6,20,1\n7.5,30,2\n")
     record = run(Cell(SYSTEM, Replay(read_trace(path), 2.0), Extent(None, None, 0)))
@@ -301,7 +301,7 @@ def test_a_trace_is_played_as_it_is(tmp_path) -> None:
         ("recipe", "lifo"),
     ],
 )
-def test_settings_out_of_bounds_are_named(field: str, value: object) -> None:
+def test_errors_name_the_setting_out_of_bounds(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
         replace(SYSTEM, **{field: value})
 
@@ -311,20 +311,20 @@ def test_a_run_without_requests_is_refused() -> None:
         Cell(SYSTEM, WORKLOAD, Extent(0.001, 1.0, 0)).check()
 
 
-# -- the host pool and the objective ----------------------------------------------------------------------------------
+# -- the CPU tier and the objective -----------------------------------------------------------------------------------
 
 GIB = 1 << 30
 
 
 def settings_of(machine: Machine, **settings: Any) -> dict[str, Any]:
-    """What the record of a system on this machine says."""
+    """Return the settings that the record of a system on this machine reports."""
     (system,) = machine.systems("fastserve", **settings)
     return system.describe()
 
 
-def test_the_record_tells_the_host_pool() -> None:
-    told = replace(SYSTEM, host_blocks=250, block_bytes=GIB // 100).describe()
-    assert (told["host_blocks"], told["swap_gib"]) == (250, 2.5)
+def test_the_record_reports_the_size_of_the_cpu_tier() -> None:
+    described = replace(SYSTEM, host_blocks=250, block_bytes=GIB // 100).describe()
+    assert (described["host_blocks"], described["swap_gib"]) == (250, 2.5)
     assert run(CELL)["settings"]["host_blocks"] == 0
 
 
@@ -340,24 +340,24 @@ def test_the_record_tells_the_host_pool() -> None:
         ("a100-40gb:tp8pp2", 16 * 72),
     ],
 )
-def test_a_host_pool_is_half_of_the_rams_share(hardware: str, gib: int) -> None:
-    told = settings_of(Machine(hardware=hardware, model="opt-13b", kv_gib=1.0))
-    # A block of 16 tokens of OPT-13B: 4 x 40 layers x 5120 bytes each.
+def test_the_default_cpu_tier_is_half_of_the_ram_per_gpu(hardware: str, gib: int) -> None:
+    described = settings_of(Machine(hardware=hardware, model="opt-13b", kv_gib=1.0))
+    # A block has 16 tokens of OPT-13B, with 4 x 40 layers x 5120 bytes each.
     block_bytes = 16 * 4 * 40 * 5120
-    assert told["host_blocks"] == gib * GIB // block_bytes
-    assert told["swap_gib"] == pytest.approx(gib, abs=block_bytes / GIB)
+    assert described["host_blocks"] == gib * GIB // block_bytes
+    assert described["swap_gib"] == pytest.approx(gib, abs=block_bytes / GIB)
 
 
-def test_a_host_pool_is_as_large_as_asked_for() -> None:
-    told = [settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=gib)) for gib in (0, 8.0)]
-    assert [one["host_blocks"] for one in told] == [0, 8 * GIB // (16 * 4 * 40 * 5120)]
+def test_the_cpu_tier_has_the_requested_size() -> None:
+    described = [settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=gib)) for gib in (0, 8.0)]
+    assert [one["host_blocks"] for one in described] == [0, 8 * GIB // (16 * 4 * 40 * 5120)]
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=r"swap_gib must be in \[0, 1e\+06\], got"):
             settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=wrong))
 
 
 @pytest.mark.parametrize(("block_size", "ratio"), [(16, 0.625), (32, 0.5625)])
-def test_kv_of_8_bits_takes_less_of_the_host_pool_and_of_the_link(block_size: int, ratio: float) -> None:
+def test_int8_kv_takes_less_of_the_cpu_tier_and_the_link(block_size: int, ratio: float) -> None:
     machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4, swap_gib=8, block_size=block_size)
     (plain,), (small,) = (
         replace(machine, swap_dtype=name).systems("fastserve", max_num_seqs=24) for name in ("auto", "int8")
@@ -371,7 +371,7 @@ def test_kv_of_8_bits_takes_less_of_the_host_pool_and_of_the_link(block_size: in
     assert records[0]["settings"]["swap_gib"] == pytest.approx(8, abs=0.02)
 
 
-def test_kv_of_8_bits_needs_a_host_pool() -> None:
+def test_int8_kv_needs_a_cpu_tier() -> None:
     for settings, text in (
         ({"swap_gib": 0.0}, "swap_gib must be above 0, got 0"),
         ({"swap_gib": 1e-6}, "host_blocks must be above 0, got 0"),
@@ -380,7 +380,7 @@ def test_kv_of_8_bits_needs_a_host_pool() -> None:
             settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_dtype="int8", **settings))
 
 
-def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -> None:
+def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) -> None:
     profile = Profile(
         key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "torch", "torch", 1, 1, "0.1.0"),
         cost=LinearCost(1e-3, 2e-5),
@@ -402,27 +402,27 @@ def test_the_host_pool_of_a_profile_is_as_large_as_its_kv_pool(tmp_path: Path) -
     )
     path = tmp_path / "profile.json"
     write_profile(profile, path)
-    told = settings_of(Machine(hardware=str(path), kv_gib=0.5))
-    assert told["host_blocks"] == told["kv_blocks"] == GIB // 2 // 65536
-    told = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_gib=0.25))
-    assert told["host_blocks"] == told["kv_blocks"] // 2
+    described = settings_of(Machine(hardware=str(path), kv_gib=0.5))
+    assert described["host_blocks"] == described["kv_blocks"] == GIB // 2 // 65536
+    described = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_gib=0.25))
+    assert described["host_blocks"] == described["kv_blocks"] // 2
     with pytest.raises(ConfigError, match="was measured with swap_dtype auto, not int8"):
         settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
     write_profile(replace(profile, key=replace(profile.key, swap_dtype="int8"), host_bytes_per_block=32768), path)
-    told = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
-    assert told["host_blocks"] == 2 * told["kv_blocks"]
+    described = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
+    assert described["host_blocks"] == 2 * described["kv_blocks"]
     with pytest.raises(ConfigError, match=r"kv_gib must be in \(0,"):
         settings_of(Machine(hardware=str(path), kv_gib=float("inf")))
 
 
-def test_the_threshold_of_starvation_follows_the_objective_unless_it_is_set() -> None:
+def test_the_starvation_threshold_follows_the_objective_unless_it_is_set() -> None:
     machine = Machine(hardware="a100-40gb", model="opt-13b")
     assert settings_of(machine)["starvation_s"] == SYSTEM.describe()["starvation_s"] == 30.0
     assert settings_of(machine, slo_s=1.5)["starvation_s"] == 150.0
     assert settings_of(machine, slo_s=1.5, recipe_params={"starvation_s": 4.0})["starvation_s"] == 4.0
 
 
-def test_recipes_take_the_parameters_that_they_have_and_records_tell_them() -> None:
+def test_recipes_use_their_parameters_and_records_report_them() -> None:
     machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4)
     given = {"starvation_s": 4.0, "chunk_tokens": 64}
     first, second = machine.systems("sarathi,fastserve", recipe_params=given)

@@ -1,4 +1,4 @@
-"""Records of runs in which some replicas only compute prompts."""
+"""Records of disaggregated runs, in which some replicas only prefill."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from skipjoin.sim.experiments.simulation import Cell, Extent, run
 from skipjoin.workload.workload import synthetic
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
 
-# Requests of 62.5 bytes of KV per token: a mean prompt of 104 tokens takes 52 ms.
+# Requests have 62.5 bytes of KV per token: a mean prompt of 104 tokens takes 52 ms.
 SPLIT = replace(SYSTEM, replicas=4, prefill_replicas=2, host_blocks=300, network_gbps=0.001)
 BYTES_PER_S = 125e3
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "sarathi", "alise", "econoserve"])
-def test_a_split_computes_each_prompt_once_and_sends_it_over_the_link(recipe: str) -> None:
+def test_each_prompt_is_computed_once_and_sent_over_the_link(recipe: str) -> None:
     cell = replace(CELL, system=replace(SPLIT, recipe=recipe))
     record, jobs = run(cell), cell.jobs()
     prompts = sum(job.prompt_tokens for job in jobs)
@@ -33,19 +33,19 @@ def test_a_split_computes_each_prompt_once_and_sends_it_over_the_link(recipe: st
     assert transfer["bytes"] == pytest.approx(62.5 * prompts, abs=1)
     assert transfer["seconds_mean"] * len(jobs) == pytest.approx(transfer["bytes"] / BYTES_PER_S, rel=0.01)
     assert repeatable(run(cell)) == repeatable(record)
-    # One story of each request: all of its time is told, on either replica and in between.
+    # The times on both replicas and on the network add up to the latency of a request.
     breakdown, mean = record["breakdown_s"], record["jct_s"]["mean"]
     assert sum(breakdown.values()) == pytest.approx(mean, rel=1e-4)
     assert sum(record["wait_s"].values()) + breakdown["execution"] == pytest.approx(mean, rel=1e-3)
     assert record["wait_s"]["kv_in_transit"] >= transfer["seconds_mean"] * (1 - 1e-4)
-    # The first token comes from the prefill replica: the network is in the time of the others.
+    # The first token comes from the prefill replica, so the network delays only the others.
     fast = run(replace(cell, system=replace(cell.system, network_gbps=100.0)))
     assert record["ttft_s"] == pytest.approx(fast["ttft_s"], rel=0.05)
     assert record["tpot_s"]["mean"] > fast["tpot_s"]["mean"]
 
 
-def test_a_split_run_that_is_cut_short_counts_every_request() -> None:
-    # Over this link hardly anything gets through.
+def test_a_split_run_that_ends_early_counts_every_request() -> None:
+    # This link is so slow that few requests get through.
     cell = replace(CELL, system=replace(SPLIT, network_gbps=1e-5), extent=replace(CELL.extent, until_s=10.0))
     record = run(cell)
     counts = record["requests"]
@@ -56,19 +56,19 @@ def test_a_split_run_that_is_cut_short_counts_every_request() -> None:
     assert waits + record["breakdown_s"]["execution"] == pytest.approx(record["jct_s"]["mean"], rel=0.02)
 
 
-def test_steps_of_decode_replicas_that_are_taken_together_change_no_figure() -> None:
-    # Decode replicas are short of KV, so that requests wait for it and are swapped.
+def test_batched_simulation_of_decode_steps_changes_no_figure() -> None:
+    # Decode replicas are short of KV, so requests wait for it and are swapped.
     system = replace(SPLIT, recipe="fcfs", kv_blocks=40, prefill=replace(SYSTEM, kv_blocks=100))
     cell = Cell(system, WORKLOAD, Extent(16.0, 20.0, 3))
-    together, single = run(cell), run(cell, on_events=lambda events: None)
-    assert together["roles"]["decode"]["kv"]["preemptions"]["swap"] > 0
+    batched, single = run(cell), run(cell, on_events=lambda events: None)
+    assert batched["roles"]["decode"]["kv"]["preemptions"]["swap"] > 0
     for name in ("requests", "transfer", "wait_s", "jct_s", "ttft_s", "tpot_s", "steps", "batch_mean"):
-        assert together[name] == pytest.approx(single[name], rel=1e-4), name
-    for role, part in together["roles"].items():
+        assert batched[name] == pytest.approx(single[name], rel=1e-4), name
+    for role, part in batched["roles"].items():
         assert part["kv"]["used_mean"] == pytest.approx(single["roles"][role]["kv"]["used_mean"], rel=1e-4)
 
 
-def test_large_splits_are_simulated_in_shards_with_replicas_of_either_kind() -> None:
+def test_shards_of_large_splits_have_replicas_of_both_roles() -> None:
     system = replace(SPLIT, recipe="fcfs", replicas=100, prefill_replicas=30, network_gbps=None)
     cell = Cell(system, WORKLOAD, Extent(200.0, 1.0, 3))
     record = run(cell)
@@ -81,7 +81,7 @@ def test_large_splits_are_simulated_in_shards_with_replicas_of_either_kind() -> 
     assert record["transfer"]["requests"] == len(cell.jobs())
 
 
-def test_requests_of_one_token_stay_where_they_are() -> None:
+def test_requests_of_one_token_are_not_transferred() -> None:
     record = run(Cell(SPLIT, synthetic("uniform:8-200,1-1", "poisson"), CELL.extent))
     assert record["requests"]["finished"] == record["requests"]["submitted"]
     assert record["transfer"]["requests"] == record["roles"]["decode"]["steps"] == 0
@@ -93,7 +93,7 @@ def test_forecasts_are_made_once_and_learn_from_whole_outputs() -> None:
     assert record["prediction"]["r_log"] == 1
 
 
-def test_prefill_replicas_may_be_other_machines() -> None:
+def test_prefill_replicas_may_have_other_hardware() -> None:
     machine = Machine(model="opt-13b", kv_gib=4)
     settings: dict[str, Any] = {"replicas": 2, "prefill_replicas": 1}
     (same,), (other,) = (
@@ -119,12 +119,12 @@ def test_prefill_replicas_may_be_other_machines() -> None:
         ({"prefill": replace(SYSTEM, block_size=32)}, "prefill_hardware must have the KV blocks of hardware"),
     ],
 )
-def test_a_split_that_makes_no_sense_is_refused(settings: dict[str, Any], error: str) -> None:
+def test_invalid_splits_are_refused(settings: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         replace(SPLIT, **settings)
 
 
-def test_the_command_shows_either_kind_of_replica() -> None:
+def test_the_command_reports_both_roles() -> None:
     options = "simulate --model opt-13b --kv-gib 4 --recipes fcfs --rates 2 --duration 5 --jobs 1 --replicas 3"
     shown = CliRunner().invoke(app, [*options.split(), "--prefill-replicas", "1", "--prefill-hardware", "h100-80gb"])
     assert shown.exit_code == 0, shown.output
@@ -139,7 +139,7 @@ def test_the_command_shows_either_kind_of_replica() -> None:
         assert error in refused.output
 
 
-def test_a_prompt_that_prefill_replicas_cannot_hold_is_refused() -> None:
+def test_prompts_that_do_not_fit_a_prefill_replica_are_rejected() -> None:
     record = run(replace(CELL, system=replace(SPLIT, prefill=replace(SYSTEM, kv_blocks=6))))
     long = sum(job.prompt_tokens >= 96 for job in CELL.jobs())
     assert 0 < record["requests"]["rejected"] == long

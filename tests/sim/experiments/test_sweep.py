@@ -1,4 +1,4 @@
-"""Sweeps in parallel processes, searches, and the command around them."""
+"""Sweeps in parallel processes, searches, and the `simulate` command."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SKIPJOIN = str(Path(sys.executable).parent / "skipjoin")
 SMALL = ["--model", "opt-13b", "--kv-gib", "11", "--lengths", "uniform:8-64,4-16", "--duration", "20", "--jobs", "2"]
 
 
-class Keep:
-    """Keeps what it is told."""
+class Collector:
+    """Collects the cells and records of a sweep."""
 
     def __init__(self) -> None:
         self.cells: dict[int, Cell] = {}
@@ -48,85 +48,88 @@ class Keep:
         self.records[number] = record
 
 
-def test_processes_change_nothing() -> None:
+def test_parallel_processes_give_the_same_records() -> None:
     cells = [replace(CELL, extent=replace(CELL.extent, seed=seed)) for seed in range(5)]
-    keep = Keep()
-    sweep([Grid(cells)], 2, keep)
-    assert [repeatable(keep.records[number]) for number in range(5)] == [repeatable(run(cell)) for cell in cells]
+    collected = Collector()
+    sweep([Grid(cells)], 2, collected)
+    assert [repeatable(collected.records[number]) for number in range(5)] == [repeatable(run(cell)) for cell in cells]
 
 
-def test_shards_in_processes_change_nothing() -> None:
+def test_shards_in_processes_give_the_same_records() -> None:
     cell = Cell(replace(SYSTEM, replicas=130, recipe="alise"), WORKLOAD, Extent(300.0, 3.0, 0))
     assert cell.shards == 3
-    keep = Keep()
-    sweep([Grid([cell, CELL])], 2, keep)
-    assert [repeatable(keep.records[number]) for number in (0, 1)] == [repeatable(run(cell)), repeatable(run(CELL))]
+    collected = Collector()
+    sweep([Grid([cell, CELL])], 2, collected)
+    assert [repeatable(collected.records[number]) for number in (0, 1)] == [
+        repeatable(run(cell)),
+        repeatable(run(CELL)),
+    ]
 
 
 def test_a_search_brackets_the_bound() -> None:
     bound = parse_bound("ttft_s.mean<=0.5")
     search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 10.0, seed)) for seed in (0, 1)], bound)
-    todo, means = list(search.first()), {}
-    while todo:
-        rate = todo[0].extent.rate_rps
-        assert {cell.extent.rate_rps for cell in todo} == {rate}
-        records = [run(cell) for cell in todo]
+    cells, means = list(search.first()), {}
+    while cells:
+        rate = cells[0].extent.rate_rps
+        assert {cell.extent.rate_rps for cell in cells} == {rate}
+        records = [run(cell) for cell in cells]
         means[rate] = sum(map(bound.value, records)) / len(records)
-        todo = [more for cell, record in zip(todo, records, strict=True) for more in search.then(cell, record)]
+        cells = [more for cell, record in zip(cells, records, strict=True) for more in search.then(cell, record)]
     holds = max(rate for rate, mean in means.items() if mean <= 0.5)
     breaks = min(rate for rate, mean in means.items() if mean > 0.5)
     assert holds < breaks <= 1.02 * holds
     assert len(means) < 20
 
 
-def test_a_search_gives_up_where_the_bound_means_nothing() -> None:
+def test_a_search_ends_for_bounds_that_always_or_never_hold() -> None:
     record = run(CELL)
     for text in ("ttft_s.mean<=1e9", "ttft_s.mean<=-1"):
         search = RateSearch([CELL], parse_bound(text))
-        steps, todo = 0, list(search.first())
-        while todo:
-            todo = search.then(todo[0], record)
+        steps, cells = 0, list(search.first())
+        while cells:
+            cells = search.then(cells[0], record)
             steps += 1
         assert steps < 40
 
 
-def test_a_search_ends_where_no_request_arrives_any_more() -> None:
+def test_a_search_ends_at_rates_without_requests() -> None:
     cell = Cell(SYSTEM, WORKLOAD, Extent(1.0, 20.0, 0))
     search = RateSearch([cell], parse_bound("normalized_latency_s.mean<=1e-9"))
-    todo, least = list(search.first()), 1.0
-    while todo:
-        least = todo[0].extent.rate_rps or 0.0
-        todo = search.then(todo[0], run(todo[0]))
-    assert 0.01 < least < 0.5
+    cells, lowest = list(search.first()), 1.0
+    while cells:
+        lowest = cells[0].extent.rate_rps or 0.0
+        cells = search.then(cells[0], run(cells[0]))
+    assert 0.01 < lowest < 0.5
 
 
 @given(
-    least=st.integers(1, 20_000), start=st.integers(1, 300), requests=st.integers(1, 20_000), seeds=st.integers(1, 2)
+    needed=st.integers(1, 20_000), start=st.integers(1, 300), requests=st.integers(1, 20_000), seeds=st.integers(1, 2)
 )
-def test_a_search_finds_the_fewest_replicas(least: int, start: int, requests: int, seeds: int) -> None:
-    """Where the bound holds from `least` replicas on, whatever it starts from; more than requests are never tried."""
+def test_a_search_finds_the_fewest_replicas(needed: int, start: int, requests: int, seeds: int) -> None:
+    """The bound holds from `needed` replicas on. The search never tries more replicas than there are requests."""
     start = min(start, requests)
     extents = [Extent(None, None, seed, limit=requests) for seed in range(seeds)]
-    cells = [Cell(replace(SYSTEM, replicas=start), Fixed(requests), extent) for extent in extents]
-    search, tried = ReplicaSearch(cells, parse_bound("slo.goodput_rps>=1")), dict[int, bool]()
-    todo = list(search.first())
-    while todo:
-        (replicas,) = {cell.system.replicas for cell in todo}
+    grid = [Cell(replace(SYSTEM, replicas=start), Fixed(requests), extent) for extent in extents]
+    search, tried = ReplicaSearch(grid, parse_bound("slo.goodput_rps>=1")), dict[int, bool]()
+    cells = list(search.first())
+    while cells:
+        (replicas,) = {cell.system.replicas for cell in cells}
         assert replicas not in tried
-        tried[replicas] = replicas >= least
-        record = {"slo": {"goodput_rps": replicas / least}}
-        todo = [more for cell in todo for more in search.then(cell, record)]
+        tried[replicas] = replicas >= needed
+        record = {"slo": {"goodput_rps": replicas / needed}}
+        cells = [more for cell in cells for more in search.then(cell, record)]
     assert max(tried) <= min(max(start, requests), 10_000)
     assert len(tried) < 20
-    if least > min(requests, 10_000):
+    if needed > min(requests, 10_000):
         assert not any(tried.values())
     else:
         found = min(replicas for replicas, holds in tried.items() if holds)
-        assert found - least <= max(0, 0.01 * found)
+        assert found - needed <= max(0, 0.01 * found)
 
 
 class Fixed:
-    """A workload of so many requests, none of which is looked at."""
+    """A workload of `requests` requests without content."""
 
     best_effort = None
     closed = ()
@@ -146,7 +149,7 @@ def simulate(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_the_command_writes_the_same_records_twice(tmp_path: Path) -> None:
+def test_the_command_is_deterministic(tmp_path: Path) -> None:
     written = []
     for name in ("a.json", "b.json"):
         out = tmp_path / name
@@ -191,8 +194,8 @@ def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
     assert {"ph", "name"} <= set(json.loads(path.read_text())[0])
 
 
-def test_a_single_run_tells_each_request_and_why_some_were_rejected(tmp_path: Path) -> None:
-    """The options have the names and units that they have for a server."""
+def test_a_single_run_records_each_request_and_reasons_of_rejection(tmp_path: Path) -> None:
+    """The options have the same names and units as the server's."""
     trace, file = tmp_path / "trace.csv", tmp_path / "requests.jsonl"
     trace.write_text("arrival_s,prompt_tokens,output_tokens,deadline_s\n0,50,4,\n1,5000,4,\n2,50,400,0.1\n")
     command = f"simulate --model opt-13b --kv-cache-gib 4 --slo-ttft-ms 2000 --trace {trace} --record-requests {file}"
@@ -212,8 +215,8 @@ def test_a_single_run_tells_each_request_and_why_some_were_rejected(tmp_path: Pa
     assert f"{file} exists; name another file" in again.stderr
 
 
-def test_a_sweep_tells_each_request_of_all_runs_in_their_order(tmp_path: Path) -> None:
-    """Also of runs in several shards."""
+def test_a_sweep_records_the_requests_of_all_runs_in_order(tmp_path: Path) -> None:
+    """The runs have several shards."""
     file, out = tmp_path / "requests.jsonl", tmp_path / "out.json"
     options = ["--recipes", "fcfs", "--rates", "4,1", "--replicas", "65", "--out", str(out)]
     done = simulate(*SMALL, *options, "--record-requests", str(file))
@@ -225,7 +228,7 @@ def test_a_sweep_tells_each_request_of_all_runs_in_their_order(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ("--rates 1,2 --timeline x.json", "--timeline is for a single run"),
         ("--rates 1 --slo-ttft 1 --slo-ttft-ms 2", "--slo-ttft and --slo-ttft-ms are the same: give one of them"),
@@ -260,17 +263,17 @@ def test_a_sweep_tells_each_request_of_all_runs_in_their_order(tmp_path: Path) -
         ("--rates 1 --out missing/out.json", "missing"),
     ],
 )
-def test_bad_input_is_one_line_that_names_it(options: str, told: str) -> None:
+def test_invalid_options_give_a_one_line_error(options: str, message: str) -> None:
     done = CliRunner().invoke(
         app, ["simulate", "--kv-gib", "11", "--model", "opt-13b", "--duration", "20", *options.split()]
     )
     assert done.exit_code == 2
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_is_told_to_end_keeps_what_is_finished_and_leaves_no_process(tmp_path: Path, number: int) -> None:
+def test_a_signal_keeps_finished_records_and_leaves_no_process(tmp_path: Path, number: int) -> None:
     out = tmp_path / "out.json"
     seeds = ",".join(map(str, range(200)))
     command = [SKIPJOIN, "simulate", *SMALL, "--rates", "40", "--seeds", seeds]
@@ -290,4 +293,5 @@ def test_who_is_told_to_end_keeps_what_is_finished_and_leaves_no_process(tmp_pat
     assert 1 <= len(load_results([out])) < 200
     assert children
     _, alive = psutil.wait_procs(children, timeout=10)
-    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)  # where no init process takes its end note
+    # Without an init process that reaps them, the children remain as zombies.
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)

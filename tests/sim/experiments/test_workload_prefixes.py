@@ -1,4 +1,4 @@
-"""Prompts that have parts in common: what a simulated run finds of them, and what its record says."""
+"""Prompts with common prefixes: the hits of a simulated run and what its record reports."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from skipjoin.workload.workload import Replay, parse_closed, synthetic, with_clo
 from support.simulated import CELL, SYSTEM, repeatable
 
 LARGE = replace(SYSTEM, recipe="fcfs", kv_blocks=100_000, max_num_batched_tokens=4096)
-# Conversations of which each turn has the one before in front, and requests that have nothing in common.
+# Conversations in which each turn has the previous one as its prefix, and requests without common prefixes.
 SHARED = synthetic("uniform:8-200,4-64", "poisson", ["name=alone,lengths=fixed:64,16,share=0.3"], "128:3")
 
 
 def replay(prompts: Sequence[tuple[int, tuple[int, ...]]], part: int = 32, every_s: float = 5.0) -> Replay:
-    """A trace of prompts, each with its tokens and the names of its parts, so far from each other that each is over
-    before the next one comes."""
+    """Return a trace of prompts, each with its tokens and the names of its parts.
+
+    Arrivals are so far apart that each request finishes before the next one arrives.
+    """
     rows = (
-        TraceRow(every_s * at, *one, parts=PromptParts(names, part))
-        for at, (*one, names) in enumerate((tokens, 5, names) for tokens, names in prompts)
+        TraceRow(every_s * number, *one, parts=PromptParts(names, part))
+        for number, (*one, names) in enumerate((tokens, 5, names) for tokens, names in prompts)
     )
     return Replay(Trace("named", tuple(rows)))
 
 
-def test_full_blocks_before_the_last_token_are_found() -> None:
+def test_prefix_hits_are_full_blocks_before_the_last_token() -> None:
     workload = replay([(70, (1, 2)), (70, (1, 2)), (64, (1, 2)), (70, (1, 3)), (70, (4, 5)), (200, (1, 2, 6, 7, 8, 9))])
     record = run(Cell(LARGE, workload, Extent(None, None, 0)))
-    # Of the third prompt the last block is computed, as one token always is.
+    # The last block of the third prompt is computed, because at least one token must be.
     hits = 64 + 48 + 32 + 64
     assert record["prefix"] == {
         "queried_tokens": 544,
@@ -53,12 +55,12 @@ def test_full_blocks_before_the_last_token_are_found() -> None:
     assert record["ttft_s"]["mean"] < cold["ttft_s"]["mean"]
 
 
-def test_a_workload_without_names_looks_for_nothing() -> None:
+def test_a_workload_without_prefixes_has_no_prefix_record() -> None:
     assert "prefix" not in run(CELL)
 
 
 @pytest.mark.parametrize("recipe", ["bros", "econoserve", "fastserve[eviction=recompute]", "sarathi"])
-def test_caching_saves_time_and_the_same_seed_gives_the_same_record(recipe: str) -> None:
+def test_prefix_caching_is_deterministic_and_has_hits(recipe: str) -> None:
     system = replace(SYSTEM, recipe=recipe, kv_blocks=120, host_blocks=60)
     workload = with_closed(
         SHARED, [parse_closed("name=be,lengths=fixed:30,40,size=4,mode=refill,class=best-effort,prefix=64:2")]
@@ -73,7 +75,7 @@ def test_caching_saves_time_and_the_same_seed_gives_the_same_record(recipe: str)
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "econoserve", "fastserve"])
-def test_prefill_replicas_find_prefixes_and_decode_replicas_take_all(recipe: str) -> None:
+def test_prefill_replicas_use_prefixes_and_decode_replicas_receive_whole_prompts(recipe: str) -> None:
     split = replace(SYSTEM, recipe=recipe, replicas=2, prefill_replicas=1, host_blocks=300)
     cell = Cell(split, SHARED, Extent(8.0, 8.0, 0))
     record = run(cell)
@@ -85,7 +87,7 @@ def test_prefill_replicas_find_prefixes_and_decode_replicas_take_all(recipe: str
     assert (roles["prefill"]["prompt_tokens"], roles["decode"]["prompt_tokens"]) == (computed, 0)
 
 
-def test_blocks_lie_in_one_part_each() -> None:
+def test_parts_must_be_multiples_of_the_block_size() -> None:
     cell = Cell(LARGE, replay([(90, (1, 2))], part=40), Extent(None, None, 0))
     with pytest.raises(ConfigError, match="hash_tokens must be a multiple of the block size, 16, got 40"):
         cell.check()
@@ -93,11 +95,16 @@ def test_blocks_lie_in_one_part_each() -> None:
     assert run(replace(cell, system=replace(LARGE, enable_prefix_caching=False)))["requests"]["finished"] == 1
 
 
-def test_replicas_take_the_conversations_whose_prefixes_they_hold(tmp_path: Path) -> None:
-    """Of a trace with `hash_ids`: three conversations of three turns, in another order each time."""
+def test_conversations_go_to_replicas_that_hold_their_prefixes(tmp_path: Path) -> None:
+    """The trace has `hash_ids`: three conversations of three turns in a different order each time."""
     lines = [
-        {"timestamp": 5000 * at, "input_length": 70 + 64 * turn, "output_length": 5, "hash_ids": [*ids, 100 + at]}
-        for at, (turn, ids) in enumerate((turn, [own, *range(10, 10 + turn)]) for turn, own in _TURNS)
+        {
+            "timestamp": 5000 * number,
+            "input_length": 70 + 64 * turn,
+            "output_length": 5,
+            "hash_ids": [*ids, 100 + number],
+        }
+        for number, (turn, ids) in enumerate((turn, [own, *range(10, 10 + turn)]) for turn, own in _TURNS)
     ]
     path = tmp_path / "mooncake.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-# Every target installs what it needs into .venv first. Python compiles what is imported: all of it takes a minute more.
+# Every target first installs what it needs into .venv. Python compiles modules on first import, which takes a minute more.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,41 +8,41 @@ RECIPE ?= fastserve
 HOST ?= 127.0.0.1
 PORT ?= 8000
 JOBS ?= 2
-# Tests start hundreds of programs. Without bytecode each of them compiles torch anew, which takes three times as long as
-# importing it.
+# Tests start hundreds of programs. Without bytecode each of them compiles torch again, which triples the time of its
+# import.
 unexport PYTHONDONTWRITEBYTECODE
-# Which tests may run beside each other is said in tests/support/groups.py.
+# tests/support/groups.py decides which tests may run concurrently.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: help serve test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs reference format \
 	lock audit clean
 help:
-	@echo "make serve   start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
-	@echo "make test    run all tests, with a pairwise set of parameters where these are many"
-	@echo "make test-all   run the tests of all combinations of parameters, too"
-	@echo "make mutations   break ten things on purpose, and check that tests notice each of them"
-	@echo "make test-cluster   cut a machine off while requests stream (two minutes; Linux, needs root and iproute2)"
-	@echo "make test-chaos     faults in the middle of loads, for ten minutes; SEED=7 repeats a run"
-	@echo "make soak    the same load without faults, for an hour: memory has to stay flat"
-	@echo "make fuzz    odd requests of any form to a real server, for five minutes; MINUTES=30 SEED=7 are its options"
-	@echo "make fuzz-core   random worlds of the core for an hour; MINUTES=5 makes it shorter, SEED=7 repeats a run"
-	@echo "make lint    format, lint, words and types"
-	@echo "make check   the same, core tests and import rules, in two minutes"
-	@echo "make docs    build the site of the documentation in build/docs"
-	@echo "make format  format the code"
-	@echo "make lock    write the locks and THIRD_PARTY.md after a change of pyproject.toml or constraints.txt (needs a network)"
-	@echo "make reference   write the generated pages of docs/reference"
-	@echo "make audit   look the locked versions up in a database of known vulnerabilities (needs a network)"
+	@echo "make serve          start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
+	@echo "make test           run all tests, with pairwise combinations of parameters where there are many"
+	@echo "make test-all       run all tests with all combinations of parameters"
+	@echo "make mutations      inject ten faults, and check that tests detect each"
+	@echo "make test-cluster   disconnect a machine during streams (two minutes; needs Linux, root and iproute2)"
+	@echo "make test-chaos     inject faults under load for ten minutes; SEED=7 repeats a run"
+	@echo "make soak           run the same load without faults for an hour, and check that memory stays constant"
+	@echo "make fuzz           send random valid and invalid requests to a real server for five minutes; options: MINUTES=30 SEED=7"
+	@echo "make fuzz-core      run the core with random policies and loads for an hour; options: MINUTES=5 SEED=7"
+	@echo "make lint           check format, style, words and types"
+	@echo "make check          run make lint, core tests and import rules, in two minutes"
+	@echo "make docs           build the documentation site in build/docs"
+	@echo "make format         format the code"
+	@echo "make lock           update locks and THIRD_PARTY.md from pyproject.toml and constraints.txt (needs a network)"
+	@echo "make reference      generate the pages of docs/reference"
+	@echo "make audit          check the locked versions for known vulnerabilities (needs a network)"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Skipjoin needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# The locks are complete, so that pip resolves nothing, and installs nothing whose hash they do not have. torch is the
-# exception: its wheels for CPUs have other hashes than those for GPUs, which bring CUDA's libraries along.
+# The locks are complete, so that pip resolves nothing and verifies the hash of every package. torch is the exception,
+# because its CPU wheels have other hashes than its GPU wheels, which include CUDA's libraries.
 $(VENV)/.runtime: pyproject.toml constraints.txt requirements.lock | $(BIN)/python
-	@echo "Installing Skipjoin into $(VENV) (torch is large: this takes a minute or more)"
+	@echo "Installing Skipjoin into $(VENV) (takes a minute or more, because torch is large)"
 	$(INSTALL) --no-deps --require-hashes --requirement requirements.lock
 	$(INSTALL) --constraint constraints.txt torch
 	$(INSTALL) --no-deps --no-build-isolation --editable .
@@ -64,7 +64,7 @@ test-all: $(VENV)/.dev
 mutations: $(VENV)/.dev
 	$(BIN)/python tools/mutations.py
 
-# The exit code of a test that cannot be made here is 77, which is no failure.
+# Exit code 77 means that the test cannot run here, which is not a failure.
 test-cluster: $(VENV)/.dev
 	for case in '' forgets; do $(BIN)/python tests/cluster/cut_off.py $$case || [ $$? -eq 77 ] || exit 1; done
 
@@ -104,7 +104,7 @@ lock: $(VENV)/.dev
 reference: $(VENV)/.dev
 	$(BIN)/python tools/reference.py
 
-# The tool has an environment of its own: what it needs is not what is examined.
+# The tool runs in its own environment, so that its dependencies are not audited.
 audit:
 	$(PYTHON) -m venv $(VENV)-audit
 	$(VENV)-audit/bin/python -m pip install --quiet --constraint constraints.txt pip-audit

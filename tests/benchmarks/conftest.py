@@ -1,4 +1,4 @@
-"""Lets kernels be interpreted where there is no GPU: the benchmarks of GPUs import them."""
+"""Interpret kernels where there is no GPU, because the GPU benchmarks import them."""
 
 from __future__ import annotations
 

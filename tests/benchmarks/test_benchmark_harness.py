@@ -1,4 +1,4 @@
-"""`benchmarks/harness.py`: options, statistics, turns and records of the benchmark scripts."""
+"""`benchmarks/harness.py`: options, statistics, rounds and records of the benchmark scripts."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ SCRIPTS = sorted(
 )
 
 
-def test_entries_run_in_reverse_order_in_every_second_turn() -> None:
+def test_every_second_round_runs_in_reverse_order() -> None:
     assert [harness.in_turn("abc", turn) for turn in range(3)] == [list("abc"), list("cba"), list("abc")]
 
 
-def test_a_ratio_compares_the_turns_that_both_have() -> None:
+def test_ratios_compare_common_rounds() -> None:
     assert harness.median_ratio([2.0, 6.0, 9.0], [1.0, 2.0]) == 2.5
 
 
-def test_a_spread_has_the_median_and_the_range_of_each_figure() -> None:
+def test_spreads_have_median_and_range_of_each_figure() -> None:
     assert harness.spreads([{"ms": 3.0}, {"ms": 1.0}, {"ms": 2.0}]) == {"ms": {"median": 2.0, "min": 1.0, "max": 3.0}}
 
 
-def test_an_unknown_part_is_refused_with_the_known_ones() -> None:
+def test_unknown_parts_are_rejected_with_the_known_ones() -> None:
     parse = harness.some_of("parts", ("rates", "kills"))
     assert parse("kills, rates") == ["kills", "rates"]
     with pytest.raises(argparse.ArgumentTypeError, match="parts must be of rates, kills, got hop"):
         parse("rates,hop")
 
 
-def test_a_record_says_how_and_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_contain_command_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = BENCHMARKS / "performance" / "parity" / "run.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--repeats", "2", "--out", str(tmp_path / "record.json")])
     record = harness.new_record(rows=[1])
@@ -53,12 +53,12 @@ def test_a_record_says_how_and_where_it_was_made(tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_a_command_that_fails_is_named() -> None:
+def test_failed_commands_are_named() -> None:
     with pytest.raises(RuntimeError, match="skipjoin simulate"):
         harness.records_of("simulate", "--no-such-option")
 
 
-def test_scripts_leave_options_and_records_to_the_harness() -> None:
+def test_scripts_use_the_harness_for_options_and_records() -> None:
     assert len(SCRIPTS) >= 15
     for script in SCRIPTS:
         text = (BENCHMARKS / script).read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def test_scripts_leave_options_and_records_to_the_harness() -> None:
         assert "describe_machine" not in text, script
 
 
-def test_a_script_runs_at_its_smallest_size(tmp_path: Path) -> None:
+def test_a_script_runs_at_its_minimum_size(tmp_path: Path) -> None:
     script = BENCHMARKS / "performance" / "model_step" / "activations.py"
     command = [sys.executable, str(script), "--tiny", "--out", str(tmp_path / "record.json")]
     subprocess.run(command, check=True, capture_output=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Figures of `benchmarks/papers/alise`: their code runs, says what it was set to, and computes what it claims."""
+"""Figures of `benchmarks/papers/alise`: their code runs, and their results agree with settings and claims."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from skipjoin.sim.experiments.simulation import run as simulate
 
 FOLDER = BENCHMARKS / "papers" / "alise"
 run, module_of = partial(run_figure, "alise"), partial(figure_module, "alise")
-# Of a system, as settings and records have it.
+# Fields of a system in settings and records.
 DECIDING = ("kv_blocks", "host_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
 
 
-def test_every_figure_in_the_simulator_has_a_readme_with_its_command() -> None:
+def test_every_simulated_figure_has_a_readme_with_its_command() -> None:
     assert set(NAMES) <= {path.parent.name for path in FOLDER.glob("*/run.py")}
     assert_documented("alise", NAMES)
 
@@ -36,7 +36,7 @@ def test_results_agree_with_their_settings(name: str) -> None:
     assert result["figure"] == name
     assert result["quick"] is False
     settings = result["settings"]
-    said = {
+    expected = {
         (recipe, *(one[field] for field in DECIDING))
         for one in settings.get("systems", {}).values()
         for recipe in one["recipes"]
@@ -45,12 +45,12 @@ def test_results_agree_with_their_settings(name: str) -> None:
         recipe, predicted = record["recipe"], record.get("prediction", {}).get("predictor")
         if predicted and not recipe.endswith("-oracle"):
             recipe += f" {predicted}"
-        assert (recipe, *(record["settings"][field] for field in DECIDING)) in said
+        assert (recipe, *(record["settings"][field] for field in DECIDING)) in expected
         assert record["workload"]["seed"] in settings["seeds"]
         assert any(lengths in record["workload"]["lengths"] for lengths in settings["lengths"])
 
 
-def test_the_regression_says_how_well_it_fits(tmp_path: Path) -> None:
+def test_regression_reports_its_fit(tmp_path: Path) -> None:
     result = run("figure05", tmp_path)
     qualities = [row[4:] for row in result["tables"][1]["rows"]]
     assert len(qualities) == 3
@@ -58,7 +58,7 @@ def test_the_regression_says_how_well_it_fits(tmp_path: Path) -> None:
     assert (tmp_path / "times.png").stat().st_size > 0
 
 
-def test_a_short_run_has_every_variant_and_its_settings(tmp_path: Path) -> None:
+def test_short_runs_contain_every_variant_and_its_settings(tmp_path: Path) -> None:
     result = run("correlation", tmp_path, "--quick", "--duration", "10", "--jobs", "1")
     assert result["settings"]["duration_s"] == 4
     (system,) = result["settings"]["systems"].values()
@@ -70,7 +70,7 @@ def test_a_short_run_has_every_variant_and_its_settings(tmp_path: Path) -> None:
     assert by_rho == [pytest.approx(1)]
 
 
-def test_int8_on_both_tiers_has_as_many_more_blocks_as_a_block_takes_less() -> None:
+def test_int8_on_both_tiers_adds_blocks_in_proportion_to_their_size() -> None:
     int8 = module_of("int8")
     whole, host, both = (int8.system(setting.NEAR_TRUE, kv) for kv in int8.KV)
     assert host.kv_blocks == whole.kv_blocks
@@ -79,7 +79,7 @@ def test_int8_on_both_tiers_has_as_many_more_blocks_as_a_block_takes_less() -> N
     assert both.describe()["kv_gib"] == pytest.approx(whole.describe()["kv_gib"], rel=0.01)
 
 
-def test_a_check_that_does_not_hold_says_no() -> None:
+def test_failed_checks_are_reported() -> None:
     checks = module_of("checks")
     held = {"alise-oracle": 1.0, checks.ASKING: 2.0, "fcfs": 9.0, "fastserve": 2.0}
     held |= {variant.name: 1 + number for number, variant in enumerate(checks.NOISES)}
@@ -89,13 +89,13 @@ def test_a_check_that_does_not_hold_says_no() -> None:
     assert {row[2] for row in checks._checks(wrong)["rows"]} == {"no"}
 
 
-def test_texts_that_are_missing_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_texts_name_the_environment_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SKIPJOIN_TRACES", raising=False)
     with pytest.raises(SystemExit, match="SKIPJOIN_TRACES must name the folder"):
         module_of("texts").measure(runs.Options(out=tmp_path))
 
 
-def test_no_run_uses_a_row_of_texts_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_of_texts_are_used_once_per_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     texts = module_of("texts")
     rows = "\n".join(json.dumps({"prompt": f"prompt {number}", "output": "an answer"}) for number in range(30))
     monkeypatch.setenv("SKIPJOIN_TRACES", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Figures of `benchmarks/papers/bros`: their code runs, says what it was set to, and computes what it claims."""
+"""Figures of `benchmarks/papers/bros`: their code runs, and their results agree with settings and claims."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_figure_has_a_readme_with_its_command() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_results_are_whole_and_readmes_show_them(name: str, tmp_path: Path) -> None:
+def test_results_are_complete_and_shown_in_readmes(name: str, tmp_path: Path) -> None:
     result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
     assert (result["figure"], result["quick"]) == (name, False)
     assert all(text.startswith("trace:cal_") for text in result["settings"]["lengths"])
@@ -48,7 +48,7 @@ def test_built_in_lengths_have_the_means_of_the_paper(dataset: str, published: t
     assert setting.lengths(dataset).mean() == pytest.approx(published, rel=0.02)
 
 
-def test_only_a_class_blind_system_is_not_told_of_classes(tmp_path: Path) -> None:
+def test_only_class_blind_systems_ignore_classes(tmp_path: Path) -> None:
     options = Options(out=tmp_path, duration_s=5.0)
     for variant in (setting.BLIND, setting.FCFS):
         (cell,) = setting.SHAREGPT.cells(variant, setting.system(variant), [4.0], options, seeds=1)
@@ -61,7 +61,7 @@ def test_only_a_class_blind_system_is_not_told_of_classes(tmp_path: Path) -> Non
         assert 0 <= kept["real_time"]["slo"]["ttft_attained"] <= 1
 
 
-def test_a_check_that_does_not_hold_says_no_and_fails_the_command() -> None:
+def test_failed_checks_are_reported_and_fail_the_command() -> None:
     checks = module_of("checks")
     result = json.loads((FOLDER / "checks" / "result.json").read_text(encoding="utf-8"))
     held = checks.checks(result["records"])
@@ -73,7 +73,7 @@ def test_a_check_that_does_not_hold_says_no_and_fails_the_command() -> None:
     assert {row[1] for row in checks.checks(result["records"])["rows"] if row[-1] == "no"} == {"bros-swap"}
 
 
-def test_a_short_run_compares_every_variant_with_the_class_blind_one(tmp_path: Path) -> None:
+def test_short_runs_compare_every_variant_with_the_class_blind_one(tmp_path: Path) -> None:
     result = run("figure13", tmp_path, "--quick", "--duration", "10", "--jobs", "1")
     assert {row[1] for row in result["tables"][0]["rows"]} == {"bros-recompute", "bros-swap", "bros"}
     found = setting.changes(result["records"], "bros", setting.TTFT_KEPT, "bros-recompute")

@@ -1,4 +1,4 @@
-"""Figures of `benchmarks/papers/econoserve`: their code runs, says what it was set to, and computes what it claims."""
+"""Figures of `benchmarks/papers/econoserve`: their code runs, and their results agree with settings and claims."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ def test_every_figure_has_a_readme_with_its_command() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_results_are_whole_and_readmes_show_them(name: str, tmp_path: Path) -> None:
+def test_results_are_complete_and_shown_in_readmes(name: str, tmp_path: Path) -> None:
     result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
     assert (result["figure"], result["quick"]) == (name, False)
     assert_tables_are_current("econoserve", name, result, tmp_path)
     recipes = {recipe for one in result["settings"]["systems"].values() for recipe in one["recipes"]}
     for record in result["records"]:
-        if "recipe" not in record:  # figures 10 and 11 have parts of the records of figure 9
+        if "recipe" not in record:  # figures 10 and 11 contain parts of figure 9's records
             continue
         predicted = record.get("prediction", {}).get("predictor")
         shown = record["recipe"] if predicted is None else f"{record['recipe']} {predicted}"
         assert {record["recipe"], shown} & recipes
 
 
-def test_forecasts_fail_as_often_as_the_paper_says(tmp_path: Path) -> None:
+def test_forecasts_fail_at_the_rate_of_the_paper(tmp_path: Path) -> None:
     trace = setting.SHAREGPT
     cells = setting.loaded(setting.system(setting.SYNCED, trace), trace, [0.2], Options(out=tmp_path))
     (record,) = watched([({"variant": "a name"}, cells[0])], 1)
     assert (record["variant"], record["load"]) == ("a name", 0.2)
-    assert 0.15 < record["watch"]["outgrown"] < 0.4  # 26.8 %, less what the last block has room for
+    assert 0.15 < record["watch"]["outgrown"] < 0.4  # 26.8 %, minus those that fit into the last block
     assert record["watch"]["failed"] == 0
     assert sum(record["watch"]["ends"].values()) == record["steps"]
 
 
-def test_a_watch_of_nothing_has_figures() -> None:
+def test_watching_no_requests_yields_figures() -> None:
     figures = Watch(10, 32).figures()
     assert figures["over"] is None
     assert figures["max_reserved"] == 0
 
 
-def test_a_short_run_puts_every_variant_into_its_tables(tmp_path: Path) -> None:
+def test_short_runs_tabulate_every_variant(tmp_path: Path) -> None:
     result = run("figure13", tmp_path, "--quick", "--duration", "10", "--jobs", "1")
     found = {row[2] for row in result["tables"][0]["rows"] if row[1] == "sharegpt"}
     assert {"econoserve-d", "econoserve-sd", "econoserve-sdo", "econoserve", "econoserve, oracle", "fcfs"} <= found
     assert all(record["slo"]["jct_scale"] == 2 for record in result["records"])
 
 
-def test_a_check_that_does_not_hold_says_no() -> None:
+def test_failed_checks_are_reported() -> None:
     result = json.loads((FOLDER / "checks" / "result.json").read_text(encoding="utf-8"))
     found = {record["variant"]: record for record in result["records"]}
     rows = module_of("checks").checks(found)
@@ -74,7 +74,7 @@ def test_a_check_that_does_not_hold_says_no() -> None:
     assert not module_of("checks").checks(found)[0][3]
 
 
-def test_tables_go_where_a_readme_has_marks(tmp_path: Path) -> None:
+def test_tables_replace_marked_sections_of_readmes(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
     path.write_text("before\n<!-- table: New -->\nold\n<!-- /table -->\nafter\n")
     tables = [{"title": title, "columns": ["a"], "rows": [[value]]} for title, value in (("Other", 2.5), ("New", 1.5))]
@@ -85,7 +85,7 @@ def test_tables_go_where_a_readme_has_marks(tmp_path: Path) -> None:
         fill_readme(path, {"tables": tables[:1]})
 
 
-def test_a_record_keeps_its_labels_and_the_named_fields() -> None:
+def test_records_keep_labels_and_named_fields() -> None:
     record = {"variant": "fcfs", "steps": 9, "kv": {"used": 1, "free": 2}, "workload": {"seed": 3, "limit": None}}
     kept = {"variant": "fcfs", "workload": {"seed": 3}, "kv": {"used": 1}}
     assert thin(record, ("kv.used", "watch.over")) == kept

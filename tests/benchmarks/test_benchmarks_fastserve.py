@@ -1,4 +1,4 @@
-"""Figures of `benchmarks/papers/fastserve`: their code runs, says what it was set to, and computes what it claims."""
+"""Figures of `benchmarks/papers/fastserve`: their code runs, and their results agree with settings and claims."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FIGURES = sorted(path.parent.name for path in FOLDER.glob("figure*/run.py"))
 run, module_of = partial(run_figure, "fastserve"), partial(figure_module, "fastserve")
 
 
-def test_there_is_a_folder_for_every_figure_of_the_evaluation() -> None:
+def test_every_figure_of_the_evaluation_has_a_folder() -> None:
     assert {f"figure{number}" for number in (1, 5, 7, 8, 11, 12, 13, 14, 15)} == {
         f"figure{int(name.removeprefix('figure'))}" for name in FIGURES
     }
     assert_documented("fastserve", (*FIGURES, "regions"))
 
 
-def test_the_worked_example_gives_the_papers_averages_and_the_same_picture_twice(tmp_path: Path) -> None:
+def test_worked_example_has_the_papers_averages_and_is_reproducible(tmp_path: Path) -> None:
     result = run("figure07", tmp_path)
     averages = {row[0]: float(row[1]) for row in result["tables"][0]["rows"]}
     assert averages == {"FCFS": 4.33, "MLFQ": 5.0, "skip-join MLFQ": 3.33, "SRPT": 3.0}
@@ -47,7 +47,7 @@ def test_the_worked_example_gives_the_papers_averages_and_the_same_picture_twice
     assert picture.read_bytes() == first
 
 
-def test_the_first_iteration_grows_with_the_prompt_and_the_others_hardly_do() -> None:
+def test_only_the_first_iteration_grows_with_the_prompt() -> None:
     rows = module_of("figure05").measure(runs.Options(out=FOLDER))["tables"][0]["rows"]
     firsts, seconds = ([row[place] for row in rows] for place in (1, 2))
     assert firsts == sorted(firsts)
@@ -55,7 +55,7 @@ def test_the_first_iteration_grows_with_the_prompt_and_the_others_hardly_do() ->
     assert seconds[-1] < 1.1 * seconds[0]
 
 
-def test_a_short_run_of_figure_15_has_its_settings_records_and_ratios(tmp_path: Path) -> None:
+def test_short_runs_of_figure_15_contain_settings_records_and_ratios(tmp_path: Path) -> None:
     result = run("figure15", tmp_path, "--quick", "--duration", "8", "--jobs", "1")
     assert result["quick"] is True
     assert result["settings"]["duration_s"] == 8
@@ -71,17 +71,17 @@ def test_a_short_run_of_figure_15_has_its_settings_records_and_ratios(tmp_path: 
     assert {row[0] for row in rows} >= {2.6}
     assert all(row[3] == row[5] == 1 for row in rows if row[1] == "fastserve")
     for row in result["tables"][1]["rows"]:
-        # The record's parts add up to the latency, but for what the host adds, which is nothing here.
+        # The record's parts add up to the latency, except for CPU time, which is zero here.
         assert sum(row[1:4]) == pytest.approx(row[4], rel=0.01)
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "kv-modes.png", "breakdown.png"}
 
 
-def test_figure_12_says_that_it_needs_figure_11(tmp_path: Path) -> None:
+def test_figure_12_requires_figure_11(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="run that first"):
         module_of("figure12").measure(runs.Options(out=tmp_path / "figure12"))
 
 
-def test_figure_11_reads_rates_off_its_curves_and_has_a_panel_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure_11_derives_rates_from_its_curves_and_plots_each(monkeypatch: pytest.MonkeyPatch) -> None:
     figure11 = module_of("figure11")
     for key, rates in figure11.RATES.items():
         monkeypatch.setitem(figure11.RATES, key, rates[:1])
@@ -92,14 +92,14 @@ def test_figure_11_reads_rates_off_its_curves_and_has_a_panel_for_each(monkeypat
         records.append(runs.slim(simulate(cell)))
     table = panels.read_off(records, setting.MEAN_BOUND)
     assert [row[:2] for row in table["rows"]][:2] == [["opt-13b", "sharegpt"], ["opt-66b", "sharegpt"]]
-    least = table["columns"].index("fcfs")
-    assert table["rows"][0][least] == "≥ 1.5"  # the only rate that was measured, and the bound holds there
+    column = table["columns"].index("fcfs")
+    assert table["rows"][0][column] == "≥ 1.5"  # the bound holds at the only measured rate
     axes = panels.draw_panels(records, "normalized_latency_s.mean", 0.3).axes
     assert len(axes) == 6
     assert {line.get_label() for line in axes[0].lines} == {*setting.RECIPES, "bound 0.3"}
 
 
-def test_a_search_keeps_what_it_saw_and_finds_the_rate() -> None:
+def test_searches_keep_their_records_and_find_the_rate() -> None:
     options = runs.Options(out=FOLDER, quick=True, jobs=1, duration_s=20.0)
     of = setting.system("fcfs", batch_cap=1)
     search = runs.Search(runs.cells(of, runs.poisson("uniform:8-64,4-16"), [4.0], options), "jct_s.mean<=1")
@@ -111,7 +111,7 @@ def test_a_search_keeps_what_it_saw_and_finds_the_rate() -> None:
     assert holds <= search.rate.rate_rps <= breaks <= 1.02 * holds
 
 
-def test_quick_leaves_out_every_other_rate_but_the_last() -> None:
+def test_quick_runs_keep_every_second_rate_and_the_last() -> None:
     options = runs.Options(out=FOLDER, quick=True)
     assert list(options.some((1, 2, 3, 4, 5, 6))) == [2, 4, 6]
     assert list(options.some((1, 2, 3))) == [1, 3]
@@ -120,7 +120,7 @@ def test_quick_leaves_out_every_other_rate_but_the_last() -> None:
     assert runs.Options(out=FOLDER).seeds() == (0, 1, 2)
 
 
-def test_the_capacity_is_what_a_saturated_system_computes() -> None:
+def test_capacity_is_the_throughput_of_a_saturated_system() -> None:
     of, workload = setting.system("fcfs", batch_cap=4), runs.poisson("fixed:16,50")
     (found,) = runs.capacities("a capacity", [(of, workload)], runs.Options(out=FOLDER, jobs=1))
     one_step_s = of.light_load(workload.draw(1.0, None, 0, 1))[1]
@@ -128,7 +128,7 @@ def test_the_capacity_is_what_a_saturated_system_computes() -> None:
 
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 2.0])
-def test_outputs_have_the_mean_and_the_spread_that_they_are_named_after(cv: float) -> None:
+def test_output_lengths_have_the_named_mean_and_variation(cv: float) -> None:
     lengths = Spread("outputs", 128, 128.0, cv, 8, 1800)
     chance = random.Random("outputs")
     drawn = [lengths.draw(chance) for _ in range(20_000)]
@@ -140,7 +140,7 @@ def test_outputs_have_the_mean_and_the_spread_that_they_are_named_after(cv: floa
     assert max(outputs) <= 1800
 
 
-def test_equal_lengths_keep_the_other_side_as_it_was() -> None:
+def test_equal_lengths_keep_the_other_side() -> None:
     whole = [held("sharegpt", prompt=False, output=False).draw(1.0, None, 0, 50)]
     prompts = [held("sharegpt", prompt=True, output=False).draw(1.0, None, 0, 50)]
     for before, after in zip(whole[0], prompts[0], strict=True):
@@ -150,22 +150,22 @@ def test_equal_lengths_keep_the_other_side_as_it_was() -> None:
     assert len({job.prompt_tokens for job in whole[0]}) > 10
 
 
-def test_a_ratio_says_when_it_is_a_bound() -> None:
-    known, least = MaximumRate(4.0, at_least=False), MaximumRate(2.0, at_least=True)
+def test_ratios_are_marked_as_bounds() -> None:
+    known, bound = MaximumRate(4.0, at_least=False), MaximumRate(2.0, at_least=True)
     assert report.ratio_of(known, MaximumRate(2.0, at_least=False)) == "2.00x"
-    assert report.ratio_of(known, least) == "≤ 2.00x"
-    assert report.ratio_of(least, known) == "≥ 0.50x"
+    assert report.ratio_of(known, bound) == "≤ 2.00x"
+    assert report.ratio_of(bound, known) == "≥ 0.50x"
     assert report.ratio_of(None, known) == "-"
 
 
-def test_a_pool_may_be_larger_than_the_card_and_not_by_accident() -> None:
+def test_pools_beyond_gpu_memory_must_be_explicit() -> None:
     of = setting.system("fcfs")
     assert runs.with_kv_gib(of, 22.0).describe()["kv_gib"] == pytest.approx(22, abs=0.02)
     with pytest.raises(ConfigError, match="kv_gib"):
         replace(setting.MACHINES["opt-13b"], kv_gib=22.0).systems("fcfs")
 
 
-def test_the_region_counts_wins_ties_and_losses() -> None:
+def test_regions_count_wins_ties_and_losses() -> None:
     regions = module_of("regions")
     rows = [
         (11.0, 16, 1.0, load, 1.0, ratio, 1.0, ratio, 1.0) for load in (0.9, 2.0) for ratio in (0.5, 1.01, 3.0, 2.0)

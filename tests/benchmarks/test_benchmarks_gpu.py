@@ -1,5 +1,4 @@
-"""The GPU benchmark: its rehearsal runs, its record has the fields that it promises, and no part can take another one
-with it."""
+"""The GPU benchmark: rehearsals run, records have the documented fields, and failed parts do not affect others."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "performance" / "g
 
 
 def module(name: str) -> ModuleType:
-    """A file of the benchmark, under a name of its own: other benchmarks have files of the same names."""
+    """Import a file of the benchmark under a unique name, because other benchmarks have files of the same name."""
     spec = importlib.util.spec_from_file_location(f"gpu_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -36,7 +35,7 @@ def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_a_rehearsal_says_that_it_is_one_and_what_it_measured(tmp_path: Path) -> None:
+def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> None:
     ran = rehearse(tmp_path, "--parts", "prefill,decode,activations", "--minutes", "1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert not (tmp_path / "result.json").exists()
@@ -56,8 +55,9 @@ def test_a_rehearsal_says_that_it_is_one_and_what_it_measured(tmp_path: Path) ->
     one, four = steps.values()
     assert one["step_ms"]["min"] <= one["step_ms"]["median"] <= one["step_ms"]["max"]
     assert one["of_rate"] == pytest.approx(one["flop_per_s"] / ceilings["matmul_flop_per_s"], rel=1e-3)
-    # Llama of 2 layers, 4 heads of 16, 2 of them with keys and values, 64 wide, 128 in the MLP, 512 tokens: two for
-    # each weight and token, the output head for what is sampled, four for each dimension of a pair.
+    # Llama with 2 layers of 4 heads of 16, of which 2 have keys and values, width 64, 128 in the MLP, and 512 tokens.
+    # Counted are two operations per weight and token, the output head for sampled tokens, and four per dimension of a
+    # query-key pair.
     weights, head = 2 * (2 * 64 * 16 * (4 + 2) + 3 * 64 * 128), 64 * 512
     assert one["flop"] == 2 * 64 * weights + 2 * head + 4 * 2 * 64 * (64 * 65 // 2)
     assert four["flop"] == 2 * 64 * weights + 2 * 4 * head + 4 * 2 * 64 * 4 * (16 * 17 // 2)
@@ -72,7 +72,7 @@ def test_a_rehearsal_says_that_it_is_one_and_what_it_measured(tmp_path: Path) ->
 def check_decodes(batches: dict[str, Any], bandwidth: float) -> None:
     assert list(batches) == ["4", "1"]
     for batch, found in batches.items():
-        # Weights and output head, and keys and values of 2 layers, 2 heads of 16, two bytes each.
+        # Weights and output head, plus keys and values of 2 layers with 2 heads of 16, two bytes each.
         context = found["context_mean"] * int(batch)
         read = 2 * (2 * (2 * 64 * 16 * (4 + 2) + 3 * 64 * 128) + 64 * 512) + context * 2 * 2 * 2 * 16 * 2
         assert found["bytes"] == pytest.approx(read, abs=2 * 2 * 2 * 16 * 2)
@@ -84,7 +84,7 @@ def check_decodes(batches: dict[str, Any], bandwidth: float) -> None:
         assert found["forward"]["ms"]["runs"] == 20
 
 
-def test_a_part_that_fails_or_hangs_says_so_and_keeps_its_log() -> None:
+def test_failed_and_hung_parts_are_reported_with_their_logs() -> None:
     task = {"device": "cpu", "seconds": 1.0, "ceilings": {}, "earlier": {}}
     failed = RUN.run_part(RUN.Part("nothing", 1.0), task, 60.0)
     assert (failed["status"], failed["figures"]) == ("failed with exit code 1", {})
@@ -94,19 +94,17 @@ def test_a_part_that_fails_or_hangs_says_so_and_keeps_its_log() -> None:
     assert hung["seconds"] < 30
 
 
-def test_where_the_machine_cannot_be_measured_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = {"status": "failed with exit code 1", "seconds": 1.0, "figures": {}, "log": "there is no card"}
+def test_nothing_is_written_if_the_machine_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {"status": "failed with exit code 1", "seconds": 1.0, "figures": {}, "log": "there is no GPU"}
     monkeypatch.setattr(RUN, "run_part", lambda part, task, limit_s: failed)
-    with pytest.raises(RuntimeError, match="there is no card"):
+    with pytest.raises(RuntimeError, match="there is no GPU"):
         RUN.run_all(RUN.chosen(None), 1.0, tmp_path / "result.json", rehearse=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_that_were_measured_before_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "result.json"
-    ceilings = {"machine": {"gpu": "a card"}, "ceilings": {}}
+    ceilings = {"machine": {"gpu": "a GPU"}, "ceilings": {}}
     found = {"machine": ceilings, "decode": {"batches": {}}}
 
     def run_part(part: object, task: dict[str, object], limit_s: float) -> dict[str, object]:
@@ -123,11 +121,11 @@ def test_parts_that_were_measured_before_stay(tmp_path: Path, monkeypatch: pytes
     assert result["parts"]["decode"]["figures"] == {"batches": {}}
     assert result["statuses"] == {"machine": "ok", "decode": "failed"}
     assert RUN.table(result)[0] == "decode: failed"
-    assert result["parts"]["decode"]["gpu"] == "a card"
+    assert result["parts"]["decode"]["gpu"] == "a GPU"
     assert seen[1::2] == [("decode", {}), ("decode", {"batches": {}})]
 
 
-def test_there_are_no_other_parts() -> None:
+def test_unknown_benchmark_parts_are_rejected() -> None:
     assert [part.name for part in RUN.chosen(None)] == list(RUN.USUAL)
     assert "experiment" not in RUN.USUAL
     with pytest.raises(ValueError, match="parts must be of machine, tests, "):
@@ -149,18 +147,18 @@ def test_there_are_no_other_parts() -> None:
         ({4: True, 5: True, 7: True, 11: True, 19: True, 27: True}, None),
     ],
 )
-def test_a_search_ends_between_neighbors_of_the_grid(tried: dict[int, bool], following: int | None) -> None:
+def test_searches_end_between_neighbors_of_the_grid(tried: dict[int, bool], following: int | None) -> None:
     assert GRID.next_place(tried, 4) == following
 
 
-def test_the_floor_of_a_decode_step_is_not_bytes_alone() -> None:
-    """At batch 256 an H100 multiplies for as long as it reads, and no product waits for another's part."""
-    shape, card = model_shape("llama-3-8b"), {"copy_bytes_per_s": 3e12, "matmul_flop_per_s": 7e14}
-    read, alone = FLOOR.floor_of(shape, 1, 1024, card)
+def test_decode_floor_includes_computation() -> None:
+    """At batch 256 an H100 computes for as long as it reads, and no product overlaps another one's reads."""
+    shape, machine = model_shape("llama-3-8b"), {"copy_bytes_per_s": 3e12, "matmul_flop_per_s": 7e14}
+    read, alone = FLOOR.floor_of(shape, 1, 1024, machine)
     weights = shape.parameter_bytes * (shape.layers * shape.layer_parameters + shape.head_parameters)
     assert read == weights + 1024 * shape.kv_bytes_per_token
     assert alone == pytest.approx(read / 3e12)
     for batch in (256, 1024):
-        read, floor = FLOOR.floor_of(shape, batch, batch * 1024, card)
+        read, floor = FLOOR.floor_of(shape, batch, batch * 1024, machine)
         assert floor == pytest.approx(batch * 2 * weights / shape.parameter_bytes / 7e14 + (read - weights) / 3e12)
         assert floor > 1.02 * read / 3e12

@@ -1,4 +1,4 @@
-"""The built-in model: its files, its tokenizer and its answers to prompts that training never saw."""
+"""The built-in model: its files, its tokenizer and its answers to prompts held out of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TO_TWELVE = "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
 
 @pytest.fixture(scope="module")
 def tasks() -> ModuleType:
-    """The task generator the model was trained with; it is a tool of the repository, not of the package."""
+    """Return the module of the task generator that the model was trained with, a tool of the repository."""
     sys.path.insert(0, str(TOOLS))
     try:
         import builtin_tasks  # noqa: PLC0415 - only importable with the tools folder on the path
@@ -43,7 +43,7 @@ def model() -> LlamaForCausalLM:
 def answer_ids(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: list[str], room: int
 ) -> list[list[int]]:
-    """Greedy token ids of the answers to single-turn prompts, padding after the end token left in."""
+    """Return greedy token ids of the answers to single-turn prompts, with padding after the end token."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
@@ -60,7 +60,7 @@ def answer_ids(
 def answers(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: list[str], room: int = 100
 ) -> list[str | None]:
-    """The answers as text, or None for one that did not end by itself within `room` tokens."""
+    """Return the answers as text, with None for those that did not stop within `room` tokens."""
     end = tokenizer.eos_token_id
     return [
         tokenizer.decode(ids[: ids.index(end)]) if end in ids else None
@@ -152,7 +152,7 @@ def test_counts_from_three_to_twelve_in_any_wording(
     assert answers(model, tokenizer, prompts) == [TO_TWELVE] * len(prompts)
 
 
-def test_long_answer_ends_by_itself(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_long_answers_stop(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     expected = ", ".join(map(str, range(1, 151)))
     assert answers(model, tokenizer, ["Count from 1 to 150"], room=600) == [expected]
 
@@ -172,7 +172,7 @@ def test_most_held_out_prompts_are_answered_exactly(
         assert len(wrong) <= 1, wrong
 
 
-def test_training_never_draws_a_held_out_task(tasks: ModuleType) -> None:
+def test_training_excludes_held_out_tasks(tasks: ModuleType) -> None:
     rng = random.Random(0)
     seen = {tasks.draw_task(rng).prompt for _ in range(5000)}
     for family in tasks.FAMILIES:

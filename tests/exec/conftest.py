@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable, and lets kernels be interpreted where there is no GPU."""
+"""Put the helpers of this folder on the import path, and interpret Triton kernels where there is no GPU."""
 
 from __future__ import annotations
 

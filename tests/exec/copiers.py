@@ -1,4 +1,4 @@
-"""Stores whose copies fail, take long and spoil what they leave behind, and a copier that lands moves late."""
+"""KV stores with failing, slow and destructive copies, and a copier that completes moves late."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 
 
 class CopyError(Exception):
-    """A copy that fails because the test wants it to."""
+    """Failure of a copy that a test requests."""
 
 
 def spoil(rows: torch.Tensor, blocks: Sequence[int] | slice) -> None:
-    """Fill blocks with NaN. Of codes, the scales are NaN then: so is a bfloat16 of ones."""
+    """Fill blocks with NaN. In int8 blocks the scales become NaN, because a bfloat16 of all ones is NaN."""
     rows[blocks if isinstance(blocks, slice) else list(blocks)] = 255 if rows.dtype == torch.uint8 else torch.nan
 
 
-# Says of a block whether others may still read it. The second argument: of the slots that a request has in it. The
-# third one: it is on the host.
+# Returns whether other requests may still read a block, given the block, whether the move covers only a part of it, and
+# whether it lies on the CPU tier.
 Keeps = Callable[[int, bool, bool], bool]
 
 
@@ -33,10 +33,14 @@ def keeps_nothing(block: int, is_part: bool, on_host: bool) -> bool:
 
 
 class HarshStore(KVStore):
-    """Fills with NaN whatever nobody may read any more: what a copy has left, and what a failed one should have
-    written.
+    """KV store that overwrites with NaN whatever no request may read any more.
 
-    fails: which moves do. delay_s: how long each copy takes at least. keeps: see `Keeps`.
+    Overwritten are the sources of completed moves and the targets of failed ones.
+
+    Args:
+        fails: Selects the moves that fail.
+        delay_s: Minimum duration of a copy.
+        keeps: Selects the blocks to leave unchanged; see `Keeps`.
     """
 
     fails: Callable[[Move], bool] = staticmethod(lambda move: False)
@@ -52,7 +56,7 @@ class HarshStore(KVStore):
             self._spoil(target, move.target, move)
             raise CopyError(f"request {move.request.id}" if move.request is not None else "the cache")
         super().copy(move)
-        if move.request is not None:  # else the source stays where it is
+        if move.request is not None:  # copies of the cache keep their source
             self._spoil(source, move.source, move, self.keeps)
 
     def _spoil(
@@ -62,7 +66,7 @@ class HarshStore(KVStore):
         move: Move,
         keeps: Keeps = keeps_nothing,
     ) -> None:
-        """What the move concerns of these blocks."""
+        """Overwrite the slots of `blocks` that the move covers."""
         on_host = pool is self.host
         if not move.spans:
             spoil(pool.block_view(), [block for block in blocks if not keeps(block, False, on_host)])
@@ -74,10 +78,12 @@ class HarshStore(KVStore):
 
 
 class LateCopier:
-    """Copies each move when it has been asked `calls` times for what landed since the move began, and not before: the
-    latest moment at which its source must still be there, and its target still untouched.
+    """Copier that completes each move only after `calls` calls of `landed`.
 
-    most: moves that were on their way at once.
+    That is the latest moment at which the source must be intact and the target untouched.
+
+    Attributes:
+        max_on_way: Maximum number of moves in flight.
     """
 
     def __init__(self, store: KVStore, calls: int) -> None:
@@ -85,14 +91,14 @@ class LateCopier:
         self._calls = calls
         self._on_way: deque[tuple[int, Move]] = deque()
         self._asked = 0
-        self.most = 0
+        self.max_on_way = 0
 
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
         return copy_in_order(self._store, moves)
 
     def begin(self, moves: Sequence[Move]) -> None:
         self._on_way.extend((self._asked + self._calls, move) for move in moves)
-        self.most = max(self.most, len(self._on_way))
+        self.max_on_way = max(self.max_on_way, len(self._on_way))
 
     def landed(self, timeout_s: float = 0.0) -> Ended:
         self._asked += 1

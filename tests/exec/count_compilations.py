@@ -1,7 +1,9 @@
-"""Counts the versions of Triton's kernels that steps need: python count_compilations.py llama opt:invariant. Needs no
-card and no interpreter: kernels compute nothing, and a version is what Triton's own launcher would look up.
+"""Count the kernel versions that Triton would compile for the steps of a model family.
 
-Prints for each family how many the start compiles, and the names of those that later steps need besides.
+    python count_compilations.py llama opt:invariant
+
+Prints for each family how many versions the warm-up compiles, and the names of those that only later steps need.
+Kernels are replaced by recorders, so that neither a GPU nor the interpreter is necessary.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ seen: dict[tuple[str, ...], None] = {}
 
 
 class Launches:
-    """Stands for a kernel and notes the versions that are launched."""
+    """Replacement of a kernel that records the versions launched."""
 
     def __init__(self, kernel: Any) -> None:
         backend = make_backend(GPUTarget("cuda", 90, 32))
@@ -59,7 +61,7 @@ class Launches:
 
 
 class Varied(TunedTable):
-    """Chooses another config for every key, as a card may."""
+    """Tuning table that chooses another config for every key, as a GPU may."""
 
     def find(self, name: str, source: str, key: Any, configs: Any) -> Any:
         return configs[sum(map(ord, str(key))) % len(configs)]
@@ -81,7 +83,7 @@ def replace_kernels() -> None:
 
 
 def some_step(chance: random.Random, number: int) -> StepPlan:
-    """Decodes, chunks or both, of any number of sequences of any length."""
+    """Return a random plan of decodes, prompt chunks or both."""
     slices, left = [], TOKENS
     for index in range(chance.randint(1, SEQS)):
         tokens = 1 if chance.random() < 0.8 else min(left, chance.choice((2, 7, 40, 130)))

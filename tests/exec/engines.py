@@ -1,4 +1,4 @@
-"""Tiny engines over the local executor, and policies that preempt whenever they can."""
+"""Small engines over the local executor, with policies that preempt as often as possible."""
 
 from __future__ import annotations
 
@@ -50,15 +50,20 @@ BLOCK_SIZE = 4
 
 @cache
 def tiny_model(family: str, attention: str = "auto", quantization: str = "none") -> CausalLM:
-    """A model of the family with random float32 weights, large enough that logits differ. Tests share it: none may make
-    it while what the loader chooses is replaced."""
+    """Return a model of the family with random float32 weights, large enough for distinct logits.
+
+    Tests share it, so do not call this while the loader is patched.
+    """
     assert loader.implementations is backends.implementations
     return random_model(CONFIGS[family], seed=3, attention=attention, quantization=quantization)
 
 
 class Rotating(Callbacks):
-    """Whoever ran least recently comes first, so that a full batch changes at every step. has_classes: real-time
-    requests come before."""
+    """Rank the least recently scheduled request first, so that a full batch changes at every step.
+
+    Args:
+        has_classes: Whether real-time requests outrank all others.
+    """
 
     def __init__(self, *, has_classes: bool = False) -> None:
         self._has_classes = has_classes
@@ -90,7 +95,7 @@ class Rotating(Callbacks):
 
 
 class SwapAll(Recompute):
-    """Who makes way goes to the host, in the middle of a prompt too, whatever that costs."""
+    """Swap out every preempted request whatever it costs, also in the middle of a prompt."""
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
@@ -99,7 +104,7 @@ class SwapAll(Recompute):
 
 
 class Restless(SwapAll):
-    """Moves random idle requests out and in beside every step."""
+    """Also swap random idle requests out and in while steps run."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -112,7 +117,7 @@ class Restless(SwapAll):
 
 
 class RestlessParts(SpillAll, Restless):
-    """Moves requests of which a part may be on the host already."""
+    """Like `Restless`, but also move requests that are partly on the CPU tier."""
 
 
 def make_store(
@@ -125,8 +130,13 @@ def make_store(
     keeps: Keeps = keeps_nothing,
     swap_dtype: str = "auto",
 ) -> HarshStore:
-    """Pools in which a slot that is read before it is written shows. delay_s: how long every copy takes at least.
-    fails: which moves do. keeps: which blocks they leave as they are. swap_dtype: of KV on the host."""
+    """Return a store whose pools reveal slots that are read before they are written.
+
+    See `HarshStore` for `delay_s`, `fails` and `keeps`.
+
+    Args:
+        swap_dtype: Type of KV on the CPU tier.
+    """
     store = HarshStore(
         model.config,
         torch.float32,
@@ -154,8 +164,12 @@ def make_core(
     overlap: bool = False,
     stages: int = 1,
 ) -> EngineCore:
-    """An engine that rotates its requests through `slots` slots. chunk: most tokens per step; None: no cutting. stages:
-    between which batches are shared out, prompts in pieces of two tokens and more."""
+    """Return an engine core that rotates its requests through `slots` slots.
+
+    Args:
+        chunk: Maximum number of tokens per step; None disables chunked prefill.
+        stages: Number of pipeline stages that share the batches; with several, prompts are cut into chunks.
+    """
     tokens = chunk or 10_000
     batcher: Batcher = Greedy(slots, tokens, chunked=chunk is not None)
     if stages > 1:
@@ -180,8 +194,11 @@ def engine(
     fails: Callable[[Move], bool] = lambda move: False,
     swap_dtype: str = "auto",
 ) -> tuple[EngineCore, LocalExecutor]:
-    """See `make_core` and `make_store`. late: plans that a overlapped move takes, 1 for the one that begins it; None: a
-    thread copies them."""
+    """Return a core and its executor; see `make_core` and `make_store`.
+
+    Args:
+        late: Number of plans that an overlapped move takes, including the one that starts it; None copies on a thread.
+    """
     core = make_core(
         eviction,
         device_blocks=device_blocks,
@@ -205,8 +222,10 @@ def engine(
 
 
 def findable(core: EngineCore) -> Keeps:
-    """As of the plans that are in flight, or later: what requests could find by its key, on either tier, and blocks
-    that they share from both ends."""
+    """Return a predicate for blocks that other requests may read.
+
+    These are blocks that the prefix cache can find on either tier and bidirectional blocks, as of the plans in flight.
+    """
     recent: deque[tuple[set[int], set[int], set[int]]] = deque(maxlen=core.scheduler.depth + 1)
     start_step = core.start_step
 
@@ -228,14 +247,19 @@ def findable(core: EngineCore) -> Keeps:
 
 
 class Closable(Executor, Protocol):
-    """An executor that ends."""
+    """Executor that can be closed."""
 
     def close(self) -> None: ...
 
 
 def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, leads: bool = False) -> list[Event]:
-    """Run all requests to their end, with the ledger checked after every step. leads: whether the others come when the
-    first one has a token. Where blocks are lent, real-time requests come one by one."""
+    """Run all requests to completion, and check the ledger after every step.
+
+    Bidirectional policies get one real-time request at a time.
+
+    Args:
+        leads: Whether the other requests arrive when the first one has its first token.
+    """
     lends, late = core.scheduler.policies.eviction.lends, list(requests)
 
     def is_due(request: Request) -> bool:
@@ -253,31 +277,35 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
         late = [request for request in late if not is_due(request)]
         while (plan := core.start_step(float(steps))) is not None:
             handles.append(executor.submit(plan, float(steps)))
-        if handles:  # else all that are there have ended
+        if handles:  # no handle means that all present requests have finished
             core.finish_step(handles.popleft().result(), float(steps))
         core.kv.check()
         events += core.take_events()
         steps += 1
-        assert steps < 5000, "no end in sight"
+        assert steps < 5000, "the requests do not finish"
     executor.close()
     assert core.kv.device_free == core.kv.device_total
-    # The cache may still copy.
+    # The prefix cache may still have copies in flight.
     assert core.kv.cpu_free + core.kv.blocks_in_transit[Direction.OUT] == core.kv.cpu_total
     return events
 
 
-# Steps between real-time requests.
+# Number of steps between real-time requests.
 _APART = 4
-# Two full blocks, and the beginning of a third.
+# Two full blocks and one partial block.
 COMMON = (7, 5, 3, 2, 11, 13, 17, 19, 23)
 
 
 def mixed_requests(
     eos: int | None = None, common: Sequence[int] = (), *, adopts: bool = False, has_classes: bool = True
 ) -> list[Request]:
-    """Seven requests of mixed lengths: greedy, seeded sampling, penalties, bias, min_tokens. common: what their prompts
-    begin with, which does not lengthen the longest. adopts: whether they use the KV of others.
-    has_classes: every second one is best effort."""
+    """Return seven requests of mixed lengths with greedy and seeded sampling, penalties, logit bias and min_tokens.
+
+    Args:
+        common: Prefix of all prompts; the longest prompt does not grow by it.
+        adopts: Whether requests may use KV of the prefix cache.
+        has_classes: Whether every second request is best effort.
+    """
     kinds = [
         {"temperature": 0},
         {"temperature": 1.0, "top_p": 0.9},

@@ -1,4 +1,4 @@
-"""Links to the ranks of tiny models: threads of this process, or processes that Gloo connects."""
+"""Links to ranks of small models, which run on threads of this process or in processes connected by Gloo."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from skipjoin.model.parallel import Group, Shard
 from skipjoin.model.torch_group import TorchGroup
 from support.thread_ranks import Meeting
 
-# Longest that a plan, or the start of the processes, takes, in seconds; and that one rank waits for another.
+# Timeouts in seconds for a plan or the start of the processes, and for one rank that waits for another.
 PLAN_S = 30.0
 START_S = 90.0
 GROUP_S = 20.0
-# Of three layers, so that two stages have unequal shares.
+# Three layers give two stages unequal shares.
 LAYERS = 3
 _INTERPRETER = threading.Lock()
 
 
 class EverySecond:
-    """Says that every second move in each of these directions fails; on all ranks the same ones."""
+    """Predicate that fails every second move in each of these directions, the same ones on all ranks."""
 
     def __init__(self, directions: Sequence[str]) -> None:
         self._seen = dict.fromkeys((Direction[name] for name in directions), 0)
@@ -63,8 +63,12 @@ def make_rank(
     swap_dtype: str = "auto",
     recorder: GraphRecorder | None = None,
 ) -> Rank:
-    """A rank of the family's tiny model. See `engines.engine` for the rest; fails: directions. recorder: of its decode
-    steps; its attention then knows padding."""
+    """Return a rank of the family's small model; see `engines.engine` for the other arguments.
+
+    Args:
+        fails: Directions in which half of the moves fail.
+        recorder: Recorder of decode graphs; with one, attention supports padding.
+    """
     model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3, group=group)
     store = make_store(model, device_blocks, host_blocks, fails=EverySecond(fails), keeps=keeps, swap_dtype=swap_dtype)
     graphs = None
@@ -72,7 +76,7 @@ def make_rank(
         from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
 
         class OneAtATime(TritonAttention):
-            """Triton's interpreter is for one thread."""
+            """Attention under a lock, because Triton's interpreter is not thread-safe."""
 
             def attend(self, *args: Any, **options: Any) -> torch.Tensor:
                 with _INTERPRETER:
@@ -87,7 +91,11 @@ def make_rank(
 
 
 class ThreadLink:
-    """A rank that runs on a thread. alter: what happens to messages on their way there."""
+    """Link to a rank on a thread.
+
+    Args:
+        alter: Changes messages before the rank receives them.
+    """
 
     def __init__(self, make: Callable[[], Rank], alter: Callable[[bytes], bytes] = lambda message: message) -> None:
         self._alter = alter
@@ -123,7 +131,7 @@ class ThreadLink:
 def thread_executor(
     tp: int, pp: int, family: str, alter: Callable[[int], Callable[[bytes], bytes]] | None = None, **store: Any
 ) -> ShardedExecutor:
-    """An executor over threads. alter: of a rank. store: see `make_rank`."""
+    """Return an executor over threads; see `ThreadLink` for `alter`, which depends on the rank, and `make_rank`."""
 
     def link(group: Group) -> ThreadLink:
         altered = alter(group.shard.rank) if alter else lambda message: message
@@ -137,14 +145,14 @@ def thread_executor(
 
 
 def _serve(rank: int, tp: int, pp: int, meeting_point: str, connection: Connection) -> None:
-    """What a rank's process does: it makes the models that it is told to, and runs their plans."""
+    """Run a rank's process: make the models that it is asked for and run their plans."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = distributed.FileStore(meeting_point, tp * pp)
     group = TorchGroup(Shard.of_rank(rank, tp, pp), store, timeout_s=GROUP_S)
     current: Rank | None = None
     connection.send_bytes(b"ready")
-    # Ends when the other side is closed.
+    # The loop ends when the other side closes the connection.
     with suppress(EOFError):
         while True:
             message = connection.recv_bytes()
@@ -160,7 +168,7 @@ def _serve(rank: int, tp: int, pp: int, meeting_point: str, connection: Connecti
 
 
 def check_collectives(group: TorchGroup) -> bytes:
-    """What is wrong with them, in every type that a model can have; nothing if all is well."""
+    """Return the collectives with wrong results over all types of models; empty if all are right."""
     shard, wrong = group.shard, []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         own = torch.full((3, 2), 2.0 + shard.tp_rank, dtype=dtype)
@@ -173,7 +181,7 @@ def check_collectives(group: TorchGroup) -> bytes:
         expected = [float(rank) for rank, size in enumerate(sizes) for _ in range(size)]
         wrong += [f"{dtype} sum"] * (total.unique().tolist() != [1.0 + sum(range(2, 2 + shard.tp_size))])
         wrong += [f"{dtype} gather"] * (gathered.tolist() != [expected] * 2)
-        # Two in a row: neither waits for the other side.
+        # Two in a row, because no side waits for the other.
         if not shard.is_last:
             for number in range(2):
                 group.send(own * 10 + number)
@@ -185,7 +193,7 @@ def check_collectives(group: TorchGroup) -> bytes:
 
 
 class ProcessLink:
-    """A rank that is a process, over a pipe. Nothing that is sent or received is pickled."""
+    """Link to a rank's process over a pipe, without pickling."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
         self.process, self._connection = process, connection
@@ -209,14 +217,14 @@ class ProcessLink:
             raise RankError(f"process {self.process.pid} is gone") from None
 
     def close(self) -> None:
-        """The process lives on: it may get another model."""
+        """Keep the process, which may get another model."""
 
 
 class Processes:
-    """The processes of `tp` x `pp` ranks, which can have one model after the other."""
+    """Processes of `tp` x `pp` ranks, which can run one model after another."""
 
     def __init__(self, tp: int, pp: int, folder: Path) -> None:
-        # One process imports torch; the ranks are forked off it before it has any threads.
+        # A fork server imports torch and forks the ranks before it has any threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["skipjoin.exec.ranks.rank", "skipjoin.model.loader", "skipjoin.model.torch_group"]
@@ -234,13 +242,13 @@ class Processes:
             assert link.receive(START_S) == b"ready"
 
     def check_collectives(self) -> list[bytes]:
-        """See `check_collectives`; of every rank."""
+        """Return the result of `check_collectives` of every rank."""
         for link in self.links:
             link._connection.send_bytes(b"c")
         return [link.receive(PLAN_S) for link in self.links]
 
     def executor(self, family: str, **store: Any) -> ShardedExecutor:
-        """An executor of a new model. store: see `make_rank`."""
+        """Return an executor of a new model; see `make_rank` for `store`."""
         for link in self.links:
             link.make({"family": family, **store})
         return ShardedExecutor(self.links, tp_size=self.tp, timeout_s=PLAN_S)
@@ -248,7 +256,7 @@ class Processes:
 
 @contextmanager
 def processes(tp: int, pp: int, folder: Path) -> Iterator[Processes]:
-    """Started, and ended whatever happens."""
+    """Yield running processes and terminate them afterwards."""
     started = Processes(tp, pp, folder)
     try:
         yield started

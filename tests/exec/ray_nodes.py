@@ -1,7 +1,8 @@
-"""A Ray cluster of several nodes on this machine, owned by a process of its own: what the tests do to it, and what they
-have in their environment, does not meet.
+"""Ray cluster of several nodes on this machine, run by a process of its own to isolate it from the tests.
 
-python ray_nodes.py FOLDER: one command per line of standard input, one JSON object per line of standard output.
+    python ray_nodes.py FOLDER
+
+Reads one command per line of standard input and writes one JSON object per line of standard output.
 """
 
 from __future__ import annotations
@@ -20,24 +21,30 @@ from typing import Any
 import psutil
 from ray._raylet import Config
 
-# A node of its own for the head, which has no CPUs: it can be neither used nor lost.
+# The head node has no CPUs, so that it can be neither used nor lost.
 _HEAD_IP = "127.0.0.10"
 _STORE_BYTES = 80 << 20
 _END_S = 20.0
-_LAST_WORDS = 2000  # characters: the end of a traceback
+_MAX_ERROR_CHARS = 2000  # characters, enough for the end of a traceback
 
 
 class Nodes:
-    """The cluster as its tests hold it. address: by which this process and its children join it. has_token: whether
-    it asks for one."""
+    """Client of the cluster's process.
+
+    Args:
+        has_token: Whether the cluster requires a token.
+
+    Attributes:
+        address: Address at which this process and its children join the cluster.
+    """
 
     def __init__(self, folder: Path, *, has_token: bool = True) -> None:
-        # Ray reads the token once in a process, which may have used a cluster before.
+        # Ray reads the token once per process, and this one may have used a cluster before.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # whoever imported Ray before may not have said that there is one
+        Config.initialize("")  # Ray may have been imported before there was a token
         self.cpus: dict[str, int] = {}
-        # Ray writes the cluster's address into its default folder, but makes that folder only where it is used.
+        # Ray writes the cluster's address into its default folder, but creates that folder only for its own sessions.
         (folder / "ray").mkdir(parents=True)
         self._words = folder / "stderr"
         with self._words.open("w") as words:
@@ -61,18 +68,18 @@ class Nodes:
             raise
 
     def add(self, cpus: int) -> str:
-        """The name of one more node, which has so many CPUs."""
+        """Add a node with `cpus` CPUs and return its name."""
         name: str = self._ask({"add": cpus})["name"]
         self.cpus[name] = cpus
         return name
 
     def lose(self, name: str) -> None:
-        """End a node's processes, hard."""
+        """Kill a node's processes."""
         self._ask({"lose": name})
         del self.cpus[name]
 
     def have(self, *cpus: int) -> None:
-        """Let it be nodes with so many CPUs, and no others."""
+        """Add and remove nodes until exactly nodes with these numbers of CPUs remain."""
         wanted = list(cpus)
         for name, has in list(self.cpus.items()):
             if has in wanted:
@@ -83,16 +90,16 @@ class Nodes:
             self.add(more)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Those that run on its nodes and have this in their names."""
+        """Return the processes on the cluster's nodes whose names contain `name`."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         return [child for child in children if child.is_running() and name in child.name()]
 
     def close(self) -> None:
-        """End all nodes."""
+        """Stop all nodes."""
         everything = self.processes()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # of a command that it did not read
+        with suppress(BrokenPipeError):  # the process may exit before it reads the command
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
@@ -105,7 +112,7 @@ class Nodes:
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the missing answer says more
+        with suppress(BrokenPipeError):  # the missing answer is the better error
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         return self._answer()
@@ -113,15 +120,15 @@ class Nodes:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"the cluster's process has ended:\n{self._words.read_text(errors='replace')[-_LAST_WORDS:]}"
+        assert line, f"the cluster's process exited:\n{self._words.read_text(errors='replace')[-_MAX_ERROR_CHARS:]}"
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @contextmanager
 def nodes(*, has_token: bool = True) -> Iterator[Nodes]:
-    """Started, and ended whatever happens."""
-    # A short name: sockets lie in it.
+    """Yield a running cluster and stop it afterwards."""
+    # The name is short because sockets lie in the folder.
     with tempfile.TemporaryDirectory(prefix="sj-nodes-", ignore_cleanup_errors=True) as folder:
         started = Nodes(Path(folder), has_token=has_token)
         try:
@@ -131,10 +138,10 @@ def nodes(*, has_token: bool = True) -> Iterator[Nodes]:
 
 
 def _serve(folder: str) -> None:
-    """What the cluster's process does, until its standard input ends."""
+    """Run the cluster's process until its standard input ends."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    from ray.cluster_utils import Cluster  # noqa: PLC0415 (which prints when it is imported)
+    os.dup2(2, 1)  # keep libraries' output apart from answers
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 (prints on import)
 
     shared = {"object_store_memory": _STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
     cluster = Cluster(initialize_head=True, head_node_args={**shared, "num_cpus": 0, "node_ip_address": _HEAD_IP})
@@ -150,7 +157,7 @@ def _serve(folder: str) -> None:
         else:
             lost = started[command["lose"]]
             (raylet,) = lost.all_processes["raylet"]
-            # Its ranks would find out by themselves, but some tokens later.
+            # The ranks would notice by themselves, but only some tokens later.
             children = psutil.Process(raylet.process.pid).children(recursive=True)
             cluster.remove_node(lost, allow_graceful=False)
             for child in children:

@@ -1,5 +1,4 @@
-"""Decode steps in frames of fixed tensors, as graphs replay them: the same tokens as without. What is recorded here is
-called again; on a card it is a CUDA graph."""
+"""Decode steps in frames of fixed tensors, as CUDA graphs replay them; here the recorder keeps and calls functions."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from skipjoin.model.kernels.paged import INTERPRETED
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton is not interpreted")
 
 
-class Again:
-    """Records by keeping the function, which must compute into the same tensor every time."""
+class FunctionRecorder:
+    """Recorder that keeps the function and requires it to compute into the same tensor every time."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -44,18 +43,18 @@ class Again:
 
 
 def interpreted(family: str):
-    """A tiny model whose attention knows padding."""
+    """Return a small model whose attention supports padding."""
     model = copy.copy(tiny_model(family))
     model.attention = TritonAttention()
     return model
 
 
 @pytest.mark.parametrize(("family", "depth", "eviction"), [("qwen3", 2, SwapAll), ("llama", 1, SpillAll)])
-def test_same_tokens_as_kernel_by_kernel(family: str, depth: int, eviction: type[Recompute]) -> None:
+def test_graphs_produce_the_tokens_of_eager_steps(family: str, depth: int, eviction: type[Recompute]) -> None:
     plain, graphed = mixed_requests()[:4], mixed_requests()[:4]
     core, executor = engine(tiny_model(family), eviction(), device_blocks=15, host_blocks=40, slots=3, depth=depth)
     run(core, executor, plain)
-    model, recorder = interpreted(family), Again()
+    model, recorder = interpreted(family), FunctionRecorder()
     core, _ = engine(model, eviction(), device_blocks=15, host_blocks=40, slots=3, depth=depth)
     store = make_store(model, 15, 40)
     graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=28)
@@ -64,12 +63,12 @@ def test_same_tokens_as_kernel_by_kernel(family: str, depth: int, eviction: type
     assert recorder.replays > 10
 
 
-def test_padding_writes_nothing_and_only_its_own_rows_differ() -> None:
+def test_padding_writes_no_kv_and_changes_no_other_rows() -> None:
     model = random_model(CONFIGS["llama"], seed=5)
     model.attention = TritonAttention()
     store = make_store(model, 6)
     store.device.tensor.normal_()
-    graphs = DecodeGraphs(model, store.device, Again(), sizes=[4], longest=12)
+    graphs = DecodeGraphs(model, store.device, FunctionRecorder(), sizes=[4], longest=12)
     segments = [Segment([3], 5, [4, 1], offset=1, reverse=True), Segment([], 2, [3], awaits=1)]
     before = store.device.tensor.clone()
     batch, logits = graphs.run(segments, torch.tensor([50, 60]))
@@ -85,10 +84,10 @@ def test_padding_writes_nothing_and_only_its_own_rows_differ() -> None:
     torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_what_fits() -> None:
+def test_graphs_accept_only_decodes_that_fit() -> None:
     model = random_model(CONFIGS["llama"], seed=5)
     model.attention = TritonAttention()
-    graphs = DecodeGraphs(model, make_store(model, 6).device, Again(), sizes=[1, 2], longest=11)
+    graphs = DecodeGraphs(model, make_store(model, 6).device, FunctionRecorder(), sizes=[1, 2], longest=11)
     one = Segment([1], 4, [0, 1])
     assert graphs.fits([one, one], None)
     assert graphs.fits([one], torch.tensor([1, 2]))
@@ -103,13 +102,13 @@ def test_what_fits() -> None:
     assert not graphs.fits([one] * 3, None)
 
 
-def test_a_frame_refuses_what_it_does_not_hold() -> None:
+def test_a_frame_rejects_batches_that_do_not_fit() -> None:
     buffers = GraphBuffers(2, torch.zeros((2, 2), dtype=torch.int64))
-    with pytest.raises(ValueError, match="hold 2 decodes with tables of 2 blocks"):
+    with pytest.raises(ValueError, match="hold 2 decodes, with tables of 2 blocks"):
         PackedBatch.build([Segment([1, 2], 0, [0])], 4, graph_buffers=buffers)
 
 
-def test_batches_in_one_frame_are_the_same_tensors() -> None:
+def test_batches_of_one_frame_share_tensors() -> None:
     tables = torch.zeros((5, 4), dtype=torch.int64)
     buffers = GraphBuffers(3, tables)
     first = PackedBatch.build([Segment([7], 5, [3, 2]), Segment([8], 0, [1])], 4, graph_buffers=buffers)
@@ -124,7 +123,7 @@ def test_batches_in_one_frame_are_the_same_tensors() -> None:
     assert second.token_ids.tolist() == [13, 0, 0]
 
 
-def test_without_graphs_where_they_cannot_be_recorded(
+def test_failed_recording_falls_back_to_eager_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Refuses:
@@ -141,7 +140,7 @@ def test_without_graphs_where_they_cannot_be_recorded(
     assert "not permitted when stream is capturing" in caplog.text
 
 
-def test_their_memory_is_set_aside() -> None:
+def test_memory_of_graphs_is_reserved() -> None:
     model = tiny_model("llama")
     assert graph_bytes(model, [], 1000) == 0
     one, two = graph_bytes(model, [4], 1000), graph_bytes(model, [2, 4], 1000)
@@ -149,11 +148,11 @@ def test_their_memory_is_set_aside() -> None:
     assert two > one
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 8, 13, 128, 200, 256, 1024])
-def test_ladder(most: int) -> None:
-    sizes = graph_batch_sizes(most)
+@pytest.mark.parametrize("max_batch", [1, 2, 5, 8, 13, 128, 200, 256, 1024])
+def test_frame_sizes_waste_less_than_a_fifth(max_batch: int) -> None:
+    sizes = graph_batch_sizes(max_batch)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == most
-    for batch in range(1, most + 1):
+    assert sizes[-1] == max_batch
+    for batch in range(1, max_batch + 1):
         size = next(size for size in sizes if size >= batch)
         assert (size - batch) / size < 0.2, (batch, size)

@@ -1,4 +1,4 @@
-"""Which card is the current one of each thread that launches kernels. The cards are faked."""
+"""The current device of each thread that launches kernels, with simulated GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECOND = torch.device("cuda", 1)
 
 
 class Current(threading.local):
-    """As CUDA keeps it: each thread begins with card 0."""
+    """Current device as CUDA keeps it: one per thread, initially device 0."""
 
     index = 0
 
@@ -40,7 +40,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     return found
 
 
-def test_a_model_is_tested_and_loaded_on_its_card(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
+def test_kernels_are_checked_and_models_loaded_on_the_configured_device(
+    monkeypatch: pytest.MonkeyPatch, current: Current
+) -> None:
     card, seen = Card("H100", (9, 0)), []
 
     def implementations(*args: object, **options: object) -> tuple[TorchOps, TorchAttention]:
@@ -56,9 +58,9 @@ def test_a_model_is_tested_and_loaded_on_its_card(monkeypatch: pytest.MonkeyPatc
         assert seen.pop() == current.index == expected
 
 
-def test_the_models_thread_launches_on_its_card(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
+def test_the_model_thread_launches_on_the_model_device(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
     class Worker:
-        """Says which card kernels would run on."""
+        """Worker that returns the device on which its kernels would run."""
 
         def __init__(self, *args: object, **options: object) -> None:
             pass
@@ -76,7 +78,7 @@ def test_the_models_thread_launches_on_its_card(monkeypatch: pytest.MonkeyPatch,
     measured = []
     monkeypatch.setattr(local, "measure_transfers", lambda *args: measured.append(current.index))
     for device, expected in ((SECOND, 1), (torch.device("cuda"), 0), (torch.device("cpu"), 0)):
-        monkeypatch.setattr(model, "device", device)  # other tests have the same model
+        monkeypatch.setattr(model, "device", device)  # other tests share the model
         executor = LocalExecutor(model, store, threads=1)
         try:
             assert executor.submit(StepPlan(0, ()), 0.0)._in_flight.result() == expected
@@ -87,7 +89,7 @@ def test_the_models_thread_launches_on_its_card(monkeypatch: pytest.MonkeyPatch,
     assert measured == [1]
 
 
-def test_names_of_cards() -> None:
+def test_device_names_are_validated() -> None:
     assert EngineConfig(device="cuda:1").device == "cuda:1"
     for name in ("gpu", "cuda:", "cuda:-1", "cuda:1 "):
         with pytest.raises(ConfigError, match="device must be auto, cpu, cuda or cuda:N, got"):
@@ -96,9 +98,9 @@ def test_names_of_cards() -> None:
         EngineConfig(device="cuda:1", tensor_parallel_size=2)
 
 
-def test_the_allocator_expands_segments_unless_it_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+def test_expandable_segments_are_enabled_unless_the_allocator_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
     for name, value, expected in (
         ("PYTORCH_CUDA_ALLOC_CONF", "", ["expandable_segments:True"]),
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", []),
@@ -106,12 +108,12 @@ def test_the_allocator_expands_segments_unless_it_is_set_up(monkeypatch: pytest.
     ):
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.setenv(name, value)
-        told.clear()
+        applied.clear()
         cuda.expand_segments()
-        assert told == expected
+        assert applied == expected
 
 
-def test_a_full_card_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_report_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -1,4 +1,4 @@
-"""What an engine keeps of requests that were aborted: pages of the KV pool, which has a fixed size, and a batch."""
+"""Memory that an engine keeps of aborted requests: one batch, besides KV pools of fixed size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_tokens=900, ignore_eos=True, logprobs=20)
 
 
 def stream_and_abort(loop: EngineLoop, first: int) -> int:
-    """Run sequences for some steps, as for clients that do not read, and abort them; the log-probabilities made."""
+    """Run and abort sequences as for clients that do not read, and return the log-probabilities produced."""
     digest, scored = Digest(), 0
     loop.on_plan = digest.begin
     for number in range(first, first + SEQUENCES):
@@ -36,7 +36,7 @@ def stream_and_abort(loop: EngineLoop, first: int) -> int:
     return scored
 
 
-def test_nothing_is_kept_of_streams_that_were_aborted() -> None:
+def test_aborted_streams_free_their_memory() -> None:
     config = EngineConfig(recipe="fcfs", profile="off", kv_cache_gib=0.05, swap_space_gib=0, threads=1)
     loop = EngineLoop(assemble(config))
     try:
@@ -49,6 +49,6 @@ def test_nothing_is_kept_of_streams_that_were_aborted() -> None:
         kept = [type(one) for one in gc.get_objects() if type(one) in (Request, TokenDetail, TokenLogprob)]
         assert set(kept) <= {Request}
         assert len(kept) <= 2 * config.max_num_seqs  # the last batch, until the next one
-        assert after - before < 1 << 20  # a KiB for each would be as much
+        assert after - before < 1 << 20  # one KiB per request would be as much
     finally:
         loop.close()

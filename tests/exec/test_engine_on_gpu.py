@@ -1,4 +1,4 @@
-"""The engine on a card: the tokens of the CPU's, however requests are preempted, whatever is queued ahead."""
+"""The engine on a GPU produces the tokens of the CPU under any preemption and pipelining."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ CARD = torch.device("cuda", 0)
 EVICTIONS = {"swap": SwapAll, "spill": SpillAll, "recompute": Recompute, "restless": lambda: Restless(5)}
 
 
-class OnCard(RandomWeights):
-    """What the CPU's model of the same seed has: a card draws other numbers."""
+class CpuDrawnWeights(RandomWeights):
+    """Random weights drawn on the CPU, because a GPU generates other numbers from the same seed."""
 
     def take(self, *args, **options) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return super().take(*args, **options).to(CARD)
 
 
-def model_on_card(family: str, back_end: str = "triton") -> CausalLM:
+def model_on_gpu(family: str, back_end: str = "triton") -> CausalLM:
     from skipjoin.model.backends import implementations  # noqa: PLC0415
 
     ops, attention = implementations(back_end, torch.float32, CARD)
-    weights = OnCard(3, torch.float32, torch.device("cpu"))
+    weights = CpuDrawnWeights(3, torch.float32, torch.device("cpu"))
     config = ModelConfig.from_dict(CONFIGS[family])
     return CausalLM(config, weights, ops=ops, attention=attention, dtype=torch.float32, device=CARD, group=Alone())
 
@@ -79,7 +79,7 @@ def outputs(
 
 
 def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
-    """One after the other, with room for all."""
+    """Run the requests one by one on the CPU with memory for all."""
     model = tiny_model(family)
     executor = LocalExecutor(model, make_store(model, 200, 0, BLOCK_SIZE))
     core = make_core(Recompute(), device_blocks=200, slots=1)
@@ -89,17 +89,19 @@ def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 @pytest.mark.parametrize("graphs", [False, True])
-def test_tokens_of_the_cpu(family: str, graphs: bool) -> None:
-    got = outputs(model_on_card(family), mixed_requests(), SwapAll(), blocks=200, host_blocks=0, depth=2, graphs=graphs)
+def test_gpu_produces_the_tokens_of_the_cpu(family: str, graphs: bool) -> None:
+    got = outputs(model_on_gpu(family), mixed_requests(), SwapAll(), blocks=200, host_blocks=0, depth=2, graphs=graphs)
     assert got == on_cpu(family, mixed_requests())
 
 
 @pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 @pytest.mark.parametrize(("depth", "graphs", "chunk"), [(1, False, 5), (2, True, None), (2, True, 6)])
 @pytest.mark.parametrize("family", ["llama", "mistral", "opt"])
-def test_preemption_is_invisible(family: str, depth: int, graphs: bool, chunk: int | None, eviction: str) -> None:
+def test_preemption_changes_no_tokens_on_gpu(
+    family: str, depth: int, graphs: bool, chunk: int | None, eviction: str
+) -> None:
     got = outputs(
-        model_on_card(family),
+        model_on_gpu(family),
         mixed_requests(),
         EVICTIONS[eviction](),
         blocks=16,
@@ -111,23 +113,22 @@ def test_preemption_is_invisible(family: str, depth: int, graphs: bool, chunk: i
     assert got == on_cpu(family, mixed_requests())
 
 
-def test_the_reference_back_end_agrees() -> None:
+def test_torch_backend_produces_the_tokens_of_the_cpu() -> None:
     got = outputs(
-        model_on_card("qwen3", "torch"), mixed_requests(), SwapAll(), blocks=16, host_blocks=60, depth=2, graphs=False
+        model_on_gpu("qwen3", "torch"), mixed_requests(), SwapAll(), blocks=16, host_blocks=60, depth=2, graphs=False
     )
     assert got == on_cpu("qwen3", mixed_requests())
 
 
-def test_the_host_runs_ahead() -> None:
-    """A plan is queued while the one before it still runs: its handle is not done, and nobody has waited."""
-    model = model_on_card("llama")
+def test_plans_are_queued_before_earlier_ones_complete() -> None:
+    model = model_on_gpu("llama")
     store = make_store(model, 64, 0, BLOCK_SIZE)
     executor = LocalExecutor(model, store)
     core = make_core(Recompute(), device_blocks=64, slots=4, depth=2, overlap=True)
     core.add(Request(0, 0.0, [1, 2, 3], 30, sampling=Sampling(SamplingParams(temperature=0), 0, ())), 0.0)
-    for _ in range(3):  # compiles
+    for _ in range(3):  # compile the kernels
         core.finish_step(executor.submit(core.start_step(0.0), 0.0).result(), 0.0)
-    torch.cuda._sleep(500_000_000)  # a quarter of a second of the card's time, in front of all that follows
+    torch.cuda._sleep(500_000_000)  # about 0.25 s of GPU time ahead of the steps
     first, second = (executor.submit(core.start_step(0.0), 0.0) for _ in range(2))
     second._begun.result(timeout=0.2)
     assert not first.done()
@@ -139,8 +140,8 @@ def test_the_host_runs_ahead() -> None:
     executor.close()
 
 
-def test_out_of_memory_costs_one_request() -> None:
-    model = model_on_card("llama")
+def test_out_of_memory_fails_one_request() -> None:
+    model = model_on_gpu("llama")
     small = [Request(i, 0.0, [i + 1] * 6, 5, sampling=Sampling(SamplingParams(temperature=0), 0, ())) for i in range(2)]
     expected = on_cpu("llama", [Request(r.id, 0.0, r.prompt, 5, sampling=r.sampling) for r in small])
     large = Request(2, 0.0, [7] * 250, 3, sampling=Sampling(SamplingParams(temperature=0), 0, ()))

@@ -1,4 +1,4 @@
-"""The fit of a linear cost to measured times."""
+"""Fitting a linear cost to measured times."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ TERMS = st.builds(
 
 @settings(max_examples=4)
 @given(truth=TERMS)
-def test_exact_times_are_explained_well(truth: LinearCost) -> None:
+def test_fit_reproduces_exact_times_closely(truth: LinearCost) -> None:
     seconds = [truth.step(shape) for shape in SHAPES]
     errors = cost_errors(fit_cost(SHAPES, seconds), SHAPES, seconds)
-    # Which steps hide behind the weights is searched for, not solved for.
+    # The fit searches for the steps that the reading of weights dominates, instead of solving for them.
     assert np.median(errors) < 0.01
     assert np.quantile(errors, 0.95) < 0.1
 
 
-def test_exact_times_of_a_cpu_are_explained_exactly() -> None:
+def test_fit_reproduces_exact_cpu_times() -> None:
     truth = LinearCost(2e-3, 5e-4, 4e-7, 4e-4, 2e-6, weights=8e-3)
     seconds = [truth.step(shape) for shape in SHAPES]
     assert max(cost_errors(fit_cost(SHAPES, seconds), SHAPES, seconds)) < 1e-6
@@ -52,7 +52,7 @@ def test_exact_times_of_a_cpu_are_explained_exactly() -> None:
 
 @settings(max_examples=4)
 @given(truth=TERMS, seed=st.integers(0, 1000))
-def test_outliers_and_noise_do_not_move_the_fit_far(truth: LinearCost, seed: int) -> None:
+def test_fit_is_robust_to_outliers_and_noise(truth: LinearCost, seed: int) -> None:
     draw = np.random.default_rng(seed)
     exact = np.array([truth.step(shape) for shape in SHAPES])
     seconds = exact * np.exp(draw.normal(0, 0.05, len(exact)))
@@ -61,8 +61,8 @@ def test_outliers_and_noise_do_not_move_the_fit_far(truth: LinearCost, seed: int
     assert np.quantile(errors, 0.95) < 0.25
 
 
-def test_a_term_that_would_be_negative_is_zero_and_the_others_are_the_best_without_it() -> None:
-    # Times that fall with the third count: its coefficient would be below zero.
+def test_negative_terms_are_clamped_and_the_others_refitted() -> None:
+    # Times decrease with the third count, so that its coefficient would be negative.
     counts = np.array([[1.0, x, y] for x in (1, 2, 4, 8) for y in (0, 1, 2)])
     seconds = counts @ np.array([1.0, 0.5, -0.1])
     found = fit_times(counts, seconds)
@@ -80,9 +80,7 @@ def test_a_term_that_would_be_negative_is_zero_and_the_others_are_the_best_witho
     positions=st.integers(1, 4096),
     kv_share=st.floats(1, 50),
 )
-def test_every_case_is_a_step_that_the_engine_could_run(
-    tokens: int, requests: int, positions: int, kv_share: float
-) -> None:
+def test_every_case_is_a_valid_engine_step(tokens: int, requests: int, positions: int, kv_share: float) -> None:
     limits = Limits(tokens, requests, positions, int(positions * kv_share))
     found = cases(limits, 12)
     assert found[0] == Case(((0, 1),), False)
@@ -94,7 +92,7 @@ def test_every_case_is_a_step_that_the_engine_could_run(
         assert all(start >= 0 and count >= 1 and start + count <= positions for start, count in case.slices)
 
 
-def test_every_beginning_covers_all_kinds_and_sizes() -> None:
+def test_every_prefix_covers_all_kinds_and_sizes() -> None:
     first = cases(LIMITS, 12)[:20]
     shapes = [shape_of(case) for case in first]
     for kind in (
@@ -112,7 +110,7 @@ def test_every_beginning_covers_all_kinds_and_sizes() -> None:
     assert any(start > 0 and tokens > 1 for case in first for start, tokens in case.slices)
 
 
-def test_a_third_is_held_out_of_every_kind() -> None:
+def test_a_third_of_every_kind_is_held_out() -> None:
     found = cases(LIMITS, 12)
     held_out = [shape_of(case) for case in found if case.held_out]
     assert len(held_out) == pytest.approx(len(found) / HELD_OUT_EVERY, abs=2)

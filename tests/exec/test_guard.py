@@ -1,4 +1,4 @@
-"""A guard ends what its process leaves behind, and nothing else."""
+"""A process guard terminates what its process leaves behind, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 
-# It starts two processes that are nobody's children, one of which writes into the folder, and tells their ids.
+# Starts two orphans, one of which writes into the folder, and prints their ids.
 PROGRAM = """
 import pathlib, subprocess, sys
 from skipjoin.exec.ranks.guard import ProcessGuard
@@ -30,11 +30,11 @@ print(detach(str(folder / "log")), detach("/dev/null"), flush=True)
 log = open(folder / "own", "w")
 sys.stdin.readline()
 guard.close()
-print("it has not ended itself", flush=True)
+print("the guarded process still runs", flush=True)
 """
 
 
-# A module stands in for Ray.
+# A module that replaces Ray.
 STUB = """
 import os, signal, sys, types
 from unittest.mock import MagicMock
@@ -44,12 +44,12 @@ for name in ("_raylet", "_private", "_private.ray_constants"):
     sys.modules[f"ray.{name}"] = MagicMock()
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError
 """
-# The process is killed while Ray starts.
+# Kills the process while Ray starts.
 STARTS = f"""{STUB}
 ray.init = lambda **settings: os.kill(os.getpid(), signal.SIGKILL)
 Cluster.start(1)
 """
-# Ray fails to start so many times, for this reason.
+# Makes Ray fail to start a number of times with a given reason.
 FAILS = f"""{STUB}
 outcomes = [RuntimeError(sys.argv[2])] * int(sys.argv[1]) + [MagicMock(address_info=dict(address="127.0.0.1:1"))]
 ray.init, ray.shutdown = MagicMock(side_effect=outcomes), MagicMock()
@@ -60,7 +60,7 @@ except ClusterError as error:
 """
 
 
-def test_a_process_that_is_killed_while_ray_starts_leaves_no_folder(tmp_path: Path) -> None:
+def test_killing_the_process_while_ray_starts_leaves_no_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     assert subprocess.run([sys.executable, "-c", STARTS], env=environment, check=False).returncode == -signal.SIGKILL
     end = time.monotonic() + 30
@@ -70,7 +70,7 @@ def test_a_process_that_is_killed_while_ray_starts_leaves_no_folder(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("times", "why", "said"),
+    ("times", "why", "output"),
     [
         (2, "The current node timed out during startup. This may be", "127.0.0.1:1 3 2"),
         (
@@ -81,15 +81,15 @@ def test_a_process_that_is_killed_while_ray_starts_leaves_no_folder(tmp_path: Pa
         (1, "no such file", "Ray does not start on this machine: no such file 1"),
     ],
 )
-def test_ray_is_started_again_where_it_took_too_long(tmp_path: Path, times: int, why: str, said: str) -> None:
+def test_ray_start_is_retried_after_timeouts(tmp_path: Path, times: int, why: str, output: str) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", FAILS, str(times), why]
     result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert said in result.stdout
+    assert output in result.stdout
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_who_writes_into_the_folder_ends_with_the_process(tmp_path: Path, is_killed: bool) -> None:
+def test_orphans_that_write_into_the_folder_are_terminated_with_the_process(tmp_path: Path, is_killed: bool) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
     command = [sys.executable, "-c", PROGRAM, str(folder)]
@@ -103,9 +103,9 @@ def test_who_writes_into_the_folder_ends_with_the_process(tmp_path: Path, is_kil
         if is_killed:
             parent.kill()
         last, _ = parent.communicate("\n")
-        assert last == ("" if is_killed else "it has not ended itself\n")
-        _, left = psutil.wait_procs([*guards, inside], timeout=30)
-        assert not left
+        assert last == ("" if is_killed else "the guarded process still runs\n")
+        _, alive = psutil.wait_procs([*guards, inside], timeout=30)
+        assert not alive
         assert not folder.exists()
         assert outside.is_running()
         assert outside.status() != psutil.STATUS_ZOMBIE

@@ -1,4 +1,4 @@
-"""KV that the host holds with 8 bits: only requests that were swapped notice, and hardly."""
+"""Int8 KV on the CPU tier changes only swapped requests, and only slightly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from skipjoin.model.loader import load_model, random_model
 from skipjoin.sampling import SamplingParams, TokenDetail
 from support.policies import SpillAll
 
-# By request, its tokens and their log-probabilities.
+# The output of each request: tokens with their log-probabilities.
 Scores = dict[int, list[tuple[int, float]]]
 MAX_ERROR = 0.1
 
@@ -39,7 +39,7 @@ def tally() -> CausalLM:
 
 
 def requests(vocab: int, count: int = 8, tokens: int = 24) -> list[Request]:
-    """Greedy ones, whose prompts end within a block."""
+    """Return greedy requests whose prompts end within a block."""
     draw = random.Random(5)
     params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1)
     return [
@@ -55,7 +55,7 @@ def requests(vocab: int, count: int = 8, tokens: int = 24) -> list[Request]:
 
 
 class RestlessHalf(Restless):
-    """Moves every other request only."""
+    """Like `Restless`, but move only every other request."""
 
     def ahead(
         self, idle: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
@@ -72,8 +72,11 @@ def served(
     fails: Sequence[Direction] = (),
     **options: int,
 ) -> tuple[Scores, set[int]]:
-    """What the requests got, and which of them came back from the host. fails: directions of which half the moves
-    do."""
+    """Run the requests and return their scores and the ids of those swapped in.
+
+    Args:
+        fails: Directions in which half of the moves fail.
+    """
     pools = options["device_blocks"], options.get("host_blocks", 0)
     store = make_store(model, *pools, fails=Fails(*fails), swap_dtype=swap_dtype)
     executor = LocalExecutor(model, store, copier=None if late is None else LateCopier(store, late))
@@ -82,7 +85,7 @@ def served(
 
 def scores(events: Iterable[Event]) -> tuple[Scores, set[int]]:
     found: Scores = {}
-    back = set()
+    swapped = set()
     for event in events:
         if isinstance(event, Token):
             detail = event.detail
@@ -90,12 +93,12 @@ def scores(events: Iterable[Event]) -> tuple[Scores, set[int]]:
             assert detail.chosen.logprob is not None
             found.setdefault(event.request.id, []).append((event.token, detail.chosen.logprob))
         elif isinstance(event, Moved) and event.move.direction is Direction.IN:
-            back.add(event.move.request.id)
-    return found, back
+            swapped.add(event.move.request.id)
+    return found, swapped
 
 
 def errors(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> list[float]:
-    """Of log-probabilities, as long as the tokens before are the same; of the first that is not, too, if it is."""
+    """Return differences of log-probabilities up to and including the first mismatch of tokens."""
     found = []
     for (token, one), (other_token, other) in zip(ours, theirs, strict=True):
         found.append(abs(one - other))
@@ -105,31 +108,29 @@ def errors(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> li
 
 
 FORCED = {
-    "beside": dict(eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, slots=3, chunk=9),
-    "beside, landing late": dict(
+    "overlapped": dict(eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, slots=3, chunk=9),
+    "overlapped, landing late": dict(
         eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, slots=3, chunk=9, late=4
     ),
-    "before each step": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, slots=2),
-    "before each step, in parts": dict(eviction=SpillAll, device_blocks=14, host_blocks=90, slots=2),
-    "before each step, copies fail": dict(
-        eviction=SwapAll, device_blocks=14, host_blocks=90, slots=2, fails=tuple(Direction)
-    ),
+    "blocking": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, slots=2),
+    "blocking, in parts": dict(eviction=SpillAll, device_blocks=14, host_blocks=90, slots=2),
+    "blocking, copies fail": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, slots=2, fails=tuple(Direction)),
 }
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_only_requests_that_were_swapped_differ_and_hardly(case: str) -> None:
+def test_int8_changes_only_swapped_requests_and_only_slightly(case: str) -> None:
     options = FORCED[case]
     alone, _ = served(tally(), SwapAll, "auto", device_blocks=90, slots=8)
-    found, back = served(tally(), swap_dtype="int8", **options)  # type: ignore[arg-type]
-    assert len(back) >= 4
-    assert len(back) < 8 or case.startswith("before")
+    found, swapped = served(tally(), swap_dtype="int8", **options)  # type: ignore[arg-type]
+    assert len(swapped) >= 4
+    assert len(swapped) < 8 or case.startswith("blocking")
     for number, theirs in alone.items():
-        most = max(errors(found[number], theirs))
+        error = max(errors(found[number], theirs))
         # A batch of another size rounds differently.
-        assert most < (MAX_ERROR if number in back else 1e-4), number
-    # It is not the lossless pool that was used.
-    assert max(max(errors(found[number], alone[number])) for number in back) > 1e-4
+        assert error < (MAX_ERROR if number in swapped else 1e-4), number
+    # Require differences, so that the lossless pool was not used by mistake.
+    assert max(max(errors(found[number], alone[number])) for number in swapped) > 1e-4
     same = sum(len(errors(found[number], alone[number])) == 24 for number in alone)
     assert same >= 6
 
@@ -138,33 +139,35 @@ POOLS = dict(device_blocks=20, host_blocks=60)
 
 
 def check_ranks(executor: ShardedExecutor, stages: int) -> None:
-    """That ranks, each of which rounds its own share, do what one rank does that has all of it and gets the same
-    plans. Their pools are `POOLS` with swap_dtype int8, of the tiny llama."""
+    """Assert that ranks, which quantize their own shares, produce what one rank does under the same plans.
+
+    Their pools are `POOLS` with swap_dtype int8, of the small llama.
+    """
     model = random_model(CONFIGS["llama"] | {"num_hidden_layers": LAYERS}, seed=3)
     found = []
     for each in (LocalExecutor(model, make_store(model, **POOLS, swap_dtype="int8")), executor):
         core = make_core(SwapAll(), **POOLS, slots=2, depth=stages)
         found.append(scores(run(core, each, requests(model.config.vocab_size, 5))))
-    (one, back), (many, back_there) = found
-    assert len(back) >= 3
-    assert back == back_there
-    # Sums are in another order there, so a code may be another.
+    (one, swapped), (many, back_there) = found
+    assert len(swapped) >= 3
+    assert swapped == back_there
+    # Sums are in another order across ranks, so that single codes may differ.
     assert all(max(errors(many[number], one[number])) < MAX_ERROR for number in one)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_every_rank_quantises_its_own_share(tp: int, pp: int) -> None:
+def test_every_rank_quantizes_its_own_share(tp: int, pp: int) -> None:
     check_ranks(thread_executor(tp, pp, "llama", **POOLS, swap_dtype="int8"), pp)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
-def test_moved_blocks_take_less_than_two_thirds_of_bfloat16(block_size: int) -> None:
+def test_int8_blocks_take_less_than_two_thirds_of_bfloat16(block_size: int) -> None:
     spec = rank_spec_of(tiny_model("llama"), block_size, 1, "int8")
     assert 0.56 <= spec.host_block_bytes / (spec.block_bytes / 2) <= 0.63
 
 
 class Broken:
-    """Cannot be compiled."""
+    """Quantizer that cannot be compiled."""
 
     def quantize(self, *arguments: object) -> None:
         raise RuntimeError("no such instruction")
@@ -172,7 +175,7 @@ class Broken:
     dequantize = quantize
 
 
-def test_where_a_kernel_fails_torch_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_quantization_kernel_falls_back_to_torch(caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(tiny_model("llama"), 8, 8, swap_dtype="int8")
     assert store._quantized is not None
     store._quantized._quantizer = Broken()  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Preemption is invisible: whatever is forced at step boundaries, every request's tokens are those it gets alone."""
+"""Forced preemption at step boundaries never changes a request's tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from support.recipes import build
 
 
 class Fails:
-    """Says that half of the moves in these directions do: drawn, so that no load keeps step with them."""
+    """Predicate that fails half of the moves in these directions, at random so that no workload is in phase with it."""
 
     def __init__(self, *directions: Direction) -> None:
         self._directions = directions
@@ -50,8 +50,8 @@ class Fails:
 
 
 OUT, IN = Direction.OUT, Direction.IN
-SLOTS = {OUT: "saved slots", Direction.WITHIN: "changed places", IN: "brought back slots"}
-# No moves are needed here: those that are made are.
+SLOTS = {OUT: "saved slots", Direction.WITHIN: "moved slots", IN: "restored slots"}
+# No moves are needed here; the policy makes them anyway.
 _RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, slots=2, chunk=5)
 _SWAPPED = dict(eviction=SwapAll, device_blocks=8, host_blocks=60, slots=1)
 _SPILLED = _SWAPPED | dict(eviction=SpillAll)
@@ -77,16 +77,16 @@ FORCED = {
     "shared, copies out fail": _SHARED | dict(fails=lambda: Fails(OUT)),
     "shared, copies in fail": _SHARED | dict(fails=lambda: Fails(IN)),
     "tails dropped at every step": dict(eviction=DropTails, device_blocks=8, slots=1),
-    "parts moved beside": _PARTS,
-    "parts moved beside, late copies fail": _PARTS | dict(fails=lambda: Fails(OUT, IN)),
-    "moved beside every step": _RESTLESS,
-    "moved beside, landing at once": _RESTLESS | dict(late=1),
-    "moved beside, landing late": _RESTLESS | dict(late=5),
-    "moved beside, slowly": _RESTLESS | dict(delay_s=2e-3),
-    "moved beside, full device": _RESTLESS | dict(device_blocks=10, late=3),
-    "moved beside, copies out fail": _RESTLESS | dict(fails=lambda: Fails(OUT)),
-    "moved beside, copies in fail": _RESTLESS | dict(fails=lambda: Fails(IN)),
-    "moved beside, late copies fail": _RESTLESS | dict(late=4, fails=lambda: Fails(OUT, IN)),
+    "parts moved concurrently": _PARTS,
+    "parts moved concurrently, late copies fail": _PARTS | dict(fails=lambda: Fails(OUT, IN)),
+    "moved concurrently every step": _RESTLESS,
+    "moved concurrently, landing at once": _RESTLESS | dict(late=1),
+    "moved concurrently, landing late": _RESTLESS | dict(late=5),
+    "moved concurrently, slowly": _RESTLESS | dict(delay_s=2e-3),
+    "moved concurrently, full device": _RESTLESS | dict(device_blocks=10, late=3),
+    "moved concurrently, copies out fail": _RESTLESS | dict(fails=lambda: Fails(OUT)),
+    "moved concurrently, copies in fail": _RESTLESS | dict(fails=lambda: Fails(IN)),
+    "moved concurrently, late copies fail": _RESTLESS | dict(late=4, fails=lambda: Fails(OUT, IN)),
     "overlapped": dict(eviction=Recompute, device_blocks=60, slots=3, depth=2),
     "overlapped, dropped": dict(eviction=Recompute, device_blocks=12, slots=2, depth=2),
     "overlapped, swapped, chunks": dict(eviction=SwapAll, device_blocks=14, host_blocks=60, slots=2, depth=2, chunk=7),
@@ -96,65 +96,65 @@ FORCED = {
     | dict(device_blocks=14, slots=2, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
     "overlapped, shared": _SHARED | dict(depth=2, chunk=None),
     "overlapped, shared, copies fail": _SHARED | dict(depth=2, chunk=None, fails=lambda: Fails(OUT, IN)),
-    "overlapped, moved beside": _RESTLESS | dict(depth=2),
+    "overlapped, moved concurrently": _RESTLESS | dict(depth=2),
     "overlapped, landing late": _RESTLESS | dict(depth=2, late=5),
     "overlapped, late copies fail": _RESTLESS | dict(depth=2, late=3, fails=lambda: Fails(OUT, IN)),
 }
-BEFORE = {"moved out blocking", "moved in blocking"}
-BESIDE = {"moved out overlapped", "moved in overlapped"}
-# What must have happened for the case to show anything.
+BLOCKING = {"moved out blocking", "moved in blocking"}
+OVERLAPPED = {"moved out overlapped", "moved in overlapped"}
+# What must have happened for the case to be meaningful.
 EXPECTED = {
     "paused at every step": {Preemption.PAUSE},
     "dropped at every step": {Preemption.DROP},
-    "swapped at every step": {Preemption.SWAP} | BEFORE,
-    "swapped at every step of a prompt": {"moved out in mid-prompt"} | BEFORE,
+    "swapped at every step": {Preemption.SWAP} | BLOCKING,
+    "swapped at every step of a prompt": {"moved out in mid-prompt"} | BLOCKING,
     "swapped, copies out fail": {"failed out blocking", Preemption.DROP},
     "swapped, copies in fail": {"failed in blocking", Preemption.DROP},
-    "spilled at every step": {Preemption.SPILL} | BEFORE,
-    "spilled at every step of a prompt": {Preemption.SPILL, "moved out in mid-prompt"} | BEFORE,
-    "spilled, host too small": {Preemption.SPILL, "a tail was dropped"} | BEFORE,
+    "spilled at every step": {Preemption.SPILL} | BLOCKING,
+    "spilled at every step of a prompt": {Preemption.SPILL, "moved out in mid-prompt"} | BLOCKING,
+    "spilled, host too small": {Preemption.SPILL, "a tail was dropped"} | BLOCKING,
     "spilled, copies out fail": {Preemption.SPILL, "failed out blocking", "a tail was dropped"},
     "spilled, copies in fail": {Preemption.SPILL, "failed in blocking", "a tail was dropped"},
-    "shared at every step": {"saved slots", "brought back slots"},
+    "shared at every step": {"saved slots", "restored slots"},
     "shared, host too small": {"saved slots"},
     "shared, copies out fail": {"saved slots", "failed out blocking", Preemption.DROP},
     "shared, copies in fail": {"saved slots", "failed in blocking", Preemption.DROP},
     "tails dropped at every step": {"a tail was dropped"},
-    "parts moved beside": {Preemption.SPILL} | BEFORE | BESIDE,
-    "parts moved beside, late copies fail": {Preemption.SPILL, "failed out overlapped", "failed in overlapped"},
-    "moved beside every step": {Preemption.SWAP, "moved out in mid-prompt"} | BESIDE,
-    "moved beside, landing at once": BESIDE,
-    "moved beside, landing late": {"ran during a move"} | BESIDE,
-    "moved beside, slowly": BESIDE,
-    "moved beside, full device": BEFORE | BESIDE,
-    "moved beside, copies out fail": {"failed out overlapped"},
-    "moved beside, copies in fail": {"failed in overlapped", Preemption.DROP},
-    "moved beside, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
+    "parts moved concurrently": {Preemption.SPILL} | BLOCKING | OVERLAPPED,
+    "parts moved concurrently, late copies fail": {Preemption.SPILL, "failed out overlapped", "failed in overlapped"},
+    "moved concurrently every step": {Preemption.SWAP, "moved out in mid-prompt"} | OVERLAPPED,
+    "moved concurrently, landing at once": OVERLAPPED,
+    "moved concurrently, landing late": {"ran during a move"} | OVERLAPPED,
+    "moved concurrently, slowly": OVERLAPPED,
+    "moved concurrently, full device": BLOCKING | OVERLAPPED,
+    "moved concurrently, copies out fail": {"failed out overlapped"},
+    "moved concurrently, copies in fail": {"failed in overlapped", Preemption.DROP},
+    "moved concurrently, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
     "overlapped, dropped": {Preemption.DROP},
-    "overlapped, swapped, chunks": {Preemption.SWAP} | BEFORE,
+    "overlapped, swapped, chunks": {Preemption.SWAP} | BLOCKING,
     "overlapped, swapped, copies fail": {"failed out blocking", "failed in blocking", Preemption.DROP},
     "overlapped, spilled, copies fail": {Preemption.SPILL, "failed out blocking", "failed in blocking"},
-    "overlapped, shared": {"saved slots", "brought back slots"},
+    "overlapped, shared": {"saved slots", "restored slots"},
     "overlapped, shared, copies fail": {"saved slots", "failed out blocking", Preemption.DROP},
-    "overlapped, moved beside": {Preemption.SWAP} | BESIDE,
-    "overlapped, landing late": {"ran during a move"} | BESIDE,
+    "overlapped, moved concurrently": {Preemption.SWAP} | OVERLAPPED,
+    "overlapped, landing late": {"ran during a move"} | OVERLAPPED,
     "overlapped, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
 }
-# Of each.
-FEWEST = 3
+# Minimum number of each.
+MIN_COUNT = 3
 
 
 def forced(
     case: str, family: str, attention: str = "auto", quantization: str = "none"
 ) -> tuple[EngineCore, LocalExecutor]:
-    """The engine of a case."""
+    """Return the core and the executor of a case."""
     options = dict(FORCED[case])
     fails = options.pop("fails", lambda: lambda move: False)
     return engine(tiny_model(family, attention, quantization), options.pop("eviction")(), fails=fails(), **options)
 
 
 def happened(events: list[Event]) -> Counter[object]:
-    """How often what happened. A move counts as `ran during` if three steps or more ran while it was on its way."""
+    """Count events by kind. A move counts as `ran during` if at least three steps ran while it was in flight."""
     found: Counter[object] = Counter()
     kinds: dict[int, str] = {}
     begun: dict[int, int] = {}
@@ -192,7 +192,7 @@ def outputs_alone(
     attention: str = "auto",
     quantization: str = "none",
 ) -> list[list[int]]:
-    """Each request's output when it has an engine of its own."""
+    """Return each request's output in an engine of its own."""
     outputs = []
     for request in mixed_requests(eos, common):
         run(*engine(tiny_model(family, attention, quantization), Recompute(), device_blocks=60), [request])
@@ -206,42 +206,42 @@ def outputs(requests: list[Request]) -> list[list[int]]:
 
 @pytest.mark.parametrize("turn", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", FORCED)
-def test_tokens_are_those_of_a_request_alone(turn: int, case: str) -> None:
-    # The families take turns: what is forced is the same for all, and each has a third of the cases.
+def test_preemption_changes_no_tokens(turn: int, case: str) -> None:
+    # The families alternate: what is forced is the same for all, and each has a third of the cases.
     family = list(CONFIGS)[(list(FORCED).index(case) + turn) % len(CONFIGS)]
     requests = mixed_requests()
     events = run(*forced(case, family), requests)
     assert outputs(requests) == outputs_alone(family)
     found = happened(events)
-    assert all(found[what] >= FEWEST for what in EXPECTED.get(case, ())), found
+    assert all(found[what] >= MIN_COUNT for what in EXPECTED.get(case, ())), found
 
 
 @pytest.mark.skipif(load_library() is None, reason="no compiler")
-@pytest.mark.parametrize("case", ["dropped at every step", "parts moved beside", "overlapped, swapped, chunks"])
-def test_tokens_are_those_of_a_request_alone_with_weights_of_8_bits(case: str) -> None:
+@pytest.mark.parametrize("case", ["dropped at every step", "parts moved concurrently", "overlapped, swapped, chunks"])
+def test_preemption_changes_no_tokens_with_int8_weights(case: str) -> None:
     requests = mixed_requests()
     found = happened(run(*forced(case, "llama", quantization="int8"), requests))
     assert outputs(requests) == outputs_alone("llama", quantization="int8")
-    assert all(found[what] >= FEWEST for what in EXPECTED[case]), found
+    assert all(found[what] >= MIN_COUNT for what in EXPECTED[case]), found
     assert outputs(requests) != outputs_alone("llama")  # the weights are not those of the other tests
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_tokens_are_those_of_a_request_alone_where_prefixes_are_adopted(case: str) -> None:
+def test_preemption_changes_no_tokens_with_prefix_caching(case: str) -> None:
     number = list(FORCED).index(case)
     family, attention = list(CONFIGS)[number % len(CONFIGS)], ("auto", "torch")[number // len(CONFIGS) % 2]
     requests = mixed_requests(common=COMMON, adopts=True)
     found = happened(run(*forced(case, family, attention), requests, leads=True))
     assert outputs(requests) == outputs_alone(family, common=COMMON, attention=attention)
-    assert found["adopted"] >= FEWEST
-    # Of prompts that begin with adopted KV few steps are left.
-    rare = {"moved out in mid-prompt", "brought back slots"}
+    assert found["adopted"] >= MIN_COUNT
+    # Prompts that begin with adopted KV have few steps left.
+    rare = {"moved out in mid-prompt", "restored slots"}
     assert all(found[what] for what in EXPECTED.get(case, set()) - rare), found
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_outputs_that_end_by_a_stop_token_are_the_same(case: str) -> None:
-    # A token that occurs in the middle of outputs: with overlap it is found one step late.
+def test_preemption_changes_no_outputs_that_stop_at_eos(case: str) -> None:
+    # A token that occurs in the middle of outputs; with overlap it is found one step late.
     alone = outputs_alone("llama")
     eos = Counter(token for output in alone for token in output[1:-1]).most_common(1)[0][0]
     expected = outputs_alone("llama", eos)
@@ -252,9 +252,9 @@ def test_outputs_that_end_by_a_stop_token_are_the_same(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_aborts_leave_the_tokens_of_others_unchanged(case: str) -> None:
+def test_aborts_change_no_tokens_of_other_requests(case: str) -> None:
     alone = outputs_alone("opt")
-    victims = {1: (1, 3), 4: (6,), 9: (4,)}  # by the number of plans that are made before they are aborted
+    victims = {1: (1, 3), 4: (6,), 9: (4,)}  # by the number of plans made before the abort
     core, executor = forced(case, "opt")
     requests = mixed_requests()
     plans = 0
@@ -277,8 +277,8 @@ def test_aborts_leave_the_tokens_of_others_unchanged(case: str) -> None:
 
 @pytest.mark.parametrize("host_blocks", [0, 60])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_tokens_are_those_of_a_request_alone_under_exact_claims(depth: int, host_blocks: int) -> None:
-    """Requests are lent KV, are vacated, and pause at the end of claims that were forecast too small."""
+def test_preemption_changes_no_tokens_under_exact_allocation(depth: int, host_blocks: int) -> None:
+    """Requests are nested, vacated and stopped at the end of reservations that were forecast too small."""
     model, params = tiny_model("llama"), {"padding": 0.0, "reserve": 0.1, "buffer": 0.0}
     policies = build("econoserve", Settings(LinearCost(floor=1.0, prefill_token=1.0), 8, 64), params)
     ledger = KVLedger(9, host_blocks, BLOCK_SIZE)
@@ -289,5 +289,5 @@ def test_tokens_are_those_of_a_request_alone_under_exact_claims(depth: int, host
     events = run(core, LocalExecutor(model, make_store(model, 9, host_blocks)), requests)
     assert outputs(requests) == outputs_alone("llama")
     assert any(isinstance(event, Reserved) and isinstance(event.parent, Request) for event in events)
-    assert happened(events)[Preemption.PAUSE] >= FEWEST
+    assert happened(events)[Preemption.PAUSE] >= MIN_COUNT
     assert happened(events)[Preemption.SWAP if host_blocks else Preemption.DROP] > 0

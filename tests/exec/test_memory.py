@@ -1,4 +1,4 @@
-"""What is kept of a GPU's memory for steps, and what is said where it is not enough. The card is faked."""
+"""GPU memory reserved for steps, and the errors when it is not enough, on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,16 @@ CUDA = torch.device("cuda", 0)
 LARGEST = LargestStep(tokens=37, seqs=6, positions=20)
 
 
-class FakeCard:
-    """Stands where torch.cuda would. free, total: as the device tells. calls: in order."""
+class FakeGpu:
+    """Replacement of torch.cuda.
+
+    Args:
+        free: Free bytes that the device reports.
+        total: Total bytes that the device reports.
+
+    Attributes:
+        calls: Names of the functions called, in order.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int = 70 * GIB, total: int = 80 * GIB) -> None:
         self.free, self.total = free, total
@@ -39,7 +47,7 @@ class FakeCard:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free - self.cached, self.total))
 
     def use(self, size: int, *, cached: int = 0) -> None:
-        """Work takes so much and gives it back."""
+        """Allocate `size` bytes and free them, except `cached` bytes that the allocator keeps."""
         self.peak = max(self.peak, self.allocated + size)
         self.cached = cached
 
@@ -55,8 +63,8 @@ class FakeCard:
         self.peak = self.allocated
 
 
-def on_card() -> CausalLM:
-    """A model that says it lies on a GPU."""
+def gpu_model() -> CausalLM:
+    """Return a model that reports a GPU as its device."""
     model = tiny_model("llama")
     facts = {"device": CUDA, "dtype": model.dtype, "config": model.config, "shard": model.shard, "weight_bytes": GIB}
     return cast(CausalLM, SimpleNamespace(**facts))
@@ -70,11 +78,11 @@ def on_card() -> CausalLM:
     [
         (LARGEST, [19, 18], [7, 6, 6, 6, 6, 6], (19, 6)),
         (LargestStep(2048, 128, 4096), [2048], [16] * 128, (1023, 128)),
-        (LargestStep(10_000, 4, 2000), [2000] * 4, [2000] * 4, (1023, 4)),  # four prompts have no more tokens
+        (LargestStep(10_000, 4, 2000), [2000] * 4, [2000] * 4, (1023, 4)),  # four prompts have at most 8000 tokens
         (LargestStep(3, 8, 1), [1] * 3, [1] * 3, (0, 3)),
     ],
 )
-def test_the_largest_steps_are_whole_prompts_and_decodes(
+def test_largest_steps_are_whole_prompts_and_decodes(
     largest: LargestStep, few: list[int], many: list[int], decodes: tuple[int, int]
 ) -> None:
     steps = largest_steps(largest, BLOCK_SIZE)
@@ -85,11 +93,13 @@ def test_the_largest_steps_are_whole_prompts_and_decodes(
     for piece in (piece for step in steps for piece in step.slices):
         assert piece.samples
         assert set(piece.blocks) == {0}
-        assert len(piece.blocks) == -(-largest.positions // BLOCK_SIZE)  # what attention takes follows from them
+        assert len(piece.blocks) == -(
+            -largest.positions // BLOCK_SIZE
+        )  # their number determines the memory of attention
         assert piece.start + piece.tokens == len(piece.request.prompt)
 
 
-def test_a_worker_can_run_them_in_one_block() -> None:
+def test_a_worker_runs_the_largest_steps_in_one_block() -> None:
     model = tiny_model("llama")
     store = make_store(model, 1)
     store.device.tensor.zero_()
@@ -103,23 +113,23 @@ def test_a_worker_can_run_them_in_one_block() -> None:
 # -- the profile run ------------------------------------------------------------------------------------------------
 
 
-def test_on_a_cpu_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_models_are_not_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "Worker", None)
     assert measure_peak(tiny_model("llama"), LARGEST, BLOCK_SIZE) == (0, 0)
 
 
-def test_the_peak_is_what_the_work_adds_and_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = FakeCard(monkeypatch)
-    card.use(9 * GIB)  # of loading, no matter to us
-    assert peak_of(CUDA, lambda: card.use(2 * GIB, cached=3 * GIB)) == int(2 * GIB * 1.05)
-    assert card.cached == 0
-    # What loading left in the allocator is given back before, and the work has ended before it is counted.
-    assert card.calls == ["synchronize", "empty_cache", "reset", "synchronize", "empty_cache"]
+def test_peak_is_the_memory_of_the_work_plus_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    gpu.use(9 * GIB)  # the peak of loading, which must not count
+    assert peak_of(CUDA, lambda: gpu.use(2 * GIB, cached=3 * GIB)) == int(2 * GIB * 1.05)
+    assert gpu.cached == 0
+    # Cached memory of loading is freed first, and the work is synchronized before the peak is read.
+    assert gpu.calls == ["synchronize", "empty_cache", "reset", "synchronize", "empty_cache"]
 
 
-def test_graphs_take_what_decode_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, which need more, are in no graph."""
-    card = FakeCard(monkeypatch)
+def test_graph_memory_is_that_of_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts need more, but no graph contains them."""
+    gpu = FakeGpu(monkeypatch)
 
     class Runs:
         halvings = 0
@@ -128,47 +138,47 @@ def test_graphs_take_what_decode_steps_do(monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
         def run(self, plan: Any) -> None:
-            card.use(sum(piece.tokens for piece in plan.slices) * GIB)
+            gpu.use(sum(piece.tokens for piece in plan.slices) * GIB)
 
     monkeypatch.setattr(memory, "Worker", Runs)
     monkeypatch.setattr(memory, "KVStore", lambda *args, **rest: None)
-    peaks = measure_peak(on_card(), LARGEST, BLOCK_SIZE)
+    peaks = measure_peak(gpu_model(), LARGEST, BLOCK_SIZE)
     assert peaks == (int(37 * GIB * 1.05), int(6 * GIB * 1.05))
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_a_step_that_does_not_fit_names_the_settings(monkeypatch: pytest.MonkeyPatch, *, drops: bool) -> None:
-    """However the worker tells it; and the card is as it was."""
-    card = FakeCard(monkeypatch, free=64 * GIB)
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_out_of_memory_in_the_profile_names_the_settings(monkeypatch: pytest.MonkeyPatch, *, is_reported: bool) -> None:
+    """The worker may raise the error or report that it halved the step."""
+    gpu = FakeGpu(monkeypatch, free=64 * GIB)
 
     class Full:
         def __init__(self, *args: Any) -> None:
             pass
 
         def run(self, plan: Any) -> Any:
-            card.use(0, cached=5 * GIB)
+            gpu.use(0, cached=5 * GIB)
             self.halvings = 1
-            if not drops:
+            if not is_reported:
                 raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
     monkeypatch.setattr(memory, "Worker", Full)
     monkeypatch.setattr(memory, "KVStore", lambda *args, **rest: None)
     expected = r"37 tokens or 6 requests .* weights of 1.00 GiB \(64.00 of 80.00 GiB are free\): lower max_num_batched"
     with pytest.raises(ModelError, match=expected):
-        measure_peak(on_card(), LARGEST, BLOCK_SIZE)
+        measure_peak(gpu_model(), LARGEST, BLOCK_SIZE)
 
 
-# -- the room that is left ------------------------------------------------------------------------------------------
+# -- remaining memory -------------------------------------------------------------------------------------------------
 
 
-def test_the_pool_gets_what_steps_and_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_gets_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_spec, "free_ram", lambda: 100 * GIB)
-    card = FakeCard(monkeypatch, free=60 * GIB)  # 20 GiB are weights and others
-    card.use(0, cached=6 * GIB)  # the allocator's, hence ours
-    room = memory_budget_of(on_card(), 0.9, 2, peak=3 * GIB, graph_bytes=GIB)
+    gpu = FakeGpu(monkeypatch, free=60 * GIB)  # 20 GiB are weights and other processes'
+    gpu.use(0, cached=6 * GIB)  # cached by the allocator, hence available
+    room = memory_budget_of(gpu_model(), 0.9, 2, peak=3 * GIB, graph_bytes=GIB)
     assert room == MemoryBudget(72 * GIB - 20 * GIB - 4 * GIB, 50 * GIB, 4 * GIB, 56 * GIB)
-    card.free = 11 * GIB
-    assert memory_budget_of(on_card(), 0.9, peak=4 * GIB).device == 0
+    gpu.free = 11 * GIB
+    assert memory_budget_of(gpu_model(), 0.9, peak=4 * GIB).device == 0
     assert memory_budget_of(tiny_model("llama"), 0.9, peak=4 * GIB) == MemoryBudget(100 * GIB, 100 * GIB)
 
 
@@ -190,7 +200,7 @@ def parts(weights_gib: float, kind: str = "cuda") -> RankSpec:
     )
 
 
-def test_too_small_a_pool_says_where_the_memory_is() -> None:
+def test_error_of_a_small_pool_itemizes_the_memory() -> None:
     config = EngineConfig(gpu_memory_utilization=0.5, block_size=16)
     ranks = [parts(14.96), parts(15.5)]
     rooms = [MemoryBudget(5 * GIB, GIB, 1 << 29), MemoryBudget(GIB, GIB, int(1.25 * GIB))]
@@ -201,12 +211,12 @@ def test_too_small_a_pool_says_where_the_memory_is() -> None:
     assert "2 GiB are needed; set gpu_memory_utilization higher, or max_num_batched_tokens" in text
     assert text.endswith("or max_model_len to at most 8192")
     assert device_blocks(config, ranks, rooms, 8192) == 512
-    # With none at all, no length would do.
+    # Without any free memory, no max_model_len would fit.
     with pytest.raises(ConfigError, match=r"pool of 0 blocks .* max_num_seqs lower$"):
         device_blocks(config, [parts(15)], [MemoryBudget(0, GIB, GIB)], 4096)
 
 
-def test_a_pool_that_was_asked_for_is_what_the_text_is_about() -> None:
+def test_error_of_a_configured_pool_names_its_setting() -> None:
     for kind in ("cuda", "cpu"):
         config = EngineConfig(kv_cache_gib=0.01)
         with pytest.raises(ConfigError, match=r"set kv_cache_gib to at least 0\.5, or max_model_len to at most 80"):
@@ -214,8 +224,8 @@ def test_a_pool_that_was_asked_for_is_what_the_text_is_about() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_a_pool_beyond_the_free_memory_is_refused_with_one_that_works(kind: str) -> None:
-    """On a GPU the share that is used by default does not bound it; of several ranks the tightest does."""
+def test_error_of_a_pool_beyond_free_memory_names_the_maximum(kind: str) -> None:
+    """On a GPU the default share does not bound it. Of several ranks the one with the least memory does."""
     ranks, rooms = [parts(1, kind)] * 2, [MemoryBudget(4 * GIB, 9 * GIB, free=6 * GIB), MemoryBudget(3 * GIB, 9 * GIB)]
     for asked in (6.1, 500.0, 1e6):
         with pytest.raises(ConfigError, match=r"kv_cache_gib must be at most 6 \(.* a rank has 3\.0 GiB free\), got"):
@@ -224,25 +234,25 @@ def test_a_pool_beyond_the_free_memory_is_refused_with_one_that_works(kind: str)
     assert device_blocks(EngineConfig(kv_cache_gib=6), ranks[:1], rooms[:1], 4096) == 6 * GIB // (2 << 20)
 
 
-def test_the_limit_of_a_container_bounds_the_free_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_limit_bounds_the_free_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, free in ((12345, 12345), (1 << 62, rank_spec.free_ram()), (None, rank_spec.free_ram())):
         monkeypatch.setattr(rank_spec, "free_memory", lambda limit=limit: limit)
         assert rank_spec.free_ram() == pytest.approx(free, rel=0.1)
 
 
-# -- on a card ------------------------------------------------------------------------------------------------------
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_step_stays_within_what_was_measured() -> None:
+def test_steps_stay_within_the_profiled_memory() -> None:
     config = CONFIGS["llama"] | {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 32_000}
     model = random_model(config, seed=3, device="cuda")
     largest = LargestStep(tokens=4096, seqs=64, positions=256)
     before = torch.cuda.memory_allocated()
     peak = measure_peak(model, largest, 16).all
     assert torch.cuda.memory_allocated() == before
-    # The logits of all rows alone.
+    # The logits of all rows alone would take this much.
     assert peak > 64 * 32_000 * 4
     store = rank_spec.make_store(model, 2, 0, 16)
     worker = Worker(model, store)

@@ -1,4 +1,4 @@
-"""One trace through the simulated and the local executor: the same plans."""
+"""The simulated and the local executor make the same plans for one trace."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from skipjoin.sim.driver import Replica, simulate
 from support.policies import SpillAny
 from support.recipes import RECIPES, build, own
 
-# Moves take about as long as steps, so that some are on their way for several.
+# Moves take about as long as steps, so that some are in flight for several steps.
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-4, context_token=1e-5, block=1.5e-3)
 BLOCKS = 16
 SETTINGS = Settings(COST, max_seqs=4, max_tokens=24, has_true_forecasts=True)
-# With a host pool the others do what they do without.
+# With a CPU tier the other recipes plan as without one.
 SWAPPING = [recipe for recipe in RECIPES if isinstance(build(recipe, SETTINGS).eviction, Swap)]
-# These claim what they are expected to need, and move little.
+# These reserve their expected need and move little.
 EXACT = [recipe for recipe in SWAPPING if not isinstance(build(recipe, SETTINGS).admission, OnDemand)]
 
 
@@ -50,12 +50,12 @@ def system(recipe: str) -> Policies:
 
 
 class LocalOnVirtualClock(SimulatedExecutor):
-    """The tokens of the model, the time of the cost model. Moves land when the cost model says so, and have then."""
+    """Executor with the tokens of the model and the durations and landing times of the cost model."""
 
     def __init__(self, local: LocalExecutor) -> None:
         super().__init__(COST)
         self._local = local
-        self._early: list[Move] = []  # landed already, though not yet on the virtual clock
+        self._early: list[Move] = []  # complete, but not yet on the virtual clock
 
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
         timed = super().submit(plan, now)
@@ -84,8 +84,12 @@ def trace() -> list[Request]:
 
 
 class Run:
-    """One trace through an executor. made: the plans, with their time, slices and moves. longest: steps during which
-    one move was on its way, at most."""
+    """One trace run through an executor.
+
+    Attributes:
+        made: Plans with their time, slices and moves.
+        longest: Maximum number of steps during which one move was in flight.
+    """
 
     def __init__(self, recipe: str, depth: int, host_blocks: int, executor: SimulatedExecutor) -> None:
         policies = system(recipe)
@@ -140,5 +144,5 @@ def test_simulator_and_engine_make_the_same_plans(recipes: list[str], host_block
                 assert real.moved > 10, (recipe, depth)
             if host_blocks and recipe == "fastserve":
                 assert real.longest > 2
-    # Greedy, so whatever was moved and dropped and in whichever order, every recipe's are the same.
+    # Sampling is greedy, so that every recipe yields the same tokens, whatever it moved or dropped.
     assert all(other == outputs[0] for other in outputs)

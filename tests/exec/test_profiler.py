@@ -1,4 +1,4 @@
-"""Profiles of real steps: what is measured and what comes of it. How long steps take is not tested."""
+"""Profiles of real steps: which steps are measured and what the profile contains. Speed is not tested."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import STEP_TERMS, LinearCost
 
 LIMITS = Limits(tokens=64, requests=8, positions=128, kv_tokens=64 * BLOCK_SIZE)
-# What the clock is made to show for steps.
-SHOWN = LinearCost(floor=2e-3, prefill_token=3e-5, attention_pair=1e-7, decode=4e-5, context_token=1e-6, weights=3e-4)
+# Durations that the executor reports for steps.
+STEP_TIMES = LinearCost(
+    floor=2e-3, prefill_token=3e-5, attention_pair=1e-7, decode=4e-5, context_token=1e-6, weights=3e-4
+)
 
 
-class Watched(LocalExecutor):
-    """Keeps the plans that it is given, and tells times as `SHOWN` has them, whatever the machine does."""
+class RecordingExecutor(LocalExecutor):
+    """Executor that keeps its plans and reports times of `STEP_TIMES`, whatever the machine does."""
 
     plans: list[StepPlan]
     first_run_factor = 1.0
@@ -39,12 +41,12 @@ class Watched(LocalExecutor):
         self.plans.append(plan)
         result = super().submit(plan, now).result()
         factor = 1.0 if seen else self.first_run_factor
-        seconds = SHOWN.step(StepShape.of(plan.slices)) * factor
-        handle: LocalHandle = _Told(type(result)(plan, result.tokens, seconds))  # type: ignore[assignment]
+        seconds = STEP_TIMES.step(StepShape.of(plan.slices)) * factor
+        handle: LocalHandle = _FixedResult(type(result)(plan, result.tokens, seconds))  # type: ignore[assignment]
         return handle
 
 
-class _Told:
+class _FixedResult:
     def __init__(self, result: object) -> None:
         self._result = result
 
@@ -53,7 +55,7 @@ class _Told:
 
 
 @pytest.fixture
-def executor() -> Iterator[Watched]:
+def executor() -> Iterator[RecordingExecutor]:
     model = tiny_model("llama")
     store = KVStore(
         model.config,
@@ -63,14 +65,14 @@ def executor() -> Iterator[Watched]:
         host_blocks=0,
         block_size=BLOCK_SIZE,
     )
-    watched = Watched(model, store)
+    watched = RecordingExecutor(model, store)
     watched.plans = []
     yield watched
     watched.close()
 
 
-def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watched) -> None:
-    executor.first_run_factor = 50.0  # a warm-up, which must not count
+def test_profile_reports_measured_times_and_fit_errors(executor: RecordingExecutor) -> None:
+    executor.first_run_factor = 50.0  # the warm-up must not count
     key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     shares: list[float] = []
     profile = measure_profile(
@@ -83,7 +85,7 @@ def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watche
         on_progress=lambda what, share: shares.append(share),
     )
     for name in STEP_TERMS:
-        assert getattr(profile.cost, name) == pytest.approx(getattr(SHOWN, name), rel=1e-3)
+        assert getattr(profile.cost, name) == pytest.approx(getattr(STEP_TIMES, name), rel=1e-3)
     assert profile.errors.median < 1e-3
     assert profile.errors.p95 < 1e-3
     assert profile.errors.held_out == sum(sample.held_out for sample in profile.samples) > 5
@@ -98,7 +100,7 @@ def test_the_profile_says_what_steps_took_and_how_well_it_knows(executor: Watche
     assert profile.kv_bytes_per_block == executor.store.device.block_bytes
 
 
-def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: Watched) -> None:
+def test_transfer_cost_is_the_slower_direction(executor: RecordingExecutor) -> None:
     key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     profile = measure_profile(
         executor,
@@ -115,7 +117,7 @@ def test_transfers_are_measured_both_ways_and_the_cost_is_the_slower(executor: W
     assert profile.cost.transfer(16) == pytest.approx(max(both))
 
 
-def test_without_time_the_guess_is_scaled_by_what_little_was_measured(executor: Watched) -> None:
+def test_short_measurement_scales_the_default_cost(executor: RecordingExecutor) -> None:
     key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     profile = measure_profile(
         executor,
@@ -129,16 +131,18 @@ def test_without_time_the_guess_is_scaled_by_what_little_was_measured(executor: 
     assert [StepShape.of(plan.slices) for plan in executor.plans] == [StepShape(decodes=1, context=1)]
     assert profile.errors.held_out == 0
     smallest = StepShape(decodes=1, context=1)
-    assert profile.cost.step(smallest) == pytest.approx(SHOWN.step(smallest))
+    assert profile.cost.step(smallest) == pytest.approx(STEP_TIMES.step(smallest))
     guess = guess_cost(executor.rank_specs, BLOCK_SIZE)
-    scale = SHOWN.step(smallest) / guess.step(smallest)
+    scale = STEP_TIMES.step(smallest) / guess.step(smallest)
     assert profile.cost.prefill_token == pytest.approx(scale * guess.prefill_token)
 
 
-def test_a_step_too_long_for_the_time_left_is_not_begun(executor: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that takes half a second per token, prompts are not measured in two seconds."""
+def test_steps_that_exceed_the_remaining_time_are_skipped(
+    executor: RecordingExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With half a second per token, prompts are not measured within two seconds."""
     slow = LinearCost(floor=0.01, prefill_token=0.5, decode=0.5)
-    monkeypatch.setattr("test_profiler.SHOWN", slow)
+    monkeypatch.setattr("test_profiler.STEP_TIMES", slow)
     key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     profile = measure_profile(
         executor,
@@ -154,14 +158,14 @@ def test_a_step_too_long_for_the_time_left_is_not_begun(executor: Watched, monke
     assert profile.cost.step(StepShape(decodes=1, context=1)) == pytest.approx(0.51, rel=0.1)
 
 
-def test_the_key_is_the_same_for_models_of_one_shape() -> None:
+def test_models_of_one_shape_share_a_key() -> None:
     config = ModelConfig.from_dict(CONFIGS["llama"])
     other_end = ModelConfig.from_dict({**CONFIGS["llama"], "eos_token_id": 7, "dtype": "bfloat16"})
     wider = ModelConfig.from_dict({**CONFIGS["llama"], "intermediate_size": 96})
     assert shape_hash(config) == shape_hash(other_end) != shape_hash(wider)
 
 
-def test_the_key_holds_no_path(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_key_contains_no_path(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("a-model")
     model = tiny_model("llama")
     known = model.config, [rank_spec_of(model, BLOCK_SIZE, 1)], "1.2.3"
@@ -170,7 +174,7 @@ def test_the_key_holds_no_path(tmp_path_factory: pytest.TempPathFactory) -> None
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_guess_is_a_positive_cost_that_grows_with_everything(family: str) -> None:
+def test_default_cost_is_positive_and_grows_with_every_term(family: str) -> None:
     model = tiny_model(family)
     part = rank_spec_of(model, BLOCK_SIZE, 1)
     cost = guess_cost([part], BLOCK_SIZE)
@@ -178,7 +182,7 @@ def test_a_guess_is_a_positive_cost_that_grows_with_everything(family: str) -> N
     assert guess_cost([rank_spec_of(model, 2 * BLOCK_SIZE, 1)], 2 * BLOCK_SIZE).block == pytest.approx(2 * cost.block)
 
 
-def test_a_guess_for_several_ranks_adds_up_the_stages_not_the_ranks_of_one() -> None:
+def test_default_cost_adds_stages_but_not_tensor_ranks() -> None:
     part = rank_spec_of(tiny_model("llama"), BLOCK_SIZE, 1)
     one = guess_cost([part], BLOCK_SIZE)
     assert guess_cost([part, part], BLOCK_SIZE) == one
@@ -190,9 +194,11 @@ def test_a_guess_for_several_ranks_adds_up_the_stages_not_the_ranks_of_one() -> 
 # -- on ranks ---------------------------------------------------------------------------------------------------------
 
 
-class Shown(ShardedExecutor):
-    """Ranks whose times are as `SHOWN` has them, the first stage thrice as long as the second, and twice as long in
-    plans that run while not all stages are busy."""
+class FixedTimeRanks(ShardedExecutor):
+    """Ranks that report times of `STEP_TIMES`.
+
+    The first stage takes three times as long as the second, and twice as long in plans that run while some stages idle.
+    """
 
     plans: list[StepPlan]
     pools = (LIMITS.kv_tokens // BLOCK_SIZE, 0, BLOCK_SIZE)
@@ -213,15 +219,15 @@ class Shown(ShardedExecutor):
         self.plans.append(plan)
         result = super().submit(plan, now).result()
         slow = 1.0 if len(self.plans) % 3 == 2 else 2.0
-        seconds = SHOWN.step(StepShape.of(plan.slices)) * slow
+        seconds = STEP_TIMES.step(StepShape.of(plan.slices)) * slow
         stages = (StageTime(0.75 * seconds, 0.0), StageTime(0.25 * seconds, 0.0))
-        return _Told(replace(result, seconds=seconds, stages=stages))
+        return _FixedResult(replace(result, seconds=seconds, stages=stages))
 
 
-def test_a_pipeline_is_measured_with_all_stages_busy_and_its_profile_knows_their_shares() -> None:
-    executor = thread_executor(1, 2, "llama", device_blocks=Shown.pools[0])
-    executor.__class__ = Shown
-    assert isinstance(executor, Shown)
+def test_pipelines_are_profiled_with_all_stages_busy() -> None:
+    executor = thread_executor(1, 2, "llama", device_blocks=FixedTimeRanks.pools[0])
+    executor.__class__ = FixedTimeRanks
+    assert isinstance(executor, FixedTimeRanks)
     executor.plans = []
     model = tiny_model("llama")
     key = profile_key("some/model", model.config, executor.rank_specs, "1.2.3")
@@ -230,10 +236,10 @@ def test_a_pipeline_is_measured_with_all_stages_busy_and_its_profile_knows_their
     shown: dict[str, Any] = {"host_s": 0.0, "on_progress": lambda what, share: None}
     profile = measure_profile(executor, model.config, key, LIMITS, effort, **shown)
     executor.close()
-    assert executor.touched == Shown.pools[0]
+    assert executor.touched == FixedTimeRanks.pools[0]
     thrice = [executor.plans[number : number + 3] for number in range(0, len(executor.plans), 3)]
     assert all(one is two is three for one, two, three in thrice)
     assert profile.stage_shares == pytest.approx((0.75, 0.25))
-    assert profile.cost.step(StepShape(prefill=64)) == pytest.approx(SHOWN.step(StepShape(prefill=64)), rel=1e-3)
+    assert profile.cost.step(StepShape(prefill=64)) == pytest.approx(STEP_TIMES.step(StepShape(prefill=64)), rel=1e-3)
     assert (profile.weight_bytes, profile.kv_bytes_per_block) == (1000, 64)
     assert profile.cost.block == 3e-6

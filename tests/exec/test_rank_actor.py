@@ -1,4 +1,4 @@
-"""What a rank does before it meets others, without Ray around it."""
+"""What a rank does before it connects to other ranks, without Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skipjoin.exec.ranks.rank_actor import RankActor, RankModel
 from skipjoin.model.parallel import Shard
 
 
-def test_a_rank_draws_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_generates_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(builtin_model_path() / "config.json", tmp_path)
     largest = LargestStep(64, 4, 64)
     of = RankModel(
@@ -38,7 +38,7 @@ def test_a_rank_draws_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert part == saved
     assert room.ram > 0
-    # A rank whose decode steps cannot be recorded says so, and all launch kernels one by one.
+    # A rank that cannot record its decode steps reports so, and all ranks run them eagerly.
     assert rank.make_pools(4, 0)
     monkeypatch.setattr(rank_actor, "replays", lambda model: True)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The start of connections between an engine and its ranks, beside strangers."""
+"""Connections between an engine and its ranks while unrelated clients connect as well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skipjoin.exec.ranks.links import RankListener, connect
 
 
 def trickle(address: links.Address, ended: threading.Semaphore) -> None:
-    """Announce a message of 100 bytes, and send one of them every 50 ms, until the connection is closed."""
+    """Announce a message of 100 bytes and send one byte every 50 ms until the connection is closed."""
     with socket.create_connection(address) as stranger:
         try:
             stranger.sendall(struct.pack("!i", 100))
@@ -26,13 +26,13 @@ def trickle(address: links.Address, ended: threading.Semaphore) -> None:
             ended.release()
 
 
-def test_strangers_that_trickle_bytes_delay_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are cut off themselves."""
+def test_slow_unauthenticated_clients_delay_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such clients are disconnected."""
     monkeypatch.setattr(links, "_GREETING_S", 2.0)
     listener, ended = RankListener("127.0.0.1"), threading.Semaphore(0)
     for _ in range(5):
         threading.Thread(target=trickle, args=(listener.address, ended), daemon=True).start()
-    time.sleep(0.1)  # they come first
+    time.sleep(0.1)  # the clients connect first
     connections = {}
     ranks = [
         threading.Thread(
@@ -43,7 +43,7 @@ def test_strangers_that_trickle_bytes_delay_no_rank(monkeypatch: pytest.MonkeyPa
     for rank in ranks:
         rank.start()
     accepted = listener.accept(2, 30.0)
-    assert not ended.acquire(blocking=False)  # no stranger had to be cut off before
+    assert not ended.acquire(blocking=False)  # no client had been disconnected yet
     for rank in ranks:
         rank.join()
     accepted[1].send(b"to rank 1")
@@ -55,7 +55,7 @@ def test_strangers_that_trickle_bytes_delay_no_rank(monkeypatch: pytest.MonkeyPa
     listener.close()
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_error_names_the_rank_that_did_not_connect() -> None:
     listener = RankListener("127.0.0.1")
     with socket.create_connection(listener.address), pytest.raises(RankError, match="rank 0 did not connect within"):
         listener.accept(2, 0.1)

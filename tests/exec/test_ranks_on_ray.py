@@ -1,6 +1,6 @@
-"""Models on ranks that Ray places: the same tokens as in one process, whatever is killed, and nothing left behind.
+"""Models on ranks placed by Ray produce the tokens of one process, survive kills and leave nothing behind.
 
-All of it runs on one cluster on this machine, which pytest's own process starts.
+All tests share one cluster on this machine, which pytest's process starts.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ pytestmark = pytest.mark.ray
 pytest.importorskip("ray")
 
 RANKS = 4
-# A KV pool in which four of the requests fit, and a host pool for as many.
+# The KV pool and the CPU tier each hold four of the requests.
 PRESSED = {"kv_cache_gib": 80 * 65536 / 2**30, "swap_space_gib": 60 * 65536 / 2**30, "max_model_len": 256}
 Outputs = dict[int, list[int]]
 
 
-# What a user may have set for other clusters.
+# Settings that a user may have for other clusters.
 INHERITED = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "known to others"}
 
 
@@ -62,10 +62,10 @@ def config(tp: int, pp: int, **settings: Any) -> EngineConfig:
 
 
 def ranks() -> list[psutil.Process]:
-    """Processes of ranks, whoever started them."""
+    """Return the rank processes on this machine."""
     found = []
     for one in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended since
+        with suppress(psutil.NoSuchProcess):  # it may have exited since
             if "RankActor" in one.name():
                 found.append(one)
     return found
@@ -79,7 +79,7 @@ def wait_until_gone(seconds: float = 30.0) -> None:
 
 
 class Session:
-    """An engine with twelve requests, greedy and seeded in turn, whose prompts are as long as their outputs."""
+    """An engine with twelve requests, alternately greedy and seeded, whose prompts are as long as their outputs."""
 
     def __init__(self, engine: Engine, tokens: int = 60) -> None:
         self.loop = EngineLoop(engine)
@@ -118,11 +118,11 @@ class Session:
         return sum(isinstance(event, kind) for event in self.events)
 
 
-# -- a private cluster is closed to all but this process and those that it starts -------------------------------------
+# -- a private cluster admits only this process and its children ------------------------------------------------------
 
 
-def test_no_other_user_can_enter_its_folder(cluster: Cluster) -> None:
-    """What lies in it is open to all, so that a name that leads into it must not be."""
+def test_other_users_cannot_enter_the_cluster_folder(cluster: Cluster) -> None:
+    """The folder's contents are world-readable, so its path must not be accessible."""
     (folder,) = Path(tempfile.gettempdir()).glob(f"skipjoin-ray-{os.getpid()}-*")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [inside.name for inside in folder.iterdir()] == ["ray"]
@@ -133,7 +133,7 @@ def test_no_other_user_can_enter_its_folder(cluster: Cluster) -> None:
     ("stated", "joins"),
     [({}, True), ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}, False), ({"RAY_AUTH_TOKEN": "other"}, False)],
 )
-def test_a_process_without_its_token_is_refused(cluster: Cluster, stated: dict[str, str], joins: bool) -> None:
+def test_processes_without_the_token_are_rejected(cluster: Cluster, stated: dict[str, str], joins: bool) -> None:
     program = (
         "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None, 5)"
     )
@@ -143,7 +143,7 @@ def test_a_process_without_its_token_is_refused(cluster: Cluster, stated: dict[s
     assert joins or "nauthenticated" in run.stderr, run.stderr
 
 
-def test_all_its_processes_listen_on_the_loopback_interface() -> None:
+def test_cluster_processes_listen_on_loopback_only() -> None:
     listening = []
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
@@ -154,7 +154,7 @@ def test_all_its_processes_listen_on_the_loopback_interface() -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> Outputs:
-    """What one process says."""
+    """Return the tokens of one process."""
     engine = assemble(config(1, 1, recipe="fcfs"))
     try:
         return Session(engine).run()
@@ -163,9 +163,11 @@ def expected() -> Outputs:
 
 
 @pytest.mark.parametrize(("tp", "pp", "recipe"), [(2, 1, "fastserve"), (2, 2, SPELLED["mlfq"])])
-def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, expected: Outputs) -> None:
-    """With memory for a third of the requests, so that they are swapped and dropped besides. The second death within
-    ten minutes is one too many; what was generated until then stands."""
+def test_killed_ranks_change_no_tokens(tp: int, pp: int, recipe: str, expected: Outputs) -> None:
+    """Memory holds a third of the requests, so that they are also swapped and dropped.
+
+    The second loss within ten minutes exceeds max_restarts; the tokens generated until then are kept.
+    """
     engine = assemble(config(tp, pp, recipe=recipe, recipe_params={"starvation_s": 0.2}, max_restarts=1))
     try:
         assert [rank.nice() for rank in ranks()] == [psutil.Process().nice()] * (tp * pp)
@@ -180,7 +182,7 @@ def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, expec
         row = session.metrics.snapshot().summed
         assert row("engine_restarts_total") == [1]
         assert row("generation_tokens_total") == [12 * 60]
-        if pp == 1:  # elsewhere dropping may be cheaper
+        if pp == 1:  # with stages, dropping may be cheaper
             assert row("swap_out_bytes_total") != [0, 0]
 
         again = Session(engine)
@@ -198,7 +200,7 @@ def test_the_same_tokens_whatever_is_killed(tp: int, pp: int, recipe: str, expec
     wait_until_gone()
 
 
-def test_one_rank_of_its_own_may_die_as_well_at_work_and_idle(expected: Outputs) -> None:
+def test_single_rank_restarts_while_busy_and_idle(expected: Outputs) -> None:
     engine = assemble(config(1, 1, distributed_executor_backend="ray", pipeline_depth=2))
     try:
         session = Session(engine)
@@ -210,7 +212,7 @@ def test_one_rank_of_its_own_may_die_as_well_at_work_and_idle(expected: Outputs)
         ranks()[0].kill()
         deadline = time.monotonic() + 30
         while session.count(Restarted) < 2 and time.monotonic() < deadline:
-            session.step()  # nothing to do, and it notices all the same
+            session.step()  # idle engines must notice as well
         again = Session(engine)
         assert again.run() == expected
         assert again.count(Restarted) == 0
@@ -219,8 +221,8 @@ def test_one_rank_of_its_own_may_die_as_well_at_work_and_idle(expected: Outputs)
     wait_until_gone()
 
 
-def test_a_rank_that_is_out_of_step_stops_the_engine_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that changed on its way is no death of a rank: nothing is started anew, and no token comes of it."""
+def test_out_of_step_rank_stops_the_engine_without_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An altered plan is not the loss of a rank: the ranks are not restarted, and no token results."""
     engine = assemble(config(2, 1))
     try:
         session = Session(engine)
@@ -237,14 +239,14 @@ def test_a_rank_that_is_out_of_step_stops_the_engine_for_good(monkeypatch: pytes
     wait_until_gone()
 
 
-def test_a_profile_of_ranks_is_theirs() -> None:
+def test_profile_measures_the_ranks() -> None:
     engine = assemble(config(1, 2, swap_dtype="int8"))
     try:
         assert [part.stage for part in engine.executor.rank_specs] == [0, 1]
         whole = assemble(config(1, 1, swap_dtype="int8"))
         assert sum(part.block_bytes for part in engine.executor.rank_specs) == whole.info.block_bytes
         assert sum(part.host_block_bytes for part in engine.executor.rank_specs) == whole.info.host_block_bytes
-        # Of float32, with 16 tokens a block: 20 bytes in place of 64.
+        # Blocks of 16 float32 tokens take 20 bytes on the CPU tier in place of 64.
         assert (engine.info.device_blocks, engine.info.host_blocks) == (80, 192) == whole.executor.pools[:2]
         engine.executor.touch(4)
         transfers = engine.executor.transfers(0.05)
@@ -280,7 +282,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "kind", "message"), REFUSED)
-def test_what_cannot_be_is_refused_and_leaves_nothing(settings: dict[str, Any], kind: type, message: str) -> None:
+def test_invalid_configurations_are_rejected_and_leave_no_processes(
+    settings: dict[str, Any], kind: type, message: str
+) -> None:
     with pytest.raises(kind, match=message):
         assemble(dataclasses.replace(config(1, 1), **settings))
     wait_until_gone()
@@ -296,6 +300,6 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(settings: dict[str, Any], 
         ({"pipeline_parallel_size": 2, "pipeline_depth": 2}, "pipeline_depth must not be set beside"),
     ],
 )
-def test_settings_that_contradict_themselves(settings: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)

@@ -1,4 +1,4 @@
-"""A model over the nodes of a cluster that runs already: where ranks go, what is refused, and nodes that are lost."""
+"""A model over the nodes of a running cluster: placement of ranks, rejected settings and lost nodes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from skipjoin.model.config import ModelError
 
 pytestmark = pytest.mark.ray
 
-# Ranks that start anew may take so many times as long as at their start, and so many seconds more: together much less,
-# on a machine that is not busy, than Ray takes to find out that a node is gone.
+# A restart of ranks may take this multiple of their first start plus this many seconds. On an idle machine both
+# together are much less than Ray takes to detect a lost node.
 REBUILD_STARTS, REBUILD_S = 3, 10.0
 
 
@@ -47,21 +47,21 @@ def cluster() -> Iterator[Nodes]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test no rank runs, and what ran on the nodes before runs on."""
+    """Check after each test that no rank runs and that all other processes on the nodes still do."""
     yield
     assert not ray.is_initialized()
     if "cluster" in request.fixturenames:
         cluster: Nodes = request.getfixturevalue("cluster")
         deadline = time.monotonic() + 30
-        while left := cluster.processes("RankActor"):
-            assert time.monotonic() < deadline, left
+        while remaining := cluster.processes("RankActor"):
+            assert time.monotonic() < deadline, remaining
             time.sleep(0.05)
         assert len(cluster.processes("raylet")) == 1 + len(cluster.cpus)
 
 
 @pytest.fixture(scope="module")
 def expected() -> Outputs:
-    """What one process says."""
+    """Return the tokens of one process."""
     engine = assemble(config(1, 1, recipe="fcfs"))
     try:
         return Session(engine).run()
@@ -73,24 +73,24 @@ def start(cluster: Nodes, tp: int, pp: int, **settings: Any) -> Engine:
     return assemble(config(tp, pp, ray_address=cluster.address, **settings))
 
 
-def places(engine: Engine) -> list[str]:
-    """Names of the nodes that have ranks, for each rank."""
+def node_names(engine: Engine) -> list[str]:
+    """Return the node name of each rank."""
     return [place.node for place in engine.executor._live.call("place")]
 
 
-def test_the_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) -> None:
+def test_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) -> None:
     cluster.have(1, 1)
-    told: list[str] = []
+    stages: list[str] = []
     with pytest.raises(
         ConfigError, match=r"size 2 x .* needs 1 times 2 CPUs on one node, the cluster's nodes have 1, 1, 0"
     ):
-        assemble(config(2, 1, ray_address=cluster.address), lambda what, share: told.append(what))
-    assert told == ["joining Ray", "placing ranks"]
+        assemble(config(2, 1, ray_address=cluster.address), lambda what, share: stages.append(what))
+    assert stages == ["joining Ray", "placing ranks"]
 
     large = cluster.add(2)
     engine = start(cluster, 2, 1)
     try:
-        assert places(engine) == [large, large]
+        assert node_names(engine) == [large, large]
         assert Session(engine).run() == expected
     finally:
         engine.executor.close()
@@ -99,17 +99,15 @@ def test_the_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) ->
 # -- nodes that are lost ----------------------------------------------------------------------------------------------
 
 
-def test_other_nodes_take_the_places_of_lost_ones(
-    cluster: Nodes, expected: Outputs, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Stages go to two nodes. Then one is lost where another is there, and then where another comes later."""
+def test_lost_nodes_are_replaced(cluster: Nodes, expected: Outputs, caplog: pytest.LogCaptureFixture) -> None:
+    """Stages run on two nodes. One is lost while a spare exists, and then one whose replacement joins later."""
     cluster.have(1, 1)
     begin = time.monotonic()
     engine = start(cluster, 1, 2, max_restarts=2)
     start_s = time.monotonic() - begin
     adding = threading.Timer(2.0, lambda: cluster.add(1))
     try:
-        first, second = places(engine)
+        first, second = node_names(engine)
         assert sorted((first, second)) == sorted(cluster.cpus)
         session = Session(engine)
         while len(session.events) < 200:
@@ -118,21 +116,21 @@ def test_other_nodes_take_the_places_of_lost_ones(
         cluster.lose(second)
         while not session.count(Restarted):
             session.step()
-        assert sorted(places(engine)) == sorted((first, third))
-        noticed, back = (record.created for record in caplog.records if record.name == ranks.__name__)
-        assert back - noticed < REBUILD_STARTS * start_s + REBUILD_S
+        assert sorted(node_names(engine)) == sorted((first, third))
+        lost, restarted = (record.created for record in caplog.records if record.name == ranks.__name__)
+        assert restarted - lost < REBUILD_STARTS * start_s + REBUILD_S
 
         cluster.lose(first)
         adding.start()
         assert session.run() == expected
         assert session.count(Restarted) == 2
-        assert sorted(places(engine)) == sorted(cluster.cpus)
+        assert sorted(node_names(engine)) == sorted(cluster.cpus)
     finally:
         engine.executor.close()
     adding.join()
 
 
-def test_an_engine_gives_up_where_no_node_takes_the_place(
+def test_engine_fails_without_a_replacement_node(
     cluster: Nodes, expected: Outputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.have(1, 1)
@@ -142,7 +140,7 @@ def test_an_engine_gives_up_where_no_node_takes_the_place(
         session = Session(engine)
         while len(session.events) < 200:
             session.step()
-        cluster.lose(places(engine)[0])
+        cluster.lose(node_names(engine)[0])
         with pytest.raises(RankError, match=r"needs 2 times 1 CPUs .*have 1, 0; .* max_restarts 2 within 10 minutes"):
             session.run()
         for number, tokens in session.outputs.items():
@@ -152,8 +150,8 @@ def test_an_engine_gives_up_where_no_node_takes_the_place(
     assert sum("restarting all ranks" in record.message for record in caplog.records) == 3
 
 
-def test_ranks_go_where_the_engine_can_reach(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray takes a node that is cut off for alive, for a minute or so."""
+def test_ranks_are_placed_on_reachable_nodes_only(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray considers a disconnected node alive for about a minute."""
     cluster.have(1, 1, 1)
     cut_off = next(iter(cluster.cpus))
     monkeypatch.setattr(
@@ -161,22 +159,24 @@ def test_ranks_go_where_the_engine_can_reach(cluster: Nodes, monkeypatch: pytest
     )
     engine = start(cluster, 1, 2)
     try:
-        assert sorted(places(engine)) == sorted(set(cluster.cpus) - {cut_off})
+        assert sorted(node_names(engine)) == sorted(set(cluster.cpus) - {cut_off})
     finally:
         engine.executor.close()
     with pytest.raises(ConfigError, match=r"needs 3 times 1 CPUs .*; .*node 127\.0\.0\.\d+ cannot be reached"):
         start(cluster, 1, 3)
 
 
-def test_a_node_that_is_cut_off_holds_up_no_start(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_becomes_unreachable_fails_the_start_promptly(
+    cluster: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.have(1, 1)
-    answers = iter([[]])  # to the first question: all can be reached
+    answers = iter([[]])  # no node is unreachable at first
     monkeypatch.setattr(ranks, "silent", lambda nodes: next(answers, nodes[:1]))
     with pytest.raises(ConfigError, match=r"a rank was lost: node 127\.0\.0\.\d+ cannot be reached"):
         start(cluster, 1, 2)
 
 
-def test_who_takes_no_connection_is_silent() -> None:
+def test_nodes_that_refuse_connections_are_silent() -> None:
     def node(name: str, port: int) -> Node:
         return Node(name, "127.0.0.1", port, {})
 
@@ -202,30 +202,30 @@ def test_nodes_must_have_the_same_versions(cluster: Nodes, monkeypatch: pytest.M
         start(cluster, 1, 2)
 
 
-def test_a_pool_beyond_the_memory_of_a_rank_is_refused(cluster: Nodes) -> None:
+def test_a_pool_beyond_the_memory_of_a_rank_is_rejected(cluster: Nodes) -> None:
     cluster.have(1, 1)
     with pytest.raises(ConfigError, match=r"kv_cache_gib must be at most .* of a rank has .* GiB free"):
         start(cluster, 1, 2, kv_cache_gib=1e5, swap_space_gib=0, max_model_len=None)
 
 
-def test_more_ranks_than_the_cluster_has(cluster: Nodes) -> None:
+def test_more_ranks_than_cpus_are_rejected(cluster: Nodes) -> None:
     cluster.have(1, 1)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size 3 needs 3 times 1 CPUs on one node"):
         start(cluster, 1, 3)
 
 
-def test_sizes_that_do_not_divide_are_known_before_the_cluster_is_joined() -> None:
+def test_sizes_that_do_not_divide_are_rejected_before_joining_the_cluster() -> None:
     with pytest.raises(ModelError, match="tensor_parallel_size must divide"):
         assemble(config(3, 1, ray_address="127.0.0.1:1"))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:6379"])
-def test_an_address_where_nobody_answers(address: str) -> None:
+def test_an_unreachable_cluster_address_is_rejected(address: str) -> None:
     with pytest.raises(ConfigError, match=f"ray_address {address}: no connection"):
         assemble(config(1, 2, ray_address=address))
 
 
-def test_a_cluster_that_asks_for_no_token_is_refused() -> None:
+def test_a_cluster_without_a_token_is_rejected() -> None:
     with nodes(has_token=False) as unprotected:
         before = dict(os.environ)
         with pytest.raises(ConfigError, match=r"asks for no token.* with RAY_AUTH_MODE=token and the same RAY_AUTH_T"):
@@ -233,8 +233,8 @@ def test_a_cluster_that_asks_for_no_token_is_refused() -> None:
         assert dict(os.environ) == before
 
 
-def test_a_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 107)  # its sockets lie in it, and their names may have so many characters
+def test_cluster_start_failure_reports_the_cause(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 107)  # socket paths are limited to 107 characters
     with pytest.raises(AssertionError, match="AF_UNIX path length cannot exceed"):
         Nodes(long)
 
@@ -244,8 +244,8 @@ def test_a_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:
 SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app()"
 
 
-def test_a_replica_moves_from_a_lost_node_and_all_end_with_their_server(cluster: Nodes) -> None:
-    """Here with a server that is killed, which can end nothing itself."""
+def test_replicas_leave_lost_nodes_and_exit_with_their_server(cluster: Nodes) -> None:
+    """The server is killed, so that it can terminate nothing itself."""
     cluster.have(1, 1)
     options = ["--replicas", "2", "--ray-address", cluster.address, "--threads", "1", "--profile", "off"]
     command = [sys.executable, "-c", SERVE, "serve", "tally", "--port", "0", *options]
@@ -284,10 +284,10 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
+# -- termination ------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_ends_with_its_connection_whatever_it_does() -> None:
+def test_a_process_exits_when_its_connection_closes() -> None:
     code = """
 import sys, time
 from skipjoin.exec.ranks.links import end_with, connect

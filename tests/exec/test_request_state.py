@@ -1,4 +1,4 @@
-"""A worker makes a request's state once, advances it once per token, and frees it once, whatever happens in between."""
+"""A worker creates a request's state once, advances it once per token, and frees it once, under any preemption."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Accepted(ProcessorState):
 
 @dataclass(eq=False)
 class Probe:
-    """Logits processor of one worker that changes nothing and records the states of requests."""
+    """Logits processor that changes nothing and records the states of one worker's requests."""
 
     states: list[_Accepted] = field(default_factory=list)
     freed: list[tuple[int, ...]] = field(default_factory=list)  # prompts of requests whose state was freed
@@ -60,9 +60,9 @@ class Probe:
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
-    """Probes of all workers that are made, in no order."""
+    """Return the probes of all workers created, in arbitrary order."""
     for alone in (outputs_alone, outputs_of_one_rank):
-        alone("llama")  # cached: made without a probe
+        alone("llama")  # cache its outputs without a probe
     made: list[Probe] = []
 
     def sampler(model: CausalLM) -> Sampler:
@@ -117,7 +117,7 @@ def drive(
         results += 1
         if results == stop_after:
             return
-    executor.submit(StepPlan(-1, ()), 0.0).result()  # ranks hear of the last ends with the next plan
+    executor.submit(StepPlan(-1, ()), 0.0).result()  # the next plan notifies ranks of the last finished requests
     executor.close()
 
 
@@ -148,7 +148,7 @@ CASES = [
     "tails dropped at every step",
     "shared at every step",
     "shared, copies fail",
-    "parts moved beside, late copies fail",
+    "parts moved concurrently, late copies fail",
     "overlapped, dropped",
     "overlapped, swapped, copies fail",
     "overlapped, shared, copies fail",
@@ -156,7 +156,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case in FORCED])
-def test_preemption_leaves_states_alone(case: str, probes: list[Probe]) -> None:
+def test_preemption_keeps_request_states(case: str, probes: list[Probe]) -> None:
     requests = mixed_requests()
     core, executor = forced(case, "llama")
     drive(core, executor, requests)
@@ -170,7 +170,7 @@ def test_an_abort_frees_the_state_of_the_aborted_request_only(case: str, probes:
     core, executor = forced(case, "opt")
     drive(core, executor, requests, aborts={1: (0, 6), 4: (2,), 9: (4,)})
     started = [request for request in requests if tuple(request.prompt) in probes[0].started]
-    assert len(started) < len(requests)  # one was aborted before it ran
+    assert len(started) < len(requests)  # one request was aborted before it ran
     check(*probes, started, has_aborts=True)
 
 
@@ -202,7 +202,7 @@ def test_each_rank_that_samples_has_its_own_states(
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("after", [1, 6, 28])
-def test_states_are_made_again_after_a_restart(after: int, tp: int, pp: int, probes: list[Probe]) -> None:
+def test_states_are_recreated_after_a_restart(after: int, tp: int, pp: int, probes: list[Probe]) -> None:
     requests = mixed_requests()
     core = make_core(SwapAll(), device_blocks=16, host_blocks=60, slots=2, depth=pp)
     lost = thread_executor(tp, pp, "llama", device_blocks=16, host_blocks=60)
@@ -222,17 +222,17 @@ def test_states_are_made_again_after_a_restart(after: int, tp: int, pp: int, pro
 
 
 def test_a_finished_request_is_reported_once(probes: list[Probe]) -> None:
-    """Including requests that are aborted before their first plan, whose state was never made."""
-    told: list[int] = []
+    """This includes requests aborted before their first plan, which never had a state."""
+    reported: list[int] = []
 
-    class Telling(LocalExecutor):
+    class RecordingExecutor(LocalExecutor):
         def on_finished(self, request: Request) -> None:
-            told.append(request.id)
+            reported.append(request.id)
             super().on_finished(request)
 
     core, executor = forced("dropped at every step", "llama")
-    executor.__class__ = Telling
+    executor.__class__ = RecordingExecutor
     requests = mixed_requests()
     drive(core, executor, requests, aborts={1: (3,)})
     assert not core.abort(3, 0.0)
-    assert sorted(told) == list(range(len(requests)))
+    assert sorted(reported) == list(range(len(requests)))

@@ -1,5 +1,7 @@
-"""Copies on CUDA's streams, with streams that are faked: whatever order they run in, everybody reads its own keys and
-values. Plans are those of the real scheduler."""
+"""Copies on simulated CUDA streams: in any order of execution, every request reads its own keys and values.
+
+The plans are those of the real scheduler.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 28, 40, 4
 
 
 class Streams:
-    """Work on streams, done piece by piece in any order that events allow. model: the stream of the steps."""
+    """Work on streams, executed one item at a time in any order that events allow.
+
+    Attributes:
+        model: The stream of the steps.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
         self.draw = random.Random(seed)
@@ -47,14 +53,14 @@ class Streams:
         self.current = before
 
     def turn(self) -> None:
-        """Do one piece of work of any stream that can go on."""
+        """Execute one item of any stream that is not blocked."""
         ready = [stream for stream in self.all if stream.can_go_on]
         if ready:
             self.draw.choice(ready).work.popleft()()
 
 
 class FakeEvent:
-    """Done once its stream has come to it."""
+    """Event that is done once its stream has reached it."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -70,7 +76,11 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work in order. awaited: events before pieces of work, by these."""
+    """Work in order.
+
+    Attributes:
+        awaited: The events that an item of work waits for.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self.work: deque[Callable[[], Any]] = deque()
@@ -93,7 +103,7 @@ class FakeStream:
 
 
 class Waiting:
-    """A piece of work that can be done once an event is."""
+    """Item of work that becomes executable when an event is done."""
 
     def __init__(self, event: FakeEvent) -> None:
         self.event = event
@@ -103,7 +113,7 @@ class Waiting:
 
 
 class LazyStore(HarshStore):
-    """Queues its copies on the current stream. What a copy has left is NaN then."""
+    """Store that queues its copies on the current stream; sources become NaN when the copies execute."""
 
     streams: Streams
 
@@ -128,7 +138,11 @@ def lazy_store(streams: Streams) -> LazyStore:
 
 
 class Device:
-    """Carries out plans as the worker does, all on streams. wrong: what slices read that was not theirs."""
+    """Executes plans as the worker does, all on streams.
+
+    Attributes:
+        wrong: Descriptions of values that a slice read but that were not its own.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self.store = lazy_store(streams)
@@ -153,7 +167,7 @@ class Device:
         return StepResult(plan, tokens, 0.01, landed=[*ended.landed, *more.landed], failed=ended.failed)
 
     def _compute(self, piece: Slice) -> None:
-        """Read all earlier positions, write one's own."""
+        """Read all earlier positions and write the slice's own."""
         pool = self.store.device.block_view()
         for position in range(piece.start + piece.tokens):
             block, offset = piece.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
@@ -165,7 +179,7 @@ class Device:
 
 
 def serve(core: WatchedCore, device: Device, requests: list[Request], streams: Streams) -> int:
-    """Run all to their end; how many moves there were."""
+    """Run all requests to completion and return the number of moves."""
     flying: deque[tuple[StepPlan, Ended, FakeEvent]] = deque()
     now, moves = 0.0, 0
     while requests or core.requests or flying:
@@ -186,7 +200,7 @@ def serve(core: WatchedCore, device: Device, requests: list[Request], streams: S
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("eviction", ["chaos", "proactive", "swap"])
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, True)])
-def test_in_any_order_of_streams_everybody_reads_its_own(
+def test_requests_read_their_own_kv_in_any_order_of_streams(
     monkeypatch: pytest.MonkeyPatch, seed: int, eviction: str, depth: int, *, overlap: bool
 ) -> None:
     streams = Streams(monkeypatch, seed)
@@ -207,33 +221,35 @@ def move(direction: Direction, block: int) -> Move:
     return Move(direction, Request(block, 0.0, [0], 1), (block,), (block,), 1)
 
 
-def test_directions_do_not_wait_for_each_other_and_moves_before_a_step_for_neither(
+def test_overlapped_directions_and_blocking_moves_are_independent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     streams = Streams(monkeypatch)
     device = Device(streams)
     copier = device.copier
-    out, back, now = [move(OUT, block) for block in (1, 2)], [move(IN, 3)], [move(OUT, 4), move(IN, 5)]
-    copier.begin([*out, *back])
+    out, incoming, now = [move(OUT, block) for block in (1, 2)], [move(IN, 3)], [move(OUT, 4), move(IN, 5)]
+    copier.begin([*out, *incoming])
     others = [stream for stream in streams.all if stream is not streams.model]
     assert len(others) == 2
     assert copier.run_blocking(now[::-1]).landed == now
     while streams.model.work:
         streams.model.work.popleft()()
-    # The steps could go on, though nothing that was begun has moved.
+    # The steps are not blocked, although none of the moves has executed.
     assert copier.landed() == ([], [])
     while others[1].work:
         others[1].work.popleft()()
-    assert copier.landed(30.0) == (back, [])
+    assert copier.landed(30.0) == (incoming, [])
     while others[0].work:
         others[0].work.popleft()()
     assert copier.landed() == (out, [])
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_move_in_beside_waits_for_the_moves_out_before_it(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Of the same plan, or of one that has not been settled: the block that it writes to is free at once. A move out
-    beside waits for the step before."""
+def test_overlapped_moves_in_wait_for_earlier_moves_out(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The move out may belong to the same plan or to an unsettled one, because its blocks are free at once.
+
+    An overlapped move also waits for the step before it.
+    """
     streams = Streams(monkeypatch, seed)
     device = Device(streams)
     store, copier = device.store, device.copier
@@ -253,7 +269,7 @@ def test_a_move_in_beside_waits_for_the_moves_out_before_it(monkeypatch: pytest.
 
 
 class Kernel:
-    """Does what the kernel does, or fails."""
+    """Small-block kernel that works or fails."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -269,9 +285,7 @@ class Kernel:
         target[target_ids] = source[source_ids]
 
 
-def test_small_runs_are_the_kernels_and_large_ones_are_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernel_copies_short_runs_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     store = KVStore(
         ModelConfig.from_dict(CONFIGS["llama"]),
         torch.float32,
@@ -288,7 +302,7 @@ def test_small_runs_are_the_kernels_and_large_ones_are_not(
     store.device.block_view().copy_(source)
 
     def copied(rows: list[int], to: list[int]) -> bool:
-        """Whether the blocks arrived, and no others."""
+        """Return whether exactly these blocks were copied."""
         assert store.host is not None
         pool = store.host.block_view()
         pool.fill_(-1)
@@ -305,5 +319,5 @@ def test_small_runs_are_the_kernels_and_large_ones_are_not(
     kernel.error = RuntimeError("no compiler")
     for _ in range(2):
         assert copied([3, 9, 1, 2], [0, 5, 7, 8])
-    assert kernel.calls == [4, 4], "tried again after it failed"
+    assert kernel.calls == [4, 4], "a failed kernel must not be called again"
     assert [record.levelname for record in caplog.records] == ["WARNING"]

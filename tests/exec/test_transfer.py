@@ -1,4 +1,4 @@
-"""Moves of KV blocks: what is copied, what is said of it, and that nothing waits for it."""
+"""Moves of KV blocks: what is copied and reported, and that nothing waits for them unnecessarily."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from skipjoin.sampling import SamplingParams
 StoreT = TypeVar("StoreT", bound=KVStore)
 OUT, IN = Direction.OUT, Direction.IN
 DEVICE_BLOCKS, HOST_BLOCKS = 24, 20
-# Longest that a test waits for what must happen.
+# Generous timeout for conditions that must become true.
 LONG_S = 30.0
 OWNER = Request(0, 0.0, [0], 1)
 
 
 def make_store(kind: type[StoreT] = HarshStore, device: str = "cpu", *, host_blocks: int = HOST_BLOCKS) -> StoreT:
-    """Both pools filled with random numbers."""
+    """Return a store with random numbers in both pools."""
     store = kind(
         ModelConfig.from_dict(CONFIGS["llama"]),
         torch.float32,
@@ -52,13 +52,13 @@ def move(direction: Direction, source: list[int], target: list[int]) -> Move:
 
 
 def pools(store: KVStore) -> dict[Direction, torch.Tensor]:
-    """By the direction that reads them."""
+    """Return the source pool of each direction."""
     assert store.host is not None
     return {OUT: store.device.block_view(), IN: store.host.block_view()}
 
 
 def wait_for(copier: Copier, count: int) -> Ended:
-    """What ended, when so many moves have."""
+    """Wait until `count` moves have completed and return them."""
     ended = Ended([], [])
     deadline = time.perf_counter() + LONG_S
     while len(ended.landed) + len(ended.failed) < count and time.perf_counter() < deadline:
@@ -81,13 +81,13 @@ def copier(store: HarshStore) -> Iterator[ThreadCopier]:
 
 
 def random_blocks(draw: random.Random, total: int, count: int) -> list[int]:
-    """Some blocks of a pool, one after the other or here and there."""
+    """Return random blocks of a pool, in runs or scattered."""
     first = draw.randrange(total)
     return draw.choice([[(first + i) % total for i in range(count)], draw.sample(range(total), count)])
 
 
 def copy_random_moves(store: KVStore, copier: Copier) -> None:
-    """Moves of random blocks, with runs in them, against a copy of the pools on which plain indexing does the same."""
+    """Copy random moves, some with runs, and compare the pools with plain indexing."""
     draw = random.Random(3)
     expected = {direction: pool.clone() for direction, pool in pools(store).items()}
     for _ in range(40):
@@ -102,7 +102,7 @@ def copy_random_moves(store: KVStore, copier: Copier) -> None:
         assert torch.equal(pool, expected[direction])
 
 
-def test_random_moves_carry_what_plain_indexing_does() -> None:
+def test_random_moves_equal_plain_indexing() -> None:
     store = make_store(KVStore)
     copier = ThreadCopier(store)
     copy_random_moves(store, copier)
@@ -114,7 +114,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def busy(device: torch.device) -> torch.Tensor:
-    """Milliseconds of work on the current stream."""
+    """Queue some milliseconds of work on the current stream."""
     made = torch.randn(2048, 2048, device=device)
     for _ in range(20):
         made = made @ made
@@ -124,9 +124,9 @@ def busy(device: torch.device) -> torch.Tensor:
 
 @gpu
 @needs_cuda
-@pytest.mark.parametrize("block_size", [4, 1024])  # left to the kernel, and to the copy engines
-def test_moves_both_ways_beside_compute_carry_what_plain_indexing_does(block_size: int) -> None:
-    """Blocks of even numbers go out, of odd ones come in, all the time."""
+@pytest.mark.parametrize("block_size", [4, 1024])  # for the kernel and for the copy engines
+def test_moves_that_overlap_compute_equal_plain_indexing(block_size: int) -> None:
+    """Even blocks move out and odd blocks move in continuously."""
     config = ModelConfig.from_dict(CONFIGS["llama"] | {"num_hidden_layers": 4, "head_dim": 64})
     device = torch.device("cuda")
     store = KVStore(config, torch.float32, device, device_blocks=64, host_blocks=64, block_size=block_size)
@@ -158,7 +158,7 @@ def test_moves_both_ways_beside_compute_carry_what_plain_indexing_does(block_siz
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("block_size", [4, 1024])
-def test_streams_keep_the_order_that_steps_need(block_size: int) -> None:
+def test_moves_are_ordered_with_steps_on_streams(block_size: int) -> None:
     config = ModelConfig.from_dict(CONFIGS["llama"] | {"num_hidden_layers": 4, "head_dim": 64})
     device = torch.device("cuda")
     store = KVStore(config, torch.float32, device, device_blocks=8, host_blocks=8, block_size=block_size)
@@ -170,7 +170,7 @@ def test_streams_keep_the_order_that_steps_need(block_size: int) -> None:
         torch.cuda.synchronize()
         busy(device)
         pool[2] = float(value)
-        copier.begin([move(OUT, [2], [5])])  # after the step before
+        copier.begin([move(OUT, [2], [5])])  # after the previous step
         pool[4] = 100.0 + value
         assert copier.run_blocking([move(IN, [3], [4]), move(OUT, [4], [6])]).failed == []
         seen = pool[4].clone()  # the step
@@ -185,16 +185,16 @@ def test_streams_keep_the_order_that_steps_need(block_size: int) -> None:
     copier.close()
 
 
-def test_spans_move_to_the_same_slots_in_an_order_in_which_none_is_lost() -> None:
-    """Blocks of all directions in one step: what leaves is read before others write there, and comes back last."""
+def test_spans_keep_their_slots_in_all_directions() -> None:
+    """One step moves blocks in all directions: sources are read before they are overwritten, and moves in come last."""
     store = make_store(KVStore)
     assert store.host is not None
     device, host = store.device.head_view(), store.host.head_view()
     was = device.clone(), host.clone()
-    back = Move(IN, OWNER, (2,), (4,), 2, (Span(0, 2),))
+    incoming = Move(IN, OWNER, (2,), (4,), 2, (Span(0, 2),))
     within = Move(Direction.WITHIN, OWNER, (3,), (4,), BLOCK_SIZE - 2, (Span(2, BLOCK_SIZE - 2),))
     out = Move(OUT, OWNER, (4, 5), (6, 7), 3, (Span(1, 2), Span(0, 1)))
-    assert not ThreadCopier(store).run_blocking([back, within, out]).failed
+    assert not ThreadCopier(store).run_blocking([incoming, within, out]).failed
     assert torch.equal(host[6, :, 1:3], was[0][4, :, 1:3])
     assert torch.equal(host[6, :, 3:], was[1][6, :, 3:])
     assert torch.equal(host[7, :, :1], was[0][5, :, :1])
@@ -202,7 +202,7 @@ def test_spans_move_to_the_same_slots_in_an_order_in_which_none_is_lost() -> Non
     assert torch.equal(device[3], was[0][3])
 
 
-def test_moves_that_cannot_be_are_refused(store: HarshStore) -> None:
+def test_invalid_moves_are_rejected(store: HarshStore) -> None:
     for wrong, message in (
         (move(OUT, [DEVICE_BLOCKS], [0]), rf"source of a move must lie in \[0, {DEVICE_BLOCKS}\), got block 24"),
         (move(OUT, [0], [HOST_BLOCKS]), rf"target of a move must lie in \[0, {HOST_BLOCKS}\), got block 20"),
@@ -220,7 +220,7 @@ def test_moves_that_cannot_be_are_refused(store: HarshStore) -> None:
 # -- the copier -----------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_that_fails_is_told_once_and_the_next_ones_land(
+def test_a_failed_copy_is_reported_once_and_later_ones_complete(
     store: HarshStore, copier: ThreadCopier, caplog: pytest.LogCaptureFixture
 ) -> None:
     moves = [move(OUT, [i], [i]) for i in range(6)]
@@ -236,7 +236,7 @@ def test_a_copy_that_fails_is_told_once_and_the_next_ones_land(
     assert copier.landed() == ([], [])
 
 
-def test_landed_waits_only_for_what_is_on_its_way(store: HarshStore, copier: ThreadCopier) -> None:
+def test_landed_waits_only_for_moves_in_flight(store: HarshStore, copier: ThreadCopier) -> None:
     begin = time.perf_counter()
     assert copier.landed(LONG_S) == ([], [])
     assert time.perf_counter() - begin < LONG_S / 2
@@ -244,11 +244,11 @@ def test_landed_waits_only_for_what_is_on_its_way(store: HarshStore, copier: Thr
     moves = [move(OUT, [0], [0]), move(OUT, [1], [1])]
     copier.begin(moves)
     assert copier.landed() == ([], [])
-    assert copier.landed(LONG_S) == (moves[:1], [])  # the first that lands, not all
+    assert copier.landed(LONG_S) == (moves[:1], [])  # returns on the first completed move
     assert copier.landed(LONG_S) == (moves[1:], [])
 
 
-def test_closing_ends_the_running_copy_and_drops_the_rest(store: HarshStore) -> None:
+def test_close_waits_for_the_running_copy_and_drops_the_rest(store: HarshStore) -> None:
     began, may_end = threading.Event(), threading.Event()
 
     def wait(one: Move) -> bool:
@@ -301,7 +301,7 @@ def steps(store: HarshStore) -> Iterator[Steps]:
 
 
 def until_landed(steps: Steps, count: int) -> list[Move]:
-    """What lands in plans without slices, until so many have."""
+    """Submit plans without slices until `count` moves have completed, and return them."""
     landed: list[Move] = []
     deadline = time.perf_counter() + LONG_S
     while len(landed) < count and time.perf_counter() < deadline:
@@ -309,18 +309,18 @@ def until_landed(steps: Steps, count: int) -> list[Move]:
     return landed
 
 
-def test_a_move_before_has_landed_with_its_plan(store: HarshStore, steps: Steps) -> None:
+def test_blocking_moves_complete_with_their_plan(store: HarshStore, steps: Steps) -> None:
     kept = pools(store)[OUT][5].clone()
     moves = [move(IN, [4], [9]), move(OUT, [5], [7])]
     result = steps.run(blocking=moves)
-    assert result.landed == moves[::-1]  # those out first
+    assert result.landed == moves[::-1]  # moves out come first
     assert result.failed == []
     assert 0 < result.moving <= result.seconds
     assert torch.equal(pools(store)[IN][7], kept)
     assert steps.run().moving == 0
 
 
-def test_a_move_before_that_fails_stops_nothing(
+def test_a_failed_blocking_move_does_not_stop_the_step(
     store: HarshStore, steps: Steps, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good, later = move(OUT, [5], [7]), move(OUT, [6], [8]), move(IN, [9], [5])
@@ -332,7 +332,7 @@ def test_a_move_before_that_fails_stops_nothing(
     assert len(caplog.records) == 1
 
 
-def test_what_lands_beside_is_told_by_the_next_result(store: HarshStore, steps: Steps) -> None:
+def test_completed_overlapped_moves_are_reported_by_the_next_result(store: HarshStore, steps: Steps) -> None:
     moves = [move(OUT, [5], [7]), move(IN, [3], [9])]
     bad = move(OUT, [8], [2])
     store.fails = lambda one: one is bad
@@ -347,10 +347,10 @@ def test_what_lands_beside_is_told_by_the_next_result(store: HarshStore, steps: 
     assert failed == [bad]
 
 
-def test_a_move_in_beside_may_write_where_a_move_out_before_has_just_left(store: HarshStore, steps: Steps) -> None:
+def test_overlapped_moves_in_may_overwrite_sources_of_blocking_moves_out(store: HarshStore, steps: Steps) -> None:
     one, two, three = (pools(store)[OUT][block].clone() for block in (3, 4, 5))
     other, third = pools(store)[IN][8].clone(), pools(store)[IN][9].clone()
-    store.delay_s = 0.01  # so that a copy which does not wait for the one before it comes too early
+    store.delay_s = 0.01  # a copy that does not wait would come too early
     steps.run(blocking=[move(IN, [9], [3]), move(OUT, [3, 4, 5], [0, 1, 2])], overlapped=[move(IN, [8], [4])])
     assert len(until_landed(steps, 1)) == 1
     assert torch.equal(pools(store)[IN][:3], torch.stack([one, two, three]))
@@ -358,8 +358,8 @@ def test_a_move_in_beside_may_write_where_a_move_out_before_has_just_left(store:
     assert torch.equal(pools(store)[OUT][4], other)
 
 
-def test_moves_overlapped_begin_when_their_plan_does(store: HarshStore, steps: Steps) -> None:
-    """The plan submitted first moves out, slowly, what the next one moves in over."""
+def test_overlapped_moves_start_with_their_plan(store: HarshStore, steps: Steps) -> None:
+    """The first plan slowly moves out blocks that the next one overwrites by moving in."""
     kept, other = pools(store)[OUT][5].clone(), pools(store)[IN][8].clone()
     store.delay_s = 0.02
     first = steps.executor.submit(StepPlan(0, (), (move(OUT, [5], [7]),), ()), 0.0)
@@ -376,7 +376,7 @@ def test_no_step_waits_for_a_slow_copy(store: HarshStore, steps: Steps) -> None:
     moves = [move(OUT, [5], [7]), move(OUT, [6], [8])]
     results = [steps.run(overlapped=moves), *(steps.run() for _ in range(20))]
     assert not any(result.landed or result.failed for result in results)
-    # Steps without slices do, a moment, and only they.
+    # Only steps without slices wait, and only briefly.
     begin = time.perf_counter()
     assert steps.run(slices=False).landed == []
     assert time.perf_counter() - begin >= PAUSE_S
@@ -384,7 +384,7 @@ def test_no_step_waits_for_a_slow_copy(store: HarshStore, steps: Steps) -> None:
     assert until_landed(steps, 2) == moves
 
 
-def test_a_plan_without_slices_ends_when_a_move_has(store: HarshStore) -> None:
+def test_plans_without_slices_end_when_a_move_completes(store: HarshStore) -> None:
     class Patient(LateCopier):
         asked_for: list[float] = []  # noqa: RUF012
 
@@ -402,7 +402,7 @@ def test_a_plan_without_slices_ends_when_a_move_has(store: HarshStore) -> None:
     steps.executor.close()
 
 
-def test_closing_the_executor_while_it_copies_does_not_hang(store: HarshStore) -> None:
+def test_closing_the_executor_during_a_copy_does_not_hang(store: HarshStore) -> None:
     store.delay_s = 0.05
     steps = Steps(store)
     steps.run(overlapped=[move(OUT, [i % DEVICE_BLOCKS], [i % HOST_BLOCKS]) for i in range(10_000)])
@@ -411,7 +411,7 @@ def test_closing_the_executor_while_it_copies_does_not_hang(store: HarshStore) -
     assert time.perf_counter() - begin < LONG_S
 
 
-def test_without_a_host_pool_there_is_no_thread_and_no_move() -> None:
+def test_without_a_cpu_tier_there_is_no_copy_thread() -> None:
     before = set(threading.enumerate())
     steps = Steps(make_store(KVStore, host_blocks=0))
     assert steps.run().landed == []
@@ -422,7 +422,7 @@ def test_without_a_host_pool_there_is_no_thread_and_no_move() -> None:
     steps.executor.close()
 
 
-def test_an_error_of_the_test_is_the_error_of_the_move(store: HarshStore) -> None:
+def test_copy_errors_propagate_from_the_store(store: HarshStore) -> None:
     store.fails = lambda one: True
     with pytest.raises(CopyError, match="request 0"):
         store.copy(move(OUT, [0], [0]))

@@ -1,4 +1,4 @@
-"""No step waits for a compiler: what the start runs needs every version of the kernels that later steps need."""
+"""The warm-up compiles every version of the kernels that later steps need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.warm_up import warm_up
 
 
-def test_steps_compile_nothing() -> None:
+def test_steps_after_the_warm_up_compile_nothing() -> None:
     pytest.importorskip("triton")
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), *sys.path])
@@ -31,7 +31,7 @@ def test_steps_compile_nothing() -> None:
     assert len(done.stdout.splitlines()) == 3
 
 
-def test_nothing_is_run_where_nothing_is_compiled() -> None:
+def test_backends_without_compilation_have_no_warm_up() -> None:
     model = tiny_model("llama")
     pool = make_store(model, 1).device
     pool.tensor.fill_(7.0)

@@ -1,4 +1,4 @@
-"""A plan that begins before the one before it is finished, and steps that are more than the device's memory holds."""
+"""Plans that begin before earlier ones finish, and steps that exceed the device's memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from skipjoin.sampling import SamplingParams
 
 
 class Ahead:
-    """Begins every plan at once, and finishes it when its result is asked for: as on a device, where nothing is read
-    before it must be."""
+    """Executor that begins every plan at once and finishes it when its result is requested, as a device does."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -51,14 +50,14 @@ class Ahead:
 
 
 def ahead(model: CausalLM, requests: list[Request], *, depth: int, **options: int) -> tuple[list[Event], int]:
-    """Run the requests: what happened, and the most plans that were under way."""
+    """Run the requests and return the events and the maximum number of plans in flight."""
     store = make_store(model, 12, 40)
     executor = Ahead(Worker(model, store))
     core = make_core(SwapAll(), device_blocks=12, host_blocks=40, slots=3, depth=depth, overlap=True, **options)
     return run(core, executor, requests), executor.max_begun
 
 
-def test_same_tokens_however_far_ahead() -> None:
+def test_pipeline_depth_changes_no_tokens() -> None:
     one, other = mixed_requests(), mixed_requests()
     ahead(tiny_model("llama"), one, depth=1, chunk=6)
     _, max_begun = ahead(tiny_model("llama"), other, depth=2, chunk=6)
@@ -67,14 +66,13 @@ def test_same_tokens_however_far_ahead() -> None:
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
-def test_scores_arrive_with_the_step_that_they_are_of(attention: str) -> None:
-    """Bit for bit where the rows of a batch do not depend on each other. Torch promises no such thing: its last bits
-    follow the place of a row."""
+def test_log_probabilities_belong_to_their_step(attention: str) -> None:
+    """Log-probabilities are equal bit for bit, except that torch's attention depends on the index of a row."""
     model = tiny_model("llama", attention)
     tolerance = 1e-5 if model.ops.name == "torch" else 0.0
 
     def scores(depth: int) -> tuple[list[tuple[int, int]], list[float]]:
-        """Requests and tokens; their log-probabilities."""
+        """Return the requests and tokens, and their log-probabilities."""
         sampling = Sampling(SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1), 3, ())
         requests = [Request(i, 0.0, [5 * i + 1] * (9 + i), 6, sampling=sampling) for i in range(3)]
         events, _ = ahead(model, requests, depth=depth, chunk=5)
@@ -92,8 +90,8 @@ def test_scores_arrive_with_the_step_that_they_are_of(attention: str) -> None:
 TOO_MUCH = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-class Narrow(CausalLM):
-    """A model whose device runs out of memory beyond so many tokens per step."""
+class LimitedMemoryModel(CausalLM):
+    """A model whose device runs out of memory beyond `room` tokens per step."""
 
     room: int
     error: Exception
@@ -104,9 +102,9 @@ class Narrow(CausalLM):
         return super().wanted_rows(batch, kv)
 
 
-def narrow(room: int, error: Exception = TOO_MUCH) -> CausalLM:
+def limited_model(room: int, error: Exception = TOO_MUCH) -> CausalLM:
     model = copy.copy(tiny_model("llama"))
-    model.__class__ = Narrow
+    model.__class__ = LimitedMemoryModel
     model.room, model.error = room, error  # type: ignore[attr-defined]
     return model
 
@@ -116,12 +114,12 @@ def greedy(number: int, prompt: int, output: int) -> Request:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_out_of_memory_costs_the_largest_request_only(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_fails_only_the_largest_request(depth: int, caplog: pytest.LogCaptureFixture) -> None:
     lengths = [(4, 7), (20, 5), (5, 6)]
     alone = [greedy(i, *size) for i, size in enumerate(lengths)]
     ahead(tiny_model("llama"), alone, depth=1)
     together = [greedy(i, *size) for i, size in enumerate(lengths)]
-    events, _ = ahead(narrow(16), together, depth=depth)
+    events, _ = ahead(limited_model(16), together, depth=depth)
     assert [request.output for request in together] == [alone[0].output, [], alone[2].output]
     (failed,) = [e for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
     assert failed.request is together[1]
@@ -129,8 +127,8 @@ def test_out_of_memory_costs_the_largest_request_only(depth: int, caplog: pytest
     assert "request 1 is dropped" in caplog.text
 
 
-class NarrowOnce(Narrow):
-    """A model whose device runs out of memory in its first step alone."""
+class OnceLimitedMemoryModel(LimitedMemoryModel):
+    """A model whose device runs out of memory in its first step only."""
 
     def wanted_rows(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         room, self.room = self.room, 1 << 20
@@ -139,8 +137,8 @@ class NarrowOnce(Narrow):
         return super().wanted_rows(batch, kv)
 
 
-def test_kv_behind_a_chunk_that_was_given_up_is_neither_computed_nor_found() -> None:
-    """The second chunk of the prompt is in flight when memory runs out in the first one."""
+def test_chunks_after_a_failed_chunk_are_neither_computed_nor_cached() -> None:
+    """The second chunk of the prompt is in flight when the first one runs out of memory."""
 
     def adopting(number: int) -> Request:
         request = greedy(7, 20, 6)
@@ -152,8 +150,8 @@ def test_kv_behind_a_chunk_that_was_given_up_is_neither_computed_nor_found() -> 
 
     alone = adopting(0)
     ahead(tiny_model("llama"), [alone], depth=1)
-    model = narrow(1)
-    model.__class__ = NarrowOnce
+    model = limited_model(1)
+    model.__class__ = OnceLimitedMemoryModel
     worker = Worker(model, make_store(model, 12, 40))
     core = make_core(SwapAll(), device_blocks=12, host_blocks=40, slots=3, depth=2, overlap=True, chunk=8)
     lost, second = adopting(0), adopting(1)
@@ -168,8 +166,8 @@ def test_kv_behind_a_chunk_that_was_given_up_is_neither_computed_nor_found() -> 
     assert second.output == alone.output
 
 
-class Counting(CausalLM):
-    """A model that counts the rows of which it makes logits at once."""
+class RowCountingModel(CausalLM):
+    """A model that records the number of rows of each call of `logits`."""
 
     widest = 0
 
@@ -178,15 +176,15 @@ class Counting(CausalLM):
         return super().logits(rows)
 
 
-def test_few_rows_of_a_prompt_have_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many are scored; the scores are those of all rows together."""
+def test_prompt_logits_are_computed_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of scored rows does not matter, and the scores equal those of all rows at once."""
     found = []
     for rows in (256, 8):
         monkeypatch.setattr(sampler, "_SCORED_ROWS", rows)
         sampling = Sampling(SamplingParams(temperature=0, logprobs=0, prompt_logprobs=2), 3, ())
         requests = [Request(i, 0.0, [*range(1, 40 - i)], 2, sampling=sampling) for i in range(3)]
         model = copy.copy(tiny_model("llama"))
-        model.__class__ = Counting
+        model.__class__ = RowCountingModel
         events, _ = ahead(model, requests, depth=1, chunk=30)
         found.append([e.detail.prompt for e in events if isinstance(e, Token) and e.detail.prompt])
         assert model.widest == min(rows, 30)
@@ -195,13 +193,13 @@ def test_few_rows_of_a_prompt_have_logits_at_once(monkeypatch: pytest.MonkeyPatc
     assert flat[0] == pytest.approx(flat[1], abs=1e-5)
 
 
-def test_a_request_that_was_given_up_takes_its_next_slice_with_it() -> None:
-    """Decoding, with the next token already planned for."""
+def test_slices_in_flight_of_a_failed_request_are_dropped() -> None:
+    """The requests decode, and their next tokens are planned already."""
     requests = [greedy(i, 3, 9) for i in range(3)]
-    model = narrow(2)
+    model = limited_model(2)
     events, _ = ahead(model, requests, depth=2)
     failed = [e.request for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
-    assert failed == requests  # no prompt of three tokens fits
+    assert failed == requests  # a prompt of three tokens does not fit
 
 
 @pytest.mark.parametrize(
@@ -215,15 +213,15 @@ def test_a_request_that_was_given_up_takes_its_next_slice_with_it() -> None:
     ids=["torch", "cublas", "driver", "host"],
 )
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_fits_in_halves_is_given_up_by_no_one(error: Exception, depth: int) -> None:
-    """With all that steps give: tokens, whose next ones are already planned for, and scores."""
+def test_steps_that_fit_in_halves_fail_no_request(error: Exception, depth: int) -> None:
+    """The steps yield tokens whose successors are planned already, and scores."""
 
     def asked() -> list[Request]:
         sampling = Sampling(SamplingParams(temperature=1.0, logprobs=2, prompt_logprobs=1), 3, ())
         return [Request(i, 0.0, [5 * i + 1] * (1 + 2 * i), 7, sampling=sampling) for i in range(3)]
 
     found = []
-    for model in (tiny_model("llama"), narrow(5, error), narrow(2, error)):
+    for model in (tiny_model("llama"), limited_model(5, error), limited_model(2, error)):
         events, _ = ahead(model, asked(), depth=depth, chunk=2)
         tokens = [(e.request.id, e.token, e.detail) for e in events if isinstance(e, Token)]
         found.append(sorted(tokens, key=lambda item: item[0]))
@@ -232,13 +230,13 @@ def test_what_fits_in_halves_is_given_up_by_no_one(error: Exception, depth: int)
     assert [len(each.prompt) for *_, each in found[2]] == [len(each.prompt) for *_, each in found[0]]
 
 
-def test_another_error_is_not_one_of_memory() -> None:
-    model = narrow(2, RuntimeError("CUDA error: an illegal memory access was encountered"))
+def test_other_cuda_errors_are_raised() -> None:
+    model = limited_model(2, RuntimeError("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         ahead(model, [greedy(0, 5, 1)], depth=1)
 
 
-def test_halves_take_about_as_much_each() -> None:
+def test_steps_are_split_into_halves_of_similar_size() -> None:
     def parts(*tokens: int) -> tuple[list[int], list[int]]:
         return halves([Slice(greedy(i, n, 1), 0, n, True, False, ()) for i, n in enumerate(tokens)], range(len(tokens)))
 
@@ -247,8 +245,8 @@ def test_halves_take_about_as_much_each() -> None:
     assert parts(3, 4) == ([1], [0])
 
 
-def test_with_other_ranks_it_is_their_failure_too() -> None:
-    model = narrow(2)
+def test_out_of_memory_fails_all_ranks() -> None:
+    model = limited_model(2)
     store = make_store(model, 4)
     model.shard = Shard.of_rank(0, 2, 1)
     plan = StepPlan(0, (Slice(greedy(0, 5, 1), 0, 5, True, False, (0, 1)),))

@@ -1,4 +1,4 @@
-"""Plans as messages: ranks see the plans that were made, in few bytes, and notice when they do not."""
+"""Plans as messages: ranks decode the plans that were made from few bytes, and detect differences."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from skipjoin.sampling import SamplingParams
 SAMPLING = Sampling(SamplingParams(temperature=0.5, logit_bias={3: 1.5}, stop=("x",)), -(2**63), (2, 7))
 
 
-class Mirrored(LocalExecutor):
-    """Runs each plan as a rank would see it, and checks that it is the one that was made."""
+class MirroringExecutor(LocalExecutor):
+    """Executor that runs each plan as a rank decodes it, after checking that it equals the original."""
 
     def __init__(self, local: LocalExecutor) -> None:
         self._local = local
@@ -41,7 +41,7 @@ class Mirrored(LocalExecutor):
         self.max_mirrored = max(self.max_mirrored, len(self.reader._requests))
         check_same(plan, read)
         self._moves += (*plan.blocking, *plan.overlapped)
-        return Back(self, plan, self._local.submit(read, now))
+        return TranslatedHandle(self, plan, self._local.submit(read, now))
 
     def on_finished(self, request: Request) -> None:
         self.writer.on_finished(request)
@@ -53,10 +53,10 @@ class Mirrored(LocalExecutor):
         self._local.close()
 
 
-class Back:
-    """The outcome of the mirrored plan, said of the one that was made."""
+class TranslatedHandle:
+    """Handle that translates the result of a decoded plan back to the original."""
 
-    def __init__(self, executor: Mirrored, plan: StepPlan, handle) -> None:
+    def __init__(self, executor: MirroringExecutor, plan: StepPlan, handle) -> None:
         self._executor, self._plan, self._handle = executor, plan, handle
 
     def result(self):
@@ -86,11 +86,11 @@ def check_same_request(ours: Request, theirs: Request, end: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("eviction", [SwapAll, lambda: Restless(3)])
-def test_ranks_see_the_plans_that_were_made(eviction: Callable, depth: int) -> None:
+def test_ranks_decode_the_original_plans(eviction: Callable, depth: int) -> None:
     model = tiny_model("llama")
     options = dict(device_blocks=14, host_blocks=60, slots=2, chunk=7)
     core, local = engine(model, eviction(), depth=depth, **options)
-    executor = Mirrored(local)
+    executor = MirroringExecutor(local)
     requests = mixed_requests()
     events = run(core, executor, requests)  # type: ignore[arg-type]
     alone = mixed_requests()
@@ -101,8 +101,8 @@ def test_ranks_see_the_plans_that_were_made(eviction: Callable, depth: int) -> N
     assert any(piece.awaits for plan in plans for piece in plan.slices) == (depth > 1)
 
 
-def test_ranks_forget_who_ended() -> None:
-    executor = Mirrored(engine(tiny_model("llama"), SwapAll(), device_blocks=60)[1])
+def test_ranks_forget_finished_requests() -> None:
+    executor = MirroringExecutor(engine(tiny_model("llama"), SwapAll(), device_blocks=60)[1])
     core = make_core(SwapAll(), device_blocks=60, slots=4)
     core.on_finished = executor.on_finished
     draw = random.Random(0)
@@ -111,19 +111,19 @@ def test_ranks_forget_who_ended() -> None:
         core.add(Request(number % 4, 0.0, [draw.randrange(90)], 2, sampling=sampling), 0.0)
         if number % 4 == 3:
             core.abort(number % 4, 0.0)
-            while core.requests:  # ids are in use again from here on
+            while core.requests:  # ids are reused from here on
                 plan = core.start_step(0.0)
                 assert plan is not None
                 core.finish_step(executor.submit(plan, 0.0).result(), 0.0)
     executor.close()
-    assert executor.max_mirrored <= 4  # as many as are unfinished at once
+    assert executor.max_mirrored <= 4  # the maximum number of unfinished requests
 
 
 def request_of(number: int, prompt: int = 5) -> Request:
     return Request(number, 0.0, list(range(prompt)), 50, sampling=SAMPLING)
 
 
-def test_a_decode_takes_few_bytes_whatever_its_context() -> None:
+def test_decode_messages_are_small_for_any_context_length() -> None:
     writer, requests = PlanWriter(), [request_of(number, 3000) for number in range(64)]
     tables = [tuple(range(i * 200, i * 200 + 188)) for i in range(64)]
     first = writer.write(
@@ -137,18 +137,18 @@ def test_a_decode_takes_few_bytes_whatever_its_context() -> None:
     assert len(writer.write(StepPlan(1, slices))) < 64 * 24
 
 
-def test_a_table_that_shrinks_changes_or_stays() -> None:
+def test_block_tables_may_shrink_change_or_stay() -> None:
     writer, reader, request = PlanWriter(), PlanReader(), request_of(0)
     for number, table in enumerate([(1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 9), (4, 5, 6, 7), (5,)]):
         plan = StepPlan(number, (Slice(request, 0, 1, False, False, table),))
         assert reader.read(writer.write(plan)).slices[0].blocks == table
 
 
-def test_moves_are_numbered_over_all_plans_and_may_repeat() -> None:
+def test_moves_are_numbered_across_plans_and_may_repeat() -> None:
     writer, reader, request = PlanWriter(), PlanReader(), request_of(0)
     move = Move(Direction.OUT, request, (3,), (4,), 3)
-    back = Move(Direction.IN, request, (4,), (3,), 3, (Span(0, 1), Span(1, 2)))
-    first = reader.read(writer.write(StepPlan(0, (), blocking=(move,), overlapped=(back,))))
+    incoming = Move(Direction.IN, request, (4,), (3,), 3, (Span(0, 1), Span(1, 2)))
+    first = reader.read(writer.write(StepPlan(0, (), blocking=(move,), overlapped=(incoming,))))
     assert reader.numbers_of([*first.overlapped, *first.blocking]) == [1, 0]
     again = reader.read(writer.write(StepPlan(1, (), overlapped=(move,))))
     assert reader.numbers_of(again.overlapped) == [2]
@@ -176,7 +176,7 @@ def messages(count: int) -> list[bytes]:
     ],
     ids=["missed", "repeated", "reordered", "changed", "checksum changed", "cut"],
 )
-def test_a_rank_that_is_out_of_step_notices(alter: Callable) -> None:
+def test_ranks_detect_missing_and_altered_plans(alter: Callable) -> None:
     reader, sent = PlanReader(), alter(messages(3))
     with pytest.raises(OutOfStepError, match=r"checksum of all plans up to this one is [0-9a-f]{16} here"):
         read_all(reader, sent)
@@ -187,7 +187,7 @@ def read_all(reader: PlanReader, sent: list[bytes]) -> None:
         reader.read(message)
 
 
-def test_the_checksum_is_of_everything_before_too() -> None:
+def test_checksum_covers_all_previous_plans() -> None:
     one, other = PlanWriter(), PlanWriter()
     one.write(StepPlan(0, ()))
     other.write(StepPlan(1, ()))
@@ -217,6 +217,6 @@ for _ in range(200):
 """
 
 
-def test_threads_that_read_their_first_plan_at_once() -> None:
-    """In a process of its own: a decoder that two threads make at once ends the process."""
+def test_threads_may_decode_their_first_plans_concurrently() -> None:
+    """The check runs in a process of its own, because a decoder created by two threads at once crashes the process."""
     assert subprocess.run([sys.executable, "-c", _RACE], timeout=60, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Models on several processes: every request gets the tokens that one process gives it, whatever is forced."""
+"""Models on several processes produce the tokens of one process under any preemption."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from skipjoin.policies.eviction import Recompute
 
 pytestmark = pytest.mark.timeout(240)
 LAYOUTS = {"tp 2": (2, 1), "pp 2": (1, 2), "tp 2 x pp 2": (2, 2)}
-# By layout, how requests are made to leave the device. With stages as many plans are in flight as there are stages.
+# How requests are forced off the device. A pipeline keeps as many plans in flight as it has stages.
 SWAPPED = dict(eviction=SwapAll, device_blocks=14, host_blocks=60, slots=3, chunk=7)
 MOVED = dict(eviction=lambda: Restless(5), device_blocks=20, host_blocks=40, slots=3, chunk=9)
-FORCED = {"swapped": SWAPPED, "moved beside": MOVED}
+FORCED = {"swapped": SWAPPED, "moved concurrently": MOVED}
 EXPECTED = {
     "swapped": {"moved out blocking", "moved in blocking"},
-    "moved beside": {"moved out overlapped", "moved in overlapped"},
+    "moved concurrently": {"moved out overlapped", "moved in overlapped"},
 }
 
 
@@ -51,8 +51,8 @@ def outputs_of_one_process(family: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_tokens_are_those_of_one_process(ranks: Processes, family: str) -> None:
-    # The families take turns at what is forced: every layout has both.
+def test_several_processes_produce_the_tokens_of_one(ranks: Processes, family: str) -> None:
+    # The families alternate between the cases, and every layout has both.
     case = list(FORCED)[(list(CONFIGS).index(family) + ranks.tp) % 2]
     options = dict(FORCED[case])
     core = make_core(options.pop("eviction")(), **options, depth=ranks.pp)
@@ -65,16 +65,16 @@ def test_tokens_are_those_of_one_process(ranks: Processes, family: str) -> None:
     assert all(found[what] >= 3 for what in EXPECTED[case]), found
 
 
-def test_every_process_quantises_its_own_share(ranks: Processes) -> None:
+def test_every_process_quantizes_its_own_share(ranks: Processes) -> None:
     check_ranks(ranks.executor("llama", **POOLS, swap_dtype="int8"), ranks.pp)
 
 
-def test_the_group_carries_every_type(ranks: Processes) -> None:
+def test_collectives_support_every_type(ranks: Processes) -> None:
     assert ranks.check_collectives() == [b""] * len(ranks.links)
 
 
 @pytest.mark.parametrize("how", ["overlapped", "late copies fail"])
-def test_tokens_are_those_of_one_process_with_everything_at_once(ranks: Processes, how: str) -> None:
+def test_several_processes_produce_the_tokens_of_one_with_all_features(ranks: Processes, how: str) -> None:
     store: dict = {"device_blocks": 20, "host_blocks": 40}
     depth, overlap = ranks.pp, False
     if how == "overlapped":
@@ -93,11 +93,11 @@ def _only_blocks(store: dict) -> dict:
     return {name: store[name] for name in ("device_blocks", "host_blocks")}
 
 
-# -- ranks that go wrong: each test has processes of its own ----------------------------------------------------------
+# -- failing ranks: each test has processes of its own ----------------------------------------------------------------
 
 
 def start_requests(processes: Processes, timeout_s: float = 30.0):
-    """An engine in the middle of its work; what runs its next plans."""
+    """Return an engine in the middle of its work and a function that runs its next plans."""
     executor = processes.executor("llama", device_blocks=60)
     executor._timeout_s = timeout_s
     core = make_core(Recompute(), device_blocks=60, slots=4)
@@ -114,7 +114,7 @@ def start_requests(processes: Processes, timeout_s: float = 30.0):
     return step
 
 
-def test_a_rank_that_nobody_joins_does_not_wait_for_ever(tmp_path: Path) -> None:
+def test_joining_a_group_without_peers_times_out(tmp_path: Path) -> None:
     store = distributed.FileStore(str(tmp_path / "meeting"), 2)
     begin = time.monotonic()
     with pytest.raises(GroupError, match=r"rank 0 .* failed in joining the group"):
@@ -124,7 +124,7 @@ def test_a_rank_that_nobody_joins_does_not_wait_for_ever(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_is_noticed_at_once(tmp_path: Path, layout: str, victim: int) -> None:
+def test_a_killed_rank_is_detected_at_once(tmp_path: Path, layout: str, victim: int) -> None:
     with processes(*LAYOUTS[layout], tmp_path) as started:
         step = start_requests(started)
         os.kill(started.links[victim].process.pid or 0, signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_a_rank_that_dies_is_noticed_at_once(tmp_path: Path, layout: str, victim
         assert time.monotonic() - begin < GROUP_S / 2
 
 
-def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
+def test_a_hanging_rank_times_out(tmp_path: Path) -> None:
     with processes(2, 1, tmp_path) as started:
         step = start_requests(started, timeout_s=1.0)
         os.kill(started.links[1].process.pid or 0, signal.SIGSTOP)
@@ -145,7 +145,7 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(tmp_path: Path) ->
         os.kill(started.links[1].process.pid or 0, signal.SIGKILL)
 
 
-def test_a_rank_that_gets_another_plan_says_so_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_rank_with_an_altered_plan_fails_without_blocking_others(tmp_path: Path) -> None:
     with processes(2, 1, tmp_path) as started:
         step = start_requests(started)
         link = started.links[1]
@@ -154,7 +154,7 @@ def test_a_rank_that_gets_another_plan_says_so_and_keeps_nobody_waiting(tmp_path
         begin = time.monotonic()
         with pytest.raises(OutOfStepError, match=r"rank 1 .* failed: OutOfStepError: the checksum of all plans"):
             step(1)
-        # The other one, which was in the middle of a step, noticed, and computes nothing any more.
+        # The other rank, which was in the middle of a step, has noticed and computes nothing more.
         started.links[0].send(b"whatever comes")
         assert b"GroupError" in started.links[0].receive(GROUP_S)
         assert time.monotonic() - begin < GROUP_S / 2

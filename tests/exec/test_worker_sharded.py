@@ -1,4 +1,4 @@
-"""The executor over ranks: whatever is forced, aborted or reported, it is as if one rank had run it."""
+"""The sharded executor behaves as one rank does, whatever is forced, aborted or reported."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ FORCED = {
     "swapped, copies fail": _SWAPPED | dict(fails=["OUT", "IN"], chunk=7),
     "spilled, copies fail": _SWAPPED | dict(eviction=SpillAll, fails=["OUT", "IN"], chunk=7),
     "shared": dict(eviction=LendAll, device_blocks=8, host_blocks=60, slots=3, chunk=5),
-    "moved beside": _RESTLESS,
-    "moved beside, landing late": _RESTLESS | dict(late=4),
-    "moved beside, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),
+    "moved concurrently": _RESTLESS,
+    "moved concurrently, landing late": _RESTLESS | dict(late=4),
+    "moved concurrently, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),
 }
 EXPECTED = {
     "dropped": {Preemption.DROP},
@@ -55,9 +55,9 @@ EXPECTED = {
     "swapped, copies fail": {"failed out blocking", "failed in blocking", Preemption.DROP},
     "spilled, copies fail": {"failed out blocking", "failed in blocking", Preemption.SPILL},
     "shared": {"saved slots"},
-    "moved beside": {"moved out overlapped", "moved in overlapped"},
-    "moved beside, landing late": {"moved out overlapped", "moved in overlapped"},
-    "moved beside, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
+    "moved concurrently": {"moved out overlapped", "moved in overlapped"},
+    "moved concurrently, landing late": {"moved out overlapped", "moved in overlapped"},
+    "moved concurrently, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
 }
 
 
@@ -77,7 +77,7 @@ def outputs(requests: list[Request]) -> list[list[int]]:
 
 
 def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, stages: int = 1):
-    """The engine of a case over threads. stages: see `make_core`."""
+    """Return a case's core and executor over threads; see `make_core` for `stages`."""
     options = dict(FORCED[case])
     store = {name: options.pop(name) for name in ("late", "fails") if name in options}
     store |= {name: options[name] for name in ("device_blocks", "host_blocks") if name in options}
@@ -88,7 +88,7 @@ def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, 
 
 @pytest.mark.parametrize("case", FORCED)
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-def test_tokens_are_those_of_one_rank(case: str, tp: int, pp: int) -> None:
+def test_ranks_produce_the_tokens_of_one_rank(case: str, tp: int, pp: int) -> None:
     family = list(CONFIGS)[(list(FORCED).index(case) + tp + 3 * pp) % len(CONFIGS)]
     requests = mixed_requests()
     found = happened(run(*sharded(case, family, tp, pp), requests))
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_one_rank(case: str, tp: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_tokens_are_those_of_one_rank_where_prefixes_are_adopted(case: str) -> None:
+def test_ranks_produce_the_tokens_of_one_rank_with_prefix_caching(case: str) -> None:
     tp, pp = ((2, 1), (1, 2))[list(FORCED).index(case) % 2]
     requests = mixed_requests(common=COMMON, adopts=True)
     found = happened(run(*sharded(case, "llama", tp, pp), requests, leads=True))
@@ -107,7 +107,7 @@ def test_tokens_are_those_of_one_rank_where_prefixes_are_adopted(case: str) -> N
 
 
 class Replays:
-    """Records by keeping the function, whose result lies in the same tensor every time."""
+    """Recorder that keeps the function and requires the same result tensor every time."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -122,8 +122,8 @@ class Replays:
         return again
 
 
-def test_ranks_replay_decode_steps() -> None:
-    """Two requests in graphs of three: padding passes between stages, too."""
+def test_ranks_replay_decode_graphs() -> None:
+    """Graphs of three rows replay two requests, so that stages also exchange padding."""
     pytest.importorskip("triton")
     requests, recorder = mixed_requests()[:2], Replays()
     core = make_core(Recompute(), device_blocks=16, slots=2, depth=2)
@@ -133,7 +133,7 @@ def test_ranks_replay_decode_steps() -> None:
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_tokens_are_those_of_one_rank_where_slices_await_tokens(case: str) -> None:
+def test_ranks_produce_the_tokens_of_one_rank_with_overlapped_steps(case: str) -> None:
     requests = mixed_requests()
     run(*sharded(case, "qwen3", 2, 1, overlap=True), requests)
     assert outputs(requests) == outputs_alone("qwen3")
@@ -141,7 +141,7 @@ def test_tokens_are_those_of_one_rank_where_slices_await_tokens(case: str) -> No
 
 @pytest.mark.parametrize("case", FORCED)
 @pytest.mark.parametrize("pp", [2, 3])
-def test_tokens_are_those_of_one_rank_where_stages_share_the_work(case: str, pp: int) -> None:
+def test_ranks_produce_the_tokens_of_one_rank_with_busy_stages(case: str, pp: int) -> None:
     requests = mixed_requests()
     events = run(*sharded(case, "qwen2", 1, pp, stages=pp), requests)
     assert outputs(requests) == outputs_alone("qwen2")
@@ -152,8 +152,8 @@ def test_tokens_are_those_of_one_rank_where_stages_share_the_work(case: str, pp:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_ranks_whose_clocks_are_far_apart_change_nothing(tp: int, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank tells are durations, and no rank compares its clock with another's."""
+def test_clock_skew_between_ranks_has_no_effect(tp: int, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks report durations, and no rank compares its clock with another's."""
     alone = outputs_alone("llama")
     skews: dict[int, float] = {}
     mark = HostClock.mark
@@ -165,7 +165,7 @@ def test_ranks_whose_clocks_are_far_apart_change_nothing(tp: int, pp: int, monke
 
     monkeypatch.setattr(HostClock, "mark", skewed)
     requests = mixed_requests()
-    events = run(*sharded("moved beside", "llama", tp, pp), requests)
+    events = run(*sharded("moved concurrently", "llama", tp, pp), requests)
     assert outputs(requests) == alone
     assert len(skews) == tp * pp
     steps = [event.result for event in events if isinstance(event, Computed)]
@@ -174,7 +174,7 @@ def test_ranks_whose_clocks_are_far_apart_change_nothing(tp: int, pp: int, monke
 
 
 def chunks_in_flight_together(events: list[Event]) -> int:
-    """Slices that were planned while the chunk before them was in flight."""
+    """Return the number of slices planned while the previous chunk was in flight."""
     flying: list[StepPlan] = []
     count = 0
     for event in events:
@@ -191,12 +191,12 @@ def chunks_in_flight_together(events: list[Event]) -> int:
 
 
 @pytest.mark.parametrize(("tp", "pp", "overlap"), [(2, 1, True), (2, 2, False)])
-def test_outputs_that_end_by_a_stop_token_and_aborts(tp: int, pp: int, overlap: bool) -> None:
+def test_ranks_handle_stop_tokens_and_aborts(tp: int, pp: int, overlap: bool) -> None:
     alone = outputs_alone("llama")
     eos = Counter(token for output in alone for token in output[1:-1]).most_common(1)[0][0]
     expected = outputs_alone("llama", eos)
     assert any(len(short) < len(full) for short, full in zip(expected, alone, strict=True))
-    core, executor = sharded("moved beside", "llama", tp, pp, overlap=overlap)
+    core, executor = sharded("moved concurrently", "llama", tp, pp, overlap=overlap)
     requests = mixed_requests(eos)
     start_step, plans = core.start_step, 0
 
@@ -213,7 +213,7 @@ def test_outputs_that_end_by_a_stop_token_and_aborts(tp: int, pp: int, overlap: 
 
 
 def details(events: list[Event]) -> dict[tuple[int, int], object]:
-    """By request and number of the token."""
+    """Return the log-probabilities by request and token number."""
     seen: Counter[int] = Counter()
     found = {}
     for event in events:
@@ -223,7 +223,7 @@ def details(events: list[Event]) -> dict[tuple[int, int], object]:
     return found
 
 
-def test_log_probabilities_arrive() -> None:
+def test_ranks_return_log_probabilities() -> None:
     def scored() -> list[Request]:
         params = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1)
         return [Request(i, 0.0, [3, 1, 4, 1, 5], 4, sampling=Sampling(params, i, ())) for i in range(2)]
@@ -244,14 +244,14 @@ def test_log_probabilities_arrive() -> None:
         )
 
 
-def test_stages_refuse_slices_that_await_a_token() -> None:
+def test_pipelines_reject_slices_that_await_a_token() -> None:
     core, executor = sharded("dropped", "llama", 1, 2, overlap=True)
     with pytest.raises(RankError, match=r"request \d+ awaits a token that only the last of 2 stages samples"):
         run(core, executor, mixed_requests())
     executor.close()
 
 
-def test_a_rank_that_gets_other_plans_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_with_altered_plans_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def alter(rank: int):
         return (lambda message: message[:-1] + bytes([message[-1] ^ 1])) if rank == 1 else (lambda message: message)
 
@@ -267,7 +267,11 @@ def test_a_rank_that_gets_other_plans_computes_nothing(caplog: pytest.LogCapture
 
 
 class LaterStage:
-    """The group of a second stage whose first one takes a while. at_receive: called when it begins to wait."""
+    """Group of a second stage whose first stage is slow.
+
+    Args:
+        at_receive: Called when the stage begins to wait.
+    """
 
     WAIT_S = 0.2
 
@@ -287,7 +291,7 @@ class LaterStage:
         return part
 
 
-def test_a_later_stage_moves_while_it_waits_and_its_seconds_are_without_waiting() -> None:
+def test_later_stages_move_blocks_while_waiting_and_exclude_waits_from_seconds() -> None:
     copied: list[int] = []
     group = LaterStage(lambda: copied.append(len(store.copies)))
     model = random_model(CONFIGS["llama"], group=group)  # type: ignore[arg-type]
@@ -313,7 +317,7 @@ def test_a_later_stage_moves_while_it_waits_and_its_seconds_are_without_waiting(
 
 
 class LaterStageOnCard(LaterStage):
-    """It waits for a time that the card tells."""
+    """Later stage that waits for a time that the GPU measures."""
 
     def receive(self, x: torch.Tensor) -> None:
         self.waited_s += self.WAIT_S
@@ -321,7 +325,7 @@ class LaterStageOnCard(LaterStage):
 
 
 class Events:
-    """A card's clock: it runs on while marks are taken, and waits only where seconds are asked for."""
+    """A GPU's clock, which advances while marks are taken and waits only where durations are read."""
 
     def __init__(self, device: torch.device) -> None:
         self.marks, self.waits = 0, 0
@@ -338,8 +342,8 @@ class Events:
         return False
 
 
-def test_a_stage_on_a_card_is_timed_by_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And queues its plan without waiting for the card."""
+def test_stages_on_gpus_are_timed_by_gpu_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is queued without waiting for the GPU."""
     monkeypatch.setattr(worker, "DeviceClock", Events)
     model = random_model(CONFIGS["llama"], group=LaterStageOnCard(lambda: None))  # type: ignore[arg-type]
     pools = dict(device_blocks=4, host_blocks=0, block_size=BLOCK_SIZE, shard=model.shard)
@@ -361,7 +365,7 @@ def test_a_stage_on_a_card_is_timed_by_the_card(monkeypatch: pytest.MonkeyPatch)
 
 
 class ScriptedLink:
-    """A rank that answers what the test says: values of `Done` by name, or something else to answer."""
+    """Link to a rank with scripted answers: fields of `Done`, or another message."""
 
     def __init__(self, *script: object) -> None:
         self.script = list(script)
@@ -379,16 +383,16 @@ class ScriptedLink:
         if not self.script:
             time.sleep(timeout_s)
             raise TimeoutError
-        said = self.script.pop(0)
+        answer = self.script.pop(0)
         plan, checksum = self._plans.pop(0)
-        if isinstance(said, Exception):
-            raise said
-        if isinstance(said, dict):
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, dict):
             values = dict(
                 plan=plan, checksum=checksum, tokens=[], seconds=0.0, idle=0.0, moving=0.0, landed=[], failed=[]
             )
-            said = Done(**(values | said))
-        return msgspec.msgpack.encode(said)
+            answer = Done(**(values | answer))
+        return msgspec.msgpack.encode(answer)
 
     def close(self) -> None:
         pass
@@ -403,7 +407,7 @@ def executor_of(*links: ScriptedLink, tp_size: int = 1) -> ShardedExecutor:
     return ShardedExecutor(links, tp_size=tp_size, timeout_s=0.5)
 
 
-def test_the_last_stage_samples_and_seconds_add_up_over_stages() -> None:
+def test_tokens_come_from_the_last_stage_and_seconds_add_up() -> None:
     links = [
         ScriptedLink({"seconds": 0.2, "idle": 0.6, "moving": 0.01}),
         ScriptedLink({"seconds": 0.3, "idle": 0.5, "moving": 0.02}),
@@ -418,13 +422,13 @@ def test_the_last_stage_samples_and_seconds_add_up_over_stages() -> None:
     assert list(result.stages) == [StageTime(0.3, 0.5), StageTime(0.4, 0.0)]
 
 
-def test_one_stage_tells_no_times_of_stages() -> None:
+def test_single_stages_report_no_stage_times() -> None:
     links = [ScriptedLink({"seconds": 0.2, "tokens": [9]}) for _ in range(2)]
     assert executor_of(*links, tp_size=2).submit(PLAN, 0.0).result().stages == ()
 
 
-def test_stages_tell_how_long_they_worked_and_waited() -> None:
-    """Busy and idle seconds of a stage are all of its time: together they span what passed between two plans."""
+def test_stages_report_busy_and_idle_times() -> None:
+    """A stage's busy and idle seconds add up to the time between two plans."""
     requests = mixed_requests()
     begin = time.perf_counter()
     events = run(*sharded("dropped", "llama", 1, 2, stages=2), requests)
@@ -438,12 +442,12 @@ def test_stages_tell_how_long_they_worked_and_waited() -> None:
     for number in range(2):
         spent = sum(result.stages[number].busy + result.stages[number].idle for result in results)
         assert 0 < spent < passed
-    # With both stages at work, neither waits all the time that the other works.
+    # Both stages work, so neither is idle for as long as the other is busy.
     idle = sum(stage.idle for result in results for stage in result.stages)
     assert idle < 2 * passed
 
 
-def test_a_move_has_landed_when_it_has_everywhere_and_fails_if_it_does_anywhere() -> None:
+def test_moves_complete_on_all_ranks_and_fail_on_any() -> None:
     links = [
         ScriptedLink({"landed": [0, 2]}, {}, {"landed": [1]}),
         ScriptedLink({"landed": [0]}, {"landed": [1]}, {"failed": [2]}),
@@ -456,7 +460,7 @@ def test_a_move_has_landed_when_it_has_everywhere_and_fails_if_it_does_anywhere(
     assert [list(handle.result().failed) for handle in handles] == [[], [], [MOVES[2]]]
 
 
-def test_results_come_in_order_and_wait_for_all_ranks() -> None:
+def test_results_are_in_order_and_complete_on_all_ranks() -> None:
     slow = ScriptedLink()
     executor = executor_of(ScriptedLink({}, {"tokens": [1]}), slow)
     first, second = executor.submit(PLAN, 0.0), executor.submit(PLAN, 0.0)
@@ -468,7 +472,7 @@ def test_results_come_in_order_and_wait_for_all_ranks() -> None:
 
 
 GONE, HUNG = RankError("process 7 is gone"), None
-LOST, BROKEN = RankFailed("GroupError: nobody there", True), RankFailed("ValueError: bad", False)
+LOST, BROKEN = RankFailed("GroupError: connection closed", True), RankFailed("ValueError: bad", False)
 
 
 @pytest.mark.parametrize(
@@ -491,8 +495,8 @@ LOST, BROKEN = RankFailed("GroupError: nobody there", True), RankFailed("ValueEr
         ((LOST, LOST), r"rank 0 .* failed: GroupError"),
     ],
 )
-def test_what_goes_wrong_is_told_and_stays_wrong(answers: tuple, message: str) -> None:
-    scripts = [said if isinstance(said, list) else [said, {"tokens": [1]}] for said in answers]
+def test_rank_failures_are_reported_and_permanent(answers: tuple, message: str) -> None:
+    scripts = [answer if isinstance(answer, list) else [answer, {"tokens": [1]}] for answer in answers]
     links = [ScriptedLink(*script) if script[0] is not HUNG else ScriptedLink() for script in scripts]
     executor = executor_of(*links, tp_size=2)
     first, second = executor.submit(PLAN, 0.0), executor.submit(PLAN, 0.0)
@@ -503,17 +507,17 @@ def test_what_goes_wrong_is_told_and_stays_wrong(answers: tuple, message: str) -
 
 
 @pytest.mark.parametrize(
-    ("said", "message"), [(GONE, "process 7 is gone"), (BROKEN, r"rank 1 .* failed: ValueError: bad")]
+    ("answer", "message"), [(GONE, "process 7 is gone"), (BROKEN, r"rank 1 .* failed: ValueError: bad")]
 )
-def test_a_lost_rank_shows_while_the_others_still_wait_for_it(said: object, message: str) -> None:
-    """They wait on their cards, where NCCL gives up after a minute."""
-    executor = executor_of(ScriptedLink(), ScriptedLink(said), ScriptedLink())
+def test_a_lost_rank_is_reported_while_others_wait_for_it(answer: object, message: str) -> None:
+    """The others wait on their GPUs, where NCCL times out only after a minute."""
+    executor = executor_of(ScriptedLink(), ScriptedLink(answer), ScriptedLink())
     handle = executor.submit(PLAN, 0.0)
     assert handle.done()
     with pytest.raises(RankError, match=message):
         handle.result()
 
 
-def test_ranks_that_make_no_stages_are_refused() -> None:
+def test_incomplete_stages_are_rejected() -> None:
     with pytest.raises(ValueError, match="3 ranks cannot form stages of tp_size 2"):
         executor_of(*[ScriptedLink() for _ in range(3)], tp_size=2)

@@ -1,15 +1,16 @@
-// Carries out the instructions of Intel's AMX (tiles, products of bfloat16) for one process that may not use them: compiled
-// into a library of operations, or preloaded. The processor reports an illegal instruction, whose signal is handled here:
-// the instruction's bytes are decoded, it is done to this thread's tiles, and the program goes on behind it. Where a
-// processor would fault, the process ends with a message that names the instruction.
+// Emulator of Intel's AMX instructions (tiles, bfloat16 products) for one process without permission to use them,
+// compiled into a library of operations or preloaded. The processor raises an illegal-instruction signal, which is
+// handled here: the handler decodes the instruction, executes it on this thread's tiles, and continues after it. Where
+// a processor would fault, the process exits with a message that names the instruction.
 //
-// A processor without AMX reports all of them. One with AMX reports those that touch a tile's data, in a process that never
-// asked the kernel for permission; it runs LDTILECFG, STTILECFG and TILERELEASE itself. The configuration is then read from
-// the registers that the kernel saves for the signal handler, and a mark is left there: STTILECFG shows the mark as the row
-// to start at. AMX_STAND_IN makes a processor without AMX behave like one with it, for tests of that case.
+// A processor without AMX reports all of them. One with AMX reports those that access a tile's data, in a process that
+// never asked the kernel for permission, but executes LDTILECFG, STTILECFG and TILERELEASE itself. The handler then
+// reads the configuration from the registers that the kernel saved for the signal, and leaves a mark there, which
+// STTILECFG shows as the start row. AMX_STAND_IN makes a processor without AMX behave like one with it, for tests of
+// that case.
 //
-// By Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2. Palette 1: eight tiles of at most 16 rows of
-// 64 bytes.
+// Follows Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2. Palette 1 has eight tiles of at most
+// 16 rows of 64 bytes.
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -45,25 +46,25 @@ struct State {
   Config stand_in; // for the registers that `saved_config` finds empty
 };
 
-// Row to start at of a configuration in the processor that `State` has already. Loading any configuration, an equal one
-// too, removes it.
+// Start row of a processor configuration that `State` has read already. Loading any configuration, even an equal one,
+// removes it.
 constexpr uint8_t kKnown = 0xff;
 
-// What every thread has. A pointer of each into it needs no memory that a signal handler could not get.
+// State of every thread. Each thread has a pointer into it, because a signal handler cannot allocate memory.
 State states[kMostThreads];
 std::atomic<int> threads{0};
 __attribute__((tls_model("initial-exec"))) thread_local State *own = nullptr;
 
 std::atomic<int64_t> products{0};
 struct sigaction before;
-unsigned saved_at; // the configuration, of saved registers
+unsigned saved_at; // offset of the configuration in saved registers
 
 enum Operation { kLoadConfig, kStoreConfig, kRelease, kZero, kLoad, kStore, kMultiply };
 const char *const kNames[] = {"LDTILECFG", "STTILECFG", "TILERELEASE", "TILEZERO", "TILELOADD", "TILESTORED", "TDPBF16PS"};
 
 struct Instruction {
   Operation operation;
-  int tile = 0, inputs = 0, columns = 0; // of products: sums, inputs, columns of weights
+  int tile = 0, inputs = 0, columns = 0; // tiles of products: sums, inputs, columns of weights
   int64_t address = 0, stride = 0, length = 5;
   const uint8_t *at = nullptr;
 };
@@ -96,7 +97,8 @@ int64_t displacement(const uint8_t *at, int bytes) {
   return bytes == 1 ? one : four;
 }
 
-// Operand in memory. base, index: bits that the prefix adds to numbers of registers. Returns whether there is a SIB byte.
+// Decodes a memory operand. base, index: bits that the prefix adds to register numbers. Returns whether there is a SIB
+// byte.
 bool locate(const ucontext_t *context, int base, int index, Instruction &i) {
   const uint8_t *next = i.at + 5;
   int mode = i.at[4] >> 6, low = i.at[4] & 7;
@@ -104,7 +106,7 @@ bool locate(const ucontext_t *context, int base, int index, Instruction &i) {
   if (has_sib) {
     int sib = *next++, number = index | (sib >> 3 & 7);
     low = sib & 7, has_base = mode != 0 || low != 5;
-    // Number 4 stands for none.
+    // Number 4 means no index.
     i.stride = number == 4 ? 0 : (int64_t)((uint64_t)register_of(context, number) << (sib >> 6));
   }
   int bytes = mode == 1 ? 1 : mode == 2 || (mode == 0 && low == 5) ? 4 : 0;
@@ -117,10 +119,10 @@ bool locate(const ucontext_t *context, int base, int index, Instruction &i) {
   return has_sib;
 }
 
-// Whether the bytes at the program's place are one of the instructions.
+// Returns whether the bytes at the instruction pointer are one of the instructions.
 bool decode(const ucontext_t *context, Instruction &i) {
   const uint8_t *at = i.at = (const uint8_t *)context->uc_mcontext.gregs[REG_RIP];
-  if (at[0] != 0xc4 || (at[1] & 0x1f) != 2) return false; // VEX of three bytes, map 0F38
+  if (at[0] != 0xc4 || (at[1] & 0x1f) != 2) return false; // three-byte VEX, map 0F38
   bool is_wide = at[2] & 0x80, is_long = at[2] & 4, is_memory = at[4] < 0xc0;
   int reg = (at[1] & 0x80 ? 0 : 8) | (at[4] >> 3 & 7), rm = (at[1] & 0x20 ? 0 : 8) | (at[4] & 7);
   int index = at[1] & 0x40 ? 0 : 8, other = ~(at[2] >> 3) & 15, prefix = at[2] & 3; // none, 66, F3, F2
@@ -143,7 +145,7 @@ bool decode(const ucontext_t *context, Instruction &i) {
   return true;
 }
 
-// Configuration that LDTILECFG loads.
+// Loads the configuration of LDTILECFG.
 Config loaded(const Instruction &i) {
   Config wanted;
   std::memcpy(&wanted, (const void *)i.address, sizeof wanted);
@@ -164,7 +166,8 @@ void configure(State &s, const Config &config) {
   std::memset(s.tiles, 0, sizeof s.tiles);
 }
 
-// Configuration in the registers of the interrupted program. Null: the processor has none, and all instructions come here.
+// Returns the configuration in the interrupted program's registers, or null if the processor has none and reports all
+// instructions.
 Config *saved_config(const ucontext_t *context, State &s) {
 #ifdef AMX_STAND_IN
   return &s.stand_in;
@@ -172,19 +175,19 @@ Config *saved_config(const ucontext_t *context, State &s) {
   constexpr uint64_t kTileConfig = 1 << 17; // state component XTILECFG
   auto *registers = (char *)context->uc_mcontext.fpregs;
   _fpx_sw_bytes format;
-  std::memcpy(&format, registers + 464, sizeof format); // where the kernel describes what it saved
+  std::memcpy(&format, registers + 464, sizeof format); // the kernel's description of what it saved
   if (format.magic1 != FP_XSTATE_MAGIC1 || !(format.xstate_bv & kTileConfig)) return nullptr;
   uint64_t in_use;
   std::memcpy(&in_use, registers + 512, sizeof in_use); // XSTATE_BV
   return in_use & kTileConfig ? (Config *)(registers + saved_at) : &(s.stand_in = Config{});
 }
 
-// Takes over what the processor did to its configuration since this thread's last instruction that came here.
+// Adopts the processor's changes of its configuration since this thread's last emulated instruction.
 void follow(State &s, Config &processor, bool is_new) {
   if (processor.palette == 0) return configure(s, Config{});
   if (processor.start_row == kKnown && !is_new) return;
   configure(s, processor);
-  if (s.config.start_row == kKnown) s.config.start_row = 0; // a thread that began with its parent's registers
+  if (s.config.start_row == kKnown) s.config.start_row = 0; // a new thread starts with its parent's registers
   processor.start_row = kKnown;
 }
 
@@ -207,7 +210,7 @@ void store(const State &s, const Instruction &i) {
     std::memcpy((char *)i.address + r * i.stride, s.tiles[i.tile][r], s.config.bytes[i.tile]);
 }
 
-// Rounds to the nearest; takes denormal inputs for zeros, and makes denormal results zeros: the caller's mode.
+// Rounds to nearest and flushes denormal inputs and results to zero: the caller's mode.
 __attribute__((noinline)) void multiply(State &s, const Instruction &i) {
   float sums[kBytes / 4][2], total[kBytes / 4];
   uint16_t inputs[kBytes / 2], columns[kBytes / 2];
@@ -265,7 +268,7 @@ void carry_out(State &s, const Instruction &i) {
     break;
   case kMultiply:
     check_product(s, i);
-    _mm_setcsr(0x9fc0); // to the nearest, no denormals in or out, no exceptions; the signal's return restores it
+    _mm_setcsr(0x9fc0); // round to nearest, flush denormals, no exceptions; the signal's return restores it
     multiply(s, i);
     products.fetch_add(1, std::memory_order_relaxed);
   }
@@ -275,7 +278,7 @@ void carry_out(State &s, const Instruction &i) {
 void handle(int, siginfo_t *, void *context) {
   auto *here = (ucontext_t *)context;
   Instruction i{};
-  if (!decode(here, i)) { // none of these: as if this handler were not there
+  if (!decode(here, i)) { // not an AMX instruction: as without this handler
     sigaction(SIGILL, &before, nullptr);
     return;
   }
@@ -286,7 +289,7 @@ void handle(int, siginfo_t *, void *context) {
     own = &states[index];
   }
   Config *processor = saved_config(here, *own);
-  if (processor && i.operation <= kRelease) { // what a processor with AMX does itself
+  if (processor && i.operation <= kRelease) { // executed by a processor with AMX itself
     if (i.operation == kStoreConfig) std::memcpy((void *)i.address, processor, sizeof *processor);
     else *processor = i.operation == kLoadConfig ? loaded(i) : Config{};
   } else {
@@ -309,7 +312,7 @@ __attribute__((constructor)) void begin() {
 
 extern "C" {
 
-// In place of the C library's: the answer to a request for tiles is yes, and the kernel, which could grant it, is not asked.
+// Replaces the C library's: a request for tiles succeeds without asking the kernel, which could grant it.
 long syscall(long number, ...) noexcept {
   va_list values;
   va_start(values, number);
@@ -326,11 +329,11 @@ long syscall(long number, ...) noexcept {
   return -1;
 }
 
-// Products that were made so far.
+// Number of products so far.
 int64_t amx_emulator_products() { return products; }
 
-// Threads that used tiles so far, and those of them whose tiles are configured now. A processor with AMX releases tiles
-// without the emulator's knowledge, so that the second is meaningless there.
+// Number of threads that used tiles so far, and of those with tiles configured now. A processor with AMX releases tiles
+// without the emulator's knowledge, so that the second number is meaningless there.
 int64_t amx_emulator_threads() { return threads; }
 
 int64_t amx_emulator_configured() {

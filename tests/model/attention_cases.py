@@ -1,4 +1,4 @@
-"""Random paged batches with the answer that attention must give, from dense arithmetic in float64."""
+"""Random paged batches with expected attention outputs, computed by dense float64 arithmetic."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ def shape(heads: int, kv_heads: int, dim: int) -> ModelConfig:
 
 @dataclass
 class Case:
-    """heads, kv_heads, dim: of the model. mix: (start, length) of each segment. ends: "plain", or "both": segments of
-    random direction and offset. rotary: how many values of a head rotate. Layer 1 of 2 is the one that runs."""
+    """Batch and expected output of attention in layer 1 of 2.
+
+    Args:
+        mix: Start and length of each segment.
+        ends: "plain", or "both" for segments of random direction and offset.
+        rotary: Number of rotated dimensions per head.
+    """
 
     heads: int
     kv_heads: int
@@ -79,7 +84,7 @@ class Case:
         return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * pairs :]], -1)
 
     def _attend(self) -> torch.Tensor:
-        """Fills the past into `kv`, past and new tokens into `full`; returns what attention must give."""
+        """Write past keys and values to `kv` and all to `full`, and return the expected output."""
         out, begin = [], 0
         past_keys, past_values = self.kv.layer(1)
         all_keys, all_values = self.full.layer(1)
@@ -103,8 +108,8 @@ class Case:
         return torch.cat(out)
 
     def check(self, backend: AttentionBackend, tolerance: float) -> None:
-        """Run `backend` and compare: its output, what it wrote, and that it wrote nothing else."""
-        # A copy: back ends may rotate in place.
+        """Run `backend` and assert that its output and KV writes are right and that it writes nothing else."""
+        # Copied, because backends may rotate in place.
         query, key, value = self.qkv.clone().to(self.device).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         cos_sin = None if self.cos_sin is None else self.cos_sin.to(self.device)
         options = {"layer": 1, "scale": SCALE, "window": self.window, "cos_sin": cos_sin}
@@ -119,7 +124,7 @@ class Case:
 
 
 def assert_near(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Relative error of the whole."""
+    """Assert that the relative error of the whole tensor is within the tolerance."""
     ours = ours.cpu().double()
     assert ours.isfinite().all()
     error = ((ours - expected).norm() / expected.norm()).item()

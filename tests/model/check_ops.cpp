@@ -1,5 +1,5 @@
-// The compiled operations without Python, for processors that only an emulator has here. Prints the path and "ok", or what
-// is wrong. Includes the sources: their structures are their own.
+// Checks the compiled operations without Python, for processors that are only emulated here. Prints the path and "ok",
+// or what is wrong. Includes the sources, because their structures are private.
 #include "layer_ops.cpp"
 #include "paged_attention.cpp"
 

@@ -1,8 +1,10 @@
-"""Compiles the kernels of attention and products for a card that need not be there, with a back end's arguments.
+"""Compile the attention and product kernels for a GPU that need not be present, with a backend's arguments.
 
-python compile_kernels.py [--every] 90:bfloat16:llama-8b,opt-13b ... (capability, type, shapes) prints a line per
-kernel, after --every one per config, and ends with an error if one spills or a kernel of decodes is not pipelined. A
-name after the shapes, as in 90:bfloat16:opt-13b:decode, chooses the kernels. In a process without TRITON_INTERPRET.
+    python compile_kernels.py [--every] 90:bfloat16:llama-8b,opt-13b ...
+
+Arguments are compute capability, type and model shapes. A kernel name after the shapes selects kernels, as in
+90:bfloat16:opt-13b:decode. Prints a line per kernel, with --every one per config. Fails if a kernel spills or a decode
+kernel is not pipelined. Must run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -43,15 +45,15 @@ _TYPES = {
 }
 BLOCK_SIZE = 16
 _MAX_SPLITS = 64
-# Copies are in flight at a wait with so many stages or more.
+# Pipelines with at per_loop this many stages have copies in flight during waits.
 _PIPELINED = 3
-# Loads of 16 bytes that a thread of a pipelined decode kernel must have under way when it waits: with 128 threads and
-# the programs that a multiprocessor holds, more than memory returns within its latency.
+# Minimum number of 16-byte loads in flight per thread of a pipelined decode kernel: with 128 threads and the programs
+# resident on a multiprocessor, this exceeds what memory returns within its latency.
 _MIN_IN_FLIGHT = 8
 
 
 class Recorder:
-    """Stands in for a kernel and keeps what it is called with."""
+    """Replacement of a kernel that records its arguments."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.calls = kernel, []
@@ -98,8 +100,7 @@ def recorded() -> dict[str, Recorder]:
 def compiled(
     capability: int, dtype: torch.dtype, shape: str, every: bool, only: str = ""
 ) -> Iterator[tuple[str, dict, Any]]:
-    """(kernel, config, what the compiler made) for the first or for every config. only: what the kernels' names begin
-    with."""
+    """Yield name, config and result for the first or every config of kernels whose names start with `only`."""
     for name, config, kernel in _calls(dtype, shape, every, wgmma=capability // 10 == 9):
         if name.startswith(only):
             yield name, config, kernel.compile(capability)
@@ -107,7 +108,7 @@ def compiled(
 
 
 def _calls(dtype: torch.dtype, shape: str, every: bool, wgmma: bool) -> Iterator[tuple[str, dict, Recorder]]:
-    """(kernel, config, the recorded call)"""
+    """Yield kernel name, config and recorded call."""
     heads, kv_heads, dim, rotary = SHAPES[shape]
     kernels, group, itemsize = recorded(), heads // kv_heads, dtype.itemsize
     segments = [Segment([0] * 16, 0, list(range(16))), Segment([0], 40, list(range(32)))]
@@ -139,7 +140,7 @@ def _calls(dtype: torch.dtype, shape: str, every: bool, wgmma: bool) -> Iterator
 
 
 def dumped(kernel: Any) -> tuple[str, str]:
-    """The kernel's use of resources and its machine code."""
+    """Return the kernel's resource usage and machine code."""
     dump = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -152,7 +153,7 @@ def dumped(kernel: Any) -> tuple[str, str]:
 
 
 def loops(sass: str) -> Iterator[list[str]]:
-    """The instructions of each loop that has no other within it."""
+    """Yield the instructions of each innermost loop."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     branches = [(re.search(r"\bBRA(?:\.U)? .*?0x([0-9a-f]+)", text), end) for end, text in code]
     found = [(int(to[1], 16), end) for to, end in branches if to and int(to[1], 16) < end]
@@ -162,20 +163,22 @@ def loops(sass: str) -> Iterator[list[str]]:
 
 
 def in_flight(sass: str) -> int:
-    """Copies of 16 bytes to shared memory that a thread has under way while it waits in the kernel's main loop."""
-    least = []
+    """Return the number of 16-byte copies to shared memory per thread in flight during waits of the main loop."""
+    per_loop = []
     for body in loops(sass):
         copies = sum("LDGSTS" in text and ".128" in text for text in body)
         groups = sum("LDGDEPBAR" in text for text in body)
         waits = [int(n, 16) for n in re.findall(r"DEPBAR.LE SB0, 0x([0-9a-f]+)", "\n".join(body))]
         if copies and groups and waits:
-            least.append(copies * min(waits) // groups)
-    return min(least, default=0)
+            per_loop.append(copies * min(waits) // groups)
+    return min(per_loop, default=0)
 
 
 def check(name: str, config: dict[str, int], kernel: Any, usage: str, sass: str) -> None:
-    """Raise AssertionError for a kernel that spills, or a kernel of decodes or products that waits for each copy in
-    turn. usage, sass: as `dumped`."""
+    """Raise AssertionError if the kernel spills, or if a decode or product kernel waits for each copy in turn.
+
+    See `dumped` for `usage` and `sass`.
+    """
     stack = re.search(r"STACK:(\d+)", usage)[1]
     spills = stack != "0" or re.search(r"\b(LDL|STL)\b", sass)
     assert not spills, f"{name} {config} has {stack} bytes on its stack"
@@ -187,8 +190,10 @@ def check(name: str, config: dict[str, int], kernel: Any, usage: str, sass: str)
 
 
 def describe(kernel: Any, usage: str, sass: str) -> str:
-    """Registers and stack (spills), shared memory, copies in flight, and how often instructions of interest occur in
-    the machine code. usage, sass: as `dumped`."""
+    """Return registers, stack bytes (spills), shared memory, copies in flight and counts of instructions of interest.
+
+    See `dumped` for `usage` and `sass`.
+    """
     count = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL|LDGSTS|HMMA|HGMMA|LDSM|LDS|STS|BAR|SHFL|FFMA|MUFU)\S*)", sass))
     loads = {}
     for name, n in count.items():

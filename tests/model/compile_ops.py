@@ -1,7 +1,9 @@
-"""Compiles the kernels of norms and activations: python compile_ops.py 80-bf16 90-fp32 90-thresholds. Needs no card.
+"""Compile the kernels of norms, activations and thresholds without a GPU.
 
-Prints a line for each: what it is, bytes on the stack, and how many loads and stores of global memory move less than 16
-bytes in a thread. Of the kernel of top_k and top_p: see `tell_thresholds`.
+    python compile_ops.py 80-bf16 90-fp32 90-thresholds
+
+Prints a line per kernel: its name, the bytes on the stack, and the number of global loads and stores that move less
+than 16 bytes per thread. See `print_thresholds` for the kernel of top_k and top_p.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 
 
 def compiled(kernel, types: dict[str, str], constants: dict, *, warps: int, capability: int) -> bytes:
-    """Machine code for arguments that are multiples of 16 where they can be, which a launch finds out by itself."""
+    """Return machine code for arguments aligned to 16 where possible, which a launch detects itself."""
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith(("stride", "width"))]
     names = kernel.arg_names
     source = ASTSource(
@@ -39,23 +41,22 @@ def compiled(kernel, types: dict[str, str], constants: dict, *, warps: int, capa
     return triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]
 
 
-def tell(label: str, code: bytes) -> None:
+def print_moves(label: str, code: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(code)
-        told = [
+        dumps = [
             subprocess.run([TOOL, option, file], check=True, capture_output=True, text=True).stdout
             for option in ("-res-usage", "-sass")
         ]
-    stack = int(re.search(r"STACK:(\d+)", told[0])[1])
-    moves = re.findall(r"\b(?:LDG|STG)\.[\w.]+", told[1])
+    stack = int(re.search(r"STACK:(\d+)", dumps[0])[1])
+    moves = re.findall(r"\b(?:LDG|STG)\.[\w.]+", dumps[1])
     assert moves, "no load or store was found"
     print(f"{label}: {stack} {sum('.128' not in move for move in moves)}")
 
 
-def tell_thresholds(capability: int) -> None:
-    """Prints bytes on the stack, instructions that exchange values between threads in the loops over a row, and whether
-    the row's place is computed in 64 bits."""
+def print_thresholds(capability: int) -> None:
+    """Print bytes on the stack, exchanges between threads in loops over a row, and whether row offsets have 64 bits."""
     types = {"scaled": "*fp32", "row_stride": "i32", "top_k": "*i64", "top_p": "*fp64", "out": "*fp32", "vocab": "i32"}
     source = ASTSource(
         fn=thresholds_kernel,
@@ -66,7 +67,7 @@ def tell_thresholds(capability: int) -> None:
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS)
     usage, sass = dumped(kernel)
     over_row = [body for body in loops(sass) if sum(" BRA " in f" {text} " for text in body) == 1]
-    assert all("LDG" in str(body) for body in over_row), "another loop than those over a row has no loop in it"
+    assert all("LDG" in str(body) for body in over_row), "an innermost loop does not run over a row"
     exchanges = sum(bool(re.search(r"\b(BAR|SHFL|LDS|STS)", text)) for body in over_row for text in body)
     stack = re.search(r"STACK:(\d+)", usage)[1]
     wide = bool(re.search(r"arith.muli %index\S*, %row\S* : i64", kernel.asm["ttir"]))
@@ -77,7 +78,7 @@ def main() -> None:
     for case in sys.argv[1:]:
         capability, value = case.split("-")
         if value == "thresholds":
-            tell_thresholds(int(capability))
+            print_thresholds(int(capability))
             continue
         compile_all(case, int(capability), "*" + value)
 
@@ -96,14 +97,16 @@ def compile_all(case: str, capability: int, pointer: str) -> None:
         constants = {"HEADS": heads, "WIDTH": width, "CENTRE": centre, "ADD": add, "WEIGHT": True, "BIAS": centre}
         constants |= {"ROWS": rows, "BLOCK": block}
         code = compiled(norm_kernel, types, constants, warps=warps_of(block * rows), capability=capability)
-        tell(f"{case} {label}", code)
+        print_moves(f"{case} {label}", code)
     types = {"x": pointer, "out": pointer, "width": "i32", "x_stride": "i32"}
-    tell(f"{case} silu and mul", compiled(silu_and_mul_kernel, types, {"BLOCK": 1024}, warps=4, capability=capability))
+    print_moves(
+        f"{case} silu and mul", compiled(silu_and_mul_kernel, types, {"BLOCK": 1024}, warps=4, capability=capability)
+    )
     types = {"x": pointer, "bias": pointer, "width": "i32", "x_stride": "i32"}
     for name in ACTIVATIONS:
         constants = {"BIAS": True, "ACTIVATION": name, "BLOCK": 1024}
         code = compiled(bias_and_activation_kernel, types, constants, warps=4, capability=capability)
-        tell(f"{case} bias and {name}", code)
+        print_moves(f"{case} bias and {name}", code)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One thread for tiny tensors: more only wait for each other, and the machine may be busy.
+"""Run small tensors on one thread, because more would only wait for each other on a busy machine.
 
 Triton kernels are interpreted where there is no CUDA device.
 """

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, made by transformers, and ways to run ours over paged batches."""
+"""Small transformers models with random weights, and runners of our models over paged batches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 
 
 def make_reference(name: str) -> transformers.PreTrainedModel:
-    """A model whose every parameter is drawn, biases and norms too, so that a swapped one shows."""
+    """Return a model with random parameters, biases and norms included, so that swapped tensors are detected."""
     torch.manual_seed(sum(name.encode()))
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
     for label, parameter in model.named_parameters():
@@ -78,22 +78,24 @@ def make_reference(name: str) -> transformers.PreTrainedModel:
 
 
 def save_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
-    """`make_reference`, saved to `folder` in safetensors."""
+    """Save `make_reference(name)` to `folder` as safetensors and return it."""
     model = make_reference(name)
     model.save_pretrained(folder)
     return model
 
 
 def poisoned_kv(model: CausalLM, num_blocks: int, block_size: int) -> PagedKV:
-    """A cache full of NaN: whatever reads a slot that was not written shows."""
+    """Return a cache full of NaN, which reveals reads of unwritten slots."""
     kv = PagedKV(num_blocks, block_size, model.config, model.dtype, model.device, shard=model.shard)
     kv.tensor.fill_(torch.nan)
     return kv
 
 
 class PagedRunner:
-    """Runs sequences of known tokens through a model in random chunks and mixes over scattered blocks. A rank that is
-    not on the last stage gets no logits."""
+    """Runs sequences of given tokens through a model in random chunks and batches over scattered blocks.
+
+    Ranks that are not on the last stage return no logits.
+    """
 
     def __init__(self, model: CausalLM, sequences: list[list[int]], block_size: int, seed: int) -> None:
         self.random = random.Random(seed)
@@ -108,7 +110,7 @@ class PagedRunner:
         self.logits: list[list[torch.Tensor]] = [[] for _ in sequences]
 
     def step(self) -> None:
-        """Some of the unfinished sequences, each with a chunk of random length, single tokens most often."""
+        """Run a random subset of unfinished sequences, each with a chunk of random length, often one token."""
         waiting = [i for i, s in enumerate(self.sequences) if self.done[i] < len(s)]
         chosen = self.random.sample(waiting, self.random.randint(1, len(waiting)))
         counts = [min(self.random.choice([1, 1, 1, 2, 5, 17]), len(self.sequences[i]) - self.done[i]) for i in chosen]
@@ -124,14 +126,14 @@ class PagedRunner:
             self.done[i] += count
 
     def run(self, between: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        """Logits of all tokens of each sequence."""
+        """Return the logits of all tokens of each sequence."""
         while any(done < len(s) for done, s in zip(self.done, self.sequences, strict=True)):
             self.step()
             between()
         return [torch.cat(parts) for parts in self.logits]
 
     def move_a_block(self) -> None:
-        """Copy one block's row elsewhere, poison the old one, and use the new."""
+        """Copy one block elsewhere, overwrite the old one with NaN, and use the new one."""
         table = self.random.choice(self.tables)
         i = self.random.randrange(len(table))
         old, new = table[i], self.free.pop(0)
@@ -143,7 +145,7 @@ class PagedRunner:
 
 
 def greedy(model: CausalLM, prompts: list[list[int]], count: int, block_size: int = 4) -> list[list[int]]:
-    """`count` greedy tokens for each prompt, all in one batch, each step in place."""
+    """Return `count` greedy tokens per prompt, decoded in one batch."""
     width = -(-(max(map(len, prompts)) + count) // block_size)
     kv = poisoned_kv(model, width * len(prompts), block_size)
     tables = [list(range(i, width * len(prompts), len(prompts))) for i in range(len(prompts))]

@@ -1,4 +1,4 @@
-"""Pools of KV that is hard to quantise, and the bound that every quantizer keeps."""
+"""KV pools that are hard to quantize, and the error bound of every quantizer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from skipjoin.model.ops.block_quant import INFINITE, MIN_SCALE, BlockQuantizer
 
 BLOCKS = 5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Half a unit in the last place, relative; and the smallest normal number, below which conversions may flush to zero.
+# Half a unit in the last place, relative, and the smallest normal number, below which conversions may flush to zero.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
-# What float32 arithmetic adds to half a scale: 255 times some units in its last place.
+# Error of float32 arithmetic in addition to half a scale: 255 times some units in its last place.
 SLACK = 1e-4
 
 
 def pools(
     dtype: torch.dtype, block_size: int, dim: int, *, layers: int = 2, device: str = "cpu"
 ) -> tuple[PagedKV, QuantizedKV]:
-    """A pool on the device and a quantised one, the latter full of ones."""
+    """Return a device pool and a quantized pool full of ones."""
     config = ModelConfig.from_dict(
         {
             "model_type": "llama",
@@ -39,8 +39,7 @@ def pools(
 
 
 def fill(kv: PagedKV, seed: int) -> None:
-    """Channels of very different kinds: sizes up to the type's largest, offsets, constants, zeros, subnormal numbers,
-    and some numbers that are none."""
+    """Fill the pool with diverse ranges, offsets, constants, zeros, subnormals and some non-finite numbers."""
     draw = torch.Generator().manual_seed(seed)
     blocks = kv.head_view()
     channels = (*blocks.shape[:2], 1, blocks.shape[3])
@@ -62,8 +61,8 @@ def fill(kv: PagedKV, seed: int) -> None:
     blocks.copy_(values)
 
 
-def there_and_back(by: BlockQuantizer, kv: PagedKV, host: QuantizedKV, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three blocks in another order, before and after: [blocks, heads, tokens, dim]."""
+def round_trip(by: BlockQuantizer, kv: PagedKV, host: QuantizedKV, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return three blocks before and after quantization in another order, as [blocks, heads, tokens, dim]."""
     before = kv.head_view()[[3, 0, 4]].cpu()
     by.quantize(host, kv, (1, 4, 2), (3, 0, 4), last)
     by.dequantize(kv, host, (2, 3, 1), (1, 4, 2))
@@ -71,7 +70,7 @@ def there_and_back(by: BlockQuantizer, kv: PagedKV, host: QuantizedKV, last: int
 
 
 def same_rows(ours: QuantizedKV, theirs: QuantizedKV) -> bool:
-    """Whether the same codes, scales and minima are in both; 0 and -0 are the same."""
+    """Return whether codes, scales and minima are equal, with -0 equal to 0."""
     codes_at = QuantizedKV.scale_bytes(ours.shape)
     rows, others = ours.tensor.cpu(), theirs.tensor.cpu()
     scales = (part[:, :codes_at].contiguous().view(torch.bfloat16) for part in (rows, others))
@@ -79,12 +78,16 @@ def same_rows(ours: QuantizedKV, theirs: QuantizedKV) -> bool:
 
 
 def without_subnormals(x: torch.Tensor) -> torch.Tensor:
-    """Conversions of a processor, and of Triton's interpreter, make them 0."""
+    """Flush subnormals to zero, as the conversions of processors and of Triton's interpreter do."""
     return x.where(x.abs() >= torch.finfo(x.dtype).tiny, 0.0)
 
 
 def check_bound(before: torch.Tensor, after: torch.Tensor, last: int) -> None:
-    """What `block_quant` promises. last: tokens in the last block."""
+    """Assert the error bound of `block_quant`.
+
+    Args:
+        last: Number of tokens in the last block.
+    """
     assert after.isfinite().all()
     x, y = before.double(), after.double()
     valid = torch.ones(x.shape[:3], dtype=torch.bool)

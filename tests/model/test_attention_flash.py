@@ -1,4 +1,4 @@
-"""Attention by FlashAttention 3, which is played by a double: what it is given, and when it is used."""
+"""The FlashAttention 3 backend with a fake library: its arguments and when it is chosen."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import Card, CudaFacts
 from skipjoin.model.kernels.paged import INTERPRETED
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the double computes on the CPU")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the fake library computes on the CPU")
 MIX = [(30, 1), (0, 20), (64, 9), (17, 1)]
-CARD = torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 class Library(types.ModuleType):
-    """As FlashAttention 3 defines its two functions, on dense float64. calls: what they were given."""
+    """Fake of the two functions of FlashAttention 3, in dense float64.
+
+    Attributes:
+        calls: Arguments of each call.
+    """
 
     def __init__(self) -> None:
         super().__init__("flash_attn_interface")
@@ -44,7 +48,7 @@ class Library(types.ModuleType):
         assert max_seqlen_k >= int(cache_seqlens.max())
         assert max_seqlen_q == int(cu_seqlens_q.diff().max())
         assert causal
-        # What its programs do follows from the contexts: a stale schedule is seen below.
+        # The schedule depends on the contexts, which reveals stale schedules below.
         self.schedules.append(torch.cat([cache_seqlens, torch.tensor(window_size)]))
         return self.schedules[-1]
 
@@ -93,26 +97,28 @@ def half(mix=MIX, **options) -> Case:
 
 
 @pytest.mark.parametrize("window", [0, 11])
-def test_it_attends_to_pages_where_they_lie(library, window):
+def test_pages_are_passed_without_copies(library, window):
     case = half(window=window)
     case.check(FlashAttention(), 1e-2)
     (call,) = library.calls
     keys = case.kv.layer(1)[0]
-    # Strided, not copied: a copy of the cache for each layer would cost more than attention.
+    # The pages are strided and not copied, because a copy of the cache per layer would cost more than attention.
     assert (call["keys"].data_ptr(), call["keys"].stride()) == (keys.data_ptr(), keys.stride())
     assert not keys.is_contiguous()
 
 
 @pytest.mark.parametrize("options", [{"ends": "both"}, {"dtype": torch.float32}])
-def test_triton_attends_where_it_cannot(library, options):
+def test_triton_serves_unsupported_batches(library, options):
     case = half(ends="both") if "ends" in options else Case(4, 2, 40, MIX, rotary=40)
     case.check(FlashAttention(), 1e-2)
     assert not library.calls
 
 
-def test_a_replayed_batch_is_read_again(library):
-    """As in a graph: the same batch in each pass, with other contents. The layers of a pass share one schedule for each
-    window, the next pass has its own."""
+def test_schedules_follow_the_contents_of_replayed_batches(library):
+    """A CUDA graph reuses the batch's tensors with other contents in each pass.
+
+    The layers of a pass share one schedule per window; every pass makes its own.
+    """
     first, second = half([(30, 1), (5, 1), (0, 1)]), half([(9, 1), (40, 1), (0, 1)], seed=2)
     wide = max(case.batch.block_tables.shape[1] for case in (first, second))
     tables = torch.zeros((3, wide), dtype=torch.int64)
@@ -138,39 +144,42 @@ def test_a_replayed_batch_is_read_again(library):
         assert len(library.schedules) - before == 2
 
 
-# -- the choice -----------------------------------------------------------------------------------------------------
+# -- selection ------------------------------------------------------------------------------------------------------
 
 
 def facts(capability: tuple[int, int] = (9, 0)) -> CudaFacts:
-    card = Card("H100" if capability == (9, 0) else "A100", capability)
-    return CudaFacts("13.0", (card,), present=True, triton="3.7.1", compiler="gcc")
+    gpu = Card("H100" if capability == (9, 0) else "A100", capability)
+    return CudaFacts("13.0", (gpu,), present=True, triton="3.7.1", compiler="gcc")
 
 
 @pytest.fixture
 def chosen(monkeypatch, caplog):
-    """The back end for a name, and the warnings; Triton works, and the self-test runs on the CPU."""
+    """Return a function that chooses a backend and returns its name and the warnings.
+
+    Triton works, and the self-test runs on the CPU.
+    """
     test = backends.agrees
     monkeypatch.setattr(backends, "_triton_failure", lambda dtype, device: None)
     monkeypatch.setattr(backends, "agrees", lambda backend, dtype, device, **rest: test(backend, dtype, "cpu", **rest))
 
-    def choose(name: str = "auto", dtype: torch.dtype = torch.bfloat16, **card) -> tuple[str, list[str]]:
+    def choose(name: str = "auto", dtype: torch.dtype = torch.bfloat16, **gpu) -> tuple[str, list[str]]:
         caplog.clear()
-        ops, attention = implementations(name, dtype, CARD, facts=facts(**card))
+        ops, attention = implementations(name, dtype, GPU, facts=facts(**gpu))
         assert ops.name == "triton"
-        said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        return attention.name, said
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        return attention.name, warnings
 
     return choose
 
 
-def test_it_comes_first_where_it_works(library, chosen):
+def test_flash_attention_is_preferred_where_it_works(library, chosen):
     assert chosen() == chosen("flash") == ("flash", [])
     assert chosen("triton") == ("triton", [])
-    # For Hopper alone, and no loss elsewhere.
+    # Hopper only; other GPUs get no warning.
     assert chosen(capability=(8, 0)) == ("triton", [])
 
 
-def test_without_it_nothing_is_said(chosen):
+def test_a_missing_library_is_not_warned_about(chosen):
     assert chosen() == ("triton", [])
 
 
@@ -183,7 +192,7 @@ def test_without_it_nothing_is_said(chosen):
         ("wrong", "it fails its self-test"),
     ],
 )
-def test_a_library_that_does_not_work_is_one_warning(library, chosen, monkeypatch, fault, reason):
+def test_a_broken_library_is_warned_about_once(library, chosen, monkeypatch, fault, reason):
     if fault == "broken":
         library.error = OSError("libcudart.so.12: cannot open")
     if fault == "old":
@@ -192,17 +201,17 @@ def test_a_library_that_does_not_work_is_one_warning(library, chosen, monkeypatc
         monkeypatch.delattr(Library, "get_scheduler_metadata")
     if fault == "wrong":
         library.wrong = 0.5
-    name, (said,) = chosen()
+    name, (warning,) = chosen()
     assert name == "triton"
-    assert said.startswith(f"FlashAttention 3 cannot be used ({reason}")
-    assert said.endswith("Triton's attention is slower where contexts differ much")
+    assert warning.startswith(f"FlashAttention 3 cannot be used ({reason}")
+    assert warning.endswith("Triton's attention is slower where contexts differ much")
     assert chosen() == ("triton", [])
     with pytest.raises(ModelError, match="attention flash: FlashAttention 3 cannot be used: ") as refused:
         chosen("flash")
     assert reason in str(refused.value)
 
 
-def test_what_it_is_not_for_is_refused_by_name(library, chosen):
+def test_unsupported_devices_and_types_are_rejected(library, chosen):
     with pytest.raises(ModelError, match=r"A100 has compute capability 8\.0, it is for 9\.0"):
         chosen("flash", capability=(8, 0))
     with pytest.raises(ModelError, match="it has no float32"):
@@ -211,5 +220,5 @@ def test_what_it_is_not_for_is_refused_by_name(library, chosen):
         implementations("flash", torch.bfloat16, torch.device("cpu"))
 
 
-def test_it_is_a_triton_back_end_for_all_else(library):
+def test_other_components_treat_it_as_a_triton_backend(library):
     assert isinstance(FlashAttention(), TritonAttention)

@@ -1,4 +1,4 @@
-"""The reference back end against dense arithmetic in float64; the compiled one on blocks shared from both ends."""
+"""The torch backend against dense float64 arithmetic, and the compiled one on bidirectional blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIXES = {
 @pytest.mark.parametrize("window", [0, 11])
 @pytest.mark.parametrize("mix", sorted(MIXES))
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_against_dense_arithmetic(backend, mix, window, ends):
+def test_attention_equals_dense_arithmetic(backend, mix, window, ends):
     library = load_library() if backend == "cpp" else None
     if backend == "cpp" and library is None:
         pytest.skip("no compiler")
@@ -33,9 +33,9 @@ def test_against_dense_arithmetic(backend, mix, window, ends):
         Case(4, 4, 40, MIXES[mix], dtype=torch.bfloat16, **options).check(attention, 2e-2)
 
 
-def test_self_test_sees_what_is_wrong():
+def test_self_test_detects_wrong_backends():
     class Wrong(TorchAttention):
-        """Forgets the window, or the rotation."""
+        """Backend that ignores the window or the rotation."""
 
         def __init__(self, forgets: str) -> None:
             self.forgets = forgets

@@ -1,4 +1,4 @@
-"""Triton attention against dense arithmetic in float64: in the interpreter here, on the card where there is one."""
+"""Triton attention against dense float64 arithmetic, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from skipjoin.model.kernels.prefill_attention import prefill_configs, query_tile
 from skipjoin.model.kernels.tuning import TunedTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Half types: of the result, of the weights as operands, and of rotated keys as they are kept.
+# Tolerances of half types account for the result, the weights as operands, and the stored rotated keys.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no CUDA device, Triton not interpreted")
 
@@ -47,7 +47,7 @@ LONG = [(700, 1), (3, 1), (1500, 1), (0, 1)]
 
 
 class Always(TunedTable):
-    """Chooses the config of that number, or the last."""
+    """Tuning table that always chooses the config of a given number, or the last one."""
 
     def __init__(self, number: int) -> None:
         super().__init__(None)
@@ -77,18 +77,18 @@ def test_half_types(shape, dtype):
 
 @pytest.mark.parametrize("window", [0, 900])
 @pytest.mark.parametrize("shape", ["mha", "gqa3"])
-def test_shared_out_contexts(shape, window):
-    """Programs with several items, and more programs than items."""
+def test_contexts_are_split_between_programs(shape, window):
+    """Programs have several items each, or there are more programs than items."""
     long = case(shape, LONG, window=window, ends="both")
     long.check(TritonAttention(processors=132 if window else 1), 1e-5)
 
 
-def test_chunks_of_some_segments():
+def test_chunks_of_a_subset_of_segments():
     case("gqa4", [(300, 1), (0, 5), (290, 1)]).check(TritonAttention(processors=132), 1e-5)
 
 
 class Decodes:
-    """The work list of decodes with these contexts, and items as (segment, first key, end)."""
+    """Work list of decodes with given contexts, and its items as (segment, first key, end)."""
 
     def __init__(self, contexts, segments=None, window=0, offset=0):
         tables = [[0] * -(-(offset + context) // 16) for context in contexts]
@@ -100,20 +100,20 @@ class Decodes:
         self.keys = [end - begin for _, begin, end in self.items]
 
     def chunks(self, number):
-        """Of the sequence with this place in the list of segments, in the order in which they are added up."""
+        """Return the chunks of the sequence at this index of the segments, in the order of summation."""
         first, chunks, token, _ = self.list.sequences[number].tolist()
         found = self.items[first : first + chunks]
         assert [segment for segment, *_ in found] == [token] * chunks
         return [(begin, end) for _, begin, end in found]
 
 
-def test_a_long_context_among_short_ones_is_shared_out_evenly():
+def test_long_contexts_are_split_evenly_between_programs():
     contexts = [500 + i for i in range(63)]
     contexts.insert(20, 32_768)
     work = Decodes(contexts)
     assert max(work.keys) <= 2 * CHUNK_KEYS  # 32 blocks of 2048
-    assert work.keys[:64] == [512] * 64  # first to start
-    # As the programs of a card take them; before, one had a sixty-fourth of the longest and the others next to nothing.
+    assert work.keys[:64] == [512] * 64  # these start first
+    # Items are assigned to the GPU's programs in this order. No program may have far more work than the others.
     programs = [sum(work.keys[i::132]) for i in range(132)]
     assert sum(programs) == sum(contexts)
     assert max(programs) <= sum(contexts) / 132 + 2 * CHUNK_KEYS
@@ -123,12 +123,12 @@ def test_a_long_context_among_short_ones_is_shared_out_evenly():
         assert chunks[-1][1] == context
 
 
-def test_chunks_follow_from_a_sequence_alone():
+def test_chunks_do_not_depend_on_other_sequences():
     edges = [1, 2, CHUNK_KEYS, CHUNK_KEYS + 1, 5000, CHUNK_KEYS * MAX_CHUNKS, CHUNK_KEYS * MAX_CHUNKS + 1, 131_072]
     for window, offset in ((0, 0), (700, 5)):
         together = Decodes(edges, window=window, offset=offset)
         some = Decodes(edges, [7, 4, 1], window=window, offset=offset)
-        # More than a program looks at together.
+        # More sequences than a program reads at once.
         many = Decodes([*edges, *[300] * 125], window=window, offset=offset) if window else together
         for number, context in enumerate(edges):
             alone = Decodes([context], window=window, offset=offset).chunks(0)
@@ -141,7 +141,7 @@ def test_chunks_follow_from_a_sequence_alone():
 
 
 @pytest.mark.parametrize(("shape", "count"), [("opt", 6), ("gqa4", 5)])
-def test_every_config(shape, count):
+def test_every_config_produces_the_same_output(shape, count):
     heads, kv_heads, dim = SHAPES[shape][:3]
     assert len(decode_configs(heads // kv_heads, dim, 2)) == count
     assert max(len(prefill_configs(heads // kv_heads, dim, 2, rows)) for rows in (9, 900)) <= count
@@ -149,7 +149,7 @@ def test_every_config(shape, count):
         case(shape, [(40, 1), (7, 20)], dtype=torch.bfloat16).check(TritonAttention(Always(number)), 1e-2)
 
 
-def test_padding_writes_nothing_and_gets_zeros():
+def test_padding_writes_no_kv_and_outputs_zeros():
     for name in ("opt", "gqa4"):
         padded = case(name, [(40, 1), (0, 1), (20, 1), (0, 1)])
         slots, context = padded.batch.slots.clone(), padded.batch.context_lens.clone()
@@ -174,7 +174,7 @@ def test_self_test():
     assert not check_triton_attention(Forgetful(), torch.float32, DEVICE)
 
 
-def test_heads_that_are_too_large():
+def test_heads_that_are_too_large_are_rejected():
     with pytest.raises(ValueError, match="head_dim is 320, the kernels take at most 256"):
         Case(1, 1, 320, [(0, 1)], device=DEVICE).check(TritonAttention(), 1e-5)
 
@@ -191,7 +191,7 @@ def test_tuned_sizes_are_used(monkeypatch):
 
     def timer(call, turns):
         assert turns == 20
-        if len(calls) < 6:  # each of the first key's: later ones are large for an interpreter
+        if len(calls) < 6:  # those of the first key; later ones are too large to interpret
             call(0)
         calls.append(call)
         return -len(calls)
@@ -208,7 +208,7 @@ def test_tuned_sizes_are_used(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["opt", "qwen3"])
-def test_logits_of_whole_models(name, tmp_path):
+def test_logits_equal_those_of_torch_attention(name, tmp_path):
     reference = save_reference(name, tmp_path)
     model = load_model(tmp_path, dtype="float32", attention="torch", device=DEVICE)
     model.attention = TritonAttention()
@@ -219,7 +219,7 @@ def test_logits_of_whole_models(name, tmp_path):
         torch.testing.assert_close(ours.cpu(), expected, atol=1e-4 if DEVICE == "cpu" else 1e-3, rtol=0)
 
 
-def test_kernels_compile_without_a_card(tmp_path):
+def test_kernels_compile_without_a_gpu(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("compile_kernels.py")
     cases = [
@@ -231,11 +231,11 @@ def test_kernels_compile_without_a_card(tmp_path):
         "80:bfloat16:llama-8b:prefill",
     ]
     command = [sys.executable, str(script), *cases]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert said.returncode == 0, said.stderr[-2000:]
-    lines = said.stdout.splitlines()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
     names = [line.split()[1].rstrip(":") for line in lines]
-    # The script asserts that decodes have copies in flight, and that nothing spills.
+    # The script asserts that decode kernels have copies in flight and that no kernel spills.
     first = ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
     assert names == [*first, *first, "reduce", *["decode"] * 6, *["prefill"] * 3]
     for line in lines:
@@ -248,7 +248,7 @@ def test_kernels_compile_without_a_card(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 class TestOnTheCard:
-    """The same at sizes that servers have."""
+    """The same checks at sizes of production models."""
 
     @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (40, 40, 128), (12, 12, 64), (16, 2, 256)])
@@ -260,7 +260,7 @@ class TestOnTheCard:
         Case(heads, kv_heads, dim, mix, **options).check(TritonAttention(), tolerance)
         Case(heads, kv_heads, dim, [(s, 1) for s in range(0, 3000, 250)], **options).check(TritonAttention(), tolerance)
 
-    def test_measures_and_keeps(self, tmp_path):
+    def test_tuning_measures_and_saves_configs(self, tmp_path):
         config, device = shape(8, 2, 64), torch.device("cuda")
         path = tmp_path / "table.json"
         TritonAttention(TunedTable(path)).tune(config, torch.bfloat16, device, 16, WHOLE)
@@ -283,7 +283,7 @@ class TestOnTheCard:
                 for n in ("slots", "positions", "context_lens", "offsets", "reversed")
             },
         )
-        # One cache for both: the graph holds its address.
+        # One cache for both, because the graph contains its address.
         kv = max(first.kv, second.kv, key=lambda kv: kv.num_blocks)
         cos_sin = torch.empty((1000, 128), device="cuda")
         qkv = torch.empty_like(first.qkv, device="cuda")

@@ -1,4 +1,4 @@
-"""Which device and back ends models run on, from facts of cards that are not here; what is said, and how often."""
+"""Selection of devices and backends from simulated CUDA facts, with the resulting warnings."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ ON_CARD = torch.device("cuda")
 
 
 def facts(*cards: Card, **changes) -> CudaFacts:
-    """A machine on which all is well, but for the changes."""
+    """Return facts of a working machine with the given changes."""
     known = {"runtime": "13.0", "cards": cards or (HOPPER,), "present": True, "driver": "580.65", "archs": ARCHS}
     return CudaFacts(**known | {"triton": "3.6.0", "compiler": "/usr/bin/gcc"} | changes)
 
 
 GOOD = facts()
 NO_CUDA = CudaFacts()
-NO_CARD = facts(cards=(), present=False, driver="")
+NO_GPU = facts(cards=(), present=False, driver="")
 HIDDEN_BY_DRIVER = facts(cards=(), driver="470.57", why_not="CUDA initialization: The NVIDIA driver is too old")
 
 
 @pytest.fixture(autouse=True)
 def warned(caplog):
-    """The warnings so far; those of other tests do not count as said."""
+    """Return a function that returns the warnings so far; warnings of other tests do not suppress them."""
     cuda.warn_once.cache_clear()
     backends._triton_failure.cache_clear()
     yield lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -57,11 +57,11 @@ def warned(caplog):
         (facts(HOPPER, TURING), "cuda:1", "cuda:1"),
         (facts(TURING), "auto", "cuda"),
         (NO_CUDA, "auto", "cpu"),
-        (NO_CARD, "auto", "cpu"),
+        (NO_GPU, "auto", "cpu"),
         (HIDDEN_BY_DRIVER, "cpu", "cpu"),
     ],
 )
-def test_device_without_a_word(found, name, expected, warned):
+def test_automatic_device_is_chosen_without_warnings(found, name, expected, warned):
     assert choose_device(name, found) == expected
     assert warned() == []
 
@@ -74,13 +74,13 @@ def test_device_without_a_word(found, name, expected, warned):
         (facts(PASCAL), r"P100 has compute capability 6\.0, this torch needs 7\.5"),
     ],
 )
-def test_a_card_that_torch_cannot_use(found, reason, warned):
+def test_unusable_gpus_are_warned_about(found, reason, warned):
     for _ in range(2):
         assert choose_device("auto", found) == "cpu"
-    (said,) = warned()
+    (warning,) = warned()
     with pytest.raises(ModelError, match=f"^device cuda: .*{reason}") as refused:
         choose_device("cuda", found)
-    assert said == f"{str(refused.value).removeprefix('device cuda: ')}; the model runs on the CPU, " + (
+    assert warning == f"{str(refused.value).removeprefix('device cuda: ')}; the model runs on the CPU, " + (
         "which is many times slower"
     )
 
@@ -89,8 +89,8 @@ def test_a_card_that_torch_cannot_use(found, reason, warned):
     ("found", "name", "message"),
     [
         (NO_CUDA, "cuda", "device cuda: this torch is built without CUDA"),
-        (NO_CARD, "cuda", "device cuda: torch finds no CUDA device"),
-        (NO_CARD, "cuda:3", "device cuda:3: torch finds no CUDA device"),
+        (NO_GPU, "cuda", "device cuda: torch finds no CUDA device"),
+        (NO_GPU, "cuda:3", "device cuda:3: torch finds no CUDA device"),
         (facts(HOPPER, HOPPER), "cuda:2", r"device cuda:2: N in cuda:N must be in \[0, 1\], got 2"),
         (facts(HOPPER, PASCAL), "cuda:1", r"P100 has compute capability 6\.0, this torch needs 7\.5"),
         (GOOD, "gpu", "device must be auto, cpu, cuda or cuda:N; got 'gpu'"),
@@ -98,16 +98,16 @@ def test_a_card_that_torch_cannot_use(found, reason, warned):
         (GOOD, "cuda:-1", "device must be auto, cpu, cuda or cuda:N; got 'cuda:-1'"),
     ],
 )
-def test_devices_refused(found, name, message, warned):
+def test_invalid_devices_are_rejected(found, name, message, warned):
     with pytest.raises(ModelError, match=message):
         choose_device(name, found)
     assert warned() == []
 
 
-def test_code_for_newer_cards_only_does_not_run_here():
+def test_gpus_older_than_the_compiled_code_are_unusable():
     assert unusable(facts(TURING, archs=("sm_80", "sm_90a"))) == ("T4 has compute capability 7.5, this torch needs 8.0")
     assert unusable(facts(HOPPER, archs=("sm_80", "sm_100"))) is None
-    # Other makers' names say nothing.
+    # Architectures of other vendors are ignored.
     assert unusable(facts(HOPPER, archs=("gfx942",))) is None
 
 
@@ -123,12 +123,12 @@ def test_code_for_newer_cards_only_does_not_run_here():
         (facts(compiler=""), "Triton needs a C compiler"),
     ],
 )
-def test_what_kernels_need(found, reason):
+def test_requirements_of_triton_kernels(found, reason):
     why = kernels_unusable(found)
     assert why is None if reason is None else reason in why
 
 
-def test_bfloat16_on_a_card_without_it():
+def test_bfloat16_is_rejected_on_gpus_without_it():
     old = facts(TURING)
     with pytest.raises(ModelError, match=r"T4 \(compute capability 7\.5\) has no bfloat16; it has float16 and float32"):
         check_dtype(torch.bfloat16, True, ON_CARD, old)
@@ -148,7 +148,7 @@ class FakeTritonAttention(TorchAttention):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Attention whose self-test gives what it is told, or raises it; on tensors of the CPU."""
+    """Return a function that sets the result or the exception of the attention self-test, on CPU tensors."""
 
     def put(outcome) -> None:
         def check(backend, dtype, device):
@@ -170,7 +170,7 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["auto", "triton"])
-def test_triton_where_it_works(attention, kernels, warned):
+def test_triton_is_chosen_where_it_works(attention, kernels, warned):
     kernels(True)
     first = implementations(attention, torch.bfloat16, ON_CARD, facts=GOOD)
     second = implementations(attention, torch.bfloat16, ON_CARD, facts=GOOD)
@@ -190,7 +190,7 @@ def test_triton_where_it_works(attention, kernels, warned):
         (True, facts(compiler=""), "Triton needs a C compiler: install gcc or clang, or set CC"),
     ],
 )
-def test_the_reference_where_triton_does_not_work(outcome, found, reason, kernels, warned):
+def test_torch_is_chosen_where_triton_fails(outcome, found, reason, kernels, warned):
     kernels(outcome)
     for _ in range(2):
         chosen = implementations("auto", torch.bfloat16, ON_CARD, facts=found)
@@ -202,22 +202,22 @@ def test_the_reference_where_triton_does_not_work(outcome, found, reason, kernel
     assert str(refused.value) == f"attention triton: {reason}"
 
 
-def test_the_backend_module_may_be_missing(monkeypatch, warned):
+def test_a_missing_backend_module_falls_back_to_torch(monkeypatch, warned):
     monkeypatch.setitem(sys.modules, "skipjoin.model.attention.triton_backend", None)
     assert implementations("auto", torch.float16, ON_CARD, facts=GOOD)[1].name == "torch"
-    (said,) = warned()
-    assert said.startswith("the Triton kernels cannot run (ModuleNotFoundError: ")
+    (warning,) = warned()
+    assert warning.startswith("the Triton kernels cannot run (ModuleNotFoundError: ")
 
 
-def test_one_warning_for_all_that_is_lost(warned):
+def test_all_fallbacks_are_reported_in_one_warning(warned):
     old = facts(TURING)
     implementations("auto", torch.bfloat16, ON_CARD, check_dtype(torch.bfloat16, False, ON_CARD, old), old)
-    (said,) = warned()
-    assert "the Triton kernels need 8.0" in said
-    assert "has no bfloat16; it is emulated, and float16 is faster" in said
+    (warning,) = warned()
+    assert "the Triton kernels need 8.0" in warning
+    assert "has no bfloat16; it is emulated, and float16 is faster" in warning
 
 
-def test_the_reference_where_it_is_asked_for(warned):
+def test_torch_is_chosen_on_request(warned):
     assert [one.name for one in implementations("torch", torch.bfloat16, ON_CARD, facts=GOOD)] == ["torch", "torch"]
     assert warned() == []
 
@@ -230,13 +230,13 @@ def test_the_reference_where_it_is_asked_for(warned):
         ("magic", "cuda", "attention must be one of auto, torch, cpp, triton, flash; got 'magic'"),
     ],
 )
-def test_back_ends_refused(attention, device, message):
+def test_unsupported_backends_are_rejected(attention, device, message):
     with pytest.raises(ModelError, match=message):
         implementations(attention, torch.bfloat16, torch.device(device), facts=GOOD)
 
 
 class FakeCuda:
-    """Stands for torch.cuda in `cuda_facts`."""
+    """Replacement of torch.cuda in `cuda_facts`."""
 
     def __init__(self, monkeypatch, *, cards=(), warning="", error="") -> None:
         self.cards, self.warning, self.error = cards, warning, error
@@ -264,7 +264,7 @@ class FakeCuda:
         return list(ARCHS)
 
 
-def test_facts_of_a_machine_with_cards(monkeypatch):
+def test_cuda_facts_of_a_machine_with_gpus(monkeypatch):
     pytest.importorskip("triton")
     FakeCuda(monkeypatch, cards=(HOPPER, TURING))
     monkeypatch.setenv("CC", "my-compiler")
@@ -281,22 +281,22 @@ def test_facts_of_a_machine_with_cards(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "why_not"),
+    ("changes", "why_not"),
     [
         ({"warning": "driver too old\nmore"}, "driver too old"),
         ({"error": "CUDA unknown error\nmore"}, "RuntimeError: CUDA unknown error"),
         ({}, ""),
     ],
 )
-def test_facts_of_a_machine_whose_cards_do_not_work(monkeypatch, said, why_not):
-    FakeCuda(monkeypatch, **said)
+def test_cuda_facts_report_why_gpus_do_not_work(monkeypatch, changes, why_not):
+    FakeCuda(monkeypatch, **changes)
     monkeypatch.setattr(cuda, "_is_present", lambda: True)
     found = cuda.cuda_facts.__wrapped__()
     assert (found.cards, found.present, found.why_not, found.triton) == ((), True, why_not, "")
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_cards_are_not_there(monkeypatch, hidden):
+def test_hidden_gpus_are_ignored(monkeypatch, hidden):
     monkeypatch.setattr(cuda.Path, "glob", lambda self, pattern: iter([self]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert cuda._is_present()
@@ -317,7 +317,7 @@ def test_driver_version(text, version, monkeypatch):
     assert cuda._driver() == version
 
 
-def test_the_cpu_needs_no_triton():
+def test_cpu_models_do_not_import_triton():
     program = (
         "import sys\n"
         "from skipjoin.model.loader import random_model\n"
@@ -328,7 +328,7 @@ def test_the_cpu_needs_no_triton():
     assert done.stdout.split() == []
 
 
-def test_the_loader_asks(monkeypatch):
+def test_the_loader_checks_devices_and_backends(monkeypatch):
     with pytest.raises(ModelError, match="attention triton needs device cuda"):
         random_model(TINY, attention="triton")
     monkeypatch.setattr(cuda, "cuda_facts", lambda: facts(TURING))

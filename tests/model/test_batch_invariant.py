@@ -1,4 +1,4 @@
-"""Products and attention that compute a row alike in every batch: in the interpreter here, to the bit on a card."""
+"""Batch-invariant products and attention, in the interpreter or bit for bit on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 
 class Varied(TunedTable):
-    """Chooses another config for every key, as a card may."""
+    """Tuning table that chooses another config for every key, as a GPU may."""
 
     def find(self, name, source, key, configs):
         return configs[len(str(key)) % len(configs)]
@@ -39,7 +39,7 @@ class Varied(TunedTable):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "inputs", "outs"), [(1, 128, 40), (70, 100, 65)])
-def test_products(rows: int, inputs: int, outs: int, dtype: torch.dtype) -> None:
+def test_products_are_batch_invariant(rows: int, inputs: int, outs: int, dtype: torch.dtype) -> None:
     wide = drawn(rows, inputs + 24, dtype=dtype)
     x, weight, bias = wide[:, :inputs], drawn(outs, inputs, dtype=dtype, seed=1), drawn(outs, dtype=dtype, seed=2)
     for shift in (None, bias):
@@ -51,12 +51,12 @@ def test_products(rows: int, inputs: int, outs: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-def test_all_kinds_of_products() -> None:
+def test_every_kind_of_product_is_batch_invariant() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert check_ops(InvariantOps(), dtype, DEVICE)
 
 
-def test_whole_models_use_no_other_product(tmp_path, monkeypatch) -> None:
+def test_models_use_batch_invariant_products_only(tmp_path, monkeypatch) -> None:
     reference = save_reference("opt", tmp_path).to(DEVICE)
     found = InvariantOps(), TritonAttention(invariant=True)
     monkeypatch.setattr(loader, "implementations", lambda *args, **options: found)
@@ -75,8 +75,8 @@ def test_whole_models_use_no_other_product(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("heads", "window"), [(2, 0), (1, 600)])
-def test_a_row_is_the_same_alone_and_beside_a_long_context(heads: int, window: int) -> None:
-    """To the bit, on any number of multiprocessors: also the long one's, and those of a batch with a prompt in it."""
+def test_attention_rows_do_not_depend_on_other_contexts(heads: int, window: int) -> None:
+    """Rows are bit-identical for any number of multiprocessors, also in the long context and next to a prompt."""
     case = Case(heads, 1, 16, [(900, 1), (32_767, 1), (0, 20), (5, 1)], block_size=16, window=window, device=DEVICE)
 
     def rows(chosen: list[int], backend: TritonAttention) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ def test_a_row_is_the_same_alone_and_beside_a_long_context(heads: int, window: i
             assert torch.equal(found, together[number])
 
 
-def test_its_sizes_are_those_of_every_batch() -> None:
+def test_kernel_sizes_do_not_depend_on_the_batch() -> None:
     sizes = {True: [], False: []}
     for invariant, found in sizes.items():
         backend = TritonAttention(Varied(None), processors=4, invariant=invariant)
@@ -107,7 +107,7 @@ def test_its_sizes_are_those_of_every_batch() -> None:
     assert sizes[False][0] != sizes[False][1]
 
 
-def test_what_it_is_not_for() -> None:
+def test_unsupported_settings_are_rejected() -> None:
     for device, attention in (("cpu", "auto"), ("cuda", "flash"), ("cuda", "torch")):
         with pytest.raises(ModelError, match="batch_invariant needs device cuda and attention triton, got"):
             implementations(attention, torch.bfloat16, torch.device(device), invariant=True)
@@ -117,7 +117,7 @@ def test_what_it_is_not_for() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
-def test_rows_are_the_same_to_the_bit_on_the_card() -> None:
+def test_rows_are_bit_identical_on_gpu() -> None:
     for outs in (4096, 14336):
         x = drawn(300, 4096, dtype=torch.bfloat16)
         weight = drawn(outs, 4096, dtype=torch.bfloat16, seed=1)

@@ -1,4 +1,4 @@
-"""Copies of blocks by address: every byte arrives and none beside it is touched, whatever size and place."""
+"""Block copies by address transfer every byte and change none outside, at any size and alignment."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WAYS = [plain_copy, pytest.param(compiled_copy(LIBRARY) if LIBRARY else None, ma
 SPAN_WAYS = [plain_span_copy, pytest.param(compiled_span_copy(LIBRARY) if LIBRARY else None, marks=NO_LIBRARY)]
 KIB = 1 << 10
 BLOCKS = 9
-# Of the pools' first bytes from where memory was handed out: at the edge of a line, and not.
+# Offsets of the pools' first bytes from the allocation, at and off a cache line.
 PLACES = (0, 1, 63)
 
 
 @pytest.mark.parametrize("copy", WAYS, ids=["plain", "compiled"])
 @pytest.mark.parametrize("block_bytes", [1, 24, 64, 255, 256, 1536, 4 * KIB, 16 * KIB, 16 * KIB + 1, 37 * KIB + 130])
-def test_blocks_arrive_whole_and_alone(copy, block_bytes: int) -> None:
+def test_blocks_are_copied_without_changing_others(copy, block_bytes: int) -> None:
     generator = torch.Generator().manual_seed(block_bytes)
     draw = random.Random(block_bytes)
     size = BLOCKS * block_bytes
@@ -50,7 +50,7 @@ def test_blocks_arrive_whole_and_alone(copy, block_bytes: int) -> None:
 
 @pytest.mark.parametrize("copy", SPAN_WAYS, ids=["plain", "compiled"])
 @pytest.mark.parametrize(("heads", "size", "slot_bytes"), [(1, 4, 1), (6, 16, 32), (5, 3, 250)])
-def test_slots_of_all_heads_arrive_and_no_others(copy, heads: int, size: int, slot_bytes: int) -> None:
+def test_slots_of_all_heads_are_copied_without_changing_others(copy, heads: int, size: int, slot_bytes: int) -> None:
     shape = (BLOCKS, heads, size, slot_bytes)
     target, source = torch.randint(256, (2, *shape), dtype=torch.uint8)
     expected, spans = target.clone(), [(0, 1), (size - 1, 1), (1, 2), (0, size)]
@@ -63,7 +63,7 @@ def test_slots_of_all_heads_arrive_and_no_others(copy, heads: int, size: int, sl
     assert torch.equal(target[1], expected[2])
 
 
-def test_blocks_that_follow_each_other_on_both_sides_are_one_run() -> None:
+def test_blocks_adjacent_on_both_sides_form_one_run() -> None:
     assert list(runs_of((), ())) == []
     assert list(runs_of((4,), (7,))) == [(4, 7, 1)]
     assert list(runs_of((4, 5, 6), (0, 1, 2))) == [(4, 0, 3)]
@@ -72,7 +72,7 @@ def test_blocks_that_follow_each_other_on_both_sides_are_one_run() -> None:
     assert list(runs_of((6, 5, 4), (2, 1, 0))) == [(6, 2, 1), (5, 1, 1), (4, 0, 1)]
 
 
-def test_without_a_library_the_plain_copy_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_falls_back_to_the_plain_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipjoin.model.ops.block_copy.load_library", lambda: None)
     block_copy.cache_clear()
     try:
@@ -81,7 +81,7 @@ def test_without_a_library_the_plain_copy_serves(monkeypatch: pytest.MonkeyPatch
         block_copy.cache_clear()
 
 
-def test_a_plain_run_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_copy_copies_each_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(ctypes, "memmove", lambda *args: calls.append(args))
     plain_copy(1000, 2000, 10, (3, 4, 8), (5, 6, 7))

@@ -1,4 +1,4 @@
-"""Chat templates of hostile models: whatever they compute, the caller gets an error soon and goes on."""
+"""Hostile chat templates fail promptly, and the caller continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skipjoin.model import chat_template as module
 from skipjoin.model.chat_template import ChatTemplate
 from skipjoin.model.config import ModelError
 
-# `it` is the number 1 at run time, so that the compiler cannot compute what a case does.
+# `it` is 1 at run time, so that the compiler cannot evaluate a case itself.
 HOSTILE = {
     "repeat": "{{ 'x' * (it * 10**10) }}",
     "center": "{{ 'x'|center(it * 10**10) }}",
@@ -52,7 +52,7 @@ def hostile() -> Iterator[ChatTemplate]:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_template_fails_and_costs_its_caller_nothing(hostile: ChatTemplate, case: str) -> None:
+def test_hostile_templates_fail_without_harming_the_caller(hostile: ChatTemplate, case: str) -> None:
     begin, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
         ModelError, match=r"the model's chat template (fails on|rejects) this conversation: "
@@ -68,8 +68,8 @@ def test_a_hostile_template_fails_and_costs_its_caller_nothing(hostile: ChatTemp
     "source",
     ["{{ ('x' * 10**10)|length }}", "{{ 'x'|center(10**10) }}", "{{" + "(" * 50_000 + "1" + ")" * 50_000 + "}}"],
 )
-def test_a_template_that_is_hostile_to_its_compiler_is_refused(source: str) -> None:
-    """The compiler computes what is constant."""
+def test_templates_that_overload_the_compiler_are_rejected(source: str) -> None:
+    """The compiler evaluates constant expressions."""
     template = ChatTemplate(source, {})
     with pytest.raises(ModelError, match=r"chat template (does not compile|fails on this conversation): "):
         template.render(user("hello"))
@@ -82,7 +82,7 @@ def process_of(template: ChatTemplate) -> psutil.Process:
     return psutil.Process(process.pid)
 
 
-def test_a_process_that_is_gone_is_replaced_and_one_that_stops_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exited_processes_are_replaced_and_stopped_ones_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("<{{ messages[0].content }}>", {})
     template.check()
     process_of(template).kill()
@@ -100,7 +100,7 @@ def test_a_process_that_is_gone_is_replaced_and_one_that_stops_is_killed(monkeyp
     assert not process.is_running()
 
 
-def test_the_process_ends_with_its_owner() -> None:
+def test_the_process_exits_with_its_owner() -> None:
     code = (
         "from skipjoin.model.chat_template import ChatTemplate; t = ChatTemplate('x', {}); t.check();"
         "print(t._renderer._process.pid, flush=True); input()"
@@ -113,7 +113,7 @@ def test_the_process_ends_with_its_owner() -> None:
     assert gone
 
 
-def test_messages_that_are_no_json_are_refused() -> None:
+def test_messages_that_are_not_json_are_rejected() -> None:
     template = ChatTemplate("x", {})
     with pytest.raises(ModelError, match="messages must be of JSON values: object is no JSON value"):
         template.render([{"role": "user", "content": object()}])

@@ -17,7 +17,7 @@ def write(folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_what_concerns_sampling_is_read_and_none_leaves_it_out(tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_unless_none(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {}
     sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
     write(tmp_path, eos_token_id=7, do_sample=False, max_new_tokens=2048, min_p=None, **sampling)
@@ -27,7 +27,7 @@ def test_what_concerns_sampling_is_read_and_none_leaves_it_out(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("values", [{"temperature": 2.5}, {"top_k": "all"}, {"top_p": 0}, {"repetition_penalty": True}])
-def test_a_value_out_of_bounds_names_the_file_the_field_and_what_helps(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_invalid_values_name_file_field_and_remedy(tmp_path: Path, values: dict[str, Any]) -> None:
     (name,) = values
     with pytest.raises(ModelError, match=rf"generation_config.json: {name} must be .*--generation-config none"):
         sampling_defaults(write(tmp_path, **values))

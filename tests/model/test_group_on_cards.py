@@ -1,4 +1,4 @@
-"""The group of ranks on cards: NCCL and the cards are played by doubles."""
+"""The group of ranks on GPUs, with NCCL and the GPUs faked."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from skipjoin.model.torch_group import TorchGroup
 
 
 class Nccl:
-    """Calls return when they are queued, and take a second on the card."""
+    """Fake NCCL whose calls return when queued and take a second on the GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.left = 0.0, ""
+        self.now, self.left_by = 0.0, ""
         queued = dict(init_process_group=None, new_group=None, recv=None, is_initialized=True)
         for name, result in queued.items():
             monkeypatch.setattr(torch_group.dist, name, lambda *args, result=result, **options: result)
@@ -31,7 +31,7 @@ class Nccl:
         self.now += 1.0
 
     def leave(self, how: str) -> None:
-        self.left = how
+        self.left_by = how
 
 
 def group_of(backend: str) -> TorchGroup:
@@ -39,7 +39,7 @@ def group_of(backend: str) -> TorchGroup:
     return TorchGroup(Shard(pp_rank=1, pp_size=2), store, backend=backend, timeout_s=60.0)
 
 
-def test_a_stage_knows_how_long_it_waited_for_the_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_measure_the_wait_for_the_previous_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     Nccl(monkeypatch)
     group = group_of("nccl")
     hidden: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
@@ -49,17 +49,22 @@ def test_a_stage_knows_how_long_it_waited_for_the_stage_before(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("backend", "how"), [("nccl", "at once"), ("gloo", "in order")])
-def test_a_rank_on_a_card_does_not_wait_for_lost_ones_when_it_leaves(
+def test_leaving_an_nccl_group_does_not_wait_for_lost_ranks(
     monkeypatch: pytest.MonkeyPatch, backend: str, how: str
 ) -> None:
     found = Nccl(monkeypatch)
     group_of(backend).close()
-    assert found.left == how
+    assert found.left_by == how
 
 
-class Cards:
-    """Two ranks with equal tensors: their sum is the double. wrong, refuses: of the one-shot kernel; other_works: what
-    the other rank found."""
+class FakeGpus:
+    """Two fake GPUs with equal tensors, so that their sum is twice a tensor.
+
+    Args:
+        wrong: Error of the one-shot kernel's sums.
+        refuses: Whether symmetric memory is unavailable.
+        other_works: Whether the other rank's probe succeeds.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, wrong=0.0, refuses=False, other_works=True) -> None:
         from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
@@ -93,31 +98,33 @@ class Cards:
 
     def one_shot_all_reduce_out(self, held: torch.Tensor, op: str, name: str, out: torch.Tensor) -> None:
         assert (op, name) == ("sum", "7")
-        # In the probe of the set-up the other rank has one more.
+        # During the set-up probe, the other rank's value is larger by one.
         other = held if self.one_shot else held + 1
         self.one_shot += 1
         out.copy_(held + other + self.wrong)
 
 
-def sums_of(cards: Cards, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
-    """How many sums each of the two ways made."""
-    before = cards.one_shot, cards.nccl
+def sums_of(gpus: FakeGpus, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+    """Return the number of sums by all_reduce and by the one-shot kernel."""
+    before = gpus.one_shot, gpus.nccl
     for size in sizes:
         x = torch.ones((2, size // 2), dtype=dtype)
-        cards.group.all_reduce(x)
+        gpus.group.all_reduce(x)
         assert (x == 2).all()
-    return cards.one_shot - before[0], cards.nccl - before[1]
+    return gpus.one_shot - before[0], gpus.nccl - before[1]
 
 
-def test_small_sums_take_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = Cards(monkeypatch)
-    most = MAX_BYTES // 2
-    assert sums_of(cards, 8, 4096, most) == (3, 0)
-    assert sums_of(cards, most + 8, 4 * most) == (0, 2)
-    assert sums_of(cards, 6) == (0, 1)  # not whole steps of 16 bytes
-    assert sums_of(cards, 4096, dtype=torch.float16) == (0, 1)
+def test_small_sums_use_the_one_shot_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = FakeGpus(monkeypatch)
+    max_size = MAX_BYTES // 2
+    assert sums_of(gpus, 8, 4096, max_size) == (3, 0)
+    assert sums_of(gpus, max_size + 8, 4 * max_size) == (0, 2)
+    assert sums_of(gpus, 6) == (0, 1)  # not a multiple of 16 bytes
+    assert sums_of(gpus, 4096, dtype=torch.float16) == (0, 1)
 
 
 @pytest.mark.parametrize("fault", [{"wrong": 0.25}, {"refuses": True}, {"other_works": False}])
-def test_ranks_do_without_where_one_must(monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]) -> None:
-    assert sums_of(Cards(monkeypatch, **fault), 8) == (0, 1)
+def test_one_failing_rank_disables_the_one_shot_kernel_on_all(
+    monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
+) -> None:
+    assert sums_of(FakeGpus(monkeypatch, **fault), 8) == (0, 1)

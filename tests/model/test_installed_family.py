@@ -1,4 +1,4 @@
-"""Model families of installed packages: the guide's package works as it stands, and errors name the package."""
+"""Model families of installed packages: the guide's package works as published, and errors name the package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = [[7, 5, 300, 2, 11], [500, 3]]
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets the families of a test after it."""
+    """Unregister the families of a test afterwards."""
     family._register_own()
     monkeypatch.setattr(family, "_families", dict(family._families))
     monkeypatch.setattr(family, "_loaded", set())
@@ -46,7 +46,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def guide_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The guide's package, installed."""
+    """Return the folder in which the guide's package is installed."""
     blocks = re.findall(r"```(?:toml|python)\n# (\S+)\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert [name for name, _ in blocks] == ["pyproject.toml", "skipjoin_stablelm.py"]
     return install(dict(blocks), tmp_path_factory.mktemp("guide"))
@@ -60,7 +60,7 @@ def guide_package(guide_site: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, transformers.PreTrainedModel]:
-    """A StableLM with random parameters, saved with the built-in model's tokenizer."""
+    """Return a StableLM with random parameters, saved with the built-in model's tokenizer."""
     torch.manual_seed(3)
     config = transformers.StableLmConfig(**SHAPE, use_qkv_bias=True)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -75,7 +75,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, transform
 
 
 @pytest.mark.usefixtures("guide_package")
-def test_the_guides_family_generates_the_tokens_of_transformers(reference) -> None:
+def test_guide_family_generates_the_tokens_of_transformers(reference) -> None:
     folder, model = reference
     expected = [
         model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)[0, len(prompt) :].tolist()
@@ -89,7 +89,7 @@ def test_the_guides_family_generates_the_tokens_of_transformers(reference) -> No
 
 
 @pytest.mark.usefixtures("guide_package")
-def test_the_guides_family_runs_on_several_ranks(reference) -> None:
+def test_guide_family_runs_on_several_ranks(reference) -> None:
     folder, model = reference
     sequences = [[7, 5, 300, 2, 11, 8, 8, 400], [500, 3]]
 
@@ -104,7 +104,7 @@ def test_the_guides_family_runs_on_several_ranks(reference) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_without_the_package_its_architecture_is_not_supported(reference) -> None:
+def test_architecture_is_unsupported_without_the_package(reference) -> None:
     with pytest.raises(ModelError, match="architecture StableLmForCausalLM is not supported; supported are Llama"):
         ModelConfig.from_folder(reference[0])
 
@@ -131,9 +131,7 @@ def broken_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_a_broken_package_is_named_only_where_its_families_are_needed(
-    broken_site: Path, reference, entry: str, message: str
-) -> None:
+def test_broken_packages_are_reported_only_when_needed(broken_site: Path, reference, entry: str, message: str) -> None:
     (points,) = broken_site.glob("*.dist-info/entry_points.txt")
     points.write_text(f"[skipjoin.families]\n{entry}\n")
     with importable(broken_site):
@@ -142,7 +140,7 @@ def test_a_broken_package_is_named_only_where_its_families_are_needed(
         assert ModelConfig.from_folder(builtin_model_path()).family == "llama"
 
 
-def test_names_and_architectures_belong_to_one_family() -> None:
+def test_duplicate_family_names_and_architectures_are_rejected() -> None:
     def register(name: str, architecture: str) -> None:
         class Other: ...
 
@@ -154,7 +152,7 @@ def test_names_and_architectures_belong_to_one_family() -> None:
         register("other", "LlamaForCausalLM")
 
 
-def test_sizes_of_a_family_are_bounded_and_its_names_of_common_fields_are_used() -> None:
+def test_family_sizes_are_bounded_and_field_names_mapped() -> None:
     def fields(raw, architecture):
         known = ModelConfig.from_folder(builtin_model_path())
         names = ("num_kv_heads", "head_dim", "intermediate_size", "max_positions", "norm_eps", "activation", "rope")

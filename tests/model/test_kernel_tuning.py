@@ -1,4 +1,4 @@
-"""The table of tuned sizes: measured with a timer of the test's own, kept on disk, never in the way."""
+"""The table of tuned kernel sizes: measured with a fake timer, saved, and harmless when damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMES = {64: 3.0, 32: 1.0, 128: 2.0}
 
 
 class Runs:
-    """A kernel whose runs are counted; its time is that of the last config it ran with."""
+    """Kernel that counts its runs and whose time is that of its last config."""
 
     def __init__(self, refuses=()) -> None:
         self.ran, self.refuses = [], refuses
@@ -36,7 +36,7 @@ class Runs:
         return TIMES[self.ran[-1]]
 
 
-def test_measured_once_and_found_by_others(tmp_path):
+def test_configs_are_measured_once_and_shared(tmp_path):
     path, runs = tmp_path / "deep" / "table.json", Runs()
     table = TunedTable(path, runs.timer)
     key = ("bfloat16", 4, 128)
@@ -47,14 +47,14 @@ def test_measured_once_and_found_by_others(tmp_path):
     for known in (table, TunedTable(path)):
         assert known.known("decode", "abc", key)
         assert known.find("decode", "abc", key, CONFIGS) == CONFIGS[1]
-        # Another key, kernel or source was not measured, and a config that is gone is no choice.
+        # Other keys, kernels and sources are unmeasured, and removed configs are not chosen.
         assert known.find("decode", "abc", (*key, 1), CONFIGS) == CONFIGS[0]
         assert known.find("prefill", "abc", key, CONFIGS) == CONFIGS[0]
         assert known.find("decode", "abd", key, CONFIGS) == CONFIGS[0]
         assert known.find("decode", "abc", key, CONFIGS[2:]) == CONFIGS[2]
 
 
-def test_two_processes_keep_each_others_choices(tmp_path):
+def test_concurrent_processes_keep_each_others_choices(tmp_path):
     path, runs = tmp_path / "table.json", Runs()
     tables = [TunedTable(path, runs.timer) for _ in range(2)]
     for i, table in enumerate(tables):
@@ -63,7 +63,7 @@ def test_two_processes_keep_each_others_choices(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
 
 
-def test_what_a_device_refuses_is_left_out(tmp_path):
+def test_configs_that_fail_are_skipped(tmp_path):
     runs = Runs(refuses=(32,))
     table = TunedTable(None, runs.timer)
     assert table.measure("decode", "abc", (), CONFIGS, runs.run) == CONFIGS[2]
@@ -73,7 +73,7 @@ def test_what_a_device_refuses_is_left_out(tmp_path):
     assert not table.known("decode", "abc", ())
 
 
-def test_damaged_or_forbidden_files_are_only_a_warning(tmp_path, caplog):
+def test_damaged_or_unwritable_tables_are_warned_about(tmp_path, caplog):
     path, runs = tmp_path / "table.json", Runs()
     for damage in ("{", "[1]", "\udcff"):
         path.write_text(damage, encoding="utf-8", errors="surrogateescape")
@@ -92,7 +92,7 @@ def test_damaged_or_forbidden_files_are_only_a_warning(tmp_path, caplog):
     assert "cannot be saved" in caplog.text
 
 
-def test_where_tables_are(monkeypatch, tmp_path):
+def test_table_paths_follow_device_and_version(monkeypatch, tmp_path):
     monkeypatch.setenv("SKIPJOIN_KERNEL_CACHE", str(tmp_path))
     assert table_path("NVIDIA H100 80GB HBM3", "3.6.0") == tmp_path / "NVIDIA-H100-80GB-HBM3-3.6.0.json"
     first, second = tmp_path / "a", tmp_path / "b"
@@ -101,8 +101,8 @@ def test_where_tables_are(monkeypatch, tmp_path):
     assert len({source_hash(str(first)), source_hash(str(second)), source_hash(str(first), str(second))}) == 3
 
 
-class FakeCard:
-    """Stands where torch.cuda would: a clock, kernels that take a millisecond each, Python that takes a second."""
+class FakeGpu:
+    """Fake torch.cuda with a clock; kernels take a millisecond each, Python takes a second."""
 
     def __init__(self, monkeypatch) -> None:
         self.now, self.captured, self.graphs = 0.0, None, []
@@ -133,24 +133,24 @@ class FakeCard:
 
 
 class FakeEvent:
-    def __init__(self, card) -> None:
-        self.card = card
+    def __init__(self, gpu) -> None:
+        self.gpu = gpu
 
     def record(self) -> None:
-        self.at = self.card.now
+        self.at = self.gpu.now
 
     def elapsed_time(self, end) -> float:
         return end.at - self.at
 
 
-def test_kernels_are_timed_and_not_python(monkeypatch):
-    card = FakeCard(monkeypatch)
-    assert tuning.cuda_ms(card.launch, 20) == pytest.approx(1.0)
-    assert card.graphs == [20]
+def test_timer_excludes_python(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    assert tuning.cuda_ms(gpu.launch, 20) == pytest.approx(1.0)
+    assert gpu.graphs == [20]
 
 
 class Measured:
-    """Stands for a table that knows nothing: keeps what it is to measure."""
+    """Empty table that records what it is asked to measure."""
 
     def __init__(self) -> None:
         self.asked = []
@@ -163,8 +163,8 @@ class Measured:
         self.asked.append((name, turns, [run(configs[0], turn) for turn in range(turns)]))
 
 
-def test_no_call_finds_its_keys_in_the_cache(monkeypatch):
-    """All calls together read more than it holds, each of them keys of its own."""
+def test_measured_calls_read_uncached_keys(monkeypatch):
+    """Each call reads keys of its own, and all calls together read more than the cache holds."""
     read = []
     monkeypatch.setattr(choices.decode, "share_out", lambda batch, **rest: None)
     monkeypatch.setattr(choices.decode, "decode_attention", lambda *args, **rest: read.append(args[4]))
@@ -181,27 +181,27 @@ def test_no_call_finds_its_keys_in_the_cache(monkeypatch):
         assert len(blocks) * 16 * token_bytes >= 2 * cache
         assert turns >= 20
     assert [name for name, *_ in table.asked] == ["decode", "decode", "prefill"]
-    # Calls that each read more than the memory allows twice share one slice.
+    # Calls that each read more than half of the memory share one slice.
     monkeypatch.setattr(choices, "_POOL_BYTES", 1024 * token_bytes)
     table, read = Measured(), []
     tune_attention(table, shape, 1, torch.device("cpu"), 4, cache)
     assert len({tuple(one.flatten().tolist()) for one in read[: len(table.asked[0][2])]}) == 1
 
 
-def test_choices_measured_in_another_way_are_not_read():
-    """As single calls they were: their entries have another hash."""
+def test_choices_of_other_measurement_methods_are_ignored():
+    """Entries of single calls have another hash."""
     kernels = [choices.paged, choices.decode, choices.prefill]
     assert choices.decode_choice(Shape(torch.float32, 1, 16, 16), 1)[1] != source_hash(*(m.__file__ for m in kernels))
 
 
-def test_too_little_memory_to_measure_is_a_warning(monkeypatch, caplog):
+def test_out_of_memory_during_tuning_is_warned_about(monkeypatch, caplog):
     def full(*args, **rest):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     monkeypatch.setattr(choices.torch, "randn", full)
     tune_attention(Measured(), Shape(torch.float32, 1, 16, 16), 1, torch.device("cpu"), 4, 1)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said == (
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == (
         "too little memory to measure kernel sizes; the default sizes are used: "
         "CUDA out of memory. Tried to allocate 2.00 GiB."
     )

@@ -1,4 +1,4 @@
-"""Packed batches and the paged cache: where every token goes."""
+"""Packed batches and the layout of the paged cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_fields():
     assert (batch.num_tokens, batch.num_rows, batch.max_context, batch.decode_only) == (4, 1, 6, False)
 
 
-def test_both_ends_of_blocks():
+def test_blocks_are_filled_from_both_ends():
     shared = [Segment([1, 2, 3], 2, [5, 2], offset=1), Segment([4, 5], 0, [5], reverse=True)]
     batch = PackedBatch.build([*shared, Segment([6, 7], 3, [8, 7], offset=3, reverse=True)], 4)
     assert batch.slots.tolist() == [23, 8, 9, 23, 22, 29, 28]
@@ -47,7 +47,7 @@ def test_both_ends_of_blocks():
     assert PackedBatch.build([Segment([1], 4, [0, 1])], 4).plain
 
 
-def test_decodes_alone_are_packed_as_beside_a_prompt():
+def test_decodes_are_packed_alike_with_and_without_prompts():
     draw = random.Random(0)
     decodes = []
     for number in range(20):
@@ -56,19 +56,19 @@ def test_decodes_alone_are_packed_as_beside_a_prompt():
         decodes.append(Segment([draw.randrange(10)], start, blocks, sample=bool(number % 5), all_logits=not number % 5))
     decodes[7] = decodes[7]._replace(tokens=(), awaits=3)
     n, alone = len(decodes), PackedBatch.build(decodes, 4)
-    beside = PackedBatch.build([*decodes, Segment([1, 2], 0, [95])], 4)
+    mixed = PackedBatch.build([*decodes, Segment([1, 2], 0, [95])], 4)
     for name in ("token_ids", "positions", "slots", "sources", "context_lens", "offsets", "reversed"):
-        assert getattr(alone, name).tolist() == getattr(beside, name)[:n].tolist(), name
-    assert alone.block_tables.tolist() == beside.block_tables[:n].tolist()
-    assert alone.query_start.tolist() == beside.query_start[: n + 1].tolist()
+        assert getattr(alone, name).tolist() == getattr(mixed, name)[:n].tolist(), name
+    assert alone.block_tables.tolist() == mixed.block_tables[:n].tolist()
+    assert alone.query_start.tolist() == mixed.query_start[: n + 1].tolist()
     assert alone.logit_rows is None
-    assert (alone.starts, alone.lengths, alone.row_starts) == (beside.starts[:n], [1] * n, beside.row_starts[: n + 1])
-    assert (alone.max_context, alone.plain, alone.decode_only) == (beside.max_context, True, True)
+    assert (alone.starts, alone.lengths, alone.row_starts) == (mixed.starts[:n], [1] * n, mixed.row_starts[: n + 1])
+    assert (alone.max_context, alone.plain, alone.decode_only) == (mixed.max_context, True, True)
     assert alone.max_block == max(max(segment.blocks) for segment in decodes)
     assert PackedBatch.build(decodes[:7], 4).sources is None
 
 
-def test_all_rows_need_no_index():
+def test_batches_of_all_rows_have_no_row_index():
     batch = PackedBatch.build([Segment([1], 4, [0, 1]), Segment([2], 0, [3])], 4)
     assert batch.logit_rows is None
     assert batch.decode_only
@@ -91,7 +91,7 @@ def test_all_rows_need_no_index():
         ([Segment([1], 0, [-3])], "block -3 does not exist"),
     ],
 )
-def test_refusals(segments, message):
+def test_invalid_segments_are_rejected(segments, message):
     with pytest.raises(ValueError, match=message):
         PackedBatch.build(segments, 4)
 

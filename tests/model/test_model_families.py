@@ -1,4 +1,4 @@
-"""Every family against transformers: the same weights, the same logits, the same greedy tokens."""
+"""Every family computes the logits and greedy tokens of transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def expected_logits(reference, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["torch", "auto"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_logits_over_chunks_and_mixes(saved, block_size, attention):
+def test_chunked_logits_equal_those_of_transformers(saved, block_size, attention):
     reference, folder = saved
     model = load_model(folder, dtype="float32", attention=attention)
     tokens = sequences(block_size)
@@ -40,7 +40,7 @@ def test_logits_over_chunks_and_mixes(saved, block_size, attention):
         torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
 
 
-def test_moved_blocks_change_nothing(saved):
+def test_moved_blocks_change_no_logits(saved):
     _, folder = saved
     model = load_model(folder, dtype="float32")
     still = PagedRunner(model, sequences(7), 4, seed=3).run()
@@ -49,7 +49,7 @@ def test_moved_blocks_change_nothing(saved):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_greedy_tokens(saved):
+def test_greedy_tokens_equal_those_of_transformers(saved):
     reference, folder = saved
     model = load_model(folder, dtype="float32")
     prompts = sequences(11)
@@ -61,7 +61,7 @@ def test_greedy_tokens(saved):
         assert tokens == known[len(prompt) :]
 
 
-def test_only_wanted_rows(saved):
+def test_logits_are_computed_for_wanted_rows_only(saved):
     _, folder = saved
     model = load_model(folder, dtype="float32")
     ids = sequences(5)[2]
@@ -98,5 +98,5 @@ def test_on_cuda(saved):
     tokens = sequences(3)
     logits = PagedRunner(model, tokens, 4, seed=2).run()
     for ids, ours in zip(tokens, logits, strict=True):
-        # CUDA may multiply float32 matrices in another order and with fused steps.
+        # CUDA may multiply float32 matrices in another order and with fused operations.
         torch.testing.assert_close(ours.cpu(), expected_logits(reference, ids), atol=1e-3, rtol=0)

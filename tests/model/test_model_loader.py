@@ -1,4 +1,4 @@
-"""Folders in all the shapes that they come in, and what is said about those that cannot be used."""
+"""Loading of model folders in all supported layouts, and errors for unusable ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_config_fields(folder):
     assert load_model(folder).dtype == torch.float32
 
 
-def test_older_spelling_of_rope(folder):
+def test_legacy_rope_fields_are_read(folder):
     expected = ModelConfig.from_folder(folder).rope
     edit(folder, rope_parameters=None, rope_theta=expected.theta, rope_scaling=None)
     assert ModelConfig.from_folder(folder).rope == expected
@@ -103,13 +103,13 @@ def test_older_spelling_of_rope(folder):
     ],
     ids=str,
 )
-def test_configs_refused(folder, changes, message):
+def test_invalid_configs_are_rejected(folder, changes, message):
     edit(folder, **changes)
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_folder(folder)
 
 
-def test_folders_refused(folder, tmp_path, monkeypatch):
+def test_unusable_folders_are_rejected(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="is not a folder"):
         ModelConfig.from_folder(tmp_path / "nowhere")
@@ -128,7 +128,7 @@ def test_folders_refused(folder, tmp_path, monkeypatch):
         load_model(folder)
 
 
-def test_weights_refused(folder):
+def test_unusable_weights_are_rejected(folder):
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
     removed = tensors.pop("model.norm.weight")
@@ -177,14 +177,14 @@ A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_headers_of_weights_that_lie_are_refused(folder, header, data, size):
+def test_invalid_weight_headers_are_rejected(folder, header, data, size):
     write_header(folder / "model.safetensors", header, b"\0" * data, size)
     with pytest.raises(ModelError, match=r"the weights in .* cannot be read: Error while deserializing header"):
         load_model(folder)
 
 
 @pytest.mark.parametrize(("dtype", "torch_type"), [("F8_E4M3", torch.float8_e4m3fn), ("I64", torch.int64)])
-def test_weights_of_another_type_are_refused(folder, dtype, torch_type):
+def test_unsupported_weight_types_are_rejected(folder, dtype, torch_type):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch_type)
     save_file(tensors, folder / "model.safetensors")
@@ -197,7 +197,7 @@ def write_index(folder, weight_map: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["{outside}", "../outside.safetensors", "a/../../outside.safetensors"])
-def test_an_index_names_files_inside_its_folder_only(folder, tmp_path, name):
+def test_index_files_outside_the_folder_are_rejected(folder, tmp_path, name):
     tensors = load_file(folder / "model.safetensors")
     outside = tmp_path / "outside.safetensors"
     (folder / "a").mkdir()
@@ -208,14 +208,14 @@ def test_an_index_names_files_inside_its_folder_only(folder, tmp_path, name):
 
 
 @pytest.mark.parametrize("weight_map", [None, [], "model.safetensors", {"a": 1}, {"a": ["model.safetensors"]}], ids=str)
-def test_an_index_that_is_none_is_refused(folder, weight_map):
+def test_invalid_indexes_are_rejected(folder, weight_map):
     write_index(folder, weight_map)
     with pytest.raises(ModelError, match=r"weight_map in .* must give the name of a file for each tensor"):
         load_model(folder)
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_links_to_weights_stay_in_the_folder_or_the_cache_of_the_hub(folder, tmp_path, has_index):
+def test_weight_links_are_limited_to_the_folder_or_the_hub_cache(folder, tmp_path, has_index):
     expected = logits(load_model(folder))
     repository = tmp_path / "models--some--model"
     snapshot, blobs = repository / "snapshots" / "main", repository / "blobs"
@@ -246,7 +246,7 @@ def test_links_to_weights_stay_in_the_folder_or_the_cache_of_the_hub(folder, tmp
     ],
     ids=str,
 )
-def test_arguments_refused(folder, arguments, message):
+def test_invalid_arguments_are_rejected(folder, arguments, message):
     with pytest.raises(ModelError, match=message):
         load_model(folder, **arguments)
 
@@ -307,7 +307,7 @@ class _Evil:
         return print, ("run",)
 
 
-def test_convert_refuses(tmp_path, capsys):
+def test_convert_rejects_unsafe_and_missing_inputs(tmp_path, capsys):
     source = tmp_path / "source"
     with pytest.raises(ModelError, match="is not a folder"):
         convert_folder(source, tmp_path / "target")
@@ -325,7 +325,7 @@ def test_convert_refuses(tmp_path, capsys):
         convert_folder(source, source)
 
 
-def test_steps_that_do_not_fit_are_refused():
+def test_steps_that_do_not_fit_are_rejected():
     raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
     model = random_model(raw)
     kv = PagedKV(50, 4, model.config, model.dtype, "cpu")
@@ -340,7 +340,7 @@ def test_steps_that_do_not_fit_are_refused():
         model.forward(PackedBatch.build([Segment([101], 0, [1])], 4), kv)
 
 
-def test_random_model_repeats():
+def test_random_models_are_reproducible():
     raw = CONFIGS["qwen3"]().to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
     first, again, other = (random_model(raw, seed) for seed in (1, 1, 2))
     assert torch.equal(logits(first), logits(again))
@@ -348,7 +348,7 @@ def test_random_model_repeats():
     assert first.weight_bytes == again.weight_bytes > 0
 
 
-def test_dummy_weights_need_no_file_and_repeat(folder):
+def test_dummy_weights_need_no_files_and_are_reproducible(folder):
     saved = load_model(folder)
     for file in folder.glob("*.safetensors"):
         file.unlink()
@@ -365,7 +365,7 @@ def test_dummy_weights_need_no_file_and_repeat(folder):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_dummy_weights_are_drawn_on_the_device(folder):
+def test_dummy_weights_are_generated_on_the_device(folder):
     first, again = (load_model(folder, load_format="dummy", device="cuda", dtype="bfloat16") for _ in range(2))
     batch = PackedBatch.build([Segment([5, 9, 33], 0, [1])], 4, first.device)
     outcome = [model.forward(batch, PagedKV(4, 4, model.config, model.dtype, "cuda")) for model in (first, again)]
@@ -374,14 +374,16 @@ def test_dummy_weights_are_drawn_on_the_device(folder):
     assert outcome[0].std() > 0.01
 
 
-def test_of_dummies_the_hub_is_asked_for_no_weights(monkeypatch):
-    asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append(allow_patterns))
+def test_dummy_models_download_no_weights(monkeypatch):
+    requested = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, allow_patterns: requested.append(allow_patterns)
+    )
     for weights in (True, False):
-        with pytest.raises(TypeError):  # this hub answers nothing
+        with pytest.raises(TypeError):  # the fake hub returns nothing
             resolve_folder("some/model", weights=weights)
-    assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
-    assert all("*.json" in patterns for patterns in asked)
+    assert ["*.safetensors" in patterns for patterns in requested] == [True, False]
+    assert all("*.json" in patterns for patterns in requested)
 
 
 def test_resolve_folder(tmp_path):

@@ -1,4 +1,4 @@
-"""Compiled operations and attention against torch's: odd shapes, poisoned memory, two threads, no compiler."""
+"""Compiled operations and attention against torch: odd shapes, uninitialized memory, two threads and no compiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps, activated
 
 LIBRARY = build.load_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="no compiler")
-# Those of the path of this processor.
+# Types that this processor's path supports.
 DTYPES = [dtype for dtype in CPP_DTYPES if LIBRARY is None or has_dtype(LIBRARY, dtype)]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -45,7 +45,7 @@ def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
-    """Relative error of the whole against a float64 result."""
+    """Assert that the relative error of the whole tensor against a float64 result is small."""
     assert ours.isfinite().all()
     limit = {torch.float32: 1e-6, torch.float16: 2e-3}.get(ours.dtype, 1e-2)
     assert (ours.double() - expected).norm() <= limit * expected.norm()
@@ -81,7 +81,7 @@ def test_activations_of_far_values(dtype, name):
     x = torch.cat([torch.arange(-12, 12, 0.01), torch.tensor([-3e4, -200, 0, 200, 3e4])]).to(dtype)[:, None]
     linear = CppOps(LIBRARY, dtype).linear(torch.ones(1, 1, dtype=dtype), None, name)
     ours, expected = linear(x), activated(name, x.double())
-    # One rounding; in the tail of gelu, the error of the distribution function.
+    # Rounding once; in the tail of gelu also the error of the distribution function.
     limit = torch.finfo(dtype).eps / 2 * expected.abs() + 3e-6
     assert ((ours.double() - expected).abs() <= limit).all()
     assert linear(torch.full_like(x, torch.nan)).isnan().all()
@@ -89,10 +89,10 @@ def test_activations_of_far_values(dtype, name):
 
 @needs_library
 @dtypes
-def test_threads_change_nothing(dtype, two_threads):
+def test_threads_change_no_bits(dtype, two_threads):
     ops = CppOps(LIBRARY, dtype)
     x, linear = drawn(dtype, 130, 96), ops.linear(drawn(dtype, 200, 96, seed=1), None)
-    # Enough of everything for two threads to share it.
+    # Sizes large enough for two threads to share the work.
     heads, cos_sin, positions = drawn(dtype, 500, 6, 64), torch.rand(500, 64), torch.arange(500)
 
     def results() -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def test_threads_change_nothing(dtype, two_threads):
 
 @needs_library
 @dtypes
-def test_norm_and_rotation(dtype):
+def test_norm_and_rotary_embedding(dtype):
     ops, reference = CppOps(LIBRARY, dtype), TorchOps()
     for width in (16, 40, 100, 768):
         x, weight = drawn(dtype, 9, width), drawn(dtype, width, seed=1)
@@ -172,7 +172,7 @@ def test_attention(dtype, window, mix, sizes):
 
 
 @needs_library
-def test_whole_model_in_two_threads(tmp_path, two_threads):
+def test_model_output_is_right_with_two_threads(tmp_path, two_threads):
     save_reference("llama", tmp_path)
     ids = [[i % 90 for i in range(70)], list(range(1, 30)), [3, 4, 5]]
     ours = PagedRunner(load_model(tmp_path, attention="cpp"), ids, 4, seed=1).run()
@@ -183,19 +183,19 @@ def test_whole_model_in_two_threads(tmp_path, two_threads):
 
 @needs_library
 @pytest.mark.parametrize("name", ["llama-tied-mha", "opt", "gpt-neox"])
-def test_logits_of_a_model_with_weights_of_8_bits(name, tmp_path):
+def test_int8_weights_have_the_documented_error(name, tmp_path):
     save_reference(name, tmp_path)
     ids = [[i % 90 for i in range(40)], [3, 4, 5]]
     ours, expected = (
         torch.cat(PagedRunner(load_model(tmp_path, quantization=kept), ids, 4, seed=1).run())
         for kept in ("int8", "none")
     )
-    # What docs/cpu.md says of the error.
+    # The error that docs/cpu.md states.
     assert 0 < (ours - expected).norm() <= 0.05 * expected.norm()
 
 
 @needs_library
-def test_weights_of_8_bits_are_refused_elsewhere():
+def test_int8_weights_are_rejected_elsewhere():
     raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(ModelError, match=r"quantization int8 needs .* got device cpu, attention torch"):
         random_model(raw, attention="torch", quantization="int8")
@@ -216,14 +216,14 @@ def test_choice_of_operations():
 
 @pytest.fixture
 def fresh(caplog):
-    """Nothing was said yet."""
+    """Reset the warnings so far."""
     build.say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         yield caplog
 
 
 @pytest.mark.parametrize("failure", ["no compiler", "does not compile", "crashes"])
-def test_without_library_torch_serves(failure, monkeypatch, tmp_path, fresh):
+def test_missing_library_falls_back_to_torch(failure, monkeypatch, tmp_path, fresh):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if failure == "no compiler":
         monkeypatch.delenv("CXX", raising=False)
@@ -237,10 +237,10 @@ def test_without_library_torch_serves(failure, monkeypatch, tmp_path, fresh):
 
         monkeypatch.setattr(build.subprocess, "run", refuse)
     assert list(build.libraries()) == []
-    (said,) = fresh.messages
-    assert said.startswith("no compiled CPU operations; the slower torch operations are used instead: ")
+    (warning,) = fresh.messages
+    assert warning.startswith("no compiled CPU operations; the slower torch operations are used instead: ")
     reason = {"no compiler": "no C++ compiler", "does not compile": "another machine", "crashes": "nothing"}[failure]
-    assert reason in said
+    assert reason in warning
 
 
 NATIVE = ("-march=native",)
@@ -259,23 +259,23 @@ WITHOUT_AMX = (*NATIVE, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
     ],
     ids=["amx", "avx512-bf16", "avx512", "avx2", "avx2 without fma", "neon"],
 )
-def test_what_is_compiled_for_each_processor_in_order(features, order, monkeypatch, fresh):
-    asked = []
+def test_paths_are_compiled_in_order_of_preference(features, order, monkeypatch, fresh):
+    targets = []
 
     def refuse(target):
-        asked.append(target)
-        raise subprocess.CalledProcessError(1, [], stderr=f"error: bad value {len(asked)}")
+        targets.append(target)
+        raise subprocess.CalledProcessError(1, [], stderr=f"error: bad value {len(targets)}")
 
     monkeypatch.setattr(build, "cpu_features", lambda: frozenset(features))
     monkeypatch.setattr(build, "compiled_library", refuse)
     assert list(build.libraries()) == []
-    assert asked == order
+    assert targets == order
     slower = "no compiled CPU operations; the slower torch operations are used instead"
     assert fresh.messages == [f"{slower}: error: bad value 1"]
 
 
 @needs_library
-def test_the_next_best_where_the_compiler_does_not_know_this_cpu(monkeypatch, fresh):
+def test_unsupported_compiler_flags_fall_back_to_the_next_path(monkeypatch, fresh):
     compiles, features, refused = build.compiled_library, build.cpu_features(), []
     order = [
         (WITHOUT_AMX, "avx512-bf16", features >= TILES_NEEDS),
@@ -300,7 +300,7 @@ def test_the_next_best_where_the_compiler_does_not_know_this_cpu(monkeypatch, fr
 
 
 @needs_library
-def test_the_next_best_where_a_self_test_fails(monkeypatch, fresh):
+def test_failed_self_test_falls_back_to_the_next_path(monkeypatch, fresh):
     made = list(build.libraries())
     monkeypatch.setattr(backends, "libraries", lambda: iter(made))
     monkeypatch.setattr(backends, "_passes", lambda library, dtype: library is made[1])
@@ -325,16 +325,16 @@ def test_library_is_built_once(monkeypatch, tmp_path):
     first = build.compiled_library()
     assert build.compiled_library() == first
     assert (len(calls), sorted(p.name for p in first.parent.iterdir())) == (1, [first.name])
-    for damage in (b"", first.read_bytes()[:-1]):  # after a power loss
+    for damage in (b"", first.read_bytes()[:-1]):  # as after a power loss
         first.write_bytes(damage)
         assert build.compiled_library() == first
     assert len(calls) == 3
 
 
 @pytest.mark.parametrize("pages", ["as this system has them", "none in the kernel", "none in the system"])
-def test_arena(monkeypatch, pages):
+def test_arena_with_and_without_huge_pages(monkeypatch, pages):
     if pages == "none in the kernel":
-        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 999, raising=False)  # advice that a kernel does not know
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 999, raising=False)  # advice unknown to the kernel
     elif pages == "none in the system":
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     arena = Arena()

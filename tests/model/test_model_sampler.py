@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, the same for the same seed whatever else is in the batch."""
+"""Sampling follows the right distribution and depends on seed and position only, not on the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 3
 
 
 class Row(NamedTuple):
-    """A request after its output so far."""
+    """A request with its output so far."""
 
     params: SamplingParams
     seed: int
@@ -48,7 +48,7 @@ def draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
 
 
 def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Probabilities after temperature and filters, one token at a time in float64."""
+    """Return probabilities after temperature and filters, computed token by token in float64."""
     weights = (logits.double() / params.temperature).softmax(-1)
     order = weights.argsort(descending=True).tolist()
     if params.top_k:
@@ -81,7 +81,7 @@ def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Te
     ],
     ids=str,
 )
-def test_distribution(params):
+def test_samples_follow_the_distribution(params):
     count = 20_000
     expected = naive_distribution(LOGITS, SamplingParams(**params)) * count
     rows = [row(seed=i, **params) for i in range(500)]
@@ -108,7 +108,7 @@ def test_uniform_is_uniform_and_a_function_of_seed_and_position():
     assert abs(torch.corrcoef(torch.stack([pairs[:, :-1].flatten(), pairs[:, 1:].flatten()]))[0, 1]) < 0.05
 
 
-def test_batch_independence():
+def test_samples_do_not_depend_on_the_batch():
     kinds = [
         {},
         {"temperature": 0},
@@ -130,16 +130,16 @@ def test_batch_independence():
     assert [s.token for s in shuffled] == [together[i].token for i in order]
 
 
-def test_seed_and_position_change_the_draw():
+def test_samples_depend_on_seed_and_position():
     by_seed = draw(LOGITS, [row(seed=i) for i in range(40)])
     by_position = draw(LOGITS, [row(output=range(i)) for i in range(40)])
     assert len(set(by_seed)) > 5
     assert len(set(by_position)) > 5
-    # Only the position counts, not where prompt ends and output begins.
+    # Only the position matters, not the boundary between prompt and output.
     assert draw(LOGITS, [row(prompt=(1,), output=(2, 3))]) == draw(LOGITS, [row(prompt=(1, 2, 3))])
 
 
-def test_greedy_and_input_kept():
+def test_greedy_sampling_leaves_logits_unchanged():
     logits = torch.randn(5, VOCAB)
     before = logits.clone()
     rows = [row(temperature=0)] * 4 + [row(temperature=0, logit_bias={9: 100.0})]
@@ -174,8 +174,8 @@ def test_penalties(temperature):
         assert draw(logits, [row(prompt=prompt, output=output, **params)]) == [best]
 
 
-def test_a_state_that_advances_token_by_token_equals_one_made_from_all_tokens():
-    """A request's state advances with it; on a rank that was restarted it is made from the request's tokens."""
+def test_advanced_states_equal_states_made_from_all_tokens():
+    """States advance with their requests, but are made from all tokens on a restarted rank."""
     generator = torch.Generator().manual_seed(5)
     kinds = [
         {"repetition_penalty": 1.2},
@@ -196,11 +196,11 @@ def test_a_state_that_advances_token_by_token_equals_one_made_from_all_tokens():
         for state, output, token in zip(states, outputs, tokens, strict=True):
             output.append(token)
             state.accept([token])
-    assert max(map(len, map(set, outputs))) > 16  # the arrays of seen tokens have grown
+    assert max(map(len, map(set, outputs))) > 16  # large enough that the arrays of seen tokens grew
 
 
 class Alternating:
-    """Allows even tokens after an odd one and odd tokens after an even one: a small constraint with a state."""
+    """Logits processor that allows even tokens after odd ones and vice versa: a small constraint with state."""
 
     class State(ProcessorState):
         reads_output = True
@@ -219,7 +219,7 @@ class Alternating:
             logits[i, state.last % 2 :: 2] = -torch.inf
 
 
-def test_a_processor_constrains_the_requests_that_it_concerns():
+def test_logits_processors_constrain_only_their_requests():
     sampler = Sampler(30, processors=[Alternating()])
     states = [sampler.start(SamplingParams(min_p=min_p), seed, (0,)) for seed, min_p in enumerate((0.01, 0.0))]
     outputs: list[list[int]] = [[], []]
@@ -233,7 +233,7 @@ def test_a_processor_constrains_the_requests_that_it_concerns():
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300, 5e-324])
-def test_temperatures_next_to_zero_are_greedy(temperature):
+def test_temperatures_near_zero_are_greedy(temperature):
     logits = 100 * torch.randn(8, 300, generator=torch.Generator().manual_seed(7))
     filters = [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}] * 2
     rows = [row(temperature=temperature, **some) for some in filters]
@@ -241,18 +241,18 @@ def test_temperatures_next_to_zero_are_greedy(temperature):
     assert tokens == logits.argmax(-1).tolist()
 
 
-def test_min_tokens_bans_endings_until_reached():
+def test_min_tokens_bans_stop_tokens_until_reached():
     logits = torch.zeros(10)
     logits[[2, 5]] = torch.tensor([20.0, 19.0])
     ending = {"min_tokens": 3, "temperature": 0, "stop_token_ids": (5, 99)}
     assert draw(logits, [row(output=(1, 1), **ending)])[0] not in (2, 5)
     assert draw(logits, [row(output=(1, 1, 1), **ending)]) == [2]
-    # Where end-of-sequence does not end, it is not banned.
+    # An end-of-sequence token that does not stop the request is not banned.
     assert draw(logits, [row(output=(1, 1), ignore_eos=True, **ending)]) == [2]
     assert draw(logits, [row(temperature=0, logit_bias={2: -100.0})]) == [5]
 
 
-def test_logprobs_are_of_the_raw_logits():
+def test_logprobs_are_computed_from_raw_logits():
     rows = [row(temperature=0, logprobs=3), row(logprobs=0, logit_bias={4: 100.0}, temperature=0.1), row()]
     found = sampled(LOGITS.expand(3, -1), rows)
     expected = LOGITS.log_softmax(-1)
@@ -266,13 +266,13 @@ def test_logprobs_are_of_the_raw_logits():
 
 
 def ranked(logits: torch.Tensor, count: int) -> list[int]:
-    """The `count` likeliest tokens; of equally likely ones, the lower id first."""
+    """Return the `count` most likely tokens, with ties in order of ids."""
     values = logits.tolist()
     return sorted(range(len(values)), key=lambda token: (-values[token], token))[:count]
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_card])]
-# Whole groups of the search and a rest, one group and less than one; ties within groups and across them.
+# Several groups of the search with a remainder, one group and less than one, with ties within and across groups.
 TIED = [(5003, 0.3), (640, 0.01), (64, 0.1), (7, 0.1)]
 
 
@@ -281,7 +281,7 @@ TIED = [(5003, 0.3), (640, 0.01), (64, 0.1), (7, 0.1)]
 def test_alternatives_do_not_depend_on_neighbors(vocab, scale, device):
     counts = [1, 0, 3, 20, 5, 7, 2, 20, 9]
     logits = torch.randn(len(counts), vocab, generator=torch.Generator().manual_seed(8)) * scale
-    logits = (3 + logits).bfloat16().float()  # few different numbers
+    logits = (3 + logits).bfloat16().float()  # few distinct values
     logits[5], logits[6] = 0.0, torch.tensor([0.0, -0.0]).repeat(vocab)[:vocab]
     logits[7, 5:] = -torch.inf
     rows = [row(temperature=0, logprobs=count) for count in counts]
@@ -322,7 +322,7 @@ def test_prompt_logprobs():
 
 
 def sorted_threshold(scaled: torch.Tensor, top_k: int, top_p: float) -> float:
-    """The smallest value that top_k, then top_p keep, of the whole row in order."""
+    """Return the minimum value that top_k and then top_p keep, from the sorted row."""
     kept = scaled.sort(descending=True).values[:top_k]
     if top_p == 1:
         return float(kept[-1]) if top_k < len(scaled) else -math.inf
@@ -331,7 +331,7 @@ def sorted_threshold(scaled: torch.Tensor, top_k: int, top_p: float) -> float:
 
 
 @pytest.mark.parametrize("kind", ["smooth", "flat", "equals", "forbidden"])
-def test_thresholds_in_a_large_vocabulary_are_those_of_the_sorted_row(kind):
+def test_thresholds_equal_those_of_the_sorted_row(kind):
     ks = [1, 40, 299, 5003, 5003, 5003, 700, 20]
     ps = [1.0, 0.95, 0.3, 0.9, 1.0, 0.999, 0.5, 1.0]
     scaled = torch.randn(len(ks), 5003, generator=torch.Generator().manual_seed(4)) * (0.1 if kind == "flat" else 3)
@@ -341,7 +341,7 @@ def test_thresholds_in_a_large_vocabulary_are_those_of_the_sorted_row(kind):
         scaled[:, 30:] = -torch.inf
     scaled -= scaled.amax(-1, keepdim=True)
     expected = [sorted_threshold(*of) for of in zip(scaled, ks, ps, strict=True)]
-    for size in (1, len(ks)):  # top_k alone needs fewer candidates than together with top_p
+    for size in (1, len(ks)):  # top_k alone needs fewer candidates than with top_p
         parts = (scaled.split(size), torch.tensor(ks).split(size), torch.tensor(ps, dtype=torch.float64).split(size))
         found = [largest_first(*part)[:, 0] for part in zip(*parts, strict=True)]
         assert torch.cat(found).tolist() == pytest.approx(expected, abs=0)
@@ -351,7 +351,7 @@ def test_thresholds_do_not_depend_on_neighbors():
     scaled = torch.randn(4, 80_000, generator=torch.Generator().manual_seed(0)) * 3
     scaled -= scaled.amax(-1, keepdim=True)
     totals = torch.cat([row.double().exp_().sum(-1, keepdim=True) for row in scaled.split(1)])
-    # Shares that some prefix reaches exactly, or misses by the last bit of the sum.
+    # Shares that some prefix reaches exactly or misses by the last bit of the sum.
     shares = scaled.sort(descending=True).values[:, :256:8].double().exp_().cumsum(-1) / totals
     before, no_limit = torch.get_num_threads(), torch.full((4,), 80_000)
     torch.set_num_threads(2)
@@ -364,34 +364,34 @@ def test_thresholds_do_not_depend_on_neighbors():
         torch.set_num_threads(before)
 
 
-def test_logits_that_are_no_numbers_are_no_error():
+def test_nan_logits_raise_no_error():
     logits = torch.zeros(3, 5003)
     logits[0], logits[1, ::2], logits[2, 7] = torch.nan, torch.nan, torch.nan
     rows = [row(top_k=40), row(top_p=0.5), row(top_k=3, top_p=0.9)]
     assert all(0 <= s.token < 5003 for s in sampled(logits, rows))
 
 
-def test_equal_logits_share_their_fate():
+def test_equal_logits_are_kept_or_dropped_together():
     logits = torch.zeros(VOCAB)
     tokens = draw(logits, [row(seed=i, top_k=1) for i in range(50)])
-    assert len(set(tokens)) > 10  # nothing says which of equals top_k=1 means
+    assert len(set(tokens)) > 10  # top_k=1 keeps all equal logits
 
 
-def test_forbidden_tokens_never_come():
+def test_forbidden_tokens_are_never_sampled():
     logits = torch.full((300,), -torch.inf)
     logits[[0, 128, 299]] = 0.0
     tokens = draw(logits, [row(seed=i) for i in range(300)])
     assert set(tokens) == {0, 128, 299}
 
 
-def test_shape_is_checked():
+def test_logits_of_the_wrong_shape_are_rejected():
     with pytest.raises(ValueError, match="the rows need"):
         sampled(torch.zeros(2, VOCAB), [row()])
 
 
 @pytest.mark.gpu
 @needs_card
-def test_same_on_cuda():
+def test_cuda_samples_the_same_tokens():
     rows = [row(seed=i, **p) for i in range(50) for p in ({}, {"top_p": 0.8}, {"top_k": 9}, {"temperature": 0})]
     logits = torch.randn(len(rows), VOCAB)
     on_cpu = sampled(logits, rows)

@@ -1,4 +1,4 @@
-"""Tokenizers of both common kinds, made here; text that grows token by token; chat templates."""
+"""Tokenizers of both common kinds, incremental detokenization and chat templates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def byte_level() -> Backend:
 
 
 def byte_fallback() -> Backend:
-    """As sentencepiece makes them: spaces as U+2581, unknown characters as single-byte tokens."""
+    """Return a tokenizer like those of sentencepiece: spaces are U+2581, unknown characters single-byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     pieces += ["\u2581", *"abcdefghijklmnopqrstuvwxyz,.", "\u2581t", "\u2581th", "\u2581the", "he", "lo", "世", "é"]
     merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e"), ("h", "e"), ("l", "o")]
@@ -79,7 +79,7 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool
     return [*(detokenizer.add(i) for i in ids), detokenizer.finish()]
 
 
-def test_streamed_text_is_the_whole_text(kind):
+def test_streamed_text_equals_the_decoded_text(kind):
     generator = random.Random(1)
     for _ in range(200):
         ids = kind.encode(random_text(generator), add_special_tokens=False)
@@ -88,7 +88,7 @@ def test_streamed_text_is_the_whole_text(kind):
         assert not any("\ufffd" in part for part in parts)
 
 
-def test_streamed_text_goes_on_from_the_prompt(kind):
+def test_streamed_text_continues_the_prompt(kind):
     generator = random.Random(2)
     for _ in range(200):
         ids = kind.encode("the fox" + random_text(generator), add_special_tokens=False)
@@ -98,7 +98,7 @@ def test_streamed_text_goes_on_from_the_prompt(kind):
             assert "".join(streamed(kind, ids[:cut], ids[cut:])) == whole[len(prompt) :]
 
 
-def test_streamed_specials(kind):
+def test_special_tokens_are_streamed_or_skipped(kind):
     ids = []
     for word in ("the", " hello", " 世"):
         ids += [*kind.encode(word, add_special_tokens=False), 1]
@@ -107,7 +107,7 @@ def test_streamed_specials(kind):
         assert "".join(streamed(kind, [], ids, skip)) == expected
 
 
-def test_random_bytes_in_byte_level_tokens():
+def test_random_byte_tokens_are_streamed():
     tokenizer = Tokenizer(byte_level())
     generator = random.Random(3)
     for _ in range(100):
@@ -115,14 +115,14 @@ def test_random_bytes_in_byte_level_tokens():
         assert "".join(streamed(tokenizer, [], ids)) == tokenizer.decode(ids)
 
 
-def test_unfinished_character_is_held_then_flushed(kind):
+def test_incomplete_characters_are_held_until_the_end(kind):
     ids = kind.encode("a👍", add_special_tokens=False)
     parts = streamed(kind, [], ids[:-1])
     assert "".join(parts[:-1]) == "a"
     assert set(parts[-1]) == {"\ufffd"}
 
 
-def test_bytes_that_never_become_text_are_shown_in_the_end():
+def test_invalid_bytes_are_replaced_at_the_end():
     tokenizer = Tokenizer(byte_fallback())
     orphan = tokenizer.backend.token_to_id("<0x80>")
     parts = streamed(tokenizer, [], [orphan] * 300)
@@ -130,7 +130,7 @@ def test_bytes_that_never_become_text_are_shown_in_the_end():
     assert "".join(parts).count("\ufffd") == 300
 
 
-def test_token_bytes_make_the_text(kind):
+def test_token_bytes_concatenate_to_the_text(kind):
     text = "the 😀 你好é"
     ids = kind.encode(text, add_special_tokens=False)
     assert b"".join(kind.token_bytes(i) for i in ids).decode().strip() == text
@@ -139,7 +139,7 @@ def test_token_bytes_make_the_text(kind):
     assert kind.token_text(ids[0]).strip() != ""
 
 
-def test_load(folder):
+def test_tokenizer_is_loaded_from_its_folder(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_token_ids == (1, 7)
     assert tokenizer.vocab_size == tokenizer.backend.get_vocab_size()
@@ -147,14 +147,14 @@ def test_load(folder):
     assert tokenizer.decode([1, *tokenizer.encode("hi")], skip_special_tokens=False) == "</s>hi"
 
 
-def test_begin_token_is_added_on_request(tmp_path):
+def test_bos_token_is_added_on_request(tmp_path):
     byte_fallback().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("the")[0] == 1
     assert tokenizer.encode("the", add_special_tokens=False) == tokenizer.encode("the")[1:]
 
 
-def test_chat(folder):
+def test_chat_template_is_rendered(folder):
     tokenizer = load_tokenizer(folder)
     messages = [{"role": "user", "content": "hello"}]
     assert tokenizer.decode(tokenizer.chat(messages), skip_special_tokens=False) == "<s>[user]hello[assistant]"
@@ -164,7 +164,7 @@ def test_chat(folder):
         tokenizer.chat([{"role": "tool", "content": "x"}])
 
 
-def test_chat_refused(folder):
+def test_unusable_chat_templates_are_rejected(folder):
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | {"chat_template": "{% if %}"}))
@@ -182,8 +182,8 @@ ENDLESS = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ 'é'.encode('ascii') }}", ENDLESS])
-def test_what_a_template_raises_stays_in_the_log(folder, caplog, source):
-    """The text of an exception may hold anything, so clients do not get it."""
+def test_template_exceptions_are_logged_only(folder, caplog, source):
+    """Clients do not get the text of an exception, which may contain anything."""
     (folder / "chat_template.jinja").write_text(source)
     tokenizer = load_tokenizer(folder)
     for _ in range(3):
@@ -193,21 +193,21 @@ def test_what_a_template_raises_stays_in_the_log(folder, caplog, source):
     assert len(caplog.records) == 1
 
 
-def test_the_sandbox_of_templates_has_the_version_that_holds():
-    """Before 3.1.6 a template could call str.format through a filter, and leave the sandbox (CVE-2025-27516)."""
+def test_jinja_has_the_fixed_sandbox():
+    """Before 3.1.6 a template could escape the sandbox by calling str.format through a filter (CVE-2025-27516)."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (needed,) = (line for line in project["dependencies"] if line.startswith("jinja2"))
     assert Requirement(needed).specifier.contains("3.1.6")
     assert not Requirement(needed).specifier.contains("3.1.5")
 
 
-def test_template_file_comes_first(folder):
+def test_template_file_takes_precedence(folder):
     (folder / "chat_template.jinja").write_text("{{ messages | tojson }}", encoding="utf-8")
     tokenizer = load_tokenizer(folder)
     assert tokenizer.decode(tokenizer.chat([{"a": "<é>"}])) == '[{"a": "<é>"}]'
 
 
-def test_folders_refused(tmp_path):
+def test_unusable_folders_are_rejected(tmp_path):
     with pytest.raises(ModelError, match="is not a folder"):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="has no tokenizer files"):
@@ -217,7 +217,7 @@ def test_folders_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_older_files_go_through_transformers(tmp_path):
+def test_legacy_tokenizer_files_are_loaded_by_transformers(tmp_path):
     byte_level().model.save(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
@@ -225,7 +225,7 @@ def test_older_files_go_through_transformers(tmp_path):
     assert tokenizer.decode(tokenizer.encode("hello 世界")) == "hello 世界"
 
 
-def test_no_torch_in_the_api_process(folder):
+def test_tokenizers_do_not_import_torch(folder):
     code = (
         "import sys; from skipjoin.model.tokenizer import load_tokenizer;"
         f"load_tokenizer({str(folder)!r}).encode('x'); sys.exit('torch' in sys.modules)"
@@ -233,12 +233,10 @@ def test_no_torch_in_the_api_process(folder):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_folder_whose_tokenizer_is_code_is_refused_without_a_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`auto_map` names a class in a file of the folder, which transformers would import if the answer were yes."""
-    asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+def test_tokenizers_with_custom_code_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto_map` names a class in a file of the folder, which transformers would import after consent."""
+    prompts: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": prompts.append(text) or "y")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
     auto_map = {"AutoTokenizer": ["own.Tokens", None]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Tokens", "auto_map": auto_map}))
@@ -246,5 +244,5 @@ def test_a_folder_whose_tokenizer_is_code_is_refused_without_a_question(
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokens: pass\n")
     with pytest.raises(ModelError, match=r"needs code of the model's own \(auto_map\), which Skipjoin never runs"):
         load_tokenizer(tmp_path)
-    assert not asked
+    assert not prompts
     assert not (tmp_path / "ran").exists()

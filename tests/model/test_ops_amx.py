@@ -1,8 +1,8 @@
-"""AMX: what the machine code computes with its instructions, in the processor or in the emulator, and the emulator.
+"""AMX code on a processor with tiles or in the emulator, and the emulator itself.
 
-Results have the bits of the library with plain arithmetic in place of the instructions, of which test_ops_invariance.py
-shows more. Tiles run in the processor where it has them; there one test withholds permission from a child process,
-which runs the others in the emulator.
+Results are bit-identical to those of a library with plain arithmetic instead of the instructions, which
+test_ops_invariance.py tests further. On a processor with tiles, one test withholds permission from a child process,
+which runs the other tests in the emulator.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.ops.threads import share_between, threads_here
 
 needs_bf16 = pytest.mark.skipif(not build.cpu_features() >= BF16_NEEDS, reason="this CPU lacks AVX-512 BF16")
-# A processor with AMX runs the instructions that configure tiles itself, also in a process without permission.
+# A processor with AMX executes the instructions that configure tiles even in a process without permission.
 CONFIGURES_ITSELF = build.cpu_features() >= TILES_NEEDS
 DTYPE = torch.bfloat16
-# Of check_amx.cpp: the instruction that must refuse it, and how.
+# For each fault of check_amx.cpp, the instruction that must raise it and the exception.
 FAULTS = {
     **dict.fromkeys(("reserved", "tile 8", "rows", "bytes", "half a tile", "palette"), ("LDTILECFG", "#GP")),
     **dict.fromkeys(("shapes", "columns", "pairs", "twice"), ("TDPBF16PS", "#UD")),
@@ -59,7 +59,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """The instructions, and plain arithmetic in place of them."""
+    """Return the library with AMX instructions and the one with plain arithmetic instead."""
     instructions = INSTRUCTIONS if has_tiles_here() else EMULATED
     try:
         made = [ctypes.CDLL(str(build.compiled_library(flags))) for flags in (instructions, PLAIN)]
@@ -83,7 +83,7 @@ def emulated(library: ctypes.CDLL, figure: str) -> int:
 
 @contextlib.contextmanager
 def by_tiles(library: ctypes.CDLL) -> Iterator[None]:
-    """Check that the emulator made products meanwhile; a processor does not count its own."""
+    """Check that the emulator computed products in the meantime; a processor does not count its own."""
     before = None if has_tiles_here() else emulated(library, "products")
     yield
     assert before is None or emulated(library, "products") > before
@@ -94,7 +94,7 @@ def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("features", "granted", "expected"),
+    ("features", "is_granted", "expected"),
     [
         (TILES_NEEDS | BF16_NEEDS, True, True),
         (TILES_NEEDS | BF16_NEEDS, False, False),
@@ -103,22 +103,22 @@ def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
         ({"asimd"}, None, False),
     ],
 )
-def test_where_tiles_run(features, granted, expected):
+def test_tile_support_depends_on_features_and_permission(features, is_granted, expected):
     def permitted() -> bool:
-        assert granted is not None, "the kernel is asked though the processor has no tiles"
-        return granted
+        assert is_granted is not None, "the kernel must not be asked if the processor has no tiles"
+        return is_granted
 
     assert has_tiles(features, permitted) == expected
 
 
 def withheld(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program that gets no permission to use tiles."""
+    """Run a Python program without permission to use tiles."""
     command = [sys.executable, str(Path(__file__).with_name("withhold_tiles.py")), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter is for the system calls of x86-64")
-def test_permission_is_withheld_by_a_filter():
+def test_the_filter_withholds_permission():
     ask = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.syscall({}, {}, 18), ctypes.get_errno())"
     done = withheld("-c", ask.format(ARCH_PRCTL, REQUEST_PERMISSION))
     assert done.stdout == f"-1 {errno.EPERM}\n", done
@@ -126,7 +126,7 @@ def test_permission_is_withheld_by_a_filter():
 
 @pytest.fixture(scope="module")
 def check_amx(tmp_path_factory):
-    """Returns a function that compiles check_amx.cpp with more arguments and returns the program."""
+    """Return a function that compiles check_amx.cpp with further arguments and returns the program."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if platform.machine() != "x86_64" or compiler is None:
         pytest.skip("no compiler for AMX")
@@ -143,18 +143,18 @@ def check_amx(tmp_path_factory):
     return program
 
 
-def told(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def output_of(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("stand_in", [False, True], ids=["this processor", "stand-in for a processor with AMX"])
-def test_the_emulator_does_what_the_manual_says(check_amx, stand_in):
-    if stand_in and CONFIGURES_ITSELF:
-        pytest.skip("this processor needs no stand-in")
-    program = check_amx(f"emulated{stand_in}", EMULATOR, *["-DAMX_STAND_IN"] * stand_in)
-    assert told(program, "results").stdout == "ok\n"
+@pytest.mark.parametrize("has_stand_in", [False, True], ids=["this processor", "simulated processor with AMX"])
+def test_emulator_follows_the_manual(check_amx, has_stand_in):
+    if has_stand_in and CONFIGURES_ITSELF:
+        pytest.skip("this processor needs no simulation")
+    program = check_amx(f"emulated{has_stand_in}", EMULATOR, *["-DAMX_STAND_IN"] * has_stand_in)
+    assert output_of(program, "results").stdout == "ok\n"
     for fault, (instruction, kind) in FAULTS.items():
-        done = told(program, fault)
+        done = output_of(program, fault)
         if CONFIGURES_ITSELF and instruction == "LDTILECFG":
             assert done.returncode == -signal.SIGSEGV, (fault, done)
         else:
@@ -163,25 +163,25 @@ def test_the_emulator_does_what_the_manual_says(check_amx, stand_in):
 
 
 @pytest.mark.skipif(not has_tiles_here(), reason="tiles do not run in this processor")
-def test_the_processor_does_what_the_manual_says(check_amx):
+def test_processor_follows_the_manual(check_amx):
     program = check_amx("native")
-    assert told(program, "results").stdout == "ok\n"
+    assert output_of(program, "results").stdout == "ok\n"
     for fault, (_, kind) in FAULTS.items():
         expected = signal.SIGSEGV if kind == "#GP" else signal.SIGILL
-        assert told(program, fault).returncode == -expected, fault
+        assert output_of(program, fault).returncode == -expected, fault
 
 
 @pytest.mark.skipif(not has_tiles_here(), reason="the emulator runs in this process")
-def test_the_emulator_runs_where_permission_is_withheld():
+def test_emulator_runs_without_permission():
     done = withheld("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__)
     assert done.returncode == 0, done.stdout
-    # Those of products, of attention, of self-tests, of vectors, of the emulator and of the decision.
+    # Tests of products, attention, self-tests, vectors, the emulator and the decision.
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) == 2 + 6 + 1 + 1 + 1 + 6, done.stdout
 
 
 @needs_bf16
 @pytest.mark.skipif(has_tiles_here(), reason="tiles run in this processor")
-def test_vectors_serve_where_the_kernel_gives_no_permission():
+def test_vectors_are_used_without_permission():
     try:
         library = ctypes.CDLL(str(build.compiled_library(INSTRUCTIONS)))
     except (OSError, subprocess.SubprocessError) as error:
@@ -192,11 +192,11 @@ def test_vectors_serve_where_the_kernel_gives_no_permission():
     assert check_attention(CppAttention(library), DTYPE)
 
 
-# Sizes near the least normal number, too: denormal numbers are zeros to the instruction.
+# Scales near the minimum normal number as well, because the instruction flushes denormals to zero.
 @needs_bf16
 @pytest.mark.parametrize("scale", [1.0, 2.0**-63])
 @pytest.mark.usefixtures("two_threads")
-def test_products_have_the_bits_of_plain_arithmetic(libraries, scale):
+def test_products_are_bit_identical_to_plain_arithmetic(libraries, scale):
     ways = [CppOps(library, DTYPE, way="tiles") for library in libraries]
     for outputs, inputs in ((96, 128), (70, 33), (40, 600)):
         x, weight = drawn(100, inputs, scale=scale), drawn(2 * outputs, inputs, scale=scale)
@@ -210,7 +210,7 @@ def test_products_have_the_bits_of_plain_arithmetic(libraries, scale):
                 assert result.equal(whole[rows]), (outputs, inputs, rows)
 
 
-# A prompt, a long one's next chunk, the same from the end of its blocks, decodes.
+# A prompt, the next chunk of a long one, the same from the other end of its blocks, and decodes.
 SEGMENTS = [
     Segment([0] * 70, 0, range(9)),
     Segment([0] * 20, 130, range(9, 28)),
@@ -225,7 +225,7 @@ SEGMENTS = [
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("heads", [(4, 4, 64), (5, 1, 40), (8, 2, 96)], ids=str)
 @pytest.mark.usefixtures("two_threads")
-def test_attention_has_the_bits_of_plain_arithmetic(libraries, heads, window):
+def test_attention_is_bit_identical_to_plain_arithmetic(libraries, heads, window):
     query_heads, kv_heads, dim = heads
     sizes = {"hidden_size": query_heads * dim, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 512}
@@ -245,7 +245,7 @@ def test_attention_has_the_bits_of_plain_arithmetic(libraries, heads, window):
 
 
 @needs_bf16
-def test_the_self_tests_of_the_start_pass(libraries):
+def test_start_up_self_tests_pass(libraries):
     assert check_ops(CppOps(libraries[0], DTYPE, way="tiles"), DTYPE)
     assert rows_are_independent(CppOps(libraries[0], DTYPE, way="tiles"), DTYPE)
     assert check_attention(CppAttention(libraries[0]), DTYPE)
@@ -254,9 +254,9 @@ def test_the_self_tests_of_the_start_pass(libraries):
 @needs_bf16
 @pytest.mark.skipif(CONFIGURES_ITSELF, reason="this processor releases tiles without the emulator's knowledge")
 @pytest.mark.usefixtures("two_threads")
-def test_every_thread_gives_its_tiles_back(libraries):
+def test_every_thread_releases_its_tiles(libraries):
     linear = CppOps(libraries[0], DTYPE, way="tiles").linear(drawn(512, 256), None)
-    for _ in range(8):  # a thread that is late for one product has work in another
+    for _ in range(8):  # a thread that misses one product gets work in another
         linear(drawn(64, 256))
     assert emulated(libraries[0], "threads") >= 2
     assert emulated(libraries[0], "configured") == 0

@@ -1,4 +1,4 @@
-"""The compiled operations on 64-bit ARM: by a cross compiler and under an emulator, both of Debian."""
+"""The compiled operations on 64-bit ARM, by Debian's cross compiler and emulator."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CHECK, OPERATIONS = Path(__file__).with_name("check_ops.cpp"), Path(build.__file
 
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs g++-aarch64-linux-gnu")
-def test_neon_is_right_and_does_not_depend_on_the_batch(tmp_path):
+def test_neon_is_right_and_batch_invariant(tmp_path):
     flags = [flag for flag in build.FLAGS if flag != "-shared"]
     sources = [str(OPERATIONS / name) for name in build.SOURCES if name not in ("layer_ops.cpp", "paged_attention.cpp")]
     program = tmp_path / "check"
     command = [COMPILER, *flags, "-static", f"-I{OPERATIONS}", str(CHECK), *sources, "-o", str(program)]
     subprocess.run(command, check=True, timeout=280)
     if shutil.which(EMULATOR) is None:
-        pytest.skip("compiled; to run it takes qemu-user")
+        pytest.skip("compiled, but running it needs qemu-user")
     done = subprocess.run([EMULATOR, str(program)], capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout == "neon ok\n", done

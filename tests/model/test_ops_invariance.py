@@ -1,7 +1,7 @@
-"""Compiled operations for several processors: right, and the same bits for a row whatever is computed beside it.
+"""Compiled operations for several processors are right and bit-identical for a row in any batch.
 
-Each library is compiled with the flags of a processor that this one can stand in for. test_ops_arm.py does the
-same for ARM under an emulator.
+Each library is compiled with flags of a processor whose instructions this one has. test_ops_arm.py does the same for
+ARM under an emulator.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from skipjoin.model.ops.check import check_ops, rows_are_independent
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
 
-# By the path that the library must name: the flags, and what the processor must have. For AMX plain arithmetic stands
-# in for the instructions, which makes the same bits, as test_ops_amx.py shows.
+# Flags and required processor features by the path that the library must name. For AMX, plain arithmetic replaces the
+# instructions with the same bits, as test_ops_amx.py shows.
 TARGETS = {
     "amx": (amx_cases.PLAIN, amx_cases.BF16_NEEDS),
     "avx512-bf16": (amx_cases.BF16, amx_cases.BF16_NEEDS),
@@ -41,7 +41,7 @@ TARGETS = {
     "avx2": (build.AVX2, build.AVX2_NEEDS),
     "generic": ((), set()),
 }
-# Fewer rows than a tile, one more, several tiles, several blocks of tiles, and threads that share them.
+# Fewer rows than a tile, one more than a tile, several tiles and blocks of tiles, and enough for several threads.
 ROWS = (1, 2, 17, 33, 600, 2048)
 dtypes = pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
 
@@ -60,7 +60,7 @@ def compiled(path: str) -> ctypes.CDLL:
     return made
 
 
-# What the compiler takes `-march=native` for on processors of these kinds, and the path of each.
+# What compilers resolve `-march=native` to on such processors, and the path of each.
 PROCESSORS = {
     ("-march=sapphirerapids",): "amx",
     ("-march=sapphirerapids", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"): "avx512-bf16",
@@ -69,7 +69,7 @@ PROCESSORS = {
     ("-march=haswell",): "avx2",
     ("-march=x86-64",): "generic",
 }
-# What the sources find of instructions, the fastest first.
+# Instruction sets that the sources detect, fastest first.
 MACROS = {
     "SKIPJOIN_TILES": "amx",
     "SKIPJOIN_BF16": "avx512-bf16",
@@ -106,7 +106,7 @@ def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @dtypes
-def test_results_are_right(library, dtype):
+def test_operations_pass_their_checks(library, dtype):
     assert has_dtype(library, dtype) == (dtype != torch.float16 or build.path_of(library) != "generic")
     if has_dtype(library, dtype):
         for way in CppOps(library, dtype).ways():
@@ -116,14 +116,14 @@ def test_results_are_right(library, dtype):
 
 @dtypes
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_row_has_the_same_bits_in_every_batch(library, dtype, quantization):
+def test_rows_are_bit_identical_in_every_batch(library, dtype, quantization):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
-    most, ways = max(ROWS), CppOps(library, dtype, quantization).ways()
+    max_rows, ways = max(ROWS), CppOps(library, dtype, quantization).ways()
     for way, (outputs, inputs) in itertools.product(ways, ((96, 128), (70, 33))):
         ops = CppOps(library, dtype, quantization, way=way)
-        x, weight = drawn(dtype, most, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
-        bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, most, 2 * outputs, seed=3)
+        x, weight = drawn(dtype, max_rows, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
+        bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, max_rows, 2 * outputs, seed=3)
         linears = [ops.linear(weight, bias), ops.linear(weight, bias, "gelu"), ops.gated_linear(weight, None)]
 
         def results(rows: slice) -> list[torch.Tensor]:
@@ -133,31 +133,31 @@ def test_a_row_has_the_same_bits_in_every_batch(library, dtype, quantization):
 
         together = results(slice(None))
         for count in ROWS:
-            for first in (0, most - count):
+            for first in (0, max_rows - count):
                 rows = slice(first, first + count)
                 for ours, expected in zip(results(rows), together, strict=True):
                     assert torch.equal(ours, expected[rows]), (way, outputs, inputs, rows)
 
 
 def residue(linear, x: torch.Tensor) -> torch.Tensor:
-    """What a product's rounding to its type leaves of its sums: their last bits."""
+    """Return the last bits of the sums, which rounding of the product to its type removes."""
     total = -linear(x)
     linear.add_to(x, total)
     return total
 
 
 @pytest.mark.parametrize("floats", [0, 1], ids=["pairs", "floats"])
-def test_a_weight_keeps_the_fastest_way(library, tmp_path, monkeypatch, floats):
+def test_weights_keep_the_fastest_implementation(library, tmp_path, monkeypatch, floats):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path, dtype, asked = build.path_of(library), torch.bfloat16, []
+    path, dtype, choices = build.path_of(library), torch.bfloat16, []
     weights, x = [drawn(dtype, n, 96, seed=n) for n in (64, 70)], drawn(dtype, 40, 96)
     every = {"amx": choice.WAYS, "avx512-bf16": choice.WAYS[:2]}.get(path, choice.WAYS[:1])
     assert CppOps(library, dtype).ways() == every
     by_processor = "floats" if floats and "floats" in every else "vectors"
 
     def fastest(ways, seconds):
-        asked.append((ways, all(seconds(way, 16) > 0 for way in ways)))
-        return ways[-1] if len(asked) == 1 else ways[0]
+        choices.append((ways, all(seconds(way, 16) > 0 for way in ways)))
+        return ways[-1] if len(choices) == 1 else ways[0]
 
     def residues(ways: tuple[str | None, ...]) -> list[torch.Tensor]:
         pairs = zip(weights, ways, strict=True)
@@ -167,21 +167,21 @@ def test_a_weight_keeps_the_fastest_way(library, tmp_path, monkeypatch, floats):
     monkeypatch.setattr(library, "skipjoin_floats_are_faster", lambda: floats)
     has_tiles = path == "amx"
     kept = ("tiles" if has_tiles else by_processor, by_processor)
-    said = ", products in float32" if by_processor == "floats" else ""
-    assert CppOps(library, dtype).path == path + said
+    suffix = ", products in float32" if by_processor == "floats" else ""
+    assert CppOps(library, dtype).path == path + suffix
     expected = residues(kept)
-    for _ in range(2):  # the second time from the file
+    for _ in range(2):  # the second choice is read from the file
         assert all(map(torch.equal, residues((None, None)), expected))
-    assert asked == [((by_processor, "tiles"), True)] * 2 * has_tiles
+    assert choices == [((by_processor, "tiles"), True)] * 2 * has_tiles
     assert [file.name.split("-")[1] for file in (tmp_path / "skipjoin").glob("*.json")] == ["amx"] * has_tiles
-    # The ways differ, so that this says something.
+    # The paths differ, so that this test can fail.
     others = [residues((way, way)) for way in every]
     for one, other in itertools.combinations(others, 2):
         assert not any(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_floats_have_the_bits_of_a_processor_without_pairs(quantization):
+def test_float_products_are_bit_identical_without_bfloat16_pairs(quantization):
     with_pairs, without = compiled("avx512-bf16"), compiled("avx512")
     each = [
         CppOps(with_pairs, torch.bfloat16, quantization, way="floats"),
@@ -193,14 +193,14 @@ def test_floats_have_the_bits_of_a_processor_without_pairs(quantization):
 
 
 @dtypes
-def test_weights_of_8_bits(library, dtype):
+def test_int8_weights_are_scaled_per_output(library, dtype):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
     x, bias, total = drawn(dtype, 20, 77), drawn(dtype, 150, seed=2), drawn(dtype, 20, 150, seed=3)
     weight = drawn(dtype, 150, 77, seed=1)
     weight[3] = 0
-    weight[4, 5] = 900  # an outlier costs its own output digits, and no other
-    # The rule itself: round(weight / scale), of which the largest of an output is 127.
+    weight[4, 5] = 900  # an outlier costs precision in its own output only
+    # The rule itself: round(weight / scale), with a maximum of 127 per output.
     scale = (weight.float().abs().amax(1, keepdim=True) / 127).double()
     rounded = (weight / scale.clamp(min=1e-9)).round() * scale
     ops, plain = CppOps(library, dtype, "int8"), TorchOps()
@@ -218,21 +218,21 @@ def test_weights_of_8_bits(library, dtype):
     assert kept < as_is * (0.35 if dtype == torch.float32 else 0.65)
 
 
-# Query heads, key-value heads, size of a head; the second has a group of five, and a size of no whole vector.
+# Query heads, key-value heads and head size; the second has groups of five and a size of no whole vector.
 HEADS = [(4, 4, 64), (5, 1, 40), (2, 2, 300)]
-# The last of them in reversed blocks.
+# The last cut has reversed blocks.
 CUTS = {
     "tokens": [1] * 300,
     "pieces": [7, 1, 120, 1, 64, 40, 2, 65],
     "halves": [150, 150],
-    "all but the last": [299, 1],
+    "a long and a short one": [299, 1],
 }
 
 
 @dtypes
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_a_token_has_the_same_bits_however_its_prompt_is_cut(library, dtype, heads, window):
+def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
     query_heads, kv_heads, dim = heads
@@ -242,13 +242,13 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(library, dtype, hea
     qkv = drawn(dtype, 300, query_heads + 2 * kv_heads, dim)
     tables = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
 
-    def attended(cut: list[int], beside: bool, reverse: bool = False) -> torch.Tensor:
+    def attended(cut: list[int], with_others: bool, reverse: bool = False) -> torch.Tensor:
         kv, outputs, start = PagedKV(60, 8, config, dtype, "cpu"), [], 0
         kv.tensor.fill_(torch.nan)
         for count in cut:
             segments = [Segment([0] * count, start, tables[:38], offset=3 * reverse, reverse=reverse)]
             parts = [qkv[start : start + count]]
-            if beside:  # a decode and a prompt of others
+            if with_others:  # other sequences: a decode and a prompt
                 segments += [Segment([0], 0, tables[38:39]), Segment([0] * 30, 0, tables[39:])]
                 parts += [qkv[:1], qkv[:30]]
             batch = PackedBatch.build(segments, 8)
@@ -258,21 +258,23 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(library, dtype, hea
             start += count
         return torch.cat(outputs)
 
-    whole = attended([300], beside=False)
+    whole = attended([300], with_others=False)
     assert whole.isfinite().all()
     for name, cut in CUTS.items():
         if name == "tokens" and heads != HEADS[0]:
-            continue  # the others have a long enough run of decodes in `pieces`
-        assert torch.equal(attended(cut, beside=name != "halves", reverse=name == "all but the last"), whole), name
+            continue  # in `pieces` the others decode for long enough
+        assert torch.equal(
+            attended(cut, with_others=name != "halves", reverse=name == "a long and a short one"), whole
+        ), name
 
 
-def test_one_line_says_what_runs(caplog):
+def test_one_log_line_names_the_path(caplog):
     raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
     build.say_once.cache_clear()
     with caplog.at_level(logging.INFO):
         ops, _ = (random_model(raw, dtype="bfloat16").ops for _ in range(2))
-    (said,) = [line for line in caplog.messages if "CPU operations" in line]
-    assert said.startswith(f"CPU operations: {ops.path}")
+    (message,) = [line for line in caplog.messages if "CPU operations" in line]
+    assert message.startswith(f"CPU operations: {ops.path}")
 
 
 @pytest.mark.parametrize(
@@ -296,14 +298,14 @@ def test_one_line_says_what_runs(caplog):
         (None, {"avx2"}, "a C++ compiler makes them several times faster: install g++ or clang++, or set CXX"),
     ],
 )
-def test_what_is_lost(path, features, why, monkeypatch):
+def test_slower_paths_report_the_reason(path, features, why, monkeypatch):
     monkeypatch.setattr(backends, "cpu_features", lambda: features)
     assert why in backends._slower(path)
     assert bool(why) == bool(backends._slower(path))
 
 
 class RowsMatter(TorchOps):
-    """A product whose last bit depends on the number of rows."""
+    """Operations whose products depend in the last bit on the number of rows."""
 
     def linear(self, weight, bias, activation=None):
         exact = super().linear(weight, bias, activation)
@@ -311,14 +313,14 @@ class RowsMatter(TorchOps):
 
 
 class CutsMatter(TorchAttention):
-    """Attention whose last bit depends on the number of tokens."""
+    """Attention that depends in the last bit on the number of tokens."""
 
     def attend(self, query, *arguments, **options):
         out = super().attend(query, *arguments, **options)
         return out.nextafter(torch.tensor(torch.inf)) if len(query) == 1 else out
 
 
-def test_self_tests_see_a_single_bit():
+def test_self_tests_detect_single_bit_errors():
     library = build.load_library()
     assert not rows_are_independent(RowsMatter(), torch.float32)
     assert not cuts_change_nothing(CutsMatter(), torch.float32)

@@ -1,4 +1,4 @@
-"""The threads that compiled operations share: forked processes, two callers at once, and rest while nothing runs."""
+"""Threads of the compiled operations: forked processes, concurrent callers, and sleep while idle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def share():
 
 
 def products(ops: CppOps, seed: int) -> torch.Tensor:
-    """Of a large product, again and again: they must be the same."""
+    """Compute a large product repeatedly and assert that all results are equal."""
     generator = torch.Generator().manual_seed(seed)
     linear = ops.linear(torch.randn(400, 96, generator=generator), None)
     x = torch.randn(130, 96, generator=generator)
@@ -38,14 +38,14 @@ def products(ops: CppOps, seed: int) -> torch.Tensor:
 
 
 @needs_library
-def test_callers_at_the_same_time(share):
+def test_concurrent_callers_get_right_results(share):
     alone = [products(CppOps(LIBRARY, torch.float32), seed) for seed in range(4)]
     with ThreadPoolExecutor(4, initializer=partial(threads.share_between, THREADS)) as callers:
         together = list(callers.map(lambda seed: products(CppOps(LIBRARY, torch.float32), seed), range(4)))
     assert all(map(torch.equal, alone, together))
 
 
-# A forked process has none of the threads; that of the parent that forks in the middle of a run has a run, too.
+# A forked child has none of the threads, and the parent's other thread runs a product during the forks.
 FORK = """
 import os, signal, sys, threading
 import torch
@@ -78,22 +78,22 @@ sys.exit(max(codes))
 
 
 @needs_library
-def test_forked_processes_have_threads_of_their_own():
+def test_forked_processes_start_their_own_threads():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=120)
 
 
 @needs_library
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are not shown here")
-def test_threads_sleep_while_nothing_runs(share):
+def test_threads_sleep_while_idle(share):
     products(CppOps(LIBRARY, torch.float32), 0)
     tasks = [task for task in Path("/proc/self/task").iterdir() if "pool" in (task / "comm").read_text()]
     assert len(tasks) >= THREADS - 1
     awake = list(tasks)
-    while awake:  # the time limit of the tests ends this
+    while awake:  # bounded by the test's timeout
         awake = [task for task in awake if (task / "stat").read_text().rpartition(")")[2].split()[0] != "S"]
 
 
-def test_number_of_threads(monkeypatch, caplog):
+def test_number_of_threads_follows_the_limits(monkeypatch, caplog):
     monkeypatch.setattr(threads, "usable_cpus", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert threads.default_threads() == 2
@@ -107,7 +107,7 @@ def test_number_of_threads(monkeypatch, caplog):
 
 
 @needs_library
-def test_torch_keeps_to_the_calling_thread():
+def test_torch_uses_the_calling_thread_only():
     def count() -> tuple[int, int]:
         CppOps(LIBRARY, torch.float32).use_threads(2)
         return threads.threads_here(), torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Memory of ours that CUDA locks, and what there is where it does not. CUDA is faked."""
+"""Page-locked memory that CUDA registers, and the fallbacks where it cannot, with a fake CUDA runtime."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ SHAPE = TINY | {"num_attention_heads": 2, "max_position_embeddings": 8}
 
 
 class FakeRuntime:
-    """Stands where CUDA's runtime would. code: what registering answers. locked: sizes by address."""
+    """Fake CUDA runtime.
+
+    Args:
+        code: Return code of registration, or the error it raises.
+
+    Attributes:
+        locked: Sizes by address.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
         self.code = code
@@ -44,20 +51,20 @@ class FakeRuntime:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes that torch was asked for as page-locked memory of its own."""
+    """Return the sizes of page-locked memory requested from torch."""
     sizes: list[int] = []
     zeros = torch.zeros
 
-    def asked(size: Any, *, pin_memory: bool = False, **rest: Any) -> torch.Tensor:
+    def recording_zeros(size: Any, *, pin_memory: bool = False, **rest: Any) -> torch.Tensor:
         if pin_memory:
             sizes.append(size)
         return zeros(size, **rest)
 
-    monkeypatch.setattr(torch, "zeros", asked)
+    monkeypatch.setattr(torch, "zeros", recording_zeros)
     return sizes
 
 
-def test_memory_is_locked_where_it_lies_and_in_no_other_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_locked_in_place_with_its_exact_size(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = FakeRuntime(monkeypatch)
     memory, unlock = page_locked_bytes(SIZE)
     assert memory.shape == (SIZE,)
@@ -68,7 +75,7 @@ def test_memory_is_locked_where_it_lies_and_in_no_other_size(monkeypatch: pytest
     assert runtime.locked == {}
 
 
-def test_a_cache_unlocks_its_memory_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_caches_unlock_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = FakeRuntime(monkeypatch)
     cache = PagedKV(5, 4, ModelConfig.from_dict(SHAPE), torch.bfloat16, "cpu", pin=True)
     view = cache.block_view()
@@ -77,11 +84,11 @@ def test_a_cache_unlocks_its_memory_when_it_goes(monkeypatch: pytest.MonkeyPatch
     del cache
     gc.collect()
     assert runtime.locked == {}
-    view.fill_(1)  # the memory itself is there as long as somebody has it
+    view.fill_(1)  # the memory itself lives as long as its views
 
 
 @pytest.mark.parametrize("code", [2, 801, RuntimeError("no CUDA")])
-def test_what_cuda_refuses_torch_locks(
+def test_torch_locks_memory_that_cuda_rejects(
     monkeypatch: pytest.MonkeyPatch, pinned: list[int], code: int | RuntimeError
 ) -> None:
     if isinstance(code, int):
@@ -99,13 +106,13 @@ def test_what_cuda_refuses_torch_locks(
 
 
 @pytest.mark.parametrize("cuts", [False, True])
-def test_what_nobody_locks_is_plain_memory_with_a_warning(
+def test_memory_that_cannot_be_locked_is_pageable_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, pinned: list[int], caplog: pytest.LogCaptureFixture, *, cuts: bool
 ) -> None:
-    """Torch would round it up to more than there is, or fails."""
+    """Torch would round the size up to more than is available, or fails."""
     FakeRuntime(monkeypatch, 2)
     if cuts:
-        pages = {"SC_AVPHYS_PAGES": 4 - 1, "SC_PAGE_SIZE": 4096}  # it would take four
+        pages = {"SC_AVPHYS_PAGES": 4 - 1, "SC_PAGE_SIZE": 4096}  # torch would take four
         monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     else:
 
@@ -124,7 +131,7 @@ def test_what_nobody_locks_is_plain_memory_with_a_warning(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_locked_memory_is_what_cuda_takes_for_page_locked() -> None:
+def test_cuda_recognizes_locked_memory() -> None:
     for _ in range(3):  # the same addresses, again and again
         memory, unlock = page_locked_bytes(64 << 20)
         assert memory.is_pinned()

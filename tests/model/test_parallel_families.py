@@ -1,4 +1,4 @@
-"""Every family on several ranks: the logits that one rank computes."""
+"""Every family computes the same logits on several ranks as on one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipjoin.model.parallel import Alone
 from support.thread_ranks import Meeting, ThreadGroup, on_ranks
 
 LENGTHS = (1, 5, 18)
-# Tensor ranks and stages. With 2 key-value heads, 4 tensor ranks share them two by two.
+# Tensor ranks and stages. Four tensor ranks share two key-value heads.
 LAYOUTS = ((2, 1), (4, 1), (1, 2), (2, 2))
 
 
@@ -35,7 +35,7 @@ def logits(model) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["torch", "auto"])
-def test_logits_are_those_of_one_rank(saved, attention):
+def test_ranks_compute_the_logits_of_one_rank(saved, attention):
     expected = logits(load_model(saved, dtype="float32", attention=attention))
     for tp, pp in LAYOUTS:
 
@@ -47,7 +47,7 @@ def test_logits_are_those_of_one_rank(saved, attention):
             for ours, theirs in zip(found[rank], expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
         assert all(len(one) == 0 for rank in range(tp * (pp - 1)) for one in found[rank])
-        # All ranks that sample do so from the same numbers.
+        # All sampling ranks must have identical logits.
         for rank in range(tp * (pp - 1), tp * pp):
             assert all(torch.equal(a, b) for a, b in zip(found[rank], found[-1], strict=True))
 
@@ -65,7 +65,7 @@ def raw(name: str, **changes) -> dict:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt-neox", "opt"])
 @pytest.mark.parametrize(("layers", "stages"), [(3, 2), (5, 3)])
-def test_layers_that_do_not_divide_and_random_weights(name, layers, stages):
+def test_uneven_stages_and_random_weights_match_one_rank(name, layers, stages):
     changed = raw(name, num_hidden_layers=layers, layer_types=None)
     expected = logits(random_model(changed, seed=4))
     found = on_ranks(1, stages, lambda group: logits(random_model(changed, seed=4, group=group)))
@@ -73,9 +73,9 @@ def test_layers_that_do_not_divide_and_random_weights(name, layers, stages):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
-# Sums over the ranks for the embedding and for each of two layers; GPT-NeoX adds attention and MLP up together.
+# Reductions for the embedding and each of two layers; GPT-NeoX reduces attention and MLP together.
 @pytest.mark.parametrize(("name", "sums"), [("llama", 5), ("opt", 5), ("gpt-neox", 3), ("gpt-neox-serial", 5)])
-def test_ranks_speak_as_little_as_they_can(name, sums):
+def test_ranks_use_the_minimum_of_collectives(name, sums):
     def calls(group: ThreadGroup) -> dict[str, int]:
         model = random_model(raw(name), group=group)
         kv = PagedKV(4, 4, model.config, model.dtype, "cpu", shard=model.shard)
@@ -87,14 +87,14 @@ def test_ranks_speak_as_little_as_they_can(name, sums):
     assert (first["send"], first["receive"], second["send"], second["receive"]) == (1, 0, 0, 1)
 
 
-def test_a_rank_alone_says_nothing(monkeypatch):
+def test_a_single_rank_uses_no_collectives(monkeypatch):
     model = random_model(raw("llama"))
     for name in ("count_once", "all_reduce", "send", "receive"):
         monkeypatch.setattr(Alone, name, None)
     assert all(len(one) for one in logits(model))
 
 
-def test_tokens_outside_the_vocabulary_are_refused_on_every_rank():
+def test_tokens_outside_the_vocabulary_are_rejected_on_every_rank():
     def work(group):
         model = random_model(raw("llama"), group=group)
         kv = PagedKV(4, 4, model.config, model.dtype, "cpu", shard=model.shard)
@@ -104,7 +104,7 @@ def test_tokens_outside_the_vocabulary_are_refused_on_every_rank():
     on_ranks(2, 1, work)
 
 
-def test_a_rank_that_fails_does_not_keep_the_others_waiting():
+def test_a_failed_rank_does_not_block_others():
     def work(group):
         if group.shard.rank == 1:
             raise ZeroDivisionError
@@ -115,7 +115,7 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting():
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-def test_a_rank_holds_the_kv_of_its_heads_and_layers(tp, pp):
+def test_ranks_hold_the_kv_of_their_heads_and_layers(tp, pp):
     config = ModelConfig.from_dict(raw("llama"))  # 2 layers, 2 key-value heads of 16
     for group in Meeting(tp, pp).groups():
         kv = PagedKV(3, 4, config, torch.bfloat16, "cpu", shard=group.shard)

@@ -1,4 +1,4 @@
-"""What a rank owns, which sizes fit a model, and that a rank reads no more than its own."""
+"""Shards of ranks, sizes that fit a model, and reading of a rank's own weights only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shards(tp: int, pp: int = 1) -> list[Shard]:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_the_ranks_of_a_stage_own_everything_once(tp):
+def test_ranks_of_a_stage_partition_the_weights(tp):
     for kind, total in zip(KINDS, (24, 80, 101), strict=True):
         parts = [getattr(shard, kind)(CONFIG) for shard in shards(tp)]
         assert [one for part in parts for one in part] == list(range(total))
@@ -44,7 +44,7 @@ def test_the_ranks_of_a_stage_own_everything_once(tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_every_query_head_finds_its_key_value_head(tp):
+def test_query_heads_share_a_rank_with_their_key_value_head(tp):
     for shard in shards(tp):
         heads, kv_heads = shard.heads(CONFIG), shard.kv_heads(CONFIG)
         for index, head in enumerate(heads):
@@ -60,7 +60,7 @@ def test_stages_differ_by_at_most_one_layer(pp):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_places():
+def test_ranks_are_numbered_by_stage():
     assert [(s.pp_rank, s.tp_rank, s.rank, s.is_first, s.is_last) for s in shards(2, 2)] == [
         (0, 0, 0, True, False),
         (0, 1, 1, True, False),
@@ -81,12 +81,12 @@ def test_places():
         ((0, 1, 0, -1), "pp_size must be at least 1, got -1"),
     ],
 )
-def test_places_that_are_none(arguments, message):
+def test_invalid_shards_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         Shard(*arguments)
 
 
-def test_a_rank_that_there_is_not():
+def test_ranks_out_of_range_are_rejected():
     with pytest.raises(ValueError, match=r"rank must be in \[0, 3\], got 4"):
         Shard.of_rank(4, 2, 2)
 
@@ -103,18 +103,18 @@ def test_a_rank_that_there_is_not():
         (1, 8, r"pipeline_parallel_size must be in \[1, 7\], .* got 8; the nearest that fits is 7$"),
     ],
 )
-def test_sizes_refused(tp, pp, message):
+def test_sizes_that_do_not_fit_are_rejected(tp, pp, message):
     with pytest.raises(ModelError, match=message):
         check_shards(CONFIG, tp, pp)
 
 
-def test_sizes_taken():
+def test_sizes_that_fit_are_accepted():
     for tp in (1, 2, 4, 8):
         for pp in range(1, 8):
             check_shards(CONFIG, tp, pp)
 
 
-def test_a_model_refuses_sizes_that_do_not_fit(tmp_path):
+def test_models_reject_sizes_that_do_not_fit(tmp_path):
     save_reference("llama", tmp_path)
     group = Meeting(3, 1).groups()[0]
     with pytest.raises(ModelError, match=r"tensor_parallel_size must divide the model's 4 attention heads, got 3"):
@@ -127,7 +127,7 @@ def test_a_model_refuses_sizes_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize(
     "part", [{}, {"rows": range(10, 37)}, {"columns": range(48, 64)}, {"rows": range(0, 1), "columns": range(2, 5)}]
 )
-def test_parts_on_disk_and_drawn_are_those_of_whole_tensors(tmp_path, part):
+def test_read_and_random_parts_equal_slices_of_whole_tensors(tmp_path, part):
     save_reference("llama", tmp_path)
     config = ModelConfig.from_folder(tmp_path)
     name, shape = "model.embed_tokens.weight", (101, 64)
@@ -146,7 +146,11 @@ def test_parts_on_disk_and_drawn_are_those_of_whole_tensors(tmp_path, part):
 
 
 class HostCopy:
-    """Counts the numbers that are read of each tensor of a file. wholes: names of those that were read at once."""
+    """File that counts the elements read of each tensor.
+
+    Args:
+        wholes: Names of tensors that were read whole.
+    """
 
     def __init__(self, file, read: Counter[str], wholes: set[str]) -> None:
         self._file, self._read, self._wholes = file, read, wholes
@@ -179,7 +183,7 @@ class HostCopy:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "llama-biases", "qwen3", "opt", "gpt-neox"])
-def test_a_rank_reads_only_what_it_owns(tmp_path, monkeypatch, name):
+def test_ranks_read_only_their_own_weights(tmp_path, monkeypatch, name):
     save_reference(name, tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         sizes = {key: file.get_tensor(key).numel() for key in file.keys()}  # noqa: SIM118
@@ -197,7 +201,7 @@ def test_a_rank_reads_only_what_it_owns(tmp_path, monkeypatch, name):
         for key, count in read.items():
             layer = next((int(part) for part in key.split(".") if part.isdigit()), None)
             assert layer is None or layer == group.shard.pp_rank, key
-            # Norms, positions, biases of what is added up.
+            # Norms, position embeddings and biases of reduced outputs are read whole.
             is_own = "norm" in key or "positions" in key or key.endswith(_SUMMED_BIASES)
             assert is_own == (key in wholes), key
             assert count == sizes[key] if is_own else abs(count - sizes[key] / 2) <= sizes[key] / 101, key
@@ -206,13 +210,13 @@ def test_a_rank_reads_only_what_it_owns(tmp_path, monkeypatch, name):
         if "norm" in key:
             assert count == 2 * sizes[key]
         elif tied and "embed_tokens" in key:
-            assert count == 2 * sizes[key]  # the last stage needs it for the logits
+            assert count == 2 * sizes[key]  # the last stage also needs it for the logits
         elif "positions" in key:
             assert count == 2 * sizes[key]
         else:
             assert count == sizes[key], key
-    left = set(sizes) - set(total)
-    assert left <= ({"lm_head.weight"} if tied else set())
+    unread = set(sizes) - set(total)
+    assert unread <= ({"lm_head.weight"} if tied else set())
 
 
 _SUMMED_BIASES = ("o_proj.bias", "down_proj.bias", "out_proj.bias", "fc2.bias", "dense.bias", "dense_4h_to_h.bias")

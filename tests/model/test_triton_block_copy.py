@@ -1,4 +1,4 @@
-"""Many small blocks in one launch: what plain indexing does, and code for cards that are not here."""
+"""Copies of many small blocks in one launch, against plain indexing, and code generation for absent GPUs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 def random_bytes(blocks: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bit patterns, NaN included, since copies must not look at them."""
+    """Return arbitrary bit patterns, NaN included, which copies must preserve."""
     size = (blocks, elements * dtype.itemsize)
     return torch.randint(0, 256, size, dtype=torch.uint8).view(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("elements", [16, 1000, 4096, 10_001, 3 * 4096])
-def test_rows_go_where_they_belong_and_no_others_change(dtype: torch.dtype, elements: int) -> None:
+def test_rows_are_copied_without_changing_others(dtype: torch.dtype, elements: int) -> None:
     source, target = random_bytes(9, elements, dtype), random_bytes(7, elements, dtype)
     to, rows = torch.tensor([6, 0, 3, 4]), torch.tensor([2, 8, 7, 0])
     expected = target.clone()
@@ -37,8 +37,8 @@ def test_rows_go_where_they_belong_and_no_others_change(dtype: torch.dtype, elem
     assert torch.equal(moved.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_more_blocks_than_programs_and_rows_of_a_larger_tensor() -> None:
-    """The rows of either side lie apart."""
+def test_strided_rows_and_more_blocks_than_programs() -> None:
+    """The rows of both sides are strided."""
     wide = random_bytes(64, 300, torch.float32)
     source, target = wide[:, 40:100], torch.zeros(64, 80)[:, :60]
     order = torch.randperm(64)
@@ -46,7 +46,7 @@ def test_more_blocks_than_programs_and_rows_of_a_larger_tensor() -> None:
     assert torch.equal(moved.cpu().view(torch.int32)[order], source.contiguous().view(torch.int32))
 
 
-def test_no_blocks_are_no_launch_and_rows_must_be_alike() -> None:
+def test_empty_copies_and_mismatched_rows() -> None:
     pool, none = torch.zeros(2, 4), torch.empty(0, dtype=torch.int64)
     copy_blocks(pool, pool, none, none)
     with pytest.raises(ValueError, match=r"rows of torch.float32 4 do not fit torch.float32 8"):
@@ -56,7 +56,7 @@ def test_no_blocks_are_no_launch_and_rows_must_be_alike() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 20), (torch.bfloat16, 64), (torch.bfloat16, 7)])
-def test_slots_of_all_heads_go_to_the_same_slots(dtype: torch.dtype, dim: int) -> None:
+def test_slots_are_copied_for_all_heads(dtype: torch.dtype, dim: int) -> None:
     size, heads = 16, 3
     source, target = (
         random_bytes(blocks, heads * size * dim, dtype).view(blocks, heads, size, dim) for blocks in (9, 7)
@@ -72,7 +72,7 @@ def test_slots_of_all_heads_go_to_the_same_slots(dtype: torch.dtype, dim: int) -
         copy_spans(moved, source[..., :1], parts)
 
 
-# In a process of its own: here the kernels are interpreted.
+# Compilation needs a process of its own, because this one interprets kernels.
 COMPILE = """
 import re, subprocess, sys
 from pathlib import Path
@@ -95,14 +95,14 @@ print(compiled.asm["ptx"])
 
 
 @pytest.mark.parametrize("capability", [90])
-def test_it_compiles_to_loads_and_stores_of_16_bytes(capability: int) -> None:
+def test_kernel_uses_16_byte_loads_and_stores(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, str(capability), "*i32"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
     assert run.returncode == 0, run.stderr
     loads = re.findall(r"ld\.global\S*\.v4\.b32", run.stdout)
     stores = re.findall(r"st\.global\S*\.v4\.b32", run.stdout)
-    # What a thread moves of a chunk, 4 words at a time, and nothing but the two ids by other loads.
+    # A thread moves its part of a chunk 4 words at a time; the only other loads are the two ids.
     wanted = block_copy._CHUNK // (32 * block_copy._WARPS) // 4
     assert (len(loads), len(stores)) == (wanted, wanted)
     assert len(re.findall(r"ld\.global", run.stdout)) == wanted + 2

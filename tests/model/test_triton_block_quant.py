@@ -1,4 +1,4 @@
-"""The kernels that quantise KV blocks make the bits that torch's operations make, and are code for cards."""
+"""The kernels that quantize KV blocks are bit-identical to torch's operations and compile for GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from quant_cases import DTYPES, check_bound, fill, pools, same_rows, there_and_back, without_subnormals
+from quant_cases import DTYPES, check_bound, fill, pools, round_trip, same_rows, without_subnormals
 
 pytest.importorskip("triton")
 
@@ -20,10 +20,10 @@ from skipjoin.model.ops.block_quant import TorchQuantizer
 HAS_GPU = torch.cuda.is_available()
 
 
-# Tiles of more tokens than a block has, of fewer, and of a block that is no power of two.
+# Tiles of more and fewer tokens than a block, and a block size that is not a power of two.
 @pytest.mark.parametrize(("block_size", "dim", "last"), [(16, 64, 5), (7, 40, 7), (24, 16, 1), (96, 80, 67)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernels_make_the_same_bits(
+def test_kernels_are_bit_identical_to_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_size: int, dim: int, last: int
 ) -> None:
     monkeypatch.setattr(block_quant, "_TILE", 2048)
@@ -34,18 +34,18 @@ def test_the_kernels_make_the_same_bits(
             host.tensor = host.tensor.pin_memory()
         fill(kv, block_size)
         kv.tensor.copy_(without_subnormals(kv.tensor))
-        before, after = there_and_back(by, kv, host, last)
+        before, after = round_trip(by, kv, host, last)
         found.append(host)
         numbers.append(without_subnormals(after))
     assert same_rows(*found)
     if HAS_GPU or dtype != torch.bfloat16:
         check_bound(before, after, last)
         assert torch.equal(*numbers)
-    else:  # the interpreter cuts where cards round
+    else:  # the interpreter truncates where GPUs round
         torch.testing.assert_close(*numbers, rtol=2.0**-7, atol=0.0)
 
 
-# In a process of its own: here the kernels are interpreted.
+# Compilation needs a process of its own, because this one interprets kernels.
 COMPILE = """
 import sys
 import triton
@@ -68,12 +68,12 @@ for kernel in (block_quant._quantize, block_quant._dequantize):
 
 
 @pytest.mark.parametrize("capability", [90])
-def test_they_compile_and_move_several_numbers_at_a_time(capability: int) -> None:
+def test_kernels_use_16_byte_loads_and_stores(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, str(capability)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
     assert run.returncode == 0, run.stderr
-    # Numbers and codes go by 16 bytes of a thread, both ways.
+    # A thread loads and stores values and codes 16 bytes at a time.
     for kernel in run.stdout.split(".visible .entry ")[1:]:
         assert re.search(r"ld\.global\S*\.v4\.b32", kernel)
         assert re.search(r"st\.global\S*\.v4\.b32", kernel)

@@ -1,6 +1,6 @@
-"""Triton kernels of norms and activations, interpreted where there is no card: against float64, in poisoned memory.
+"""Triton kernels of norms and activations against float64, in memory full of NaN, on a GPU or in the interpreter.
 
-In the interpreter bfloat16 results are cut off, not rounded: its tolerance is that of a value's last place.
+The interpreter truncates bfloat16 results instead of rounding them, so its tolerance is one unit in the last place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMIT = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Memory that nobody wrote is NaN."""
+    """Fill uninitialized memory with NaN."""
     empty = torch.empty
 
     def full_of_nan(*shape, **options) -> torch.Tensor:
@@ -52,64 +52,64 @@ def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
-    """Relative error of the whole against a float64 result."""
+    """Assert that the relative error of the whole tensor against a float64 result is small."""
     assert ours.is_contiguous()
     assert (ours.double() - expected).norm() <= LIMIT[ours.dtype] * expected.norm()
 
 
-def exact_norm(x, weight, bias, centre: bool) -> torch.Tensor:
+def exact_norm(x, weight, bias, center: bool) -> torch.Tensor:
     x = x.double()
-    if centre:
+    if center:
         x = x - x.mean(-1, keepdim=True)
     x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     x = x if weight is None else x * weight.double()
     return x if bias is None else x + bias.double()
 
 
-def exercise_norms(dtype: torch.dtype, rows: int, width: int, centre: bool, affine: bool) -> None:
-    """All ways to call the kernel on [rows, width]; guards around what it may write."""
-    # A mean far from zero: squares must be of the centred values.
+def exercise_norms(dtype: torch.dtype, rows: int, width: int, center: bool, affine: bool) -> None:
+    """Call the kernel in all ways on [rows, width], with guards around its outputs."""
+    # The mean is far from zero, so that only squares of centered values are precise.
     x, product = drawn(dtype, rows, width) + 3, drawn(dtype, rows, width, seed=1)
     weight = drawn(dtype, width, seed=2) if affine else None
-    bias = drawn(dtype, width, seed=3) if affine and centre else None
-    assert_near(normalize(x, weight, bias, 1e-5, centre=centre), exact_norm(x, weight, bias, centre))
+    bias = drawn(dtype, width, seed=3) if affine and center else None
+    assert_near(normalize(x, weight, bias, 1e-5, centre=center), exact_norm(x, weight, bias, center))
     framed = torch.full((rows + 2, width), torch.nan, dtype=dtype, device=DEVICE)
     total = framed[1:-1]
     total.copy_(x)
-    ours = normalize(total, weight, bias, 1e-5, centre=centre, product=product)
+    ours = normalize(total, weight, bias, 1e-5, centre=center, product=product)
     assert_near(total, x.double() + product.double())
-    assert_near(ours, exact_norm(total, weight, bias, centre))
+    assert_near(ours, exact_norm(total, weight, bias, center))
     assert framed[0].isnan().all()
     assert framed[-1].isnan().all()
 
 
 @dtypes
-@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize(("rows", "width", "affine"), [(3, 1, True), (5, 17, False), (2, 100, True), (1, 1400, True)])
-def test_norms(dtype, centre, rows, width, affine):
-    exercise_norms(dtype, rows, width, centre, affine)
+def test_norms(dtype, center, rows, width, affine):
+    exercise_norms(dtype, rows, width, center, affine)
 
 
 @dtypes
-@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize(("heads", "width"), [(3, 16), (5, 40), (1, 24)])
-def test_norms_of_heads_are_strided(dtype, centre, heads, width):
+def test_norms_of_strided_heads(dtype, center, heads, width):
     qkv = drawn(dtype, 11, heads + 3, width)
     before = qkv.clone()
     weight = drawn(dtype, width, seed=1)
     picked = qkv[:, 2 : 2 + heads]
-    ours = normalize(picked, weight, None, 1e-5, centre=centre)
+    ours = normalize(picked, weight, None, 1e-5, centre=center)
     assert ours.shape == picked.shape
-    assert_near(ours, exact_norm(picked, weight, None, centre))
+    assert_near(ours, exact_norm(picked, weight, None, center))
     assert torch.equal(qkv, before)
 
 
 @dtypes
 @pytest.mark.parametrize(("rows", "width"), [(2, 1), (3, 70), (2, 1030)])
-# Where exp is infinite, the result is zero.
+# The result is zero where exp overflows.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_silu_and_mul(dtype, rows, width):
-    # Numbers that overflow exp, too.
+    # Includes values that overflow exp.
     x = drawn(dtype, rows, 2 * width + 5) * 4
     x[0, :1] = -200
     x = x[:, : 2 * width]
@@ -118,12 +118,12 @@ def test_silu_and_mul(dtype, rows, width):
 
 
 def exercise_activation(dtype: torch.dtype, rows: int, width: int, name: str) -> None:
-    """With bias and without, in place; guards around what the kernel may write."""
+    """Call the kernel in place with and without bias, with guards around its outputs."""
     framed = torch.full((rows + 2, width + 3), torch.nan, dtype=dtype, device=DEVICE)
     x = framed[1:-1, :width]
     for bias in (None, drawn(dtype, width, seed=1)):
         x.copy_(drawn(dtype, rows, width) * 4)
-        # A number that overflows exp, too.
+        # Includes a value that overflows exp.
         x[0, 0] = -200
         expected = activated(name, x.double() if bias is None else x.double() + bias.double())
         assert bias_and_activation(x, bias, name) is x
@@ -147,7 +147,7 @@ def some_ops(dtype: torch.dtype) -> list:
 
 
 @dtypes
-def test_sums_and_the_norm_that_follows(dtype):
+def test_residual_sums_and_the_following_norm(dtype):
     x, weight = drawn(dtype, 9, 48), drawn(dtype, 80, 48, seed=1)
     total, bias, scale = drawn(dtype, 9, 80, seed=2), drawn(dtype, 80, seed=3), drawn(dtype, 80, seed=4)
     for ops in some_ops(dtype):
@@ -157,16 +157,16 @@ def test_sums_and_the_norm_that_follows(dtype):
             plain = total.clone()
             assert linear.add_to(x, plain) is plain
             assert_near(plain, expected)
-            for norm, centre in ((ops.rms_norm(scale, 1e-5), False), (ops.layer_norm(80, scale, bias, 1e-5), True)):
+            for norm, center in ((ops.rms_norm(scale, 1e-5), False), (ops.layer_norm(80, scale, bias, 1e-5), True)):
                 fused = total.clone()
                 ours = linear.add_to(x, fused, norm)
                 assert_near(fused, expected)
-                assert_near(ours, exact_norm(fused, scale, bias if centre else None, centre))
+                assert_near(ours, exact_norm(fused, scale, bias if center else None, center))
 
 
 @dtypes
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-def test_self_test_finds_faults(dtype, monkeypatch):
+def test_self_test_detects_faults(dtype, monkeypatch):
     assert check_ops(TritonOps(), dtype, DEVICE)
     right = TritonNorm.after
     monkeypatch.setattr(TritonNorm, "after", lambda self, product, total: right(self, product, total.clone()))
@@ -176,7 +176,7 @@ def test_self_test_finds_faults(dtype, monkeypatch):
     assert not check_ops(TritonOps(), dtype, DEVICE)
 
 
-def test_rows_too_wide_are_torch_s(monkeypatch):
+def test_rows_that_are_too_wide_use_torch(monkeypatch):
     monkeypatch.setattr("skipjoin.model.ops.triton_ops.MAX_WIDTH", 8)
     ops = TritonOps()
     assert isinstance(ops.rms_norm(torch.ones(8), 1e-5), TritonNorm)
@@ -185,14 +185,14 @@ def test_rows_too_wide_are_torch_s(monkeypatch):
     assert type(ops.layer_norm(9, None, None, 1e-5)) is TorchLayerNorm
 
 
-def test_warps():
+def test_number_of_warps_follows_the_row_width():
     assert [norms.warps_of(values) for values in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [1, 1, 2, 4, 8, 16, 32]
 
 
 @pytest.mark.parametrize(
     "name", ["llama-biases", "qwen3", "gpt-neox", "gpt-neox-serial", "opt", "opt-after", "starcoder2"]
 )
-def test_whole_models(name, tmp_path, monkeypatch):
+def test_models_with_triton_ops_equal_torch(name, tmp_path, monkeypatch):
     reference = save_reference(name, tmp_path).to(DEVICE)
     monkeypatch.setattr(loader, "implementations", lambda *_, **options: (TritonOps(), TorchAttention()))
     model = loader.load_model(tmp_path, dtype="float32", device=DEVICE)
@@ -204,8 +204,8 @@ def test_whole_models(name, tmp_path, monkeypatch):
         torch.testing.assert_close(ours, expected, atol=1e-3 if ON_CARD else 1e-4, rtol=0)
 
 
-def test_kernels_compile_for_cards(tmp_path):
-    """Without a card: the compiler and its tools are in Triton's wheel."""
+def test_kernels_compile_for_gpus(tmp_path):
+    """No GPU is needed, because Triton's wheel contains the compiler and its tools."""
     program, cases = Path(__file__).with_name("compile_ops.py"), ["80-fp32", "90-bf16", "90-thresholds"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -213,28 +213,28 @@ def test_kernels_compile_for_cards(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     *lines, thresholds = done.stdout.splitlines()
-    # A row's values are added up in each thread alone; threads exchange their sums once per pass. Rows times vocabulary
-    # may pass 2**31.
+    # Each thread adds up a row's values alone, and threads exchange their sums once per pass. Row offsets need 64 bits,
+    # because rows times vocabulary may exceed 2**31.
     assert thresholds == "90 thresholds in 4 loops: 0 0 True"
     assert len(lines) == 9 * 2
     for line in lines:
         label, _, facts = line.partition(": ")
         spilled, narrow = (int(part) for part in facts.split())
         assert spilled == 0, f"{label} keeps values on the stack"
-        # The weights of short rows, which are few, are read one by one.
+        # The few weights of short rows are read one by one.
         assert narrow <= (1 if "heads" in label else 0), f"{label} moves less than 16 bytes at a time"
 
 
 @pytest.mark.parametrize("case", [pytest.param(dtype, marks=gpu, id=str(dtype)) for dtype in LIMIT])
-def test_on_card_at_real_sizes(case):
-    for rows, width, centre in (
+def test_kernels_at_real_sizes_on_gpu(case):
+    for rows, width, center in (
         (64, 4096, False),
         (300, 5120, True),
         (17, 8192, False),
         (5, 16384, True),
         (33, 768, True),
     ):
-        exercise_norms(case, rows, width, centre, affine=True)
+        exercise_norms(case, rows, width, center, affine=True)
     for heads, width in ((32, 128), (8, 80)):
         qkv = drawn(case, 515, heads + 8, width)
         weight = drawn(case, width, seed=1)
@@ -249,7 +249,7 @@ def test_on_card_at_real_sizes(case):
 
 
 @pytest.mark.parametrize("case", [pytest.param(torch.bfloat16, marks=gpu, id="bfloat16")])
-def test_on_card_in_a_graph(case):
+def test_kernels_in_a_cuda_graph(case):
     ops = TritonOps()
     linear, norm = ops.linear(drawn(case, 512, 1024), None), ops.rms_norm(drawn(case, 512, seed=1), 1e-5)
     gated = ops.gated_linear(drawn(case, 2048, 512, seed=2), None)

@@ -1,4 +1,4 @@
-"""top_k and top_p by bisection, against the largest logits in their order."""
+"""top_k and top_p thresholds by bisection, against the sorted logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def rows(count: int, kind: str) -> torch.Tensor:
-    """Scaled logits: smooth, with many equals, peaked, or with forbidden tokens."""
+    """Return scaled logits that are smooth, contain many ties, are peaked, or have forbidden tokens."""
     torch.manual_seed(count)
     logits = torch.randn(count, VOCAB) * 3
     if kind == "equals":
@@ -30,20 +30,20 @@ def rows(count: int, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["smooth", "equals", "peaked", "forbidden"])
-def test_keeps_what_the_sorted_row_keeps(kind):
+def test_thresholds_keep_the_tokens_of_the_sorted_row(kind):
     ks = [1, 2, 50, 300, VOCAB, VOCAB, VOCAB, 20]
     ps = [1.0, 0.5, 0.9, 0.3, 0.9, 1.0, 0.999, 1.0]
     scaled, top_k, top_p = rows(len(ks), kind), torch.tensor(ks), torch.tensor(ps, dtype=torch.float64)
     expected = largest_first(scaled, top_k, top_p)
     found = bisected_thresholds(scaled.to(DEVICE), top_k.to(DEVICE), top_p.to(DEVICE)).cpu()
     for row, ours, theirs in zip(scaled, found, expected, strict=True):
-        # Where the next value lies as near to the share as rounding, either is right.
+        # If the next value is within rounding of the share, either threshold is right.
         kept, wanted = (int((row >= limit).sum()) for limit in (ours, theirs))
         assert abs(kept - wanted) <= (1 if kind != "equals" else 0), (ours, theirs)
     assert (found == expected).float().mean() > 0.8
 
 
-def test_a_share_of_nothing_keeps_the_likeliest():
+def test_zero_top_p_keeps_the_most_likely_token():
     scaled = rows(2, "smooth")
     tiny = torch.full((2,), 1e-12, dtype=torch.float64)
     found = bisected_thresholds(scaled.to(DEVICE), torch.full((2,), VOCAB, device=DEVICE), tiny.to(DEVICE))
@@ -51,8 +51,8 @@ def test_a_share_of_nothing_keeps_the_likeliest():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts calls of the interpreter")
-def test_a_pass_over_the_row_leaves_a_quarter(monkeypatch):
-    """31 bits in 16 passes; a pass that told half of them from the others would need 31."""
+def test_every_pass_quarters_the_range(monkeypatch):
+    """Sixteen passes determine 31 bits; halving the range would take 31."""
     passes, counts = [], thresholds._counts
     monkeypatch.setattr(thresholds, "_counts", lambda *args: passes.append(1) or counts(*args))
     everything = torch.ones(1, dtype=torch.float64)

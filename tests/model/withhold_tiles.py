@@ -1,6 +1,8 @@
-"""Runs a Python program that the kernel gives no permission to use AMX: python withhold_tiles.py -m pytest ...
+"""Run a Python program without permission to use AMX.
 
-A filter of system calls (seccomp) refuses the request, whoever makes it: libraries of matrix products do, too.
+    python withhold_tiles.py -m pytest ...
+
+A seccomp filter rejects every request for permission, including those of matrix libraries.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ _REFUSE, _ALLOW = 0x50000 | errno.EPERM, 0x7FFF0000
 # Instructions of a packet filter: code, jumps if true and if false, operand. They load words of `struct seccomp_data`.
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _FILTER = (
-    (_LOAD, 0, 0, 0),  # the call's number
+    (_LOAD, 0, 0, 0),  # system call number
     (_JUMP_IF_EQUAL, 0, 3, ARCH_PRCTL),
-    (_LOAD, 0, 0, 16),  # its first argument
+    (_LOAD, 0, 0, 16),  # first argument
     (_JUMP_IF_EQUAL, 0, 1, REQUEST_PERMISSION),
     (_RETURN, 0, 0, _REFUSE),
     (_RETURN, 0, 0, _ALLOW),
@@ -34,7 +36,11 @@ class _Program(ctypes.Structure):
 
 
 def withhold() -> None:
-    """Refuse this process and its children permission to use tiles. Raises `OSError` where filters are refused."""
+    """Deny this process and its children permission to use tiles.
+
+    Raises:
+        OSError: The kernel rejects filters.
+    """
     instructions = (_Instruction * len(_FILTER))(*_FILTER)
     program, libc = _Program(len(_FILTER), instructions), ctypes.CDLL(None, use_errno=True)
     for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program))):

@@ -14,7 +14,7 @@ _BLOCK, _WARPS = 1024, 4
 def silu_and_mul_kernel(
     x: tl.tensor, out: tl.tensor, width: tl.tensor, x_stride: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """One row and BLOCK columns per program: silu of the first `width` values times the next `width`."""
+    """Compute silu of the first `width` values times the next `width`; a program has one row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -42,7 +42,11 @@ def bias_and_activation_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row and BLOCK columns per program, in place. ACTIVATION: a `ModelConfig.activation`."""
+    """Compute the activation in place; a program has one row and BLOCK columns.
+
+    Args:
+        ACTIVATION: A `ModelConfig.activation`.
+    """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     held = x + tl.program_id(0).to(tl.int64) * x_stride + column

@@ -11,8 +11,8 @@ import triton.language as tl
 from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 from skipjoin.model.transfer import send
 
-# As in `block_copy`, but a program requests one head before it waits, about 2.5 KiB on the way back. This many fill the
-# link.
+# As in `block_copy`, but a program requests one head before it waits, about 2.5 KiB when dequantizing. This many fill
+# the link.
 _PROGRAMS = 64
 # Numbers of a head that a program converts at a time.
 _TILE, _WARPS = 4096, 4

@@ -37,7 +37,7 @@ class WorkList(NamedTuple):
     """Work of the programs for a batch of decodes, made by `share_out`. Tensors are int32 on the device.
 
     Attributes:
-        items: Shape [most, 8], a record per chunk, those with most keys first: (segment, token, first index, end,
+        items: Shape [maximum, 8], a record per chunk, sorted by keys, descending: (segment, token, first index, end,
             whether reversed, number of chunks of its sequence, -, -). Indexes are logical: offset + position.
         sequences: Shape [n, 4]: (its first item, number of chunks, token, -).
         total: Shape [1], number of items.
@@ -76,7 +76,7 @@ def _share_out(
     window: tl.tensor,
     INDEXED: tl.constexpr,
 ) -> None:
-    """Write the items of a sequence to their position among those of all `count` sequences. A program is a sequence."""
+    """Write the items of a sequence to their position among those of all `count` sequences. Each program has one."""
     own = tl.program_id(0)
     segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
     token = tl.load(query_start + segment).to(tl.int32) if INDEXED else own

@@ -16,7 +16,11 @@ _HEADS = 8
 def _rotated(
     source: tl.tensor, seen: tl.tensor, cos: tl.tensor, sin: tl.tensor, PAIRS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of rotated heads in float32. source: pointers of the first half [heads, pairs]."""
+    """Return both halves of rotated heads in float32.
+
+    Args:
+        source: Pointers to the first half, [heads, pairs].
+    """
     first = tl.load(source, mask=seen, other=0.0).to(tl.float32)
     second = tl.load(source + PAIRS, mask=seen, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
@@ -51,7 +55,10 @@ def _kv_write(
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ) -> None:
-    """Program (token, tile): the first tiles are of key-value heads, the others of query heads, TILE heads each."""
+    """Rotate and write TILE heads of a token.
+
+    A program is (token, tile). The first tiles are of key-value heads, the others of query heads.
+    """
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE

@@ -86,7 +86,7 @@ def normalize(
     """Return the norm over the last dimension, contiguous, with arithmetic in float32.
 
     Args:
-        x: Shape [n, width], or [n, heads, width] that is strided in all but the last.
+        x: Shape [n, width], or [n, heads, width] contiguous in the last dimension.
         centre: Normalize by mean and variance instead of the root mean square.
         product: Shape [n, width], contiguous; added to `x` first, in place.
     """

@@ -32,7 +32,7 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Program (tile of rows, tile of outputs): programs that start together read the same weights."""
+    """Compute a tile of rows and outputs. Programs that start together read the same weights."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     place = tl.arange(0, BLOCK_K)

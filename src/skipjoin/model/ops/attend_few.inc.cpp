@@ -1,6 +1,7 @@
-// Attention of at most kFew queries, which reads keys and values where they lie: decodes. Included by paged_attention.cpp.
+// Attention of at most kFew queries, which reads keys and values in place, for decodes. Included by
+// paged_attention.cpp.
 
-// The units of kLanes keys or values, of a whole vector or of its first `count` inputs.
+// Loads kLanes units of keys or values: a whole vector, or its first `count` inputs.
 template <typename T> SKIPJOIN_INLINE Words units_at(const T *from, int64_t count) {
   if (count >= kLanes * kInputs<T>) return whole_units(from);
   Words units;
@@ -8,7 +9,7 @@ template <typename T> SKIPJOIN_INLINE Words units_at(const T *from, int64_t coun
   return units;
 }
 
-// Scores of kLanes keys for one query, whose units are padded with zeros.
+// Computes the scores of kLanes keys for one query, whose units are padded with zeros.
 template <typename T>
 SKIPJOIN_INLINE Floats score(const Unit<T> *query, const T *keys, const int64_t *rows, int64_t dim) {
   constexpr int per = kInputs<T>;
@@ -27,12 +28,12 @@ SKIPJOIN_INLINE Floats score(const Unit<T> *query, const T *keys, const int64_t 
   return sum_each(sums);
 }
 
-// Vectors of units of a value that are added at a time.
+// Number of vectors of a value's units that are added at a time.
 constexpr int kAdded = kLanes == 16 ? 4 : 2;
 
-// Adds the weighted values of `keys` tokens to the sums of COUNT queries, for the numbers from `d` on of a head: those of
-// kAdded vectors, or of half as many where they are in pairs, of neighboring keys and in the order of `interleave`.
-// weights: [COUNT][kKeys] floats, or as many bfloat16 in the same memory; sums: [COUNT][width].
+// Adds the weighted values of `keys` tokens to the sums of COUNT queries, for head dimensions from `d` on: those of
+// kAdded vectors, or half as many where neighboring keys are in pairs, in the order of `interleave`. weights:
+// [COUNT][kKeys] floats, or bfloat16 in the same memory; sums: [COUNT][width].
 template <typename T, int COUNT>
 void add_values(const T *values, const int64_t *rows, int64_t keys, int64_t d, int64_t dim, const float *weights,
                 float *sums, int64_t width) {
@@ -84,7 +85,7 @@ void add_values(const T *values, const int64_t *rows, int64_t keys, int64_t d, i
     for (int v = 0; v < kAdded; v++) store(sums + q * width + d + v * kLanes, acc[q][v]);
 }
 
-constexpr int kTogether = 4; // queries that are multiplied by a value that is in a register
+constexpr int kTogether = 4; // queries multiplied by one value in a register
 
 template <typename T>
 void add_values(int64_t count, const T *values, const int64_t *rows, int64_t keys, int64_t dim, const float *weights,
@@ -98,8 +99,8 @@ void add_values(int64_t count, const T *values, const int64_t *rows, int64_t key
   }
 }
 
-// The queries of a task and what is known of them, per key-value head and query: their units ([units][count] of a head
-// with tiles), scores or weights, totals, sums and the largest score.
+// State of a task's queries per key-value head and query: units ([units][count] of a head with tiles), scores or
+// weights, totals, sums and maximum score.
 template <typename T> struct Few {
   int64_t count, units, width, all;
   Unit<T> *query;
@@ -125,8 +126,8 @@ template <typename T> struct Few {
     }
   }
 
-  // Scores of the keys [from, to) of a block, of which query i sees those from `first` on and before `end` -> weights,
-  // in place; 0 behind them up to a whole step of keys.
+  // Converts the scores of keys [from, to) of a block to weights in place. Query i sees those from `first` up to but
+  // excluding `end`. Weights after them are 0 up to a whole step of keys.
   void weigh(int64_t i, int64_t from, int64_t to, int64_t first, int64_t end, Floats scale) {
     float *own = scores + i * kKeys, *total = totals + i * kTotals, *sum = sums + i * width;
     Floats hidden = splat(-INFINITY), before = splat(tops[i]), top = before;
@@ -177,7 +178,7 @@ template <typename T> struct Few {
 
 #ifdef SKIPJOIN_TILES
 
-// Tiles 0 and 1: sums; 2: weights; 3: pairs of values; 4: scores; 5: keys; 6: queries in columns.
+// Tiles 0 and 1 hold sums, 2 weights, 3 pairs of values, 4 scores, 5 keys, and 6 queries in columns.
 inline TileShapes few_shapes(int64_t count) {
   TileShapes shapes(kTile);
   for (int tile : {0, 1, 2}) shapes.rows[tile] = count;
@@ -185,7 +186,7 @@ inline TileShapes few_shapes(int64_t count) {
   return shapes;
 }
 
-// Scores of kTile keys. queries: [units][count]; stride: from each key to the next, or 0; scores: [count][kKeys].
+// Computes scores of kTile keys. queries: [units][count]; stride: distance between keys, or 0; scores: [count][kKeys].
 inline void score_by_tiles(const Pair *queries, int64_t count, const bfloat16 *keys, const int64_t *rows, int64_t stride,
                            int64_t dim, float *scores) {
   alignas(64) Pair copy[kTile][kTilePairs];
@@ -213,14 +214,14 @@ inline void score_by_tiles(const Pair *queries, int64_t count, const bfloat16 *k
   for (int64_t q = 0; q < count; q++) std::memcpy(scores + q * kKeys, square[q], sizeof square[q]);
 }
 
-// From each of kTile rows to the next, or 0 if that differs.
+// Returns the distance between consecutive rows of kTile rows, or 0 if it varies.
 inline int64_t stride_of(const int64_t *rows) {
   int64_t stride = rows[1] - rows[0], differ = 0;
   for (int i = 1; i < kTile; i++) differ |= rows[i] - rows[i - 1] ^ stride;
   return differ ? 0 : stride;
 }
 
-// Adds the weighted values of at most kStepKeys tokens to the sums of the queries; as `add_values`.
+// Adds the weighted values of at most kStepKeys tokens to the sums of the queries, like `add_values`.
 inline void add_by_tiles(const bfloat16 *values, const int64_t *rows, int64_t keys, int64_t dim, const float *weights,
                          float *sums, int64_t width) {
   alignas(64) Words pairs[2][kTilePairs];
@@ -241,10 +242,10 @@ inline void add_by_tiles(const bfloat16 *values, const int64_t *rows, int64_t ke
 
 #endif
 
-// At most kFew queries of some key-value heads. Heads are the inner loop: those of one block are adjacent, and memory is
-// fastest read in order.
+// Attends for at most kFew queries of some key-value heads. Heads are the inner loop, because the heads of a block are
+// adjacent and memory is fastest when read in order.
 template <typename T> void attend_few(const Call &c, const Task &task, Scratch &s) {
-  constexpr int64_t kFetched = 16; // keys ahead of those at hand
+  constexpr int64_t kFetched = 16; // keys fetched ahead of use
   locate(c, task.segment, s);
   Queries queries(c, task);
   Few<T> few(queries, task, s);

@@ -1,7 +1,7 @@
-// Attention of many queries, a lane each: prompts. Included by paged_attention.cpp.
+// Attention of many queries with a lane each, for prompts. Included by paged_attention.cpp.
 
-// Keys whose scores are summed at a time, and lanes of their units: sums, a panel's vectors and one input fit the
-// registers. See `add_tree`.
+// Number of keys whose scores are summed at a time, and lanes of their units: sums, a panel's vectors and one input
+// must fit into the registers. See `add_tree`.
 #if defined(SKIPJOIN_AVX512)
 constexpr int kScored = 2, kSummed = 4;
 #elif defined(SKIPJOIN_AVX2)
@@ -12,14 +12,14 @@ constexpr int kScored = 3, kSummed = 2;
 constexpr int kScored = 1, kSummed = 2;
 #endif
 
-// From one row of a copy to the next: no power of two, so that they share no cache set.
+// Padding of rows, so that their length is not a power of two and they do not share a cache set.
 constexpr int64_t kSpare = 16;
 constexpr int64_t kPairRow = kKeys / 2 + kSpare;
 
-using Lanes = Floats[kVectors]; // of a panel of queries
+using Lanes = Floats[kVectors]; // one lane per query of a panel
 
-// What is known of a panel of queries: [kTotals] sums of weights, [dim] sums of values, the largest score, and which keys
-// they see.
+// State of a panel of queries: [kTotals] sums of weights, [dim] sums of values, the maximum score, and the visible
+// keys.
 struct Panel {
   Lanes *totals, *sums, top;
   Ints first_key[kVectors], end_key[kVectors];
@@ -34,13 +34,13 @@ struct Panel {
     }
   }
 
-  // Whether each of them sees the keys from `from` to `to`.
+  // Returns whether every query sees all keys from `from` to `to`.
   bool all_see(int64_t from, int64_t to) const {
     return end_key[0][0] >= to && first_key[kVectors - 1][kLanes - 1] <= from;
   }
 };
 
-// sums = scores of ROWS keys for a panel of queries, of the lanes [FIRST, FIRST + COUNT) of their units alone.
+// Computes scores of ROWS keys for a panel of queries, from lanes [FIRST, FIRST + COUNT) of their units only.
 template <int ROWS, int FIRST, int COUNT, typename U>
 SKIPJOIN_INLINE void add_tree(const U *keys, int64_t pitch, const U *queries, int64_t units, Lanes *sums) {
   if constexpr (COUNT > kSummed) {
@@ -78,7 +78,7 @@ SKIPJOIN_INLINE void add_tree(const U *keys, int64_t pitch, const U *queries, in
   }
 }
 
-// Scores of `count` keys, units of which begin `pitch` apart, for a panel of queries. units: a multiple of kLanes.
+// Computes scores of `count` keys, whose units are `pitch` apart, for a panel of queries. units: a multiple of kLanes.
 template <typename U>
 void score_many(const U *keys, int64_t pitch, int64_t count, const U *queries, int64_t units, Lanes *scores) {
   int64_t t = 0;
@@ -87,8 +87,8 @@ void score_many(const U *keys, int64_t pitch, int64_t count, const U *queries, i
   for (; t < count; t++) add_tree<1, 0, kLanes>(keys + t * pitch, pitch, queries, units, scores + t);
 }
 
-// sums[rows] += inputs times panel; steps as in `multiply`. Shares the rows out evenly: a single one would leave the
-// processor waiting for its own sums.
+// Adds inputs times panel to sums[rows], with steps as in `multiply`. Splits rows evenly, because with a single row the
+// processor would wait for its own sums.
 template <typename In>
 void add_products(int64_t rows, const In *inputs, int64_t row_step, int64_t unit_step, const In *weights, int64_t units,
                   Lanes *sums) {
@@ -101,8 +101,8 @@ void add_products(int64_t rows, const In *inputs, int64_t row_step, int64_t unit
   }
 }
 
-// The keys and values of a block for `attend_many`: keys [kKeys][key_row] units, values [kKeys][value_row] floats, or
-// [value_row][kPairRow] pairs of neighboring keys where inputs come in pairs.
+// Copy of a block's keys and values for `attend_many`: keys [kKeys][key_row] units, values [kKeys][value_row] floats,
+// or [value_row][kPairRow] pairs of neighboring keys where inputs are in pairs.
 template <typename T> struct Copies {
   int64_t dim, units, key_row, value_row;
   Unit<T> *keys = nullptr, *values = nullptr;
@@ -128,7 +128,7 @@ template <typename T> struct Copies {
         for (int64_t t = 0; t < kKeys && t < count; t += 2 * kLanes) {
           Words pairs[kLanes];
           for (int i = 0; i < kLanes; i++) {
-            auto half_of = [&](int64_t key) { // keys behind the last are zeros: their weights may be read
+            auto half_of = [&](int64_t key) { // keys after the last are zeros, because their weights may be read
               return key < count ? (Words)load(from + rows[key] + d, dim - d) : Words{};
             };
             pairs[i] = half_of(t + 2 * i) >> 16 | half_of(t + 2 * i + 1);
@@ -143,8 +143,8 @@ template <typename T> struct Copies {
   }
 };
 
-// Scores of a block's keys [from, to) -> weights, in place, as the values need them; behind them 0, up to a whole step of
-// keys.
+// Converts the scores of a block's keys [from, to) to weights in place, as the values need them. Weights after them are
+// 0 up to a whole step of keys.
 template <typename T>
 void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, Lanes *scores, int64_t dim) {
   bool all_see = p.all_see(block + from, block + to);
@@ -157,7 +157,7 @@ void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, Lane
         Ints key = (Ints)splat((uint32_t)(block + t));
         scores[t][v] = (key >= p.first_key[v]) & (key < p.end_key[v]) ? scores[t][v] : hidden;
       }
-    // Several in turn, since each waits for the one before.
+    // Alternates between several sums, because each addition waits for the previous one.
     Floats top = p.top[v], tops[4] = {top, top, top, top};
     for (int64_t t = from; t < to; t += 4)
 #pragma GCC unroll 4
@@ -211,7 +211,7 @@ template <typename T> void write_out(const Queries &queries, int64_t head, int64
   }
 }
 
-// A panel of queries as `score_many` takes them: [units][kPanel].
+// Packs a panel of queries for `score_many`: [units][kPanel].
 template <typename T>
 void pack_queries(const Queries &queries, int64_t head, int64_t panel, int64_t units, Unit<T> *to) {
   for (int64_t u = 0; u < units; u += kLanes)
@@ -226,7 +226,7 @@ void pack_queries(const Queries &queries, int64_t head, int64_t panel, int64_t u
 
 #ifdef SKIPJOIN_TILES
 
-// As `score_many`, of whole tiles of keys.
+// Like `score_many`, for whole tiles of keys.
 inline void score_by_tiles(const Pair *keys, int64_t pitch, int64_t count, const Pair *queries, int64_t units,
                            Lanes *scores) {
   for (int64_t t = 0; t < count; t += 2 * kTile, keys += 2 * kTile * pitch) {
@@ -238,7 +238,7 @@ inline void score_by_tiles(const Pair *keys, int64_t pitch, int64_t count, const
   }
 }
 
-// sums[dims] += values [dims][kPairRow] times weights, of whole tiles.
+// Adds values [dims][kPairRow] times weights of whole tiles to sums[dims].
 inline void add_by_tiles(int64_t dims, const Pair *values, const Pair *weights, int64_t pairs, Lanes *sums) {
   int64_t steps = (pairs + kTilePairs - 1) / kTilePairs, pitch = 4 * kPairRow;
   for (int64_t d = 0; d < dims; d += 2 * kTile, values += 2 * kTile * kPairRow) {
@@ -252,13 +252,13 @@ inline void add_by_tiles(int64_t dims, const Pair *values, const Pair *weights, 
 
 #endif
 
-// Panels of queries of one key-value head.
+// Attends for panels of queries of one key-value head.
 template <typename T> void attend_many(const Call &c, const Task &task, Scratch &s) {
   locate(c, task.segment, s);
   Queries queries(c, task);
   Copies<T> copies(c.dim);
   int64_t panels = (task.count + kPanel - 1) / kPanel, units = copies.units, dims = Scratch::padded(c.dim);
-  // Keys and values of a block, scores, then per panel: queries, totals and sums.
+  // Keys and values of a block, its scores, then per panel: queries, totals and sums.
   int64_t per_panel = (units + kTotals + dims) * kPanel;
   float *at = s.take(copies.key_size(), copies.value_size(), kKeys * kPanel, panels * per_panel);
   copies.keys = (Unit<T> *)at;
@@ -271,7 +271,7 @@ template <typename T> void attend_many(const Call &c, const Task &task, Scratch 
   const T *keys = (const T *)c.keys + task.head * c.head_stride;
   const T *values = (const T *)c.values + task.head * c.head_stride;
   int64_t soon = queries.lowest();
-  // Fetches the keys and values up to `end`.
+  // Prefetches the keys and values up to `end`.
   auto fetch_until = [&](int64_t end) {
     if (end <= soon) return;
     fetch(keys, &s.rows[soon], end - soon, c.dim);
@@ -292,7 +292,7 @@ template <typename T> void attend_many(const Call &c, const Task &task, Scratch 
     int64_t next = block + kKeys, end = std::min<int64_t>(next + kKeys, queries.highest());
     for (int64_t p = 0; p < panels; p++) {
       fetch_until(next + (end - next) * (p + 1) / panels);
-      // Keys that no query of the panel sees are left out; a block without a key changes nothing.
+      // Skips keys that no query of the panel sees. A block without visible keys changes nothing.
       int64_t last = std::min(task.count, (p + 1) * kPanel) - 1, to = std::min(here, queries.end_key(last) - block);
       int64_t from = queries.unseen(p * kPanel, block);
       if (from >= to) continue;

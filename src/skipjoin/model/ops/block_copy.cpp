@@ -1,12 +1,12 @@
-// Copies KV blocks between two pools, past the caches.
+// Copies KV blocks between two pools, bypassing the caches.
 #include <cstring>
 
 #include "stream.inc.cpp"
 
 extern "C" {
 
-// Block source[i] of `from` to block target[i] of `to`, for all i < count. Consecutive blocks on both sides are one
-// copy.
+// Copies block source[i] of `from` to block target[i] of `to`, for all i < count. Blocks that are consecutive on both
+// sides are copied at once.
 void skipjoin_copy_blocks(char *to, const char *from, int64_t block_bytes, const int64_t *target,
                           const int64_t *source, int64_t count) {
   for (int64_t i = 0, next; i < count; i = next) {
@@ -17,8 +17,8 @@ void skipjoin_copy_blocks(char *to, const char *from, int64_t block_bytes, const
   end_copies();
 }
 
-// For all i < count: slots first[i] to first[i] + slots[i] of block source[i] to the same slots of block target[i], of
-// each of `heads` heads. A block has `size` slots of slot_bytes for each head, one head after the other.
+// Copies slots first[i] to first[i] + slots[i] of block source[i] to the same slots of block target[i], for all i <
+// count and all `heads` heads. A block has `size` slots of slot_bytes per head, head after head.
 void skipjoin_copy_spans(char *to, const char *from, int64_t heads, int64_t size, int64_t slot_bytes,
                          const int64_t *target, const int64_t *source, const int64_t *first, const int64_t *slots,
                          int64_t count) {

@@ -1,8 +1,9 @@
-// Quantises KV blocks to 8 bits on their way to the host, and back (ALISE section 3.2).
+// Quantizes KV blocks to 8 bits on their way to the CPU tier, and dequantizes them (ALISE section 3.2).
 //
-// A block on the device is [heads][tokens][dim] numbers; heads are those of keys and values of all layers. On the host
-// it is [heads][2][dim] bfloat16, the scale and then the minimum of each channel over the block's tokens, followed by
-// [heads][tokens][dim] codes: a number is minimum + scale * code. See block_quant.py for the rounding and the bound.
+// A device block is [heads][tokens][dim] numbers; heads are those of keys and values of all layers. A block of the CPU
+// tier is [heads][2][dim] bfloat16, the scale and the minimum of each channel over the block's tokens, followed by
+// [heads][tokens][dim] codes. A number is minimum + scale * code. See block_quant.py for the rounding and the error
+// bound.
 #include "stream.inc.cpp"
 
 #include <type_traits>
@@ -10,29 +11,29 @@
 
 namespace {
 
-constexpr int kParts = 4;                // vectors of a head's channels at a time
+constexpr int kParts = 4;                // vectors of a head's channels processed at a time
 constexpr int64_t kChannels = kParts * kLanes;
-constexpr int64_t kAhead = 2048;         // bytes from what is read to what is fetched: memory answers in that time
-constexpr float kInfinite = 0x1p126f;    // from here on a number counts as infinite, so that sums stay finite
-constexpr float kLeastScale = 0x1p-126f; // the smallest whose reciprocal is finite
+constexpr int64_t kAhead = 2048;         // prefetch distance in bytes: covers the memory latency
+constexpr float kInfinite = 0x1p126f;    // numbers from here on count as infinite, so that sums stay finite
+constexpr float kLeastScale = 0x1p-126f; // the minimum with a finite reciprocal
 
 typedef uint8_t Codes __attribute__((vector_size(kLanes)));
 
-// Half a scale above the largest number is infinite in this type.
+// Clamps to the range of half, in which the maximum plus half a scale would be infinite.
 template <typename T> Floats in_range(Floats value) {
   if constexpr (std::is_same_v<T, half>) value = smaller(larger(value, splat(-65504.0f)), splat(65504.0f));
   return value;
 }
 
-// The nearest bfloat16 that is not above x (UP: not below), in a float.
+// Returns the nearest bfloat16 not above x (UP: not below), as a float.
 template <bool UP> inline Floats cut(Floats x) {
   Words bits = (Words)x, cut = bits & 0xffff0000u;
-  // Cutting rounds towards zero, which is right for one sign.
+  // Truncation rounds toward zero, which is right for one sign.
   Words is_negative = (Words)((Ints)bits >> 31), is_wrong = (Words)(bits != cut) & (UP ? ~is_negative : is_negative);
   return (Floats)(cut + (is_wrong & 0x10000));
 }
 
-// The bits of floats that are bfloat16s already.
+// Returns the upper halves of floats that are exact bfloat16s.
 inline void store_exact(bfloat16 *to, Floats value, int64_t count) {
   bfloat16 numbers[kLanes];
   Shorts bits = __builtin_convertvector((Words)value >> 16, Shorts);
@@ -40,12 +41,12 @@ inline void store_exact(bfloat16 *to, Floats value, int64_t count) {
   if (count > 0) std::memcpy(to, numbers, std::min<int64_t>(count, kLanes) * sizeof(bfloat16));
 }
 
-// Fetches what lies so far behind the lines of a row's part.
+// Prefetches the lines kAhead after a row's part.
 inline void fetch_ahead(const void *part, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch((const char *)part + at + kAhead, 0, 3);
 }
 
-// Some channels of a head's first `count` tokens; see above.
+// Quantizes some channels of a head's first `count` tokens.
 template <typename T>
 void quantize_channels(const T *from, int64_t count, int64_t dim, int64_t first, bfloat16 *scales, uint8_t *codes) {
   int64_t left = dim - first;
@@ -75,9 +76,9 @@ void quantize_channels(const T *from, int64_t count, int64_t dim, int64_t first,
     for (int v = 0; v < kParts; v++) {
       int64_t at = t * dim + first + v * kLanes, some = left - v * kLanes;
       if (some <= 0) break;
-      // NaN becomes the minimum: the larger of two is the second where the first is no number.
+      // NaN becomes the minimum, because `larger` returns its second operand if the first is NaN.
       Floats x = larger(load(from + at, some), low[v]);
-      // Added to a number so large that its last bit is worth 1, a number is rounded.
+      // Adding a number whose last bit is worth 1 rounds to an integer.
       Floats code = (smaller(x, high[v]) - low[v]) * inverse[v] + splat(0x1.8p23f);
       Codes bytes = __builtin_convertvector((Words)code & 0xff, Codes);
       std::memcpy(codes + at, &bytes, std::min<int64_t>(some, kLanes));
@@ -108,16 +109,16 @@ void dequantize_channels(const uint8_t *codes, const bfloat16 *scales, int64_t t
   }
 }
 
-// The pools' shape. row_bytes: of a block on the host.
+// Shape of the pools. row_bytes: size of a block on the CPU tier.
 struct Shape {
   int64_t heads, tokens, dim;
-  int64_t numbers() const { return tokens * dim; } // of a head
+  int64_t numbers() const { return tokens * dim; } // per head
   int64_t scale_bytes() const { return heads * 2 * dim * sizeof(bfloat16); }
   int64_t row_bytes() const { return scale_bytes() + heads * numbers(); }
 };
 
 template <typename T> void quantize_block(const Shape &shape, const T *from, int64_t count, char *to) {
-  // A head's codes are made in the nearest cache and streamed from there. Those behind the last token stay 0.
+  // A head's codes are computed in the first-level cache and streamed from there. Codes after the last token stay 0.
   thread_local std::vector<uint8_t> codes;
   codes.assign(shape.numbers(), 0);
   for (int64_t h = 0; h < shape.heads; h++) {
@@ -161,8 +162,8 @@ enum Type { kFloat32, kBfloat16, kFloat16 };
 
 extern "C" {
 
-// Block source[i] of `device` to block target[i] of `host`, for all i < count. type: of the numbers. last: tokens in
-// the last of these blocks; the others are full.
+// Quantizes block source[i] of `device` to block target[i] of `host`, for all i < count. type: type of the numbers.
+// last: number of tokens in the last of these blocks; the others are full.
 void skipjoin_quantize_blocks(int64_t type, int64_t heads, int64_t tokens, int64_t dim, char *host, const void *device,
                               const int64_t *target, const int64_t *source, int64_t count, int64_t last) {
   Shape shape{heads, tokens, dim};
@@ -173,7 +174,7 @@ void skipjoin_quantize_blocks(int64_t type, int64_t heads, int64_t tokens, int64
   end_copies();
 }
 
-// Block source[i] of `host` to block target[i] of `device`, for all i < count.
+// Dequantizes block source[i] of `host` to block target[i] of `device`, for all i < count.
 void skipjoin_dequantize_blocks(int64_t type, int64_t heads, int64_t tokens, int64_t dim, void *device,
                                 const char *host, const int64_t *target, const int64_t *source, int64_t count) {
   Shape shape{heads, tokens, dim};

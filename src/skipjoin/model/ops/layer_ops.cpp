@@ -1,7 +1,8 @@
-// Layer operations for CPUs: matrix products for few rows, norms, rotation.
+// Layer operations for CPUs: matrix products for few rows, norms and rotary embedding.
 //
-// Plain C entry points, so that building needs only a compiler. Types are float, bfloat16 and, where the processor
-// converts it, float16; sums are float. The result of a row never depends on the other rows: see products.inc.cpp.
+// The entry points are plain C, so that building needs only a compiler. Types are float, bfloat16 and, where the
+// processor converts it, float16; sums are float. The result of a row never depends on other rows; see
+// products.inc.cpp.
 #include "pool.inc.cpp"
 #include "tiles.inc.cpp"
 
@@ -13,8 +14,8 @@
 
 namespace {
 
-constexpr int kRowBlock = 10 * kMaxRows; // rows per task: their inputs stay in the second-level cache
-constexpr int kOwnTiles = 2; // up to this many tiles of inputs, each thread packs its own: faster than waiting
+constexpr int kRowBlock = 10 * kMaxRows; // rows per task, whose inputs fit the second-level cache
+constexpr int kOwnTiles = 2; // with at most this many tiles of inputs, packing them per thread beats waiting
 
 enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 
@@ -28,12 +29,12 @@ inline Floats activated(int64_t activation, Floats x) {
   }
 }
 
-// The argument of `skipjoin_linear`, field by field as in cpp_ops.py.
+// Argument of `skipjoin_linear`, with the fields of cpp_ops.py.
 struct Linear {
   const void *x;
   int64_t x_stride, rows;
   const void *weights;
-  const float *bias, *scales; // [panels * kPanel] or null; scales: of weights of 8 bits
+  const float *bias, *scales; // [panels * kPanel] or null; scales: for int8 weights
   int64_t n, k;
   void *out; // [rows, n], or [rows, n / 2] if gated
   int64_t gated, add, activation;
@@ -41,23 +42,23 @@ struct Linear {
   int64_t threads, way; // see `Way`
 };
 
-// How a product is made: in units of its type; of bfloat16 that comes in pairs also in floats, whose sums have the bits
-// of a processor without products of pairs, and by tiles. A weight has one for good: each rounds differently.
+// Implementation of a product: in units of its type, or for bfloat16 pairs also in floats, with the bits of a processor
+// without pair instructions, or by tiles. A weight keeps one implementation, because each rounds differently.
 enum Way { kByVectors, kByFloats, kByTiles };
 
-// Units of the inputs in packed weights: whole tiles where there are tiles.
+// Number of units of the inputs in packed weights, rounded up to whole tiles where there are tiles.
 template <typename T> int64_t packed_units(int64_t k) {
   int64_t whole = kInputs<T> == 2 ? kTilePairs : 1;
   return (units_of<T>(k) + whole - 1) / whole * whole;
 }
 
-// Panels: gated ones have half of the columns of each half of the outputs.
+// Number of panels. Gated ones have half of the columns of each half of the outputs.
 int64_t panels_of(int64_t n, int64_t gated) {
   int64_t width = gated ? n / 2 : n, per_panel = gated ? kPanel / 2 : kPanel;
   return (width + per_panel - 1) / per_panel;
 }
 
-// The output in a panel's column, or -1.
+// Returns the output in a panel's column, or -1.
 int64_t output_of(int64_t n, int64_t gated, int64_t panel, int column) {
   int64_t width = gated ? n / 2 : n, half = kPanel / 2;
   int64_t output = gated ? panel * half + column % half : panel * kPanel + column;
@@ -65,7 +66,7 @@ int64_t output_of(int64_t n, int64_t gated, int64_t panel, int column) {
   return gated && column >= half ? output + width : output;
 }
 
-// Rows [first, first + rows) of x in the order in which `multiply` reads them; zeros behind the last.
+// Packs rows [first, first + rows) of x in the order in which `multiply` reads them, followed by zeros.
 template <typename T, typename In> void pack_inputs(const Linear &c, int64_t first, int rows, In *packed) {
   constexpr int parts = kParts<In, Unit<T>>;
   int64_t units = units_of<T>(c.k);
@@ -86,7 +87,7 @@ template <typename T, typename In> void pack_inputs(const Linear &c, int64_t fir
     }
 }
 
-// Sums of one tile -> output rows, with scales, bias and gate, activation or addition.
+// Writes the sums of one tile to output rows, with scales, bias and gate, activation or addition.
 template <typename T>
 void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats (*sums)[kVectors]) {
   constexpr int half = kVectors / 2;
@@ -108,16 +109,16 @@ void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats 
   }
 }
 
-// Rows of a tile: all tiles have as many.
+// Division of the rows into tiles of equal size.
 struct Tiles {
   int64_t count;
   int rows;
   explicit Tiles(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), rows(count ? (m + count - 1) / count : 0) {}
 };
 
-// In: `Unit<T>`, or float.
+// In: `Unit<T>` or float.
 template <typename T, typename In, typename W> void linear(const Linear &c) {
-  // Weights of 8 bits are in the order of their inputs, so that floats have units of their own.
+  // Int8 weights are in the order of their inputs, so that floats have units of their own.
   int64_t inputs = units_of<T>(c.k) * kParts<In, Unit<T>>, units = inputs / kParts<In, W>;
   int64_t panel_size = packed_units<T>(c.k) * kParts<In, Unit<T>> / kParts<In, W> * kStep<In, W>;
   int64_t panels = panels_of(c.n, c.gated);
@@ -132,15 +133,16 @@ template <typename T, typename In, typename W> void linear(const Linear &c) {
   skipjoin::run_on_pool(c.threads, [&](int thread) {
     auto take = [&] { return counter.fetch_add(1, std::memory_order_relaxed); };
     int64_t task = take();
-    if (task >= panels * blocks) return; // the others were faster
+    if (task >= panels * blocks) return; // other threads took all tasks
     In *packed = scratch;
     if (each_packs) {
       packed += thread * tiles.count * tile_size;
       for (int64_t t = 0; t < tiles.count; t++) pack(t, packed);
     }
     auto weights_of = [&](int64_t task) { return (const W *)c.weights + task % panels * panel_size; };
-    // One by one: a thread that loses its core for a while must not delay the others. Each knows its next one: products
-    // after the first of a panel find its weights in a cache, and memory has time for those of the next panel.
+    // Tasks are taken one by one, so that a thread that loses its core does not delay the others. Each thread knows its
+    // next task: later products of a panel find its weights cached, which gives memory time for those of the next
+    // panel.
     for (int64_t next; task < panels * blocks; task = next) {
       next = take();
       int64_t panel = task % panels, begin = task / panels * per_block, end = std::min(tiles.count, begin + per_block);
@@ -172,7 +174,7 @@ template <typename T, typename In> void linear_in(const Linear &c) {
     linear<T, In, Stored<T>>(c);
 }
 
-// Seconds of a product whose inputs and weights are in the first-level cache.
+// Measures the seconds of a product whose inputs and weights are in the first-level cache.
 template <typename In> double seconds_in_cache() {
   constexpr int units = 64;
   alignas(64) In inputs[units * kParts<In, Pair> * kMaxRows];
@@ -188,14 +190,14 @@ template <typename In> double seconds_in_cache() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Whether floats are the faster way for bfloat16 that comes in pairs. An instruction for pairs does the work of two for
-// floats; it takes the time of one (Zen 4) or of four (Emerald Rapids): the ways differ by two, so that every start
-// decides alike.
+// Returns whether floats are faster for bfloat16 that comes in pairs. A pair instruction does the work of two float
+// instructions in the time of one (Zen 4) or four (Emerald Rapids). The implementations thus differ by a factor of two,
+// so that every start decides alike.
 bool floats_are_faster() {
 #ifdef SKIPJOIN_BF16
   static const bool decided = [] {
     double pairs = HUGE_VAL, floats = HUGE_VAL;
-    for (int i = 0; i < 20; i++) { // in turns, and the least: what else runs only ever adds
+    for (int i = 0; i < 20; i++) { // alternately, with the minimum of each: other load only adds time
       pairs = std::min(pairs, seconds_in_cache<Pair>());
       floats = std::min(floats, seconds_in_cache<float>());
     }
@@ -209,9 +211,9 @@ bool floats_are_faster() {
 
 #ifdef SKIPJOIN_TILES
 
-constexpr int64_t kTileBytes = 640 << 10; // inputs per task: they stay in the second-level cache
-constexpr int kChunk = 8;                 // of tiles of inputs: a panel's weights for so many stay in the first level
-constexpr int kTileSums = 2 * kTile * kPanel; // floats that one or two tiles of inputs make
+constexpr int64_t kTileBytes = 640 << 10; // inputs per task, which fit the second-level cache
+constexpr int kChunk = 8;                 // tiles of inputs whose weights of a panel fit the first-level cache
+constexpr int kTileSums = 2 * kTile * kPanel; // sums of up to two tiles of inputs
 
 int64_t tile_scratch(int64_t m, int64_t k) { return k % (2 * kTilePairs) ? m * packed_units<bfloat16>(k) * 4 : 0; }
 
@@ -219,7 +221,7 @@ void linear_by_tiles(const Linear &c) {
   if (c.rows == 0) return;
   int64_t units = packed_units<bfloat16>(c.k), steps = units / kTilePairs, x_stride = c.x_stride;
   auto *x = (const bfloat16 *)c.x;
-  if (units * 2 != c.k) { // rows that are no whole tiles: a copy with zeros at their ends
+  if (units * 2 != c.k) { // partial tiles: copy the rows and pad them with zeros
     auto *copy = (bfloat16 *)c.scratch;
     for (int64_t r = 0; r < c.rows; r++) {
       std::memcpy(copy + r * units * 2, x + r * x_stride, c.k * 2);
@@ -227,7 +229,7 @@ void linear_by_tiles(const Linear &c) {
     }
     x = copy, x_stride = units * 2;
   }
-  // The last tile ends with the last row: some rows may be computed twice.
+  // The last tile ends with the last row, so some rows may be computed twice.
   int64_t rows = std::min<int64_t>(c.rows, kTile), tiles = (c.rows + rows - 1) / rows;
   auto first_row = [&](int64_t tile) { return std::min(tile * rows, c.rows - rows); };
   int64_t panels = panels_of(c.n, c.gated), blocks = (c.rows * units * 4 + kTileBytes - 1) / kTileBytes;
@@ -240,7 +242,7 @@ void linear_by_tiles(const Linear &c) {
     thread_local std::vector<float> memory;
     memory.resize(std::max<size_t>(memory.size(), per_block / 2 * kTileSums + kTile));
     auto *all = (float *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-    // Each thread knows its next task before it begins one: the first weights of that are fetched meanwhile.
+    // Each thread knows its next task before it begins one, and prefetches the first weights of that.
     int64_t next = counter++;
     for (int64_t task = next; task < panels * blocks; task = next) {
       next = counter++;
@@ -276,7 +278,7 @@ void linear_by_tiles(const Linear &c) {
 
 #endif
 
-// [n, k] -> panels, zero-padded.
+// Packs [n, k] into panels, zero-padded.
 template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed, int threads) {
   constexpr int per = kInputs<T>;
   int64_t units = packed_units<T>(k);
@@ -290,7 +292,7 @@ template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, 
   });
 }
 
-// The same with 8 bits per weight: round(weight / scale), of which the largest of an output is 127.
+// Packs the weight as int8: round(weight / scale), with a maximum of 127 per output.
 template <typename T>
 void quantize_weights(const T *weights, int64_t n, int64_t k, int64_t gated, int8_t *packed, float *scales,
                       int threads) {
@@ -317,11 +319,11 @@ void quantize_weights(const T *weights, int64_t n, int64_t k, int64_t gated, int
   });
 }
 
-// x: [outer][inner][width], strided in the first two; out: contiguous.
+// x: [outer][inner][width], strided in the first two dimensions; out: contiguous.
 template <typename T>
 void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t width,
               const T *weight, float eps, T *out, int threads) {
-  // Below this, sharing takes longer than the work.
+  // Smaller inputs take less time than sharing the work would.
   bool large = outer * inner * width > 1 << 16;
   skipjoin::share(large ? threads : 1, outer * inner, 16, [&](int64_t row) {
     const T *from = x + row / inner * outer_stride + row % inner * inner_stride;
@@ -336,7 +338,7 @@ void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, in
   });
 }
 
-// In place over [tokens][heads][...], the first 2 * pairs values of each head. cos_sin: [positions][2 * pairs].
+// Rotates the first 2 * pairs values of each head of [tokens][heads][...] in place. cos_sin: [positions][2 * pairs].
 template <typename T>
 void rotate(T *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride, const int64_t *positions,
             const float *cos_sin, int64_t pairs, int threads) {
@@ -358,7 +360,7 @@ void rotate(T *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t h
 
 enum Type { kFloat32, kBfloat16, kFloat16 };
 
-// work(T()) with the type of this number.
+// Calls work(T()) with the type of this number.
 template <typename Work> void with_type(int64_t type, Work &&work) {
   if (type == kFloat32) work(float());
   if (type == kBfloat16) work(bfloat16());
@@ -371,7 +373,7 @@ template <typename Work> void with_type(int64_t type, Work &&work) {
 // type: see `Type`. Strides are in elements.
 extern "C" {
 
-// What the library runs, if this process may.
+// Returns what the library runs, if this process may.
 const char *skipjoin_path() {
   if (have_tiles()) return "amx";
 #if defined(SKIPJOIN_BF16)
@@ -389,7 +391,7 @@ const char *skipjoin_path() {
 
 int64_t skipjoin_has_float16() { return kHasHalf; }
 
-// Whether products of this type can be made in this way. quantized: with weights of 8 bits.
+// Returns whether products of this type have this implementation. quantized: with int8 weights.
 int64_t skipjoin_has_way(int64_t type, int64_t quantized, int64_t way) {
   bool has_pairs = type == kBfloat16 && kInputs<bfloat16> == 2;
   return way == kByVectors || (has_pairs && (way == kByFloats || (!quantized && have_tiles())));
@@ -397,7 +399,7 @@ int64_t skipjoin_has_way(int64_t type, int64_t quantized, int64_t way) {
 
 int64_t skipjoin_floats_are_faster() { return floats_are_faster(); }
 
-// Columns of a panel.
+// Returns the number of columns of a panel.
 int64_t skipjoin_panel() { return kPanel; }
 
 int64_t skipjoin_scratch_bytes(int64_t type, int64_t m, int64_t k, int64_t threads) {
@@ -411,7 +413,7 @@ int64_t skipjoin_scratch_bytes(int64_t type, int64_t m, int64_t k, int64_t threa
 }
 
 int64_t skipjoin_packed_bytes(int64_t type, int64_t n, int64_t k, int64_t gated, int64_t quantized) {
-  // Prefetching may pass the end: a hint cannot fault.
+  // Prefetching may pass the end, because a prefetch cannot fault.
   int64_t bytes = 0;
   with_type(type, [&](auto t) {
     using T = decltype(t);
@@ -420,7 +422,7 @@ int64_t skipjoin_packed_bytes(int64_t type, int64_t n, int64_t k, int64_t gated,
   return bytes;
 }
 
-// scales: null, or where those of weights of 8 bits go, [panels * kPanel].
+// scales: null, or the output for the scales of int8 weights, [panels * kPanel].
 void skipjoin_pack_weights(int64_t type, const void *weights, int64_t n, int64_t k, int64_t gated, void *packed,
                            float *scales, int64_t threads) {
   with_type(type, [&](auto t) {

@@ -1,17 +1,17 @@
 // Attention over the paged cache for CPUs.
 //
-// Keys come in blocks of kKeys, counted from the sequence's first. Of each block the scores, then the exponentials of
-// their distance to the largest so far (weights), then the weighted values are added to a query's sums; where a block
-// brings a larger score, what was there is scaled down first. Two functions do this: `attend_many` with a lane per query,
-// for prompts, and `attend_few`, which reads keys and values once and in order, for decodes. Every number is made by the
-// same operations in the same order in both: a token's result does not depend on the tokens beside it, and not on how a
-// prompt is cut.
+// Keys are processed in blocks of kKeys, counted from the sequence's first. Each block yields scores, then weights, the
+// exponentials of their distance to the maximum so far, then weighted values, which are added to a query's sums. If a
+// block raises the maximum, the sums are first scaled down. Two functions do this: `attend_many`, with a lane per
+// query, for prompts, and `attend_few`, which reads keys and values once and in order, for decodes. Both compute every
+// number by the same operations in the same order. A token's result thus depends neither on other tokens nor on how its
+// prompt is cut into chunks.
 //
-// - A score is a sum per lane of a vector of the head's units, over the vectors in order; then neighbors are added, then
-//   neighbors of those sums, and so on. With tiles it is what the instruction makes of 32 inputs at a time.
-// - The sum of weights goes over every sixteenth key in order, and then over these.
-// - Weighted values are added in the order of the keys: two at a time, with weights rounded to bfloat16, where inputs come
-//   in pairs; 32 at a time with tiles. Keys that a query does not see have the weight 0, which changes no sum.
+// - A score is a sum per lane over the vectors of the head's units in order. Then neighbors are added, then neighbors
+//   of those sums, and so on. With tiles it is the instruction's sum of 32 inputs at a time.
+// - The sum of weights adds every sixteenth key in order, and then these sixteen sums.
+// - Weighted values are added in the order of the keys: two at a time, with weights rounded to bfloat16, where inputs
+//   are in pairs, and 32 at a time with tiles. Keys that a query does not see have weight 0, which changes no sum.
 #include "pool.inc.cpp"
 #include "tiles.inc.cpp"
 
@@ -22,10 +22,10 @@
 namespace {
 
 constexpr int kKeys = 128;         // per block
-constexpr int kFew = 8;            // queries per key-value head that are decoded; see `attend_few`
-constexpr int kStepKeys = 32;      // keys that are left out where no query sees them
-constexpr int kTotals = 16;        // sums of weights per query: key t is in sum t % kTotals
-constexpr int kTaskPanels = 8;     // panels of queries per task of a prompt: they share the copies of keys and values
+constexpr int kFew = 8;            // maximum queries per key-value head of `attend_few`
+constexpr int kStepKeys = 32;      // keys that are skipped at a time if no query sees them
+constexpr int kTotals = 16;        // sums of weights per query; key t is added to sum t % kTotals
+constexpr int kTaskPanels = 8;     // panels of queries per prompt task, which share copies of keys and values
 constexpr float kLeast = -1e30f;   // below every score
 constexpr double kLog2E = 1.4426950408889634;
 
@@ -36,7 +36,7 @@ struct Call {
   int64_t block_stride, slot_stride, head_stride;
   void *out; // [tokens][heads][dim], contiguous
   const int64_t *slots, *query_start, *context, *tables;
-  const int64_t *offsets, *reversed; // null: every sequence begins at its first slot and goes up
+  const int64_t *offsets, *reversed; // null: every sequence begins at its first slot and ascends
   int64_t segments, table_width, block_size, heads, kv_heads, dim, window;
   double scale;
 };
@@ -44,10 +44,10 @@ struct Call {
 // Buffers that a thread reuses between tasks.
 struct Scratch {
   int64_t segment = -1;
-  std::vector<int64_t> rows; // of one segment: offset of each key in the cache
+  std::vector<int64_t> rows; // offset in the cache of each key of one segment
   std::vector<float> memory;
 
-  // A buffer of so many floats in front of others, aligned to a vector.
+  // Returns a buffer of `count` floats in front of others, aligned to a vector.
   template <typename... Sizes> float *take(Sizes... sizes) {
     size_t total = kLanes;
     ((total += padded(sizes)), ...);
@@ -70,11 +70,11 @@ void locate(const Call &c, int64_t segment, Scratch &s) {
     for (; slot < c.block_size && t < context; slot++)
       s.rows[t++] = base + (down ? c.block_size - 1 - slot : slot) * c.slot_stride;
   }
-  // Keys are scored several at a time: beyond the end the last key is read again.
+  // Keys are scored several at a time, so beyond the end the last key is read again.
   std::fill(s.rows.begin() + context, s.rows.end(), s.rows[context - 1]);
 }
 
-// Queries [first, first + count) of a segment's length * group, for each of some key-value heads.
+// Queries [first, first + count) of a segment's length * group queries, for each of some key-value heads.
 struct Task {
   int64_t segment, head, heads, first, count;
 };
@@ -93,10 +93,10 @@ struct Queries {
   int64_t head(int64_t q, int64_t kv_head) const { return kv_head * group + (first + q) % group; }
   int64_t end_key(int64_t q) const { return start + (first + q) / group + 1; }
   int64_t first_key(int64_t q) const { return c.window ? std::max<int64_t>(0, end_key(q) - c.window) : 0; }
-  // The first key of the first block, and the end of the keys, of all of them.
+  // Returns the first key of the first block and the end of the keys over all queries.
   int64_t lowest() const { return first_key(0) / kKeys * kKeys; }
   int64_t highest() const { return end_key(count - 1); }
-  // Keys of a block that are left out, before the first that any query from `q` on sees.
+  // Returns the number of keys of a block before the first that any query from `q` on sees, which are skipped.
   int64_t unseen(int64_t q, int64_t block) const {
     return std::max<int64_t>(0, first_key(q) - block) / kStepKeys * kStepKeys;
   }
@@ -106,24 +106,25 @@ struct Queries {
   }
 };
 
-// Scores are logarithms to base 2 of what they would be weighed by.
+// Scores are base-2 logarithms of unnormalized weights.
 SKIPJOIN_INLINE Floats scale_of(const Call &c) { return splat((float)(c.scale * kLog2E)); }
 
 template <typename T> SKIPJOIN_INLINE Floats weight_of(Floats score, Floats scale, Floats top) {
   return power_of_two<sizeof(T) == 2>(fma(score, scale, -top));
 }
 
-// What sums are multiplied by as the largest score grows.
+// Returns the factor of the sums when the maximum score grows.
 template <typename T> SKIPJOIN_INLINE Floats shrink(Floats before, Floats top) {
   return power_of_two<sizeof(T) == 2>(before - top);
 }
 
 SKIPJOIN_INLINE bool differ(Floats a, Floats b) { return std::memcmp(&a, &b, sizeof a) != 0; }
 
-// Whether this process attends with tiles. Then all of it does: their sums are rounded differently.
+// Returns whether this process attends with tiles. It then does so everywhere, because their sums are rounded
+// differently.
 template <typename T> bool has_tiles() { return std::is_same_v<T, bfloat16> && have_tiles(); }
 
-// Fetches what will be needed of `count` rows.
+// Prefetches the values of `count` rows that will be needed.
 template <typename T> SKIPJOIN_INLINE void fetch(const T *from, const int64_t *rows, int64_t count, int64_t dim) {
   for (int64_t i = 0; i < count; i++)
     for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(from + rows[i] + d, 0, 2);
@@ -133,9 +134,9 @@ template <typename T> SKIPJOIN_INLINE void fetch(const T *from, const int64_t *r
 
 #include "attend_few.inc.cpp"
 
-// One head per task, and the longest first; several heads if a segment has few queries.
+// Each task has one head, or several if a segment has few queries. The longest tasks come first.
 std::vector<Task> make_tasks(const Call &c, int threads) {
-  constexpr int kTasksPerThread = 4; // enough for balance
+  constexpr int kTasksPerThread = 4; // enough for load balance
   std::vector<Task> tasks;
   int64_t group = c.heads / c.kv_heads;
   int64_t together = std::clamp<int64_t>(c.segments * c.kv_heads / (threads * kTasksPerThread), 1, c.kv_heads);
@@ -167,7 +168,7 @@ template <typename T> void write(const Call &c, int64_t token) {
 template <typename T> void paged_attention(const Call &c, int threads) {
   int64_t tokens = c.query_start[c.segments];
   std::vector<Task> tasks = make_tasks(c, threads);
-  // Few tokens are written faster than they are shared.
+  // Few tokens are written faster than the work is shared.
   skipjoin::share(tokens > 64 ? threads : 1, tokens, 16, [&](int64_t t) { write<T>(c, t); });
   std::atomic<size_t> counter{0};
   skipjoin::run_on_pool(threads, [&](int) {

@@ -1,11 +1,11 @@
 // See pool.inc.cpp.
 //
-// An OpenMP team waits for its last thread at the end of every loop. Where another process has one of the cores, that is
-// a scheduler's tick per operation. Here the caller opens a run, works, and closes it as soon as no task is left: a
-// thread that has not begun by then is not waited for.
+// An OpenMP team waits for its last thread at the end of every loop. If another process occupies one of the cores, each
+// operation costs a scheduler tick. Here the caller opens a run, works, and closes it as soon as no task remains,
+// without waiting for threads that have not begun by then.
 //
-// Waiting threads spin for about as long as Python takes from one operation to the next, then sleep: an idle server uses
-// no processor.
+// Waiting threads spin for about as long as Python takes between two operations, and then sleep, so that an idle server
+// uses no CPU time.
 #include "pool.inc.cpp"
 
 #include <climits>
@@ -27,10 +27,10 @@
 
 namespace {
 
-// Longer than most pauses between two operations, and than a task that was nearly done. What a thread spins beyond that,
-// it loses again where other processes want its core: the system then takes the core away in the middle of a task.
+// Longer than most pauses between two operations, and than the remainder of a nearly finished task. Spinning longer
+// would cost the thread its core in the middle of a task if other processes want it.
 constexpr int64_t kSpinNs = 20000;
-constexpr int kLooks = 32; // at what is waited for, between two looks at the clock
+constexpr int kLooks = 32; // checks of the value between two reads of the clock
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -46,7 +46,7 @@ int64_t now_ns() {
   return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-// A number that threads wait on: until it is no longer `old`, spinning at first.
+// A number that threads wait on until it is no longer `old`, spinning at first.
 class Gate {
 public:
   std::atomic<int> value{0};
@@ -58,14 +58,14 @@ public:
       if ((now = value.load(std::memory_order_acquire)) != old) return now;
       relax();
       if (looks % kLooks || now_ns() < until) continue;
-      // The order of these two and that of `wake` make one of both see what the other did.
+      // The order of these two and that of `wake` guarantee that one side sees the other's write.
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
       sleep(old);
       sleepers_.fetch_sub(1, std::memory_order_relaxed);
     }
   }
 
-  // Call after every change of the value, which must be sequentially consistent.
+  // Must be called after every change of the value, which must be sequentially consistent.
   void wake() {
     if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
 #if defined(__linux__)
@@ -77,7 +77,7 @@ public:
   }
 
 private:
-  // Returns when the value is not `old`; may return before.
+  // Returns when the value is not `old`, possibly spuriously.
   void sleep(int old) {
 #if defined(__linux__)
     syscall(SYS_futex, reinterpret_cast<int *>(&value), FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
@@ -97,7 +97,7 @@ private:
 class Pool {
 public:
   void run(int threads, void (*work)(void *, int), void *context) {
-    // A second caller, or a task that is itself a caller, works alone: the cores are taken.
+    // A second caller, or a task that is itself a caller, works alone, because the cores are in use.
     if (threads <= 1 || taken_.exchange(true, std::memory_order_acquire)) return work(context, 0);
     start(threads - 1);
     work_ = work, context_ = context, wanted_ = std::min(threads - 1, started_);
@@ -115,13 +115,13 @@ public:
   }
 
 private:
-  static constexpr int kOpen = 1 << 30; // beside the number of threads that are inside
+  static constexpr int kOpen = 1 << 30; // flag above the number of threads inside
 
-  // At least this many threads, if the system gives them.
+  // Starts threads until there are at least this many, if the system permits.
   void start(int count) {
     if (started_ >= count || is_refused_) return;
-    // Signals are for the threads of Python. Not so faults of a thread itself: if it blocks them, the process ends at once,
-    // without the stacks that a handler prints.
+    // Signals are left to Python's threads, except faults of a thread itself: if it blocked them, the process would
+    // exit without the stacks that a handler prints.
     sigset_t others, before;
     sigfillset(&others);
     for (int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) sigdelset(&others, fault);
@@ -129,7 +129,7 @@ private:
     try {
       for (; started_ < count; started_++) std::thread([this, i = started_ + 1] { serve(i); }).detach();
     } catch (const std::system_error &) {
-      is_refused_ = true; // those that there are do the work
+      is_refused_ = true; // the existing threads do the work
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -143,7 +143,7 @@ private:
       int inside = inside_.value.load(std::memory_order_relaxed);
       while (inside & kOpen)
         if (inside_.value.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire)) {
-          // From here on until the thread leaves, nothing of this run changes.
+          // Nothing of this run changes until the thread leaves.
           if (index <= wanted_) work_(context_, index);
           inside_.value.fetch_sub(1, std::memory_order_seq_cst);
           inside_.wake();
@@ -153,20 +153,20 @@ private:
   }
 
   std::atomic<bool> taken_{false};
-  alignas(64) Gate turn_;   // the number of runs so far
-  alignas(64) Gate inside_; // who works
+  alignas(64) Gate turn_;   // number of runs so far
+  alignas(64) Gate inside_; // number of threads at work, and kOpen
   void (*work_)(void *, int) = nullptr;
   void *context_ = nullptr;
   int wanted_ = 0, started_ = 0;
   bool is_refused_ = false;
 };
 
-// Never destroyed: threads wait in it until the process ends.
+// Never destroyed, because threads wait in it until the process exits.
 alignas(Pool) unsigned char memory[sizeof(Pool)];
 
 Pool &pool() {
   static Pool *made = [] {
-    // A forked process has none of the threads, and perhaps a run that nothing will end.
+    // A forked process has none of the threads, and possibly an open run that nothing would close.
     pthread_atfork(nullptr, nullptr, [] { new (memory) Pool; });
     return new (memory) Pool;
   }();

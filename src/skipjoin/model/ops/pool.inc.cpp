@@ -1,4 +1,4 @@
-// Threads that share the work of an operation. Included by the sources whose work they share; pool.cpp implements it.
+// Threads that share the work of an operation. Included by the sources that share work; implemented in pool.cpp.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace skipjoin {
 
-// Calls work(context, i) on the calling thread, with i = 0, and on those of `threads - 1` others that come in time, each
-// with an i below `threads` of its own. So `work` takes its tasks from a counter: it must do all of them if it is called
+// Calls work(context, 0) on the calling thread, and work(context, i) with a distinct i below `threads` on each of up to
+// `threads - 1` others that begin in time. `work` must take its tasks from a counter and do all of them if it is called
 // only once. Returns when every call has returned.
 void run_on_pool(int threads, void (*work)(void *context, int thread), void *context);
 
@@ -18,7 +18,7 @@ template <typename Work> void run_on_pool(int threads, Work &&work) {
   run_on_pool(threads, [](void *context, int thread) { (*static_cast<Plain *>(context))(thread); }, &work);
 }
 
-// Calls task(i) for all i in [0, count), `grain` of them at a time.
+// Calls task(i) for all i in [0, count), `grain` at a time.
 template <typename Task> void share(int threads, int64_t count, int64_t grain, Task &&task) {
   std::atomic<int64_t> counter{0};
   run_on_pool(count > grain ? threads : 1, [&](int) {

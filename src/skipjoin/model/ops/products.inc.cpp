@@ -1,7 +1,7 @@
-// The product that all others are made of: a few rows times one panel of columns. Included by the other sources.
+// The basic product: a few rows times one panel of columns. Included by the other sources.
 //
-// A column is a lane. An element's sum runs over the inputs in order in one lane, from 0 or from what is there: its bits
-// depend on its row and column alone, not on the rows beside it and not on where a caller cuts the inputs.
+// A column is a lane. An element's sum runs over the inputs in order in one lane, from 0 or from the present value. Its
+// bits thus depend on its row and column only, not on other rows or on how a caller splits the inputs.
 #pragma once
 
 #include "simd.inc.cpp"
@@ -10,29 +10,29 @@
 
 namespace {
 
-// Vectors per panel and rows per product: accumulators, a panel's vectors and one input fit the registers.
+// Vectors per panel and rows per product, such that accumulators, a panel's vectors and one input fit the registers.
 #if defined(SKIPJOIN_AVX512)
-constexpr int kVectors = 2, kMaxRows = 12; // of 32
+constexpr int kVectors = 2, kMaxRows = 12; // 32 registers
 #elif defined(SKIPJOIN_NEON)
-constexpr int kVectors = 4, kMaxRows = 6; // of 32
+constexpr int kVectors = 4, kMaxRows = 6; // 32 registers
 #elif defined(SKIPJOIN_AVX2)
-constexpr int kVectors = 2, kMaxRows = 6; // of 16
+constexpr int kVectors = 2, kMaxRows = 6; // 16 registers
 #else
-constexpr int kVectors = 4, kMaxRows = 2; // of 16
+constexpr int kVectors = 4, kMaxRows = 2; // 16 registers
 #endif
 constexpr int kPanel = kVectors * kLanes;
 
-// What an input is in the registers: bfloat16 comes in pairs where there are instructions for them.
+// Type of an input in registers: bfloat16 is in pairs where there are instructions for them.
 #ifdef SKIPJOIN_BF16
 template <typename T> using Unit = std::conditional_t<std::is_same_v<T, bfloat16>, Pair, float>;
 #else
 template <typename T> using Unit = float;
 #endif
-template <typename T> constexpr int kInputs = std::is_same_v<Unit<T>, Pair> ? 2 : 1; // per unit
+template <typename T> constexpr int kInputs = std::is_same_v<Unit<T>, Pair> ? 2 : 1; // inputs per unit
 
 template <typename T> int64_t units_of(int64_t inputs) { return (inputs + kInputs<T> - 1) / kInputs<T>; }
 
-// The bits of kLanes units from memory.
+// Loads the bits of kLanes units.
 template <typename T> SKIPJOIN_INLINE Words whole_units(const T *from) {
   Words units;
   if constexpr (kInputs<T> == 2)
@@ -42,10 +42,10 @@ template <typename T> SKIPJOIN_INLINE Words whole_units(const T *from) {
   return units;
 }
 
-// kLanes units from memory, of which `count` inputs exist.
+// Loads kLanes units, of which `count` inputs exist.
 template <typename T> SKIPJOIN_INLINE void load_units(const T *from, int64_t count, Unit<T> *to) {
   if constexpr (kInputs<T> == 2) {
-    if (count >= 2 * kLanes) { // by far the most: no call
+    if (count >= 2 * kLanes) { // the most frequent case, kept free of calls
       std::memcpy(to, from, 4 * kLanes);
     } else {
       std::memset(to, 0, 4 * kLanes);
@@ -56,7 +56,7 @@ template <typename T> SKIPJOIN_INLINE void load_units(const T *from, int64_t cou
   }
 }
 
-// Column lanes of one unit of weights. Weights of 8 bits are expanded exactly; those for pairs are in two halves.
+// Loads one unit of weights into column lanes. Int8 weights are expanded exactly; those for pairs are in two halves.
 SKIPJOIN_INLINE Words lanes_of(const Pair *weights, int vector) {
   Words lanes;
   std::memcpy(&lanes, weights + vector * kLanes, sizeof lanes);
@@ -68,15 +68,15 @@ template <typename W> SKIPJOIN_INLINE Floats lanes_of(const W *weights, int vect
 }
 
 SKIPJOIN_INLINE Words pairs_of(const int8_t *weights, int vector) {
-  // A number of 8 bits has as many digits as a bfloat16: the lower half of its float is zero.
+  // Int8 values fit the digits of a bfloat16, so the lower half of their floats is zero.
   Words first = (Words)load(weights + vector * kLanes), second = (Words)load(weights + kPanel + vector * kLanes);
   return first >> 16 | second;
 }
 
-// The lanes of the first or the second inputs of pairs.
+// Returns the lanes of the first or second inputs of pairs.
 SKIPJOIN_INLINE Floats one_of(Words pairs, int part) { return (Floats)(part == 0 ? pairs << 16 : pairs & 0xffff0000u); }
 
-// Inputs of type In per unit of weights.
+// Number of inputs of type In per unit of weights.
 template <typename In, typename W> constexpr int kParts = std::is_same_v<In, float> && std::is_same_v<W, Pair> ? 2 : 1;
 
 template <typename In, typename W> SKIPJOIN_INLINE auto operand(const W *weights, int vector, int part) {
@@ -88,21 +88,20 @@ template <typename In, typename W> SKIPJOIN_INLINE auto operand(const W *weights
     return lanes_of(weights, vector);
 }
 
-// A template's function for a number that is known at run time: calls work(std::integral_constant<int, count>()), for
-// count in [1, MOST].
+// Calls work(std::integral_constant<int, count>()) for a runtime `count` in [1, MOST], as template functions need.
 template <int MOST, typename Work> SKIPJOIN_INLINE void with_count(int64_t count, Work &&work) {
   if (count == MOST) return work(std::integral_constant<int, MOST>());
   if constexpr (MOST > 1) with_count<MOST - 1>(count, work);
 }
 
-// Numbers of type W per unit and panel.
+// Number of values of type W per unit and panel.
 template <typename In, typename W>
 constexpr int kStep = std::is_same_v<In, Pair> && std::is_same_v<W, int8_t> ? 2 * kPanel : kPanel;
 
-constexpr int kAhead = 4096; // bytes of weights fetched ahead of use: about one memory latency
+constexpr int kAhead = 4096; // prefetch distance of weights in bytes: about one memory latency
 
-// What a product fetches into the caches meanwhile: nothing; its own weights, kAhead bytes ahead of use; others that are
-// used soon, so many bytes per unit.
+// What a product prefetches: nothing, its own weights kAhead bytes ahead of use, or weights of a later product, this
+// many bytes per unit.
 struct NothingSoon {};
 struct OwnSoon {};
 struct OthersSoon {
@@ -110,8 +109,8 @@ struct OthersSoon {
   int64_t bytes;
 };
 
-// sums[ROWS][kVectors] = inputs times panel, or += where IS_ADDED. The input of a row and unit is at
-// row * row_step + unit * unit_step; of floats and weights in pairs, two units of inputs belong to one of weights.
+// Computes sums[ROWS][kVectors] = inputs times panel, or += if IS_ADDED. The input of a row and unit is at
+// row * row_step + unit * unit_step. With float inputs and paired weights, two units of inputs match one of weights.
 template <int ROWS, bool IS_ADDED, typename In, typename W, typename Soon>
 SKIPJOIN_INLINE void multiply(const In *inputs, int64_t row_step, int64_t unit_step, const W *weights, int64_t units,
                               Floats (*sums)[kVectors], Soon soon) {

@@ -1,5 +1,6 @@
-// Copies bytes past the caches: streaming stores write whole lines without reading them, and the weights and KV that
-// the model reads meanwhile stay cached. Processors other than x86 copy plainly. Included by the sources that move KV.
+// Copies bytes bypassing the caches: streaming stores write whole lines without reading them, and the weights and KV
+// that the model uses meanwhile stay cached. Other processors than x86 copy plainly. Included by the sources that move
+// KV.
 #pragma once
 
 #include "simd.inc.cpp"
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kPage = 4096;
-constexpr int kStreams = 4; // pages copied in turn: a single one leaves memory idle between its lines
+constexpr int kStreams = 4; // pages copied alternately; a single one leaves memory idle between its lines
 constexpr int kLines = 4;   // lines of a page per turn
 
 #if defined(SKIPJOIN_AVX512) || defined(SKIPJOIN_AVX2)
@@ -46,7 +47,7 @@ void copy_bytes(char *to, const char *from, int64_t bytes) {
   std::memcpy(to + at, from + at, bytes - at);
 }
 
-// Streaming stores are unordered: a thread that learns that the copy is done must see all of it.
+// Streaming stores are unordered, so a fence makes them visible to threads that learn of the copy's completion.
 inline void end_copies() { _mm_sfence(); }
 
 #else

@@ -1,16 +1,16 @@
-// Matrix registers (AMX) for products of bfloat16. Included by the other sources.
+// Matrix registers (AMX) for bfloat16 products. Included by the other sources.
 //
-// A tile is at most 16 rows of 64 bytes. One instruction multiplies [rows][32 inputs] by [16 pairs of inputs][16 columns]
-// and adds to [rows][16 columns] of floats: the sums of even and of odd inputs apart, then together, then to what was
-// there. So an element's sum depends on its row and column alone, for any number of rows. Denormal numbers count as zeros,
-// going in and coming out.
+// A tile is at most 16 rows of 64 bytes. One instruction multiplies [rows][32 inputs] by [16 pairs of inputs][16
+// columns] and adds the product to [rows][16 columns] of floats: it sums even and odd inputs separately, adds both
+// sums, and then the present value. An element's sum thus depends on its row and column only, for any number of rows.
+// Denormals are flushed to zero on input and output.
 //
-// SKIPJOIN_PLAIN_TILES puts plain arithmetic in place of the instructions: for tests on processors without them.
+// SKIPJOIN_PLAIN_TILES replaces the instructions by plain arithmetic, for tests on processors without them.
 #pragma once
 
 #include "products.inc.cpp"
 
-// Two spellings: older clang's is the second.
+// The two spellings of the flag; the second is that of older versions of clang.
 #if (defined(__AMX_TILE__) && defined(__AMX_BF16__)) || (defined(__AMXTILE__) && defined(__AMXBF16__))
 #define SKIPJOIN_AMX 1
 #endif
@@ -25,16 +25,16 @@
 
 namespace {
 
-constexpr int kTile = 16;      // rows, and columns
-constexpr int kTilePairs = 16; // in a row of a tile
+constexpr int kTile = 16;      // rows and columns
+constexpr int kTilePairs = 16; // pairs per row of a tile
 
-// Rows of each tile and their bytes, as the processor takes them.
+// Number of rows of each tile and their bytes, in the processor's format.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  // Tiles 0 to 3 have sums and 4 and 5 inputs, of `count` rows; 6 and 7 have weights.
+  // Tiles 0 to 3 hold sums and 4 and 5 inputs, with `count` rows; 6 and 7 hold weights.
   explicit TileShapes(int count) {
     for (int i = 0; i < 8; i++) bytes[i] = 64, rows[i] = i < 6 ? count : kTile;
   }
@@ -70,7 +70,7 @@ inline void store_tile(int tile, void *to, int64_t pitch) {
     std::memcpy((char *)to + r * pitch, plain_tiles[tile].rows[r], plain_shapes.bytes[tile]);
 }
 
-// Called alone, so that the compiler moves none of its arithmetic to where another mode holds.
+// Not inlined, so that the compiler moves no arithmetic to code with another denormal mode.
 __attribute__((noinline)) void add_plain_products(PlainTile &to, const PlainTile &inputs, const PlainTile &columns) {
   for (int r = 0; r < kTile; r++) {
     Floats even{}, odd{}, sums;
@@ -89,7 +89,7 @@ __attribute__((noinline)) void add_plain_products(PlainTile &to, const PlainTile
 }
 
 inline void multiply_tiles(int to, int inputs, int columns) {
-  constexpr unsigned kNoDenormals = 0x8040; // in and out
+  constexpr unsigned kNoDenormals = 0x8040; // flush to zero on input and output
   unsigned mode = _mm_getcsr();
   _mm_setcsr(mode | kNoDenormals);
   add_plain_products(plain_tiles[to], plain_tiles[inputs], plain_tiles[columns]);
@@ -103,21 +103,21 @@ inline void multiply_tiles(int to, int inputs, int columns) {
 
 #else
 
-// Whether this process may use tiles: asks the kernel, once; it may refuse. Holds for all threads.
+// Returns whether this process may use tiles. Asks the kernel once, which may refuse; the answer holds for all threads.
 inline bool have_tiles() {
   constexpr long kRequest = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return granted;
 }
 
-// Instructions are spelled out: as far as GCC knows, its intrinsics read no memory (`_tile_loadd`) or too little of it
-// (`_tile_loadconfig`), so that it may leave out what is written before them.
+// Written as inline assembly, because GCC believes that its intrinsics read no memory (`_tile_loadd`) or too little of
+// it (`_tile_loadconfig`), so that it may omit earlier writes.
 inline void shape_tiles(const TileShapes &shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 
-// Other libraries of the process have shapes of their own.
+// Other libraries of the process have tile shapes of their own.
 inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 
-// Numbers of tiles are part of the instruction: they come from a macro, not from a template.
+// Tile numbers are part of the instruction, so they come from a macro instead of a template.
 #define SKIPJOIN_ZERO_TILE(tile) asm volatile("tilezero %%tmm" #tile ::)
 #define SKIPJOIN_LOAD_TILE(tile, from, pitch)                                                                         \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void *)(from)), "r"((int64_t)(pitch)) : "memory")
@@ -128,9 +128,9 @@ inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 
 #endif
 
-// Adds one or two (PAIR) tiles of inputs, `pitch` bytes from row to row, times `steps` tiles of a panel to
-// sums[2 * kTile][kPanel]. inputs, others: their first rows. ahead: weights that are fetched meanwhile, `lines` cache
-// lines per step.
+// Adds the product of one or two (PAIR) tiles of inputs, with rows `pitch` bytes apart, and `steps` tiles of a panel to
+// sums[2 * kTile][kPanel]. inputs, others: first rows of the tiles. ahead: weights to prefetch, `lines` cache lines per
+// step.
 template <bool PAIR>
 inline void add_tiles(const void *inputs, const void *others, int64_t pitch, const Pair *weights, int64_t steps,
                       bool is_first, float *sums, const char *ahead = nullptr, int64_t lines = 0) {

@@ -1,1 +1,1 @@
-"""Engine assembly: loading, sizing, scheduling, profiling, and the loop that drives the engine."""
+"""Engine assembly and the loop that drives the engine."""

@@ -21,14 +21,9 @@ class EngineInfo:
     """Properties of a built engine. Bytes are totals over all ranks.
 
     Attributes:
-        folder: Folder of the model and the tokenizer.
         max_model_len: Maximum number of tokens, prompt and output together.
-        block_size: Tokens per block.
-        block_bytes: Bytes of a block on the device.
-        host_block_bytes: Bytes of a block in the CPU tier; differs with `swap_dtype`.
-        recipe_params: Effective parameters of the recipe, including defaults.
         notice: The recipe's message to the operator.
-        cost: The scheduler's cost model, which learns from the steps that run.
+        cost: Cost model, which learns from the steps that run.
     """
 
     model: str
@@ -53,13 +48,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Parts that a driver needs.
-
-    Attributes:
-        seed: Seed from which requests without their own seed derive one.
-        jct_scale: See `RelativeTargets`; None sets no JCT targets.
-        caches_prefixes: Whether requests share KV of equal prompt prefixes.
-    """
+    """Parts that a driver needs; `seed` is for requests without their own, and `jct_scale` for `RelativeTargets`."""
 
     core: EngineCore
     executor: ModelExecutor
@@ -70,12 +59,7 @@ class Engine:
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """Load the model, size the KV pools, obtain step costs and build the scheduler.
-
-    Raises:
-        ModelError: If the model cannot be used.
-        ConfigError: If a setting cannot be met.
-    """
+    """Load the model, size the KV pools and build the scheduler; raise `ModelError` or `ConfigError`."""
     loaded = load(config, on_progress)
     try:
         return engine_around(loaded, config, on_progress)
@@ -85,16 +69,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share:
 
 
 def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """Build an engine on a loaded model, with all of its KV pools.
-
-    Engines may share a model one after the other, each once the previous one is idle.
-
-    Args:
-        config: The configuration that the model was loaded with; scheduler settings may differ.
-
-    Raises:
-        ConfigError: If a setting cannot be met.
-    """
+    """Build an engine on a loaded model. Engines may share it one after the other, once the previous one is idle."""
     executor = loaded.executor
     blocks, host_blocks, block_size = executor.pools
     spec = executor.rank_specs[0]

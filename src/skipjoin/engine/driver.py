@@ -1,4 +1,4 @@
-"""Step driver: keeps an executor's pipeline of plans full and commits the oldest plan."""
+"""Step driver: keeps an executor's pipeline of plans full."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ class StepDriver:
     """Drives `core` over `executor`, with as many plans in flight as the scheduler allows.
 
     Args:
-        clock: Monotonic seconds; read before every plan, submission and commit.
-        on_result: Called with a result before the core commits it.
-        on_plan: Called with a plan before it is submitted.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -36,16 +34,13 @@ class StepDriver:
         self.in_flight: deque[Handle] = deque()
 
     def fill(self) -> None:
-        """Submit all plans that can be made now; raises what the executor raises, such as `RankError`."""
+        """Submit all plans that can be made now; raises as the executor does."""
         while (plan := self.core.start_step(self.clock())) is not None:
             self._on_plan(plan)
             self.in_flight.append(self.executor.submit(plan, self.clock()))
 
     def turn(self) -> StepResult | None:
-        """Fill the pipeline, wait for the oldest plan and commit its result; raises as `fill` does.
-
-        Returns None if no plan is in flight and none can be made.
-        """
+        """Fill the pipeline and commit the oldest plan's result; return None if there is no plan."""
         self.fill()
         if not self.in_flight:
             return None

@@ -1,4 +1,4 @@
-"""Output length forecasting: a forecaster that learns from finished requests and persists what it learned."""
+"""Output length forecasting with persistent state."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ _NOWHERE = "none"
 
 
 class Predicted(Protocol):
-    """Forecast, with what its forecaster needs to learn from the outcome.
-
-    Attributes:
-        most: Maximum number of output tokens.
-        interval: Bounds of the 80 % prediction interval in tokens, at most `most`.
-    """
+    """Forecast; `interval` is the 80 % prediction interval in tokens."""
 
     @property
     def forecast(self) -> Forecast: ...
@@ -46,7 +41,7 @@ class Predicted(Protocol):
 
 
 class Forecaster(Protocol):
-    """Subset of `skipjoin.forecast.Forecaster` that the engine uses."""
+    """What the engine uses of `skipjoin.forecast.Forecaster`."""
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
     def prior(self, max_tokens: int) -> Forecast: ...
@@ -55,7 +50,7 @@ class Forecaster(Protocol):
 
 
 class OwnerForecasters(Protocol):
-    """Subset of `skipjoin.forecast.owners.OwnerForecasters` that the engine uses."""
+    """What the engine uses of `skipjoin.forecast.owners.OwnerForecasters`."""
 
     def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
     def prior(self, owner: str, max_tokens: int) -> Forecast: ...
@@ -64,13 +59,13 @@ class OwnerForecasters(Protocol):
 
 
 class Save(Protocol):
-    """Saves the state of a forecaster and returns whether that succeeded. If `quiet`, failures are not logged."""
+    """Saves a forecaster's state and returns whether that worked; `quiet` logs no failure."""
 
     def __call__(self, *, quiet: bool) -> bool: ...
 
 
 def is_exact(reason: FinishReason) -> bool:
-    """Return whether the finish reason means that the whole output is known; otherwise its length is a lower bound."""
+    """Return whether the whole output is known, and not only a lower bound."""
     return reason is FinishReason.STOP
 
 
@@ -78,10 +73,9 @@ class ForecastKeeper:
     """Forecaster with persistent state. One thread owns it and calls `save_if_due` periodically.
 
     Args:
-        save: Writes the state and returns whether that worked. Logs a warning on failure unless called with quiet=True.
-            None disables persistence.
+        save: None disables persistence.
         clock: Monotonic seconds.
-        owners: Per-owner forecasters; None if all requests share one.
+        owners: None if all requests share one forecaster.
     """
 
     def __init__(
@@ -100,12 +94,6 @@ class ForecastKeeper:
         self._is_failing = False
 
     def forecast(self, prompt: Sequence[int], max_tokens: int, owner: str = "") -> Predicted:
-        """Predict the output length of a prompt.
-
-        Args:
-            max_tokens: Maximum number of output tokens.
-            owner: Hash of the client's key.
-        """
         if self._owners is None:
             return self.forecaster.forecast(prompt, max_tokens)
         return self._owners.forecast(owner, prompt, max_tokens)
@@ -115,11 +103,10 @@ class ForecastKeeper:
         return self.forecaster.prior(max_tokens) if self._owners is None else self._owners.prior(owner, max_tokens)
 
     def __len__(self) -> int:
-        """Return the number of past requests that are searched."""
         return len(self.forecaster if self._owners is None else self._owners)
 
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool, owner: str = "") -> None:
-        """Learn from a request that got `tokens` tokens, at least 1; see `is_exact` for `exact`."""
+        """Learn from a request that got `tokens` tokens, at least 1; see `is_exact`."""
         if self._owners is None:
             self.forecaster.learn(predicted, tokens, exact=exact)
         else:
@@ -129,16 +116,14 @@ class ForecastKeeper:
 
     @property
     def save_in_s(self) -> float | None:
-        """Seconds until the next save is due, or None if nothing has changed."""
         return None if self._due == math.inf else max(0.0, self._due - self._clock())
 
     def save_if_due(self) -> None:
-        """Save the state if a save is due. Failures log one warning until saving works again."""
+        """Save if due. Failures log one warning until saving works again."""
         if self._clock() >= self._due:
             self._write()
 
     def close(self) -> None:
-        """Save unsaved changes."""
         if self._due < math.inf:
             self._write()
 
@@ -152,17 +137,10 @@ class ForecastKeeper:
 
 
 def chosen_forecasts(config: ForecastConfig, engine: EngineConfig, *, url: str | None = None) -> ForecastConfig | None:
-    """Resolve the default forecaster and validate the settings before anything slow begins.
+    """Resolve the default forecaster, None if nothing is forecast, and validate the settings early.
 
     Args:
-        engine: Engine configuration, which may need forecasts.
-        url: Address of a server that provides forecasts, which leaves only the prior to this one.
-
-    Returns:
-        The settings with a forecaster, or None if nothing is forecast.
-
-    Raises:
-        ConfigError: If settings exclude each other, the encoder is missing, or the folder cannot be written.
+        url: Server that provides forecasts, which leaves only the prior to this one.
     """
     is_needed = find(engine.recipe).forecasts is Forecasts.LEARNED or engine.slo_jct_scale is not None
     if url is not None:
@@ -195,16 +173,7 @@ def _check_folders(config: ForecastConfig) -> None:
 def open_keeper(
     config: ForecastConfig, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str], owners: int = 0
 ) -> ForecastKeeper:
-    """Open the forecaster of settings returned by `chosen_forecasts`, with its saved state.
-
-    Args:
-        model: Name of the served model, whose files are in `folder`.
-        text_of: Decodes tokens to text.
-        owners: Number of API keys, each with its own forecaster; 0 if all requests share one.
-
-    Raises:
-        ConfigError: If the encoder cannot be used, or there are more entries than can be searched.
-    """
+    """Open the forecaster with its saved state; `owners` is the number of API keys with their own, or 0."""
     # Imported lazily: it imports numpy, which an API process does not need.
     from skipjoin.forecast import default_folder, make_forecaster, make_owner_forecasters  # noqa: PLC0415
 

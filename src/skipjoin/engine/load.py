@@ -34,12 +34,7 @@ OnProgress = Callable[[str, float], None]
 
 
 class Loaded(NamedTuple):
-    """A model that is ready to run. The caller of `load` closes the executor.
-
-    Attributes:
-        max_len: Maximum number of tokens, prompt and output together.
-        key: Key of its profile.
-    """
+    """A loaded model. The caller of `load` closes the executor."""
 
     folder: Path
     config: ModelConfig
@@ -49,24 +44,12 @@ class Loaded(NamedTuple):
 
 
 def model_folder(name: str, load_format: str = "auto") -> Path:
-    """Return the folder of the built-in model, a path, or a hub id, which is downloaded.
-
-    Args:
-        load_format: "dummy" downloads no weights.
-
-    Raises:
-        ModelError: If there is no such model.
-    """
+    """Return a model's folder; a hub id is downloaded, without weights if `load_format` is "dummy"."""
     return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
 
 
 def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Loaded:
-    """Load the model and allocate its KV pools.
-
-    Raises:
-        ModelError: If the model cannot be used.
-        ConfigError: If a setting cannot be met.
-    """
+    """Load the model and allocate its KV pools; raises as `assemble` does."""
     folder = model_folder(config.model, config.load_format)
     model_config = ModelConfig.from_folder(folder)
     max_len = _max_model_len(config, model_config)

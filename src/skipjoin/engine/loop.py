@@ -55,14 +55,12 @@ class EngineLoop:
         """Add a request.
 
         Args:
-            params: Parameters with a number as `max_tokens`; see `SamplingParams.resolved`.
-            forecast: Forecast of its whole output.
-            output: Tokens that another engine has generated for it; this one continues after them.
+            params: Must have a number as `max_tokens`; see `SamplingParams.resolved`.
+            output: Tokens that another engine has generated for it.
             age_s: Seconds since it arrived at the first engine, from which its deadline counts.
 
         Raises:
-            ParameterError: If the prompt is empty, too long or has unknown token ids, or max_tokens exceeds the
-                context.
+            ParameterError: If the prompt or `max_tokens` is invalid.
             RequestTooLargeError: If the KV pool cannot hold the request.
         """
         self._check(prompt, params.output_limit)
@@ -88,33 +86,26 @@ class EngineLoop:
         self.core.add(request, now)
 
     def reforecast(self, request_id: int, forecast: Forecast) -> bool:
-        """Replace a request's forecast; return False if the request has finished or was never added."""
         if self._targets is not None and (request := self.core.requests.get(request_id)) is not None:
             self._targets.reforecast(request, forecast)
         return self.core.reforecast(request_id, forecast, self.clock())
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """Abort a request; return False if it has finished or was never added.
-
-        Args:
-            reason: See `EngineCore.abort`.
-        """
         return self.core.abort(request_id, self.clock(), reason)
 
     @property
     def idle(self) -> bool:
-        """True if there is no request, no plan is in flight, and no KV is moving."""
         return not (self.core.requests or self._driver.in_flight or self.core.kv.is_moving)
 
     def submit(self) -> None:
-        """Fill the pipeline, so that the caller can work while the model runs; raises as `step` does."""
+        """Fill the pipeline, so that the caller can work while the model runs."""
         try:
             self._driver.fill()
         except RankError as error:
             self._restart(error)
 
     def step(self) -> list[Event]:
-        """Fill the pipeline, wait for its oldest plan, commit it and return the events in order.
+        """Fill the pipeline, commit its oldest plan and return the events in order.
 
         If a rank is lost, all ranks are restarted and requests continue from their known tokens. A request that causes
         losses is dropped (`RankLosses`).
@@ -135,7 +126,6 @@ class EngineLoop:
         return events
 
     def _restart(self, error: RankError) -> None:
-        """Restart all ranks and drop the request that caused the loss, if there is one."""
         self._driver.in_flight.clear()
         self.core.restart(self.clock())
         if (blamed := self._losses.blame(self._running, error)) is not None:
@@ -155,14 +145,10 @@ class EngineLoop:
             self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
 
     def close(self) -> None:
-        """Wait for the running step and stop the executor."""
         self.engine.executor.close()
 
     def _prefix(self, params: SamplingParams, options: RequestOptions) -> ContentPrefix | None:
-        """Return the request's prefix-cache keys, or None if it shares no KV.
-
-        Prompt logprobs need every token computed, so such a request shares none.
-        """
+        """Return the request's prefix-cache keys; None with prompt logprobs, which need every token computed."""
         if not self.engine.caches_prefixes or params.prompt_logprobs is not None:
             return None
         return ContentPrefix(self.engine.info.block_size, options.cache_salt.encode())

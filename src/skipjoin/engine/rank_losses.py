@@ -1,4 +1,4 @@
-"""Requests that are not retried after ranks were lost in a step with them."""
+"""Requests that are not retried after rank losses."""
 
 from __future__ import annotations
 
@@ -16,22 +16,16 @@ _LOSSES = 3
 
 
 class RankLosses:
-    """Counts, for each request, the rank losses in steps with it."""
+    """Rank losses of each request's steps."""
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
     def blame(self, plans: Sequence[StepPlan], error: RankError) -> tuple[Request, str] | None:
-        """Choose the request to drop after a loss.
+        """Choose the request to drop after a loss, with its error text; None to retry all.
 
-        If a rank ran out of memory, this is the request with the largest demand. Otherwise it is the latest arrival
-        among the requests that were in `_LOSSES` losses, because earlier ones ran without a loss until it arrived.
-
-        Args:
-            plans: Plans in flight when ranks were lost.
-
-        Returns:
-            The request and the error text for its client, or None if all requests are retried.
+        This is the largest demand if a rank ran out of memory, else the latest arrival in `_LOSSES` losses, because
+        earlier ones ran without a loss until it arrived.
         """
         slices = [slice_ for plan in plans for slice_ in plan.slices if slice_.request.finish_reason is None]
         if isinstance(error, RankMemoryError) and slices:
@@ -45,7 +39,6 @@ class RankLosses:
         return latest, f"ranks ended {counts[latest]} times while they ran this request, which is not tried again"
 
     def _count(self, request: Request) -> int:
-        """Return the number of losses since the request's last token, including this one."""
         tokens, losses = self._counts.get(request, (-1, 0))
         losses = losses + 1 if tokens == len(request.output) else 1
         self._counts[request] = len(request.output), losses

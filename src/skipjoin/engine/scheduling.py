@@ -1,4 +1,4 @@
-"""Scheduler construction: from a configuration to the settings that a recipe is built from."""
+"""Scheduler construction from a configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_scheduler(config: EngineConfig, policies: Policies, kv: BlockLedger, de
 
 
 def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits | None = None) -> Settings:
-    """Return the settings that the recipe is built from; `limits` is None if unknown."""
+    """Return the settings that the recipe is built from."""
     return Settings(
         cost,
         config.max_num_seqs,

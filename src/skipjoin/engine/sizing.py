@@ -1,4 +1,4 @@
-"""Size the KV pools of both tiers from the configuration and the memory of the ranks."""
+"""Size the KV pools of both tiers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ _SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
 def device_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
 ) -> int:
-    """Return the number of device KV blocks: what every rank's memory allows, at most what running requests can fill.
-
-    Args:
-        max_len: Tokens of the longest request, which must fit.
-
-    Raises:
-        ConfigError: If the pool is too small for one request, or larger than the free memory.
-    """
+    """Return the number of device KV blocks: what every rank's memory allows, at most what requests can fill."""
     block_bytes = sum(spec.block_bytes for spec in rank_specs)
     one_request = -(-max_len // config.block_size)
     if config.kv_cache_gib is not None:
@@ -47,7 +40,6 @@ def device_blocks(
 
 
 def _check_free(asked: float, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], blocks: int) -> None:
-    """Raise `ConfigError` if the requested KV pool, `asked` GiB over all ranks, exceeds a rank's free memory."""
     pairs = list(zip(rank_specs, budgets, strict=True))
     spec, budget = min(pairs, key=lambda pair: pair[1].largest_pool // pair[0].block_bytes)
     most = budget.largest_pool // spec.block_bytes
@@ -64,11 +56,7 @@ def _check_free(asked: float, rank_specs: Sequence[RankSpec], budgets: Sequence[
 def _what_is_left(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], need: float
 ) -> str:
-    """Return the cause and the remedy for the GPU with the least KV memory.
-
-    Args:
-        need: GiB of the smallest pool, over all ranks.
-    """
+    """Return the cause and remedy for the GPU with the least KV memory; `need` is in GiB."""
     spec, budget = min(zip(rank_specs, budgets, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
     need *= spec.block_bytes / sum(spec.block_bytes for spec in rank_specs)
     return (
@@ -81,11 +69,7 @@ def _what_is_left(
 def host_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], device_blocks: int
 ) -> int:
-    """Return the number of CPU KV blocks: the configured size, or a fraction of the free RAM.
-
-    Raises:
-        ConfigError: If the configured size does not fit the RAM of every rank, or is smaller than one block.
-    """
+    """Return the number of CPU KV blocks: the configured size, or a fraction of the free RAM."""
     block_bytes = sum(spec.host_block_bytes for spec in rank_specs)
     pairs = list(zip(rank_specs, budgets, strict=True))
     spec, budget = min(

@@ -1,4 +1,4 @@
-"""JCT targets for requests without one, derived from their estimated work."""
+"""JCT targets for requests without one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ class RelativeTargets:
     """Gives each request without a JCT target `scale` times its time alone (EconoServe section 4).
 
     The time alone is its prefill plus a decode step for each output token. Policies get the target of the forecast,
-    updated with each later forecast, because that of the true length would reveal the length. Once a request has its
-    whole output, its target is that of the true length, for statistics.
-
-    Args:
-        cost: Current cost model of steps.
+    because that of the true length would reveal the length. A finished request's target is that of the true length.
     """
 
     def __init__(self, cost: CostModel, scale: float) -> None:
@@ -34,19 +30,17 @@ class RelativeTargets:
         self._requests: WeakSet[Request] = WeakSet()  # requests whose targets are set here
 
     def arrived(self, request: Request) -> None:
-        """Set the target before the core takes the request; without a forecast it has none until one follows."""
         if request.options.target.jct_s == inf:
             self._requests.add(request)
             if request.forecast is not None:
                 self._set(request, request.forecast.tokens)
 
     def reforecast(self, request: Request, forecast: Forecast) -> None:
-        """Update the target before the core takes the new forecast, so that policies see both."""
+        """Update the target before the core takes the forecast, so that policies see both."""
         if request in self._requests:
             self._set(request, forecast.tokens)
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Set the targets of finished requests, before statistics are computed."""
         for event in events:
             if isinstance(event, Finished) and event.reason in _WHOLE and event.request in self._requests:
                 self._set(event.request, len(event.request.output))

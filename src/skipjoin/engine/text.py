@@ -1,4 +1,4 @@
-"""Detokenization of output: incremental text, stop strings and logprobs, with one `Choice` per sequence."""
+"""Detokenization of output: incremental text, stop strings and logprobs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from skipjoin.sampling import TokenDetail, TokenLogprob
 
 
 class Output(NamedTuple):
-    """Increment of one sequence: a token, its end, or both.
-
-    Attributes:
-        choice: Index of the sequence in its job.
-        token: New token; None if the sequence ended without one.
-        reason: Finish reason; None before the end.
-        error: Error text, if the reason is an error.
-    """
+    """Increment of one sequence."""
 
     choice: int = 0
     token: int | None = None
@@ -29,7 +22,7 @@ class Output(NamedTuple):
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text, and holds back text that may be the beginning of one."""
+    """Finds the first stop string in a text, and holds back text that may begin one."""
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = stops
@@ -53,13 +46,11 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return the text that was held back, which belongs to the output once that is complete."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     first = stop[0]
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(first, start)) >= 0:
@@ -75,9 +66,7 @@ class TextRules:
 
     Attributes:
         min_tokens: Number of tokens after which stop strings count.
-        echo: Begin the text with the prompt.
         score_only: Return prompt logprobs and no tokens.
-        scores: Return logprobs.
     """
 
     stop: tuple[str, ...] = ()
@@ -95,7 +84,7 @@ class Choice:
     Attributes:
         tokens: Number of generated tokens, including those of a stop string and the end-of-sequence token.
         scored: Tokens whose logprobs have not been sent.
-        finish_reason: "stop" or "length" after the end, or "error" after an output with an error.
+        finish_reason: "stop" or "length", or "error" after an output with an error.
     """
 
     __slots__ = (
@@ -127,7 +116,7 @@ class Choice:
             self._lead = text if text is not None else tokenizer.decode(prompt, rules.skip_special)
 
     def take(self, output: Output) -> str:
-        """Add an output and return the new text; no output may follow once `finish_reason` is set."""
+        """Add an output and return the new text; none may follow once `finish_reason` is set."""
         shown, self._lead = self._lead, ""
         if output.detail is not None and self._rules.scores:
             self.scored.extend(output.detail.prompt)
@@ -153,7 +142,6 @@ class Choice:
         return shown
 
     def take_scored(self) -> list[TokenLogprob]:
-        """Remove and return the tokens whose logprobs are to be sent now."""
         scored, self.scored = self.scored, []
         return scored
 

@@ -1,1 +1,1 @@
-"""Executors: run the engine's step plans on a model, on ranks, or in simulation."""
+"""Executors of step plans: on a model, on ranks, or in simulation."""

@@ -1,4 +1,4 @@
-"""Executor protocol: run step plans in order and return their results."""
+"""Executor protocol."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ class RankMemoryError(RankError):
 
 
 class Handle(Protocol):
-    """Future of a submitted plan."""
+    """Future of a plan."""
 
-    def done(self) -> bool:
-        """Return whether `result` returns without blocking."""
-        ...
+    def done(self) -> bool: ...
 
     def result(self) -> StepResult:
         """Wait for the plan and return its result, or raise the step's exception."""
@@ -39,29 +37,17 @@ class Executor(Protocol[HandleT_co]):
     blocking move in its own plan's result, an overlapped move in that result or a later one. A plan without slices
     collects moves that finish while no slice runs.
 
-    In a pipeline, each stage runs its share of a plan once the previous stage has passed it on, one plan at a time. A
-    result's `seconds` and `moving` are then sums over the stages, which is what cost models predict and learn. Its
-    `stages` holds each stage's busy and idle time.
+    In a pipeline, a result's `seconds` and `moving` are sums over the stages, which is what cost models predict.
 
-    `submit` may read a plan's requests (prompt, output, sampling) until the result is ready. Known tokens never change,
-    and a slice whose last token is still pending is marked `awaits`.
-
-    A request starts with the first plan that has a slice of it, and ends with `on_finished`. In between an executor may
-    keep state for it, which preemption must not change. After a restart it makes the state again from the request's
-    known tokens.
+    `submit` may read a plan's requests until the result is ready. Known tokens never change, and a slice whose last
+    token is still pending is marked `awaits`. Preemption must not change the state of a request that an executor keeps
+    from its first slice to `on_finished`.
     """
 
     def submit(self, plan: StepPlan, now: float) -> HandleT_co:
-        """Submit a plan.
-
-        Args:
-            now: Seconds on the driver's clock.
-        """
+        """Submit a plan at `now` seconds on the driver's clock."""
         ...
 
     def on_finished(self, request: Request) -> None:
-        """Free the state of a request that no later plan contains, after the plans submitted before.
-
-        Called once for each request, whether it has started or not.
-        """
+        """Free a request's state after the plans submitted before; called once for each request, started or not."""
         ...

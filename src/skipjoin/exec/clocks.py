@@ -1,4 +1,4 @@
-"""Clocks for step times: the CPU's clock, or events on a CUDA stream."""
+"""Clocks for step times."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Mark = float | torch.cuda.Event
 
 
 class Clock(Protocol):
-    """Records marks and measures the time between two of them."""
+    """Marks points in time and measures the time between two."""
 
     def mark(self) -> Mark: ...
 
     def between(self, start: Mark, end: Mark) -> float:
-        """Wait for both marks and return the seconds from `start` to `end`."""
+        """Wait for both marks and return the seconds."""
         ...
 
     def is_past(self, mark: Mark) -> bool: ...
 
 
 class HostClock:
-    """CPU clock, for work that is done when a call returns."""
+    """CPU clock."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -39,7 +39,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA stream clock: marks are recorded without blocking the CPU, and measure device time."""
+    """CUDA stream clock: marks do not block the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Fit step costs to measured times: nonnegative coefficients, minimum relative error, robust to outliers."""
+"""Fit step costs to measured times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TURNS = 6
 
 
 def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCost:
-    """Return the cost model, without transfers, that best predicts the times of steps of these shapes."""
+    """Return the cost model that best predicts these steps."""
     counts, times = np.array([(1, *shape) for shape in shapes], dtype=np.float64), np.array(seconds)
     tokens = counts[:, 1] + counts[:, 3]
     candidates = []
@@ -51,18 +51,14 @@ def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCos
 
 
 def cost_errors(cost: LinearCost, shapes: Sequence[StepShape], seconds: Sequence[float]) -> list[float]:
-    """Return the absolute errors of the cost model, relative to the measured times."""
+    """Return the errors relative to the measured times."""
     return [abs(cost.step(shape) / time - 1) for shape, time in zip(shapes, seconds, strict=True)]
 
 
 def fit_times(features: Array, seconds: Array) -> Array:
-    """Fit nonnegative coefficients [k] such that `features @ coefficients` is close to `seconds`.
+    """Fit nonnegative coefficients [k] such that `features @ coefficients`, [n], is close to positive `seconds`.
 
     Minimizes the sum of absolute relative errors: short and long steps have equal weight, and outliers have little.
-
-    Args:
-        features: Matrix of shape [n, k].
-        seconds: Measured times, shape [n], all positive.
     """
     relative = features / seconds[:, None]
     weights = np.ones(len(seconds))
@@ -75,11 +71,7 @@ def fit_times(features: Array, seconds: Array) -> Array:
 
 
 def _least_squares(matrix: Array, target: Array) -> Array:
-    """Return the least-squares solution without negative entries.
-
-    Its support is the best column subset whose unconstrained solution is nonnegative. With 6 columns, trying all 63
-    subsets is exact and takes a millisecond or two.
-    """
+    """Return the nonnegative least-squares solution; trying all 63 subsets of 6 columns takes a millisecond."""
     # Column magnitudes differ by a factor of up to a million.
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one launch instead of hundreds, for batches up to the largest captured size."""
+"""CUDA graphs of decode steps: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -28,19 +28,15 @@ OnProgress = Callable[[float], None]
 
 
 class GraphRecorder(Protocol):
-    """Captures a function's device work for replay at lower cost."""
+    """Captures a function's device work for replay."""
 
     def record(self, run: Run) -> Run:
-        """Capture `run`, which reads tensors at fixed addresses.
-
-        Returns:
-            A function that repeats the computation on the current contents and returns the same tensor each time.
-        """
+        """Capture `run`, which reads tensors at fixed addresses; the replay returns the same tensor each time."""
         ...
 
 
 class CudaRecorder:
-    """Captures CUDA graphs that share one memory pool: a graph's result is valid until another graph runs."""
+    """Captures CUDA graphs in one pool: a graph's result is valid until another graph runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,7 +63,7 @@ class CudaRecorder:
 
 
 def graph_batch_sizes(most: int) -> list[int]:
-    """Return the batch sizes to capture, up to `most`: padding is less than a fifth of a batch."""
+    """Return batch sizes to capture: padding is less than a fifth."""
     return [*takewhile(lambda size: size < most, _sizes()), most]
 
 
@@ -82,11 +78,9 @@ def _sizes() -> Iterator[int]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of the model's decode steps; a batch between two captured sizes is padded to the larger.
+    """CUDA graphs of decode steps; a batch between two captured sizes is padded to the larger.
 
-    A step fits if `GraphBuffers` holds it. Padding rows are computed but never read; their slot is -1, which the
-    attention back end must support. All-reduces within a stage are part of a graph, but sends and receives between
-    stages are not. All ranks of a model must have graphs of the same sizes, or none, because they must pad alike.
+    All ranks of a model must have graphs of the same sizes, or none, because they must pad alike.
     """
 
     def __init__(
@@ -99,12 +93,6 @@ class DecodeGraphs:
         longest: int,
         on_progress: OnProgress = lambda share: None,
     ) -> None:
-        """Capture a graph for each batch size.
-
-        Args:
-            sizes: Batch sizes, ascending.
-            longest: Maximum number of tokens of a request.
-        """
         self._sizes = list(sizes)
         self._model, self._pool = model, pool
         # Shared by all graphs: the previous step's tokens by row, the logits, and the block tables.
@@ -129,12 +117,10 @@ class DecodeGraphs:
             self._buffers[size], self._runs[size] = buffers, recorder.record(step)
 
     def fits(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> bool:
-        """Return whether `run` can compute these segments."""
         largest = self._buffers[self._sizes[-1]]
         return (sampled is None or len(sampled) <= largest.capacity) and largest.holds(segments)
 
     def _step(self, batch: PackedBatch) -> torch.Tensor:
-        """Compute what a graph captures: the logits, or the hidden states for the next stage."""
         batch.fill_in(self._sampled)
         received = None if self._received is None else self._received[: batch.num_tokens]
         found = self._model.compute(received, batch, self._pool)
@@ -145,12 +131,9 @@ class DecodeGraphs:
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
         """Replay the smallest fitting graph; raises as `CausalLM.check` does.
 
-        Args:
-            sampled: Tokens of the previous step, for segments with a pending token.
-
         Returns:
-            The batch and its logits [len(segments), vocab_size], valid until the next call; empty on every stage but
-            the last.
+            The batch and its logits [len(segments), vocab_size], valid until the next call; empty before the last
+            stage.
         """
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:
@@ -169,16 +152,12 @@ class DecodeGraphs:
 
 
 def replays(model: CausalLM) -> bool:
-    """Return whether CUDA graphs can hold the model's decode steps: attention grids must depend on shapes only."""
+    """Return whether attention grids depend on shapes only."""
     return model.attention.name in ("triton", "triton-invariant", "flash")
 
 
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
-    """Estimate the device memory of graphs of these sizes, in bytes.
-
-    Args:
-        peak: Peak memory of a decode step apart from weights and KV. All graphs share one pool of that size.
-    """
+    """Estimate the device bytes of graphs, which share a pool as large as the `peak` of a decode step."""
     if not sizes:
         return 0
     return len(sizes) * _NODE_BYTES + peak + sizes[-1] * model.config.vocab_size * 4
@@ -187,10 +166,7 @@ def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
 def record_graphs(
     model: CausalLM, pool: PagedKV, sizes: Sequence[int], longest: int, on_progress: OnProgress = lambda share: None
 ) -> DecodeGraphs | None:
-    """Capture decode steps of up to `sizes` requests with up to `longest` tokens each.
-
-    Logs a warning and returns None if that fails.
-    """
+    """Capture decode steps of up to `sizes` requests; warn and return None on failure."""
     try:
         recorder = CudaRecorder(model.device)
         return DecodeGraphs(model, pool, recorder, sizes=sizes, longest=longest, on_progress=on_progress)

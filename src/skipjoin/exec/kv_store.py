@@ -1,4 +1,4 @@
-"""KV block tensors: one pool on the device and one in the CPU tier."""
+"""KV block tensors of both tiers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ _MIN_RUN_BYTES = 256 << 10
 class KVStore:
     """KV blocks of both tiers in the same block-major layout, so that a block moves as one contiguous copy.
 
-    With `swap_dtype` int8 the CPU tier holds 8 bits per number, and moves quantize and dequantize.
-
     Args:
-        host_blocks: Blocks of the CPU tier; 0 allocates no CPU pool.
-        shard: Layers and heads of this rank. Block numbers are the same on all ranks.
-        swap_dtype: auto or int8.
+        host_blocks: 0 allocates no CPU pool.
+        shard: This rank's; block numbers are the same on all ranks.
+        swap_dtype: auto, or int8 for 8 bits per number in the CPU tier.
     """
 
     def __init__(
@@ -71,15 +69,7 @@ class KVStore:
                     self._launch(self.host.block_view(), self.device.block_view(), (0,), (0,))
 
     def copy(self, move: Move) -> None:
-        """Execute a move; without conversion, each run of blocks that is consecutive on both tiers is one copy.
-
-        On a CPU the calling thread copies, without the GIL. On CUDA the copies are queued on the current stream, as one
-        kernel launch if runs are short.
-
-        Raises:
-            ValueError: If a block is outside its pool, the tokens do not end in the last block, or a slot is outside
-                its block.
-        """
+        """Execute a move on the calling thread, without the GIL, or on CUDA queue it on the current stream."""
         if self.host is None:
             raise ValueError("a plan moves KV blocks, but there is no host pool")
         source = self.host if move.direction is Direction.IN else self.device
@@ -137,7 +127,7 @@ def _blocks_kernel() -> BlocksKernel | None:
 
 
 def _check(side: str, blocks: Sequence[int], pool: PagedKV | QuantizedKV) -> None:
-    """Raise ValueError unless the pool has all the blocks: copies address memory directly."""
+    """Check blocks, because copies address memory directly."""
     if blocks and not 0 <= min(blocks) <= max(blocks) < pool.num_blocks:
         wrong = next(block for block in blocks if not 0 <= block < pool.num_blocks)
         raise ValueError(f"{side} of a move must lie in [0, {pool.num_blocks}), got block {wrong}")

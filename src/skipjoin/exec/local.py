@@ -1,4 +1,4 @@
-"""Executor that runs the model in this process, on one device."""
+"""Executor that runs the model in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skipjoin.model.cuda import use_device
 
 
 class LocalHandle:
-    """Future of a plan submitted to a `LocalExecutor`."""
+    """Future of a plan."""
 
     def __init__(self, worker: Worker, in_flight: Future[InFlightStep]) -> None:
         self._worker, self._in_flight = worker, in_flight
@@ -47,11 +47,7 @@ def _begin_thread(model: CausalLM, threads: int) -> None:
 class LocalExecutor:
     """Runs plans sequentially on a dedicated thread, so that the engine schedules while the model runs.
 
-    On a GPU the thread only queues work. With two plans in flight, the second is queued while the first runs, so the
-    GPU does not idle between them. See `Worker` for the other arguments.
-
-    Args:
-        threads: CPU threads of the model; None for torch's default.
+    On a GPU the thread only queues work. With two plans in flight, the GPU does not idle between them.
     """
 
     def __init__(
@@ -97,10 +93,8 @@ class LocalExecutor:
     def check(self) -> None: ...
 
     def restart(self, reason: Exception) -> None:
-        """Raise `reason`, because the only rank is this process."""
         raise reason
 
     def close(self) -> None:
-        """Wait for the running step and copy, cancel plans and moves that have not started, and stop the threads."""
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()

@@ -1,4 +1,4 @@
-"""Peak activation memory of steps, measured before the KV pools are sized."""
+"""Peak activation memory of steps."""
 
 from __future__ import annotations
 
@@ -33,13 +33,7 @@ _GREEDIEST = SamplingParams(
 
 
 class LargestStep(NamedTuple):
-    """Limits of a step.
-
-    Attributes:
-        tokens: Maximum number of tokens, over all requests.
-        seqs: Maximum number of requests.
-        positions: Maximum number of tokens of one request, prompt and output.
-    """
+    """Limits of a step; `positions` is per request, prompt and output."""
 
     tokens: int
     seqs: int
@@ -47,26 +41,17 @@ class LargestStep(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """Peak device memory of steps apart from weights and KV, in bytes.
-
-    Attributes:
-        all: Peak of any step.
-        decodes: Peak of decode-only steps.
-    """
+    """Peak device bytes of any step and of decode-only steps, apart from weights and KV."""
 
     all: int = 0
     decodes: int = 0
 
 
 def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peaks:
-    """Measure the device memory that steps need apart from weights and KV; return zeros at once on a CPU.
+    """Measure the device memory that steps need apart from weights and KV; zeros on a CPU.
 
-    Runs the largest steps, including prompts whose tokens are scored. Memory that the first step allocates permanently
-    (kernels, workspaces) is not counted, so query the free memory afterwards. All ranks of a model must call this at
-    the same time.
-
-    Raises:
-        ModelError: If such a step does not fit on the device.
+    Permanent memory of the first step (kernels, workspaces) is not counted, so query the free memory afterwards. All
+    ranks of a model must call this at the same time.
     """
     if model.device.type != "cuda":
         return Peaks()
@@ -107,7 +92,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
 
 
 def peak_of(device: torch.device, work: Callable[[], None]) -> int:
-    """Return the peak device memory of `work` in bytes, including the allocator's margin, and free all of it."""
+    """Return the peak device bytes of `work`, with the allocator's margin, and free all of it."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -122,10 +107,7 @@ def peak_of(device: torch.device, work: Callable[[], None]) -> int:
 
 
 def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
-    """Return the steps that need the most memory: the fewest whole prompts, the most prompts, and decodes only.
-
-    All slices use block 0, in block tables of maximum width.
-    """
+    """Return the steps that need the most memory, with all slices in block 0."""
     seqs, positions = largest.seqs, largest.positions
     tokens = min(largest.tokens, seqs * positions)
     few, many = -(-tokens // positions), min(seqs, tokens)

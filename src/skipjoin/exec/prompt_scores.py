@@ -15,7 +15,7 @@ from skipjoin.sampling import TokenLogprob
 
 
 def wants_scores(slice_: Slice) -> bool:
-    """Return whether the slice holds prompt tokens whose `prompt_logprobs` are requested and not reported yet."""
+    """Return whether the slice holds prompt tokens with logprobs to report."""
     request = slice_.request
     return _asked(request) is not None and slice_.start < len(request.prompt) and not request.output
 
@@ -23,18 +23,13 @@ def wants_scores(slice_: Slice) -> bool:
 def score_prompt(
     slice_: Slice, rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> HostCopy[list[PromptLogprob]]:
-    """Score the prompt tokens that the slice's rows predict.
-
-    Args:
-        rows: Rows of `CausalLM.wanted_rows`, one per token of the slice.
-        logits_of: Returns the logits of a few rows at a time.
-    """
+    """Score the prompt tokens that the slice's `CausalLM.wanted_rows` predict."""
     targets = _targets(slice_)
     return prompt_logprobs(rows[: len(targets)], targets, _asked(slice_.request) or 0, logits_of)
 
 
 def keep_scores(kept: list[TokenLogprob], slice_: Slice, scores: Sequence[PromptLogprob]) -> None:
-    """Add the scores of a slice to those of the chunks before it."""
+    """Add a slice's scores to those before it."""
     if not kept:
         kept.append(TokenLogprob(slice_.request.prompt[0], None))
     # A chunk that is recomputed after an eviction is scored again, with the same result.

@@ -1,4 +1,4 @@
-"""Quantized swapping between the device's KV pool and an int8 pool in the CPU tier."""
+"""Quantized swapping between the device and an int8 CPU tier."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _log = logging.getLogger(__name__)
 class QuantizedCopies:
     """Quantizes KV on swap-out and dequantizes it on swap-in (ALISE section 3.2).
 
-    On a CPU the calling thread computes, without the GIL. On CUDA a kernel on the current stream reads one pool and
-    writes the other, so that only codes and scales cross the link. Without a working kernel or a page-locked CPU pool,
-    torch operations convert on the device and the rows are copied.
+    On CUDA a kernel on the current stream reads one pool and writes the other, so that only codes and scales cross the
+    link.
     """
 
     def __init__(self, device: PagedKV, host: QuantizedKV) -> None:
@@ -32,7 +31,6 @@ class QuantizedCopies:
             self._run(lambda by: by.dequantize(device, host, (0,), (0,)))
 
     def copy(self, move: Move) -> None:
-        """Execute a move of blocks within both pools, or queue it on the current stream."""
         host, device = self._host, self._device
         if not move.source:
             return

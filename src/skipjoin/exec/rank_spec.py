@@ -1,4 +1,4 @@
-"""Properties of one rank: its share of the model, its memory budget, and measured transfer times."""
+"""Properties of one rank."""
 
 from __future__ import annotations
 
@@ -35,11 +35,8 @@ class RankSpec(NamedTuple):
 
     Attributes:
         block_bytes: Bytes of one device KV block with the rank's layers and heads.
-        host_block_bytes: Bytes of the same block in the CPU tier.
         attention_width: Query heads of all its layers times the head dimension.
-        swap_dtype: Format of KV in the CPU tier, auto or int8.
         itemsize: Bytes per weight.
-        device_kind: cpu or cuda.
         device: Model name of the CPU or GPU.
     """
 
@@ -64,8 +61,7 @@ class MemoryBudget(NamedTuple):
     Attributes:
         device: Device memory within the configured fraction.
         ram: RAM of its machine; the same memory if the device is a CPU.
-        steps: Device memory reserved for steps.
-        free: Device memory for a pool whose size is configured, regardless of the configured fraction.
+        free: Device memory for a pool of configured size, regardless of the fraction.
     """
 
     device: int
@@ -75,7 +71,6 @@ class MemoryBudget(NamedTuple):
 
     @property
     def largest_pool(self) -> int:
-        """Maximum number of bytes of the device KV pool."""
         return max(self.device, self.free)
 
 
@@ -83,41 +78,27 @@ class ModelExecutor(Executor[Handle], Protocol):
     """Executor that runs a model on one or several ranks."""
 
     @property
-    def rank_specs(self) -> Sequence[RankSpec]:
-        """Specs of all ranks, in rank order."""
-        ...
+    def rank_specs(self) -> Sequence[RankSpec]: ...
 
     @property
     def pools(self) -> tuple[int, int, int]:
         """Device KV blocks, CPU KV blocks, and tokens per block."""
         ...
 
-    def touch(self, blocks: int) -> None:
-        """Run `touch` on all ranks."""
-        ...
+    def touch(self, blocks: int) -> None: ...
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """Measure the time of moves per direction.
-
-        Args:
-            seconds: Approximate time limit of the measurement.
-        """
+        """Measure moves per direction, within about `seconds`."""
         ...
 
     def check(self) -> None:
         """Raise `RankError` if a rank was lost while no plan was in flight."""
 
     def restart(self, reason: Exception) -> None:
-        """Restart after the `RankError` `reason`, with empty pools and no plan in flight.
-
-        Raises:
-            RankError: If a restart is not possible.
-        """
+        """Restart after the `RankError` `reason`, with empty pools, or raise `RankError`."""
         ...
 
-    def close(self) -> None:
-        """Wait for running work and release all resources."""
-        ...
+    def close(self) -> None: ...
 
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
@@ -148,10 +129,9 @@ def memory_budget_of(
     """Return the memory available to this rank's KV pools.
 
     Args:
-        gpu_share: Fraction of the GPU's memory for all its users, including weights, steps and other programs.
+        gpu_share: Fraction of the GPU's memory for all its users, including other programs.
         ranks_here: Number of ranks that share this machine's RAM.
-        peak: Result of `measure_peak`, which must have run. GPU only.
-        graph_bytes: Device memory of CUDA graphs. GPU only.
+        peak: Result of `measure_peak`, which must have run.
     """
     ram = free_ram() // ranks_here
     if model.device.type != "cuda":
@@ -164,10 +144,7 @@ def memory_budget_of(
 
 
 def free_ram() -> int:
-    """Return the bytes of RAM that this process may use within its container's limit.
-
-    Reclaimable page cache counts as free.
-    """
+    """Return the bytes of RAM within the container's limit; reclaimable page cache counts as free."""
     limit = free_memory()
     return _free_here() if limit is None else min(limit, _free_here())
 
@@ -184,7 +161,7 @@ def _free_here() -> int:
 def make_store(
     model: CausalLM, device_blocks: int, host_blocks: int, block_size: int, swap_dtype: str = "auto"
 ) -> KVStore:
-    """Allocate the KV pools of a rank on both tiers."""
+    """Allocate the KV pools of a rank."""
     return KVStore(
         model.config,
         model.dtype,
@@ -198,14 +175,14 @@ def make_store(
 
 
 def touch(kv: PagedKV, blocks: int) -> None:
-    """Write the first blocks of the pool, because untouched memory maps to one zero page and reads faster."""
+    """Write the first blocks, because untouched memory maps to one zero page and reads faster."""
     kv.tensor[:blocks].fill_(0.01)
 
 
 def measure_transfers(
     model: CausalLM, block_size: int, seconds: float, swap_dtype: str = "auto"
 ) -> dict[Direction, Transfer]:
-    """Measure moves of several block counts in pools of its own, and fit a cost per direction."""
+    """Measure moves in pools of its own, and fit a cost per direction."""
     deadline = time.perf_counter() + seconds
     block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))

@@ -1,4 +1,4 @@
-"""State of a request on one rank, besides its KV."""
+"""State of a request on one rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from skipjoin.sampling import TokenLogprob
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """What a worker keeps of a request from its first slice until it is finished. Preemption does not change it.
+    """What a worker keeps of a request besides its KV; preemption does not change it.
 
     Attributes:
         sampling: None on a rank that does not sample.
-        scores: Prompt logprobs, collected over the chunks of the prompt until the first output token is reported.
-        is_dropped: Whether a slice was dropped: the KV then has a hole, so slices in later plans are void.
+        scores: Prompt logprobs until the first output token.
+        is_dropped: Whether a slice was dropped, so that the KV has a hole.
     """
 
     sampling: SamplingState | None

@@ -1,4 +1,4 @@
-"""Sampling state that model executors need of a request besides its tokens."""
+"""Sampling state for model executors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skipjoin.sampling import SamplingParams
 
 
 class Sampling(NamedTuple):
-    """Value of `Request.sampling` for model executors: the user's parameters and this request's seed."""
+    """`Request.sampling` of model executors: the user's parameters and this request's seed."""
 
     params: SamplingParams
     seed: int

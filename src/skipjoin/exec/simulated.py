@@ -13,29 +13,22 @@ from skipjoin.core.step import LINK, PAUSE_S, Move, StageTime, StepPlan, StepRes
 
 
 def never(move: Move) -> bool:
-    """Return False: the default `fails`, with which no move fails."""
+    """Return False: the default `fails`."""
     return False
 
 
 def none(request: Request) -> int:
-    """Return 0: the default `alike`, with which no token is known to repeat."""
+    """Return 0: the default `alike`."""
     return 0
 
 
 def position_as_token(request: Request, position: int) -> int:
-    """Return the position as the token, for runs in which only lengths matter."""
+    """Return the position as the token."""
     return position
 
 
 def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
-    """Return each stage's fraction of a step's compute time.
-
-    Args:
-        stages: Number of equal stages, or relative weights.
-
-    Raises:
-        ValueError: If there is no stage, or a weight is not positive and finite.
-    """
+    """Return each stage's fraction of the compute time."""
     if isinstance(stages, int):
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
@@ -47,7 +40,7 @@ def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHandle:
-    """Future of a plan that finishes at `ready_at`, in seconds on the virtual clock."""
+    """Future of a plan; `ready_at` is in seconds on the virtual clock."""
 
     outcome: StepResult
     ready_at: float
@@ -62,15 +55,13 @@ class SimulatedHandle:
 class SimulatedExecutor:
     """Simulated device that runs plans back to back, or a simulated pipeline of such stages.
 
-    A plan takes the time of its blocking moves, then that of its slices, split over the pipeline stages. A stage starts
-    a plan when it is idle and the previous stage has passed the plan on. Its share of the moves comes first (FastServe
-    section 4.3). Overlapped moves queue for the link, one queue per direction; blocking moves go first.
+    A plan takes the time of its blocking moves, then that of its slices, split over the pipeline stages. A stage's
+    share of the moves comes first (FastServe section 4.3). Overlapped moves queue for the link, one queue per
+    direction; blocking moves go first.
 
     Args:
-        cost: Predicts the seconds of steps, over all stages, and of transfers.
-        sample: Returns a request's token at a position.
+        cost: Predicts seconds, over all stages.
         stages: Number of equal stages, or each stage's relative compute time.
-        fails: Returns whether a move fails.
         alike: Returns a lower bound on how many of a request's next tokens are identical and do not finish it.
     """
 
@@ -119,19 +110,12 @@ class SimulatedExecutor:
         result = StepResult(plan, tokens, seconds, moving=moving, landed=landed, failed=failed, stages=stages)
         return SimulatedHandle(result, ready_at)
 
-    def on_finished(self, request: Request) -> None:
-        """Do nothing: a simulated device keeps no state of requests."""
+    def on_finished(self, request: Request) -> None: ...
 
     def predict(self, handle: SimulatedHandle, most: int) -> list[float]:
-        """Predict when the step in flight and the identical decode steps that can follow it end.
+        """Predict the end times of up to `most` steps: the one in flight and identical decode steps.
 
-        Assumes one stage and no moves.
-
-        Args:
-            most: Maximum number of steps, including the one in flight.
-
-        Returns:
-            End times in seconds; empty if a request may finish in the step in flight.
+        Assumes one stage and no moves. Empty if a request may finish in the step in flight.
         """
         slices, ready_at = handle.outcome.plan.slices, handle.ready_at
         for slice_ in slices:
@@ -148,7 +132,6 @@ class SimulatedExecutor:
         return ends
 
     def _run(self, parts: Sequence[float], now: float) -> tuple[float, tuple[StageTime, ...]]:
-        """Occupy the stages one after the other for `parts` seconds each; return the end time and the stage times."""
         ready_at, times = now, []
         for stage, (free_at, seconds) in enumerate(zip(self._free_at, parts, strict=True)):
             begin = max(ready_at, free_at)
@@ -158,7 +141,7 @@ class SimulatedExecutor:
         return ready_at, tuple(times) if len(parts) > 1 else ()
 
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
-        """Queue the plan's overlapped moves on the link, after its blocking moves, which take from `begin` to `moved`.
+        """Queue overlapped moves after the blocking ones, which take from `begin` to `moved`.
 
         The last stage follows the first by `lag` seconds.
         """
@@ -174,6 +157,5 @@ class SimulatedExecutor:
             heapq.heappush(self._transit, (link[move.direction] + lag, self._moves, move))
 
     def _transfer(self, moves: Sequence[Move]) -> float:
-        """Return the seconds of moves over the link; moves within the device are negligible."""
         blocks = sum(move.blocks(self._block_size) for move in moves if move.direction in LINK)
         return self._cost.transfer(blocks) if blocks else 0.0

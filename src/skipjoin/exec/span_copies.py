@@ -1,4 +1,4 @@
-"""Moves of slots within blocks, for bidirectional block sharing between two requests (BROS section 5)."""
+"""Moves of slots within blocks (bidirectional sharing, BROS section 5)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ SpansKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class SpanCopies:
-    """Copies slots between blocks of one or two pools.
-
-    On a CPU the calling thread copies. On CUDA one kernel launch is queued, or one copy per span without a kernel.
-    """
+    """Copies slots between blocks, on the calling thread or, on CUDA, as one kernel launch if possible."""
 
     def __init__(self, device: PagedKV, host: PagedKV) -> None:
         self._device = device
@@ -37,11 +34,7 @@ class SpanCopies:
             self._launch(host, device, torch.tensor([[0], [0], [0], [1]]))
 
     def copy(self, target: PagedKV, source: PagedKV, move: Move) -> None:
-        """Execute a move of spans between blocks that the pools have.
-
-        Raises:
-            ValueError: If a span is outside its block, or the spans do not hold the move's tokens.
-        """
+        """Execute a move; raise ValueError if a span is outside its block, or the token counts differ."""
         size = self._device.block_size
         if len(move.spans) != len(move.source) or sum(span.slots for span in move.spans) != move.tokens:
             raise ValueError(f"{len(move.spans)} spans of {len(move.source)} blocks do not hold {move.tokens} tokens")

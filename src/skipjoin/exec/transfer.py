@@ -22,37 +22,30 @@ _POLL_S = 100e-6
 
 
 class Ended(NamedTuple):
-    """Finished moves, in the order in which they finished. A failed move may have copied some blocks."""
+    """Finished moves, in order. A failed move may have copied some blocks."""
 
     landed: list[Move]
     failed: list[Move]
 
 
 class Copier(Protocol):
-    """Executes moves while the model runs. The model's thread makes all calls except `close`."""
+    """Executes moves. The model's thread makes all calls except `close`."""
 
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
         """Execute moves before the next work of the calling thread or its stream: swap-outs first, swap-ins last.
 
-        Moves started with `begin` are not waited for. On a CPU the moves are finished on return. On CUDA they are
-        queued, and those in `landed` finish before any slice of the step runs. A failed move loses the KV of its own
-        request only.
+        Moves started with `begin` are not waited for. On a CPU moves are finished on return. On CUDA they are queued,
+        and those in `landed` finish before any slice of the step runs. A failed move loses the KV of its own request
+        only.
         """
         ...
 
     def begin(self, moves: Sequence[Move]) -> None:
-        """Start moves without blocking.
-
-        They run after those in flight and after all prior work of the calling thread or its stream.
-        """
+        """Start moves, without blocking, after those in flight and all prior work of the thread or stream."""
         ...
 
     def landed(self, timeout_s: float = 0.0) -> Ended:
-        """Return the moves that finished since the last call, and wait for one if none has but some are in flight.
-
-        Args:
-            timeout_s: Maximum wait in seconds.
-        """
+        """Return moves that finished since the last call; wait up to `timeout_s` seconds for one in flight."""
         ...
 
     def close(self) -> None:
@@ -61,12 +54,12 @@ class Copier(Protocol):
 
 
 def copier_for(store: KVStore) -> Copier:
-    """Return a copier on CUDA streams for a GPU, else one in a thread."""
+    """Return a copier for a store's device."""
     return StreamCopier(store) if store.device.tensor.is_cuda else ThreadCopier(store)
 
 
 def log_failure(move: Move, error: BaseException) -> None:
-    """Log why a move failed. The request's KV is lost, but the request continues."""
+    """Log why a move failed; its request continues without the KV."""
     _log.error(
         "copying %d KV blocks of %s, %s, failed: %s",
         len(move.source), f"request {move.request.id}" if move.request is not None else "the prefix cache",
@@ -75,7 +68,7 @@ def log_failure(move: Move, error: BaseException) -> None:
 
 
 def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
-    """Execute or queue moves from the calling thread: swap-outs first, swap-ins last."""
+    """Execute or queue moves: swap-outs first, swap-ins last."""
     ended = Ended([], [])
     for move in sorted(moves, key=lambda move: _ORDER[move.direction]):
         try:
@@ -89,7 +82,7 @@ def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
 
 
 class ThreadCopier:
-    """Copies on a CPU, one move at a time on a dedicated thread, which (with a compiler) uses no torch threads."""
+    """Copies on a CPU, on a dedicated thread, which (with a compiler) uses no torch threads."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
@@ -183,11 +176,5 @@ class StreamCopier:
 
 
 class _Lane(NamedTuple):
-    """One direction of the link.
-
-    Attributes:
-        on_way: Moves in flight, each with the event after its copies and whether queueing them failed.
-    """
-
     stream: torch.cuda.Stream
     on_way: deque[tuple[Move, torch.cuda.Event, bool]]

@@ -1,4 +1,4 @@
-"""Warm-up: run every kind of batch once before the first request, so that no step waits for a compiler."""
+"""Warm-up, so that no step waits for a compiler."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ OnProgress = Callable[[float], None]
 def warm_up(model: CausalLM, pool: PagedKV, largest: LargestStep, on_progress: OnProgress = lambda share: None) -> None:
     """Compile the kernels of all batches that the attention back end distinguishes.
 
-    `measure_peak` compiles the other kernels. Writes into block 0, which no request holds yet. All ranks of a model
-    must call this at the same time.
+    Writes into block 0, which no request holds yet. All ranks of a model must call this at the same time.
     """
     seqs = min(largest.seqs, largest.tokens)
     batches = model.attention.versions(model.config, pool.block_size, seqs, largest.positions, model.shard)

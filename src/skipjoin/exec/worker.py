@@ -1,4 +1,4 @@
-"""Runs plans on one rank: moves, forward pass and sampling."""
+"""Runs plans on one rank."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ class InFlightStep:
     Attributes:
         states: States of the slices' requests, which may finish before the step does.
         chosen: Indexes of the slices that sample, in the row order of `sampled`.
-        scores: Prompt scores of slices, by index.
-        dropped: See `StepResult`.
-        waited: Seconds spent waiting for the previous stage.
     """
 
     plan: StepPlan
@@ -54,8 +51,6 @@ class InFlightStep:
 
 @dataclass(slots=True)
 class _Part:
-    """Slices of a plan that ran together; see `InFlightStep`."""
-
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
     scores: list[tuple[int, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
@@ -64,23 +59,19 @@ class _Part:
 class Worker:
     """Runs plans sequentially with one rank's share of the model and the KV cache.
 
-    `begin` queues a plan's work, and `finish` waits for it and builds the result. A plan may begin before the previous
-    one is finished: sampled tokens stay on the device, where the next plan reads them. All calls of `begin` come from
-    one thread and all calls of `finish` from one thread, in the same order.
-
-    A request starts with the first plan that has a slice of it, which makes its `RequestState`, and `on_finished` ends
-    it.
+    `begin` queues a plan's work, and `finish` waits for it. A plan may begin before the previous one is finished:
+    sampled tokens stay on the device. All calls of `begin` come from one thread and all calls of `finish` from one
+    thread, in the same order.
 
     All ranks run the same plans. A stage executes a plan's blocking moves while the previous stage still computes
-    (FastServe section 4.3). Every rank of the last stage samples the same tokens, which are a function of logits, seed
-    and position. Slices can await tokens only with a single stage, because the stage that samples must also embed.
+    (FastServe section 4.3). Slices can await tokens only with a single stage, because the stage that samples must also
+    embed.
 
     Every request's `sampling` must be a `Sampling`.
 
     Args:
-        copier: Executes overlapped moves. It receives them when their plan begins and not earlier, since they may write
-            blocks that an earlier plan's moves still read. None for the store's default.
-        graphs: CUDA graphs for the steps that fit them.
+        copier: Receives overlapped moves when their plan begins and not earlier, since they may write blocks that an
+            earlier plan's moves still read. None for the store's default.
     """
 
     def __init__(
@@ -104,7 +95,7 @@ class Worker:
         return self.finish(self.begin(plan))
 
     def begin(self, plan: StepPlan) -> InFlightStep:
-        """Queue a plan's moves, forward pass and sampling.
+        """Queue a plan's work.
 
         Raises:
             ValueError: If this rank cannot run the plan.
@@ -130,10 +121,9 @@ class Worker:
         return in_flight
 
     def finish(self, in_flight: InFlightStep) -> StepResult:
-        """Wait for a plan's work and return its result.
+        """Wait for a plan's result, with tokens if this rank samples.
 
-        The result has tokens if this rank samples. Its seconds exclude waiting for the previous stage, and its
-        `stages`, in a pipeline, holds only this rank's time.
+        Its seconds exclude waiting for the previous stage, and its `stages` holds only this rank's time.
         """
         plan, sampled = in_flight.plan, in_flight.sampled
         tokens: list[int | None] = [None] * len(plan.slices)
@@ -163,16 +153,15 @@ class Worker:
         )
 
     def on_finished(self, request: Request) -> None:
-        """Free the state of a request that no later plan contains; it has none if it never ran. Called like `begin`."""
+        """Free a request's state, if it ever ran; called from the thread of `begin`."""
         self._states.pop(request, None)
 
     def is_done(self, in_flight: InFlightStep) -> bool:
-        """Return whether `finish` returns without blocking."""
         assert in_flight.end is not None
         return self._clock.is_past(in_flight.end)
 
     def close(self) -> None:
-        """Wait for the running copy and drop moves that have not started; no method may be called afterwards."""
+        """Wait for the running copy and drop other moves; no method may be called afterwards."""
         if self._copier is not None:
             self._copier.close()
 
@@ -247,10 +236,9 @@ class Worker:
     def _score(
         self, selected: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], part: _Part
     ) -> torch.Tensor:
-        """Run the segments, score prompts, and return the logits of the rows that predict the next tokens.
+        """Run the segments, score prompts, and return the logits that predict the next tokens.
 
-        Logits are computed for a few rows at a time, because those of a whole prompt may take more memory than the
-        step.
+        A few rows at a time: logits of a whole prompt may take more memory than the step.
         """
         batch = self._packed(segments)
         rows = self.model.wanted_rows(batch, self.store.device)
@@ -299,7 +287,6 @@ class Worker:
         )
 
     def _sample_row(self, slice_: Slice, state: SamplingState | None) -> SampleRow:
-        """Return the sampler's input for the token after a slice, with the tokens before it accepted."""
         assert state is not None
         request = slice_.request
         length = slice_.start + slice_.tokens - len(request.prompt)
@@ -327,7 +314,7 @@ def _sampler(model: CausalLM) -> Sampler:
 
 
 def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split these indexes into two parts with about equal tokens: the most memory-intensive slices, and the rest."""
+    """Split slices into the most memory-intensive ones and the rest, of about equal tokens."""
     ordered = sorted(going, key=lambda index: (memory_rank(slices[index]), index), reverse=True)
     left, count = sum(slices[index].tokens for index in going) / 2, 0
     while left > 0 and count < len(ordered) - 1:

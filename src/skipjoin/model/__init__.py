@@ -1,1 +1,1 @@
-"""Models in torch: families, attention, kernels, sampler, loader and tokenizer."""
+"""Models in torch."""

@@ -1,4 +1,4 @@
-"""Choose a model's layer operations and attention back end: the requested one, or the fastest that works here."""
+"""Choice of a model's layer operations and attention back end."""
 
 from __future__ import annotations
 
@@ -50,12 +50,7 @@ def implementations(
 
     Args:
         lost: A known loss of speed, to include in the single warning.
-        facts: CUDA facts; None for those of this process.
-        invariant: Results of a sequence must not depend on the rest of the batch, which only Triton guarantees.
-        quantization: See `LayerOps`.
-
-    Raises:
-        ModelError: If what is requested cannot run.
+        invariant: Results of a sequence must not depend on the rest of the batch.
     """
     if quantization not in QUANTIZATIONS:
         raise ModelError(f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}")
@@ -91,7 +86,6 @@ def implementations(
 def _on_cuda(
     attention: str, dtype: torch.dtype, device: torch.device, lost: str | None, facts: CudaFacts
 ) -> tuple[Implementations | None, str | None]:
-    """Return Triton's implementations, with a library's attention if there is one, or None, and the loss of speed."""
     why = kernels_unusable(facts, device.index or 0) or _triton_failure(dtype, device)
     if why is None:
         chosen = _triton()
@@ -124,11 +118,6 @@ def _invariant() -> Implementations:
 def _flash(
     attention: str, dtype: torch.dtype, device: torch.device, facts: CudaFacts
 ) -> tuple[AttentionBackend | None, str | None]:
-    """Return FlashAttention 3, or None and what is lost if it is installed but unusable.
-
-    Raises:
-        ModelError: If it was requested and is unusable.
-    """
     card = facts.cards[device.index or 0]
     if card.capability != _FLASH_CAPABILITY:
         why: str | None = f"{card.name} has compute capability {'.'.join(map(str, card.capability))}, it is for 9.0"
@@ -149,7 +138,6 @@ def _flash(
 
 @functools.cache
 def _flash_failure(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why FlashAttention 3 is unusable, or None; tests it once per type and device."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no {str(dtype).removeprefix('torch.')}"
     try:
@@ -166,10 +154,7 @@ def _flash_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 
 @functools.cache
 def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the Triton kernels are unusable, or None.
-
-    Compiles and tests them once per type and device, which may take seconds.
-    """
+    """Return why the Triton kernels are unusable, or None; compiles them, which may take seconds."""
     try:
         from skipjoin.model.attention.triton_backend import check_triton_attention  # noqa: PLC0415
 
@@ -198,7 +183,6 @@ def _on_cpu(attention: str, dtype: torch.dtype, quantization: str) -> Implementa
 
 @functools.cache
 def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the fastest compiled operations that pass their self-test, or None; cached per type."""
     failed = None
     for library in libraries():
         if not has_dtype(library, dtype):
@@ -231,11 +215,6 @@ _FEATURES = (
 
 
 def _slower(path: str | None) -> str:
-    """Explain as part of a sentence why the CPU operations are not the fastest for this CPU.
-
-    Args:
-        path: Instruction set of the operations; None for torch's.
-    """
     if path is None:
         return " (a C++ compiler makes them several times faster: install g++ or clang++, or set CXX)"
     for feature, name, its_path in _FEATURES:

@@ -1,4 +1,4 @@
-"""Batches: one step's work as flat tensors, with the tokens of all sequences concatenated."""
+"""Batches: one step's work as flat tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ class Segment(NamedTuple):
     """Consecutive new tokens of one sequence.
 
     Attributes:
-        start: Position of the first token, equal to the number of tokens with KV.
-        blocks: Block table of the sequence, covering at least offset + start + length slots.
-        sample: Compute the logits of the last token.
-        all_logits: Compute the logits of every token.
+        start: Position of the first token.
+        blocks: Block table for at least offset + start + length slots.
+        sample: Compute the logits of the last token, or of every token with `all_logits`.
         awaits: Row of the previous step's sampled tokens with the id of one more token; None if there is none.
         offset: Slots skipped at the end of the first block where the sequence begins, in [0, block_size).
         reverse: Fill blocks from the last slot down, so that two sequences can share a block bidirectionally.
@@ -37,16 +36,13 @@ class Segment(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of tokens to compute."""
         return len(self.tokens) + (self.awaits is not None)
 
 
 class GraphBuffers:
-    """Fixed device tensors for decode batches, so that CUDA graphs can be replayed with new contents.
+    """Fixed device tensors for up to `capacity` decodes, so that CUDA graphs can be replayed with new contents.
 
-    Holds up to `capacity` segments of one token each, with tables of up to `width` blocks. Padding has context 0 and
-    slot -1, which is not written. Only the table columns that a batch uses are written, since the width may be far
-    longer than any request.
+    Only the table columns that a batch uses are written, since `width`, in blocks, may be far longer than any request.
 
     Args:
         tables: Block tables, int64 [capacity or more, width]. Several buffers may share them if no batch is used after
@@ -68,7 +64,6 @@ class GraphBuffers:
         return self._parts, self.tables
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Return whether a batch of these segments fits."""
         return len(segments) <= self.capacity and all(
             segment.length == 1 and segment.sample and len(segment.blocks) <= self.width for segment in segments
         )
@@ -84,14 +79,13 @@ class PackedBatch:
     Attributes:
         token_ids: Shape [T], as `positions`.
         slots: Shape [T], block * block_size + position in the block; -1 for padding, whose KV is not written.
-        sources: Shape [T], row of the previous step's sampled tokens that holds the token, or -1 if the token is known.
-            None if all are known.
-        query_start: Shape [n + 1], first token of each segment.
+        sources: Shape [T], row of the previous step's sampled tokens, or -1 if the token is known. None if all are
+            known.
+        query_start: Shape [n + 1].
         context_lens: Shape [n], tokens with KV after this step; 0 for padding.
-        offsets: Shape [n], offsets of the segments.
-        reversed: Shape [n], 1 for reversed segments.
+        offsets: Shape [n], as `reversed`, 0 or 1.
         block_tables: Shape [n, widest], padded with 0.
-        logit_rows: Shape [rows], tokens whose logits are wanted, in order. None for all T.
+        logit_rows: Shape [rows], tokens whose logits are wanted. None for all T.
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
         starts: Per segment, on the CPU, as `lengths`.
         plain: Whether no segment has an offset or is reversed.
@@ -125,7 +119,6 @@ class PackedBatch:
 
     @property
     def decode_only(self) -> bool:
-        """Whether every segment is a single token."""
         return self.num_tokens == len(self.lengths)
 
     def fill_in(self, sampled: torch.Tensor) -> None:
@@ -143,15 +136,7 @@ class PackedBatch:
         *,
         graph_buffers: GraphBuffers | None = None,
     ) -> PackedBatch:
-        """Pack segments in the given order.
-
-        Args:
-            graph_buffers: Tensors to build the batch in, padded at the end.
-
-        Raises:
-            ValueError: If there are no segments, or a segment is empty, has too short a block table or an offset beyond
-                the first block. Also if the batch does not fit `graph_buffers`.
-        """
+        """Pack segments in the given order, in `graph_buffers` if given; raise ValueError if they do not fit."""
         n = len(segments)
         if n and graph_buffers is None and all(map(_is_plain_decode, segments)):
             return cls._of_decodes(segments, block_size, torch.device(device))
@@ -220,10 +205,7 @@ class PackedBatch:
 
     @classmethod
     def _of_decodes(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> PackedBatch:
-        """Build a batch of segments that `_is_plain_decode` accepts.
-
-        This is the common case, in which array operations on so few numbers would cost more than plain Python.
-        """
+        """Build a batch of plain decodes, the common case, in which plain Python is faster than array operations."""
         n = len(segments)
         width = max(len(segment.blocks) for segment in segments)
         tokens, starts, slots, sources = [], [], [], []
@@ -293,7 +275,6 @@ def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
 
 
 def _is_plain_decode(segment: Segment) -> bool:
-    """Return whether the segment is one token with wanted logits and fills its blocks from the first slot."""
     tokens, _, _, sample, all_logits, awaits, offset, reverse = segment
     return (sample or all_logits) and not (offset or reverse) and len(tokens) + (awaits is not None) == 1
 
@@ -317,7 +298,6 @@ def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int, *
 
 
 def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
-    """Fill in the source of each token and return whether any token is awaited."""
     awaits = [(i, s.awaits) for i, s in enumerate(segments) if s.awaits is not None]
     to.sources[:] = -1
     for i, row in awaits:
@@ -346,7 +326,7 @@ def _check_tables(needed: np.ndarray, held: np.ndarray, block_size: int) -> None
 
 
 def _wanted_rows(segments: Sequence[Segment], lengths: list[int], total: int) -> tuple[list[int] | None, list[int]]:
-    """Return the tokens whose logits are wanted (None for all), and the row boundaries of the segments."""
+    """Return the tokens whose logits are wanted (None for all), and the segments' row boundaries."""
     rows: list[int] = []
     row_starts = [0]
     end = 0

@@ -16,7 +16,7 @@ from skipjoin.model.parallel import Group, check_shards
 
 
 class CausalLM:
-    """Loaded model, or one rank's shard of it: weights of one type on one device, with an attention back end."""
+    """Loaded model, or one rank's shard of it, on one device with an attention back end."""
 
     def __init__(
         self,
@@ -29,11 +29,6 @@ class CausalLM:
         device: torch.device,
         group: Group,
     ) -> None:
-        """Build the model from its weights, which are in `dtype` and on `device`.
-
-        Raises:
-            ModelError: If a tensor is missing or has another shape, or the model cannot be split over the group.
-        """
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -49,7 +44,6 @@ class CausalLM:
         self.weight_bytes = builder.weight_bytes
 
     def _make_output(self, builder: Builder) -> Linear:
-        """Return this rank's rows of the output projection; if tied, those of its embedding."""
         config, decoder = self.config, self._decoder
         held = decoder.embedding if config.tie_embeddings else None
         if held is not None:
@@ -64,10 +58,7 @@ class CausalLM:
         return output
 
     def check(self, batch: PackedBatch, kv: PagedKV) -> None:
-        """Raise ValueError for a position, block or block size outside the model or cache.
-
-        Compiled code does not check.
-        """
+        """Raise ValueError for positions or blocks outside the model or cache: compiled code does not check."""
         if batch.max_context > self.config.max_positions:
             raise ValueError(f"context of {batch.max_context} tokens, the model has {self.config.max_positions}")
         if batch.block_size != kv.block_size or batch.max_block >= kv.num_blocks:
@@ -78,16 +69,13 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the batch's tokens and write their KV into `kv`.
-
-        All ranks run the same batches in the same order.
+        """Compute the batch's tokens and write their KV into `kv`. All ranks run the same batches in the same order.
 
         Returns:
             Logits of the batch's wanted rows, float32 [batch.num_rows, vocab_size], in `out` if given; [0, vocab_size]
             on every stage but the last.
 
         Raises:
-            ValueError: As `check` does.
             IndexError: If a token id is outside the vocabulary, on a CPU.
             GroupError: If another rank is lost.
         """
@@ -99,12 +87,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def wanted_rows(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Run `forward` up to the last layer.
-
-        Returns:
-            Hidden states [batch.num_rows, hidden], from which `logits` computes any rows; none on every stage but the
-            last.
-        """
+        """Run `forward` up to the last layer; return [batch.num_rows, hidden], no rows before the last stage."""
         self.check(batch, kv)
         received = None if self.shard.is_first else self.receive(self.hidden_buffer(batch.num_tokens))
         found = self.compute(received, batch, kv)
@@ -117,20 +100,11 @@ class CausalLM:
         return torch.empty((tokens, self.config.hidden_size), dtype=self.dtype, device=self.device)
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Fill in the hidden states of the previous stage."""
         self.group.receive(hidden)
         return hidden
 
     @torch.inference_mode()
     def compute(self, received: torch.Tensor | None, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Run one stage between its receive and its send.
-
-        Args:
-            received: Hidden states of the previous stage; None on the first.
-
-        Returns:
-            Hidden states, or the `wanted_rows` on the last stage.
-        """
         entered = self._decoder.embed(batch) if received is None else received
         hidden = self._decoder.advance(entered, LayerInputs(batch, kv, self.attention))
         if self._output is None:
@@ -141,9 +115,6 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size] of rows of `wanted_rows`, in the model's type.
-
-        All ranks of the stage call it for the same rows in the same order.
-        """
+        """Return the logits [n, vocab_size] of rows of `wanted_rows`; all ranks of the stage call it alike."""
         assert self._output is not None
         return self.group.gather(self._output(rows), self._vocabulary)

@@ -1,7 +1,7 @@
 """Chat templates: Jinja programs in model folders that format a conversation as in the model's training.
 
-A separate process (`template_program`) renders a template, with CPU time and memory limited by the kernel. Whatever a
-template does, the caller gets its text or an error, and releases the GIL while it waits.
+A separate process (`template_program`) renders them, with CPU time and memory limited by the kernel. The caller gets
+its text or an error, and releases the GIL while it waits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def read_template(file: Path) -> str:
-    """Read a template, or raise `ModelError`."""
+    """Read a template."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -52,13 +52,7 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """Chat template, rendered by a separate process.
-
-    The process starts when it is first needed or with `check`, and again after a conversation that reached a limit.
-
-    Args:
-        special: Texts of special tokens by name ("bos_token"), visible to the template.
-    """
+    """Chat template, rendered by a process that starts on demand, and again after it reached a limit."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         self._special = dict(special)
@@ -67,7 +61,6 @@ class ChatTemplate:
         weakref.finalize(self, self._renderer.close)
 
     def check(self) -> None:
-        """Raise `ModelError` if the template does not compile."""
         self._renderer.start()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -88,7 +81,6 @@ class ChatTemplate:
         return answer.decode()
 
     def close(self) -> None:
-        """Stop the process; may be called repeatedly."""
         self._renderer.close()
 
     def _refuse(self, kind: int, answer: bytes) -> NoReturn:
@@ -113,8 +105,6 @@ _LIMITS = {
 
 
 class _Renderer:
-    """Process of one template, used by one thread at a time."""
-
     def __init__(self, source: str) -> None:
         self._source = source
         self._process: subprocess.Popen[bytes] | None = None

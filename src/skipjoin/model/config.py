@@ -1,4 +1,4 @@
-"""Configuration of a model folder: shapes, family and special tokens, as one frozen value."""
+"""Configuration of a model folder as one frozen value."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _POSITIVE = (
 
 
 class ModelError(Exception):
-    """A model, tokenizer or folder cannot be used; the message gives the reason and a remedy."""
+    """A model, tokenizer or folder cannot be used; the message gives a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,9 @@ class ModelConfig:
     """Shape of a decoder-only model.
 
     Attributes:
-        family: Name of the registered family that implements it.
         head_dim: Values per attention head; num_heads * head_dim need not be hidden_size.
         windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
         rope: Rotary embedding; None if positions are learned.
-        dtype_name: Type in which the weights were saved.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
     """
 
@@ -104,11 +102,6 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read a model folder's `config.json`, and `generation_config.json` for end-of-sequence ids.
-
-        Raises:
-            ModelError: If the folder or file is missing, the JSON is broken, or the model is not supported.
-        """
         folder = Path(path)
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a folder")
@@ -119,14 +112,6 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, extra_eos: Any = None) -> ModelConfig:
-        """Parse the contents of a `config.json`.
-
-        Args:
-            extra_eos: More end-of-sequence ids.
-
-        Raises:
-            ModelError: If the model is not supported.
-        """
         _check_numbers(raw)
         names = raw.get("architectures") or []
         if not isinstance(names, list):
@@ -159,7 +144,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a model folder, or raise `ModelError`."""
+    """Read a JSON object of a model folder."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face format")
     try:
@@ -194,7 +179,6 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos: Any) -> dict[str, Any]:
-    """Return the fields that families share, except those among `values` of this one."""
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("quantization_config"):
         raise ModelError("quantized weights are not supported; supported are " + ", ".join(DTYPES))
@@ -216,25 +200,14 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def activation(name: str) -> str:
-    """Return our name of an activation in config.json.
-
-    Raises:
-        ModelError: If it is not supported.
-    """
+    """Return our name of an activation in config.json."""
     if name not in _ACTIVATIONS:
         raise ModelError(f"activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
-    """Return the rotary embedding that config.json describes.
-
-    Args:
-        default_share: Rotated fraction of a head if the file does not give it.
-
-    Raises:
-        ModelError: If it is not supported.
-    """
+    """Return the rotary embedding that config.json describes."""
     try:
         return parse_rope(raw, head_dim, max_positions, default_share)
     except ValueError as error:

@@ -28,16 +28,9 @@ _NEW_INDEX = "model.safetensors.index.json"
 
 
 def convert_folder(source: str | Path, target: str | Path, progress: Progress | None = None) -> Path:
-    """Write a copy of the model folder `source`, with its weights as safetensors, to `target`, and return `target`.
+    """Write a copy of the model folder `source`, with its weights as safetensors, to the empty or new `target`.
 
     Needs memory for one weight file at a time.
-
-    Args:
-        target: Must be empty or not exist.
-
-    Raises:
-        ModelError: If the source has no .bin weights, torch's restricted reader refuses one, or the target is not
-            empty.
     """
     source, target = Path(source), Path(target)
     files = _bin_files(source)
@@ -87,16 +80,14 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """Return whether the file is a zip archive, the only one of torch's two formats that can be memory-mapped."""
     with file.open("rb") as opened:
         return opened.read(4) == b"PK\x03\x04"
 
 
 def _unshared(tensors: dict[str, torch.Tensor], known: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Return the tensors of one file as contiguous tensors that share no memory.
+    """Return contiguous tensors that share no memory.
 
-    Tied tensors (an output projection that is the embedding) are written under each name. A missing name then always
-    means a damaged file.
+    Tied tensors are written under each name, so that a missing name always means a damaged file.
     """
     result: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

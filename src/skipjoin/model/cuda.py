@@ -1,4 +1,4 @@
-"""Facts about this machine's NVIDIA GPUs, gathered once, and decisions that follow from them."""
+"""Facts about this machine's NVIDIA GPUs, and decisions that follow from them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,8 @@ class CudaFacts:
         runtime: CUDA version of torch; empty without CUDA.
         cards: GPUs that torch can use.
         present: Whether the machine has a GPU, usable by torch or not.
-        driver: Driver version; may be empty.
-        why_not: torch's error if it cannot use the GPU; may be empty.
         archs: Compiled targets of torch's kernels, such as "sm_90".
-        triton: Triton's version; empty if the import failed.
-        triton_error: Error of that import.
-        compiler: C compiler with which Triton builds launchers; may be empty.
+        compiler: C compiler with which Triton builds launchers.
     """
 
     runtime: str = ""
@@ -103,7 +99,6 @@ def _cards() -> tuple[Card, ...]:
 
 
 def _is_present() -> bool:
-    """Return whether there is a GPU that is not hidden from this process."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or (Path("/dev/dxg").exists() and bool(shutil.which("nvidia-smi")))
@@ -126,7 +121,7 @@ def _triton() -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
-    """Return the type and the first line of an error."""
+    """Return the type and first line of an error."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -136,7 +131,7 @@ def first_line(error: Exception | str) -> str:
 
 
 def unusable(facts: CudaFacts, index: int = 0) -> str | None:
-    """Return why models cannot run on GPU `index`, or None if they can."""
+    """Return why models cannot run on GPU `index`, or None."""
     if not facts.runtime:
         return "this torch is built without CUDA"
     if not facts.cards:
@@ -154,7 +149,6 @@ def unusable(facts: CudaFacts, index: int = 0) -> str | None:
 
 
 def _capability(arch: str) -> tuple[int, ...]:
-    """Parse "sm_90" or "sm_100a"; return an empty tuple for other targets."""
     found = re.match(r"sm_(\d+)(\d)", arch)
     return (int(found[1]), int(found[2])) if found else ()
 
@@ -164,7 +158,7 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 def kernels_unusable(facts: CudaFacts, index: int = 0) -> str | None:
-    """Return why the Triton kernels cannot run on the usable GPU `index`, or None if no reason is known."""
+    """Return why the Triton kernels cannot run on the usable GPU `index`, or None."""
     card = facts.cards[index]
     if card.capability < KERNEL_CAPABILITY:
         have, need = _dotted(card.capability), _dotted(KERNEL_CAPABILITY)
@@ -183,11 +177,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def choose_device(name: str, facts: CudaFacts | None = None) -> str:
-    """Return the device to run on: cpu, cuda or cuda:N.
-
-    Args:
-        name: One of those, or auto for a usable GPU if there is one. Warns if a GPU is present but unusable.
-        facts: CUDA facts; None for those of this process.
+    """Return the device for cpu, cuda, cuda:N or auto, which warns of an unusable GPU.
 
     Raises:
         ModelError: If the requested GPU cannot be used.
@@ -211,7 +201,7 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
 def expand_segments() -> None:
     """Let the allocator grow its segments, so that steps of different sizes leave no unusable gaps.
 
-    Respects the user's allocator settings. Must be called before the first tensor on a GPU.
+    Must be called before the first tensor on a GPU; respects the user's allocator settings.
     """
     if any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         return
@@ -223,17 +213,14 @@ def expand_segments() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; torch's allocator, the driver and cuBLAS each report it differently."""
+    """Return whether memory ran out; torch's allocator, the driver and cuBLAS report it differently."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def use_device(device: torch.device) -> None:
-    """Make this GPU the calling thread's current device; a no-op for other devices.
-
-    Triton launches kernels on the current device, which is GPU 0 in every new thread.
-    """
+    """Make this GPU the calling thread's current device, where Triton launches kernels: GPU 0 in new threads."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -245,14 +232,7 @@ def warn_once(text: str) -> None:
 
 
 def check_dtype(dtype: torch.dtype, asked: bool, device: torch.device, facts: CudaFacts | None = None) -> str | None:
-    """Return the loss of speed with this type on this device, or None.
-
-    Args:
-        asked: Whether the user set the type.
-
-    Raises:
-        ModelError: If the user set a type that the GPU lacks.
-    """
+    """Return the loss of speed with this type on this device; raise `ModelError` if a requested type is missing."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     facts = cuda_facts() if facts is None else facts

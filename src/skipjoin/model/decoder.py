@@ -11,12 +11,7 @@ from skipjoin.model.layers import Builder, Embedding, LayerInputs
 
 
 class Decoder(Protocol):
-    """A model family's layers between token ids and the output projection.
-
-    Attributes:
-        EMBEDDING: Name of the embedding tensor.
-        OUTPUT: Name of the output projection tensor.
-    """
+    """A model family's layers between token ids and the output projection."""
 
     EMBEDDING: str
     OUTPUT: str
@@ -25,7 +20,7 @@ class Decoder(Protocol):
     def __init__(self, builder: Builder, device: torch.device | str) -> None: ...
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the embeddings of the batch's tokens, [T, hidden], on the first stage."""
+        """Return the embeddings [T, hidden], on the first stage."""
         ...
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Registry of model families. Each registers itself in its own file, in this package or in another installed one."""
+"""Registry of model families, in this package or in installed ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DecoderT = TypeVar("DecoderT", bound=type)
 
 
 class FamilyError(Exception):
-    """A model family cannot be registered or found; the message gives the reason."""
+    """A model family cannot be registered or found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,6 @@ def family(
         fields: Returns the fields of `ModelConfig` that depend on the family. A `KeyError` names a missing value.
         prefix: Prefix of tensor names that checkpoints lack if they were saved from the bare decoder.
         sizes: Upper bounds of the family's own integers in config.json, which must be at least 1.
-
-    Raises:
-        FamilyError: If another class has the name or an architecture.
     """
 
     def register(decoder: DecoderT) -> DecoderT:
@@ -78,22 +75,15 @@ def family(
 
 
 def family_named(name: str) -> Family:
-    """Return the family that `find_architecture` has found before, or one of this package."""
+    """Return a registered family."""
     _register_own()
     return _families[name]
 
 
 def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Family]:
-    """Return the first supported architecture and its family.
+    """Return the first supported architecture and its family; `model_type` counts if `names` is empty.
 
     Families of installed packages are loaded only if none of this package fits.
-
-    Args:
-        names: Architectures in config.json.
-        model_type: Used if `names` is empty.
-
-    Raises:
-        FamilyError: If there is none, or a package's families cannot be loaded.
     """
     _register_own()
     if (found := _find(names, model_type)) is None:
@@ -121,7 +111,6 @@ def _find(names: list[Any], model_type: str | None) -> tuple[str, Family] | None
 
 
 def _load(point: EntryPoint) -> None:
-    """Import the family of an entry point, which registers itself."""
     if point in _loaded:
         return
     source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"

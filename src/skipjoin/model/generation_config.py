@@ -1,4 +1,4 @@
-"""Sampling defaults of a model folder, from generation_config.json. Does not import torch."""
+"""Sampling defaults in generation_config.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> dict[str, Any]:
-    """Return the model's sampling defaults as fields of `SamplingParams`, those that the file has.
-
-    Args:
-        generation_config: "auto", or "none" to read no file.
-
-    Raises:
-        ModelError: If a value is out of bounds.
-    """
+    """Return the file's sampling defaults as fields of `SamplingParams`; none if `generation_config` is "none"."""
     file = Path(folder) / FILE
     if generation_config == "none" or not file.is_file():
         return {}

@@ -16,10 +16,8 @@ from skipjoin.model.parallel import WHOLE, Shard
 class PagedKV:
     """Paged KV cache: `num_blocks` blocks of `block_size` tokens, with a rank's layers and KV heads.
 
-    `tensor` is contiguous, [num_blocks, layers, 2, kv_heads, block_size, head_dim]. One block of all layers is
-    contiguous, so that a move is one copy per block. One head's keys of one block are contiguous too, in the order in
-    which attention reads them. Blocks start as zeros and are not cleared on reuse, so attention must not read slots
-    beyond a sequence's length.
+    `tensor` is contiguous, [num_blocks, layers, 2, kv_heads, block_size, head_dim], so that a move is one copy per
+    block. Blocks are not cleared on reuse, so attention must not read slots beyond a sequence's length.
     """
 
     def __init__(
@@ -33,11 +31,6 @@ class PagedKV:
         pin: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
-        """Allocate the cache.
-
-        Args:
-            pin: Use page-locked CPU memory, for copies overlapped with compute. Needs a CPU tensor and CUDA.
-        """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
@@ -56,30 +49,25 @@ class PagedKV:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: all its layers, keys and values."""
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one layer of this cache as strided views.
+        """Return views of one layer's keys and values, [num_blocks, block_size, kv_heads, head_dim], strided.
 
-        Each is [num_blocks, block_size, kv_heads, head_dim]. `index` counts from the first layer of this cache.
+        `index` counts from this cache's first layer.
         """
         return self._layers[index]
 
     def block_view(self) -> torch.Tensor:
-        """Return the cache as [num_blocks, elements per block], contiguous: copy rows to move blocks."""
+        """Return [num_blocks, elements per block]."""
         return self.tensor.view(self.num_blocks, -1)
 
     def head_view(self) -> torch.Tensor:
-        """Return the cache as [num_blocks, heads, block_size, head_dim], contiguous.
-
-        The heads are those of keys and values of all layers.
-        """
+        """Return [num_blocks, heads, block_size, head_dim], with heads of keys and values of all layers."""
         return self.tensor.view(self.num_blocks, -1, *self.tensor.shape[-2:])
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
-        """Return the bytes of one block of `block_size` tokens in a rank's cache of this type."""
         layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
         return layers * 2 * kv_heads * block_size * config.head_dim * torch.empty((), dtype=dtype).element_size()
 
@@ -111,7 +99,6 @@ class QuantizedKV:
 
     @staticmethod
     def scale_bytes(shape: tuple[int, int, int]) -> int:
-        """Return the bytes of a row's scales and minima, after which its codes begin."""
         heads, _, head_dim = shape
         return heads * 2 * head_dim * torch.bfloat16.itemsize
 

@@ -17,7 +17,7 @@ _ALIGN = 64
 
 
 def large_page_bytes(size: int) -> torch.Tensor:
-    """Return `size` zero bytes as a uint8 tensor, in huge pages if the system grants them."""
+    """Return `size` zero bytes as a uint8 tensor, in huge pages if possible."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -28,7 +28,7 @@ def large_page_bytes(size: int) -> torch.Tensor:
 
 
 class Arena:
-    """Allocates byte tensors from large chunks. A chunk is freed with the arena and its last tensor."""
+    """Allocates byte tensors from large chunks, each freed with the arena and its last tensor."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Building blocks shared by the families: access to weights, self-attention, rotary tables and the layer loop."""
+"""Building blocks shared by the families."""
 
 from __future__ import annotations
 
@@ -22,14 +22,7 @@ class Weights(Protocol):
     """Named tensors, each taken once, in the model's type and on its device."""
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """Return a tensor by name, or the given rows or columns of it, contiguous.
-
-        Args:
-            shape: Shape of the whole tensor.
-
-        Raises:
-            ModelError: If the tensor is missing or its shape differs.
-        """
+        """Return a tensor of whole shape `shape`, or the given rows or columns, contiguous."""
         ...
 
 
@@ -43,7 +36,7 @@ class LayerInputs:
 
 
 class Builder:
-    """Makes layers from a model's weights, limited to the shard of `group`'s rank, and counts their bytes."""
+    """Makes layers from a model's weights for the shard of `group`'s rank, and counts their bytes."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: LayerOps, group: Group) -> None:
         self.config = config
@@ -74,8 +67,6 @@ class Builder:
         Args:
             outs: Rows of each whole matrix.
             rows: This rank's rows (Megatron's column parallelism); None for all.
-            gated: See `LayerOps.gated_linear`.
-            activation: See `LayerOps.linear`.
         """
         names = [names] if isinstance(names, str) else names
         rows = rows or [range(out) for out in outs]
@@ -98,7 +89,7 @@ class Builder:
     ) -> Linear:
         """Make a product whose input is split over the ranks of the stage (Megatron's row parallelism).
 
-        Its result is the sum over the ranks; rank 0 of the stage adds the bias. See `SummedLinear`.
+        Its result is the sum over the ranks; rank 0 of the stage adds the bias.
         """
         weight = self.weights.take(f"{name}.weight", out, inputs, columns=columns)
         shift = self.weights.take(f"{name}.bias", out) if bias and self.shard.tp_rank == 0 else None
@@ -134,11 +125,8 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 class SummedLinear:
     """`Linear` that is summed over the ranks of a stage.
 
-    Consecutive products that are added to the same total, which is not read in between, share one all-reduce.
-
-    Args:
-        begins: Whether this is the first of them.
-        ends: Whether this is the last of them.
+    Consecutive products added to the same total, which is not read in between, share one all-reduce: the first `begins`
+    and the last `ends` it.
     """
 
     def __init__(self, linear: Linear, group: Group, begins: bool, ends: bool) -> None:
@@ -160,17 +148,13 @@ class SummedLinear:
 
 
 class Embedding:
-    """Vocabulary-parallel embedding: a rank has the rows `own` and gets those of other tokens from the other ranks.
-
-    Token ids outside the vocabulary raise `IndexError` on a CPU.
-    """
+    """Vocabulary-parallel embedding: a rank has the rows `own` and gets other tokens' from other ranks."""
 
     def __init__(self, table: torch.Tensor, own: range, vocab_size: int, group: Group) -> None:
         self.table = table
         self._own, self._vocab_size, self._group = own, vocab_size, group
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Map token ids [n] to rows [n, width]."""
         if len(self._own) == self._vocab_size:
             return F.embedding(ids, self.table)
         if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
@@ -183,7 +167,7 @@ class Embedding:
 
 
 class Rotary:
-    """Cosines and sines of all positions of a model."""
+    """Cosines and sines of all positions."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
         assert config.rope is not None
@@ -194,7 +178,7 @@ class Rotary:
 
 
 class SelfAttention:
-    """Self-attention: fused query, key and value projections, optional q/k norms and rotation, output projection."""
+    """Self-attention, with optional q/k norms and rotation."""
 
     def __init__(
         self,
@@ -206,12 +190,6 @@ class SelfAttention:
         rotary: Rotary | None = None,
         norms: tuple[Norm, Norm] | None = None,
     ) -> None:
-        """Build the layer's attention.
-
-        Args:
-            layer: Number of the layer in the whole model.
-            norms: Norm of each query head and norm of each key head.
-        """
         config, shard = builder.config, builder.shard
         self._qkv, self._output = qkv, output
         # The cache holds this rank's layers only.
@@ -223,10 +201,7 @@ class SelfAttention:
         self._scale, self._window = config.head_dim**-0.5, config.windows[layer]
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
-        """Add the attention over `x` to `total`, both [T, hidden], and write the tokens' KV into the cache.
-
-        Returns as `Linear.add_to` does.
-        """
+        """Add the attention over `x` to `total`, both [T, hidden]; return as `Linear.add_to` does."""
         qkv = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._dim)
         query, key, value = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         if self._norms is not None:
@@ -239,27 +214,19 @@ class SelfAttention:
 
 
 class Layer(Protocol):
-    """Layer with pre-normalized sublayers on a residual stream.
-
-    Attributes:
-        norm: Norm that its first sublayer reads.
-    """
+    """Layer with pre-normalized sublayers on a residual stream, of which the first reads `norm`."""
 
     norm: Norm
 
     def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
-        """Add this layer's output to `x`, whose `norm` is `normed`, in place.
-
-        Returns `then` of the result, or the result without it.
-        """
+        """Add this layer's output to `x`, whose `norm` is `normed`, in place; return `then` of it or `x`."""
         ...
 
 
 def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
     """Run [T, hidden] through the layers, in place.
 
-    A layer's last sum also computes the next layer's first norm. There is no norm after the last layer of a stage,
-    because the next stage or the output projection reads the sum.
+    A layer's last sum also computes the next layer's first norm, except at the end of a stage.
     """
     normed = layers[0].norm(x)
     for layer, following in pairwise(layers):

@@ -1,4 +1,4 @@
-"""Load a model from a folder or hub name. Reads safetensors only: nothing here unpickles."""
+"""Load a model. Reads safetensors only: nothing here unpickles."""
 
 from __future__ import annotations
 
@@ -34,14 +34,7 @@ _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
-    """Return a local folder unchanged, or the snapshot of a hub repository (cached, downloaded if needed).
-
-    Args:
-        weights: Include the weight files.
-
-    Raises:
-        ModelError: If neither exists.
-    """
+    """Return a local folder unchanged, or the snapshot of a hub repository (cached, downloaded if needed)."""
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -79,7 +72,6 @@ def load_model(
         load_format: "auto", or "dummy" for random weights, which need no weight file.
         quantization: "none", or "int8" for 8-bit weights of linear layers (CPU).
         group: Load the shard of this group's rank; None for the whole model.
-        batch_invariant: See `implementations`.
 
     Raises:
         ModelError: If the model cannot run.
@@ -122,13 +114,7 @@ def random_model(
     quantization: str = "none",
     group: Group | None = None,
 ) -> CausalLM:
-    """Make a model with random weights.
-
-    Args:
-        config: A `ModelConfig` or the contents of a config.json.
-        quantization: See `load_model`.
-        group: Make the shard of this group's rank; None for the whole model.
-    """
+    """Make a model with random weights from a `ModelConfig` or the contents of a config.json."""
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
     torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, quantization, config)
@@ -158,7 +144,7 @@ def _places(
 
 
 class FolderWeights:
-    """Tensors of a folder's safetensors files, one file or several with an index."""
+    """Tensors of a folder's safetensors files."""
 
     def __init__(
         self,
@@ -227,7 +213,6 @@ class FolderWeights:
 
 
 def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:
-    """Return the slices of these rows and columns in a tensor of this shape, or None for all of it."""
     parts = [range(size) if part is None else part for part, size in zip((rows, columns), shape, strict=False)]
     if all(len(part) == size for part, size in zip(parts, shape, strict=False)):
         return None
@@ -237,8 +222,8 @@ def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -
 class RandomWeights:
     """Random tensors, small enough that activations stay finite.
 
-    A tensor's values depend only on the seed, its name and the kind of device, which generates them. Every rank gets
-    its shard of the same model, and a GPU generates billions of weights in seconds.
+    A tensor's values depend only on the seed, its name and the kind of device, so every rank gets its shard of the same
+    model.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:

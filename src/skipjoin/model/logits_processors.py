@@ -1,7 +1,6 @@
 """Logits processors: adjustments of a request's logits before temperature and filters.
 
-One processor serves all requests. What it knows of a request is that request's state, which exists while the request is
-unfinished, so that a step costs what the new tokens cost and not what the whole output costs.
+Each request has its own state, so that a step costs what the new tokens cost and not what the whole output costs.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ class ProcessorState:
     """State of one request in one processor.
 
     Attributes:
-        reads_output: Whether the state depends on the output tokens. Those of the others are not passed to `accept`.
+        reads_output: Whether the state depends on the output tokens, which are then passed to `accept`.
     """
 
     reads_output: ClassVar[bool] = False
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the next output tokens. Each token is passed once, in order."""
+        """Advance by the next output tokens. Each is passed once, in order."""
 
     def is_active(self, length: int) -> bool:
-        """Return whether the processor adjusts the logits of the token after `length` output tokens."""
         return True
 
 
@@ -44,20 +42,12 @@ class LogitsProcessor(Protocol):
         ...
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, Any]]) -> None:
-        """Adjust rows of the logits.
-
-        Args:
-            logits: float32 [n, vocab], contiguous.
-            rows: Row numbers, ascending, with their active states of `start`.
-        """
+        """Adjust rows of the logits, float32 [n, vocab]; `rows` are row numbers, ascending, with active states."""
         ...
 
 
 def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
-    """Return the processors of `SamplingParams`, in the order in which they apply.
-
-    Token ids outside the vocabulary are ignored.
-    """
+    """Return the processors of `SamplingParams`, in the order in which they apply."""
     return LogitBias(vocab_size), RepetitionPenalty(), OutputPenalties(), MinTokens(vocab_size)
 
 
@@ -83,7 +73,7 @@ class _BiasState(ProcessorState):
 
 
 class RepetitionPenalty:
-    """Divides positive and multiplies negative logits of tokens in prompt or output by `repetition_penalty`."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
 
     def start(
         self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
@@ -171,8 +161,6 @@ class _MinTokensState(ProcessorState):
 
 
 class _TokenCounts:
-    """Distinct tokens and how often each was added, as arrays that grow with their number."""
-
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
         self._tokens = np.empty(16, np.int64)
@@ -201,7 +189,6 @@ def _flat(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _index(logits: torch.Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> torch.Tensor:
-    """Return the positions of the rows' tokens in `_flat`: int64, on the device of the logits."""
     vocab_size = logits.shape[1]
     return _send(np.concatenate([tokens + row * vocab_size for row, tokens in rows]), logits)
 

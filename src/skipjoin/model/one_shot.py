@@ -1,4 +1,4 @@
-"""One-shot all-reduce of small tensors over the GPUs of one machine: each GPU reads all others' memory.
+"""One-shot all-reduce of small tensors over the GPUs of one machine.
 
 NCCL's rings take several times as long for the few kilobytes of a decode step.
 """
@@ -21,7 +21,7 @@ _DTYPES, _STEP = (torch.bfloat16, torch.float32), 16
 
 
 class OneShotSum:
-    """All-reduce over a group's ranks, which make the same calls in the same order. See `one_shot_sum`."""
+    """All-reduce over ranks that make the same calls in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         # Each rank may see a single GPU as number 0, and torch would take them for the same one.
@@ -34,18 +34,16 @@ class OneShotSum:
 
     @staticmethod
     def takes(x: torch.Tensor) -> bool:
-        """Return whether this tensor is supported."""
         return x.dtype in _DTYPES and x.is_contiguous() and x.nbytes <= MAX_BYTES and x.nbytes % _STEP == 0
 
     def add_up(self, x: torch.Tensor) -> None:
-        """Replace `x` by its sum over the ranks."""
         held = self._held[: x.nbytes].view(x.dtype)
         held.copy_(x.view(-1))
         torch.ops.symm_mem.one_shot_all_reduce_out(held, "sum", self._group.group_name, x.view(-1))
 
 
 def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum | None:
-    """Return an all-reduce that passed a self-test on all ranks, or None. All ranks call this at the same time."""
+    """Return a tested all-reduce, or None. All ranks call this at the same time."""
     found, why = None, "it adds up wrong"
     try:
         found = OneShotSum(group, device)

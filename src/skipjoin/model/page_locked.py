@@ -17,11 +17,10 @@ _REGISTER_FLAGS = 1 | 2
 
 
 def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Return `size` zero bytes as a uint8 tensor, and a function that unlocks them once no copy uses them.
+    """Return `size` zero bytes, uint8, and a function that unlocks them once no copy uses them.
 
-    Locks memory in place if possible. Otherwise, if there is enough memory, uses torch's page-locked memory, whose size
-    is rounded up to a power of two. As a last resort, with a warning, returns memory that is not locked, which makes
-    steps wait for copies.
+    Locks memory in place if possible, else uses torch's page-locked memory, whose size is rounded up to a power of two.
+    As a last resort, memory is not locked, which makes steps wait for copies.
     """
     memory = _mapped(size)
     if _lock(memory):

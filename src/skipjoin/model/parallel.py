@@ -1,9 +1,9 @@
 """Model sharding over ranks, and the communication of the ranks during a step.
 
 Tensor parallelism follows Megatron-LM: every rank of a stage has some heads, some columns of the MLP and some of the
-vocabulary, and the stage sums the ranks' results. In pipeline parallelism, a stage has some consecutive layers.
+vocabulary, and the stage sums the ranks' results. A pipeline stage has some consecutive layers.
 
-This module does not import torch, so that sizes can be checked against a model without it.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's position: tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`.
+    """Tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`.
 
-    A rank owns a range of consecutive heads, columns, token ids and layers. The ranges of a stage's ranks, or of the
-    stages, are adjacent. `check_shards` defines which sizes fit a model.
+    A rank owns a range of heads, columns, token ids and layers. `check_shards` defines which sizes fit a model.
     """
 
     tp_rank: int = 0
@@ -41,14 +40,12 @@ class Shard:
 
     @classmethod
     def of_rank(cls, rank: int, tp_size: int, pp_size: int) -> Shard:
-        """Return the shard of a rank number; ranks are numbered stage by stage."""
         if not 0 <= rank < tp_size * pp_size:
             raise ValueError(f"rank must be in [0, {tp_size * pp_size - 1}], got {rank}")
         return cls(rank % tp_size, tp_size, rank // tp_size, pp_size)
 
     @property
     def rank(self) -> int:
-        """Number among all ranks of the model, stage by stage."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
@@ -57,12 +54,10 @@ class Shard:
 
     @property
     def is_first(self) -> bool:
-        """Whether its stage embeds tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its stage computes logits."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -77,33 +72,28 @@ class Shard:
     def kv_heads(self, config: ModelConfig) -> range:
         """Return the KV heads of the rank.
 
-        With more ranks than heads, several ranks have the same head. They need as much KV memory as with a smaller
-        tp_size, but a model with two KV heads can use eight devices.
+        With more ranks than heads, several ranks have the same head, so that a model with two KV heads can use eight
+        devices.
         """
         first = self.tp_rank * config.num_kv_heads // self.tp_size
         return range(first, first + max(1, config.num_kv_heads // self.tp_size))
 
     def query_rows(self, config: ModelConfig) -> range:
-        """Return the rows of the query projection, which are the columns of the output projection."""
         return scaled(self.heads(config), config.head_dim)
 
     def kv_rows(self, config: ModelConfig) -> range:
-        """Return the rows of the key projection and of the value projection."""
         return scaled(self.kv_heads(config), config.head_dim)
 
     def columns(self, config: ModelConfig) -> range:
-        """Return the columns of the MLP between its two projections."""
         return _part(config.intermediate_size, self.tp_rank, self.tp_size)
 
     def vocabulary(self, config: ModelConfig) -> range:
-        """Return the token ids whose embeddings and logits the rank has; the ranks' counts differ by at most one."""
         return _part(config.vocab_size, self.tp_rank, self.tp_size)
 
     def vocabulary_sizes(self, config: ModelConfig) -> list[int]:
         return [len(_part(config.vocab_size, rank, self.tp_size)) for rank in range(self.tp_size)]
 
     def layers(self, config: ModelConfig) -> range:
-        """Return the layers of the stage; the stages' counts differ by at most one."""
         return _part(config.num_layers, self.pp_rank, self.pp_size)
 
 
@@ -120,11 +110,7 @@ def _part(total: int, rank: int, size: int) -> range:
 
 
 def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
-    """Raise `ModelError` unless the model can be split over these sizes.
-
-    Heads and the MLP's width must divide evenly; layers and the vocabulary need not. The message gives the setting, the
-    bound and the nearest sizes that fit.
-    """
+    """Raise `ModelError` unless the model can be split: heads and the MLP's width must divide evenly."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
     rules: list[tuple[Callable[[int], bool], str]] = [
         (lambda size: 1 <= size <= heads, f"be in [1, {heads}], the number of the model's attention heads"),
@@ -155,8 +141,7 @@ def _nearest(size: int, fitting: Sequence[int]) -> str:
 class Group(Protocol):
     """Communication of a rank with the other ranks of its model.
 
-    The participating ranks make the same calls in the same order. A call that cannot complete raises, and the rank has
-    then failed.
+    All make the same calls in the same order. A rank whose call raises has failed.
 
     Attributes:
         waited_s: Total seconds spent waiting for the previous stage.
@@ -166,10 +151,7 @@ class Group(Protocol):
     waited_s: float
 
     def count_once(self, total: torch.Tensor) -> None:
-        """Clear a total that all ranks of the stage hold, except on one rank, so that `all_reduce` counts it once.
-
-        Call it before adding to the total.
-        """
+        """Clear a total except on one rank, before adding to it, so that `all_reduce` counts it once."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -177,19 +159,14 @@ class Group(Protocol):
         ...
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Concatenate the parts [n, sizes[r]] of the stage's ranks r along columns, on every rank."""
+        """Concatenate the parts [n, sizes[r]] of the stage's ranks r along columns."""
         ...
 
     def send(self, x: torch.Tensor) -> None:
-        """Send `x`, which must not change afterwards, to the same tensor rank of the next stage.
-
-        May return before it arrives.
-        """
+        """Send `x`, which must not change afterwards, to the next stage; may return before it arrives."""
         ...
 
-    def receive(self, x: torch.Tensor) -> None:
-        """Fill `x` with the previous stage's output."""
-        ...
+    def receive(self, x: torch.Tensor) -> None: ...
 
     def close(self) -> None:
         """Leave the group: ranks that wait for this one get an error."""
@@ -197,11 +174,11 @@ class Group(Protocol):
 
 
 class GroupError(Exception):
-    """Another rank is lost or does not answer; the message names this rank and the call."""
+    """Another rank is lost or does not answer."""
 
 
 class Alone:
-    """Group of a single rank, which has the whole model."""
+    """Group of a single rank."""
 
     shard = WHOLE
     waited_s = 0.0

@@ -1,4 +1,4 @@
-"""Rotary position embedding: its settings in config.json, and the resulting frequencies."""
+"""Rotary position embedding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ SCALINGS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSettings:
-    """Rotary embedding of the first `rotary_dim` values of each head.
-
-    Value i is paired with value i + rotary_dim / 2. Fields other than these are parameters of one scaling and ignored
-    by the others.
+    """Rotary embedding of the first `rotary_dim` values of each head, value i paired with value i + rotary_dim / 2.
 
     Attributes:
         scaling: One of `SCALINGS`.
@@ -36,7 +33,7 @@ class RopeSettings:
     attention_factor: float = 1.0
 
     def inverse_frequencies(self) -> list[float]:
-        """Return the radians per position of each of the rotary_dim / 2 pairs."""
+        """Return the radians per position of each pair."""
         plain = [self.theta ** (-2 * i / self.rotary_dim) for i in range(self.rotary_dim // 2)]
         if self.scaling == "linear":
             return [f / self.factor for f in plain]
@@ -57,7 +54,7 @@ class RopeSettings:
         return (1 - keep) * frequency / self.factor + keep * frequency
 
     def _yarn(self, plain: list[float]) -> list[float]:
-        """Keep the frequency of pairs below `low`, stretch pairs above `high`, with a linear ramp in between."""
+        """Keep pairs below `low`, stretch pairs above `high`, with a linear ramp in between."""
 
         def pair_with_turns(turns: float) -> float:
             wave = self.original_max_positions / (turns * 2 * math.pi)
@@ -74,9 +71,6 @@ class RopeSettings:
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
     """Parse the rotary settings of a config.json, in the older (`rope_theta`, `rope_scaling`) or newer form.
-
-    Args:
-        default_share: Fraction of the head that rotates if the file does not set it.
 
     Raises:
         ValueError: If a scaling is not in `SCALINGS` or a number is out of bounds.
@@ -125,7 +119,6 @@ def is_number(value: object) -> bool:
 
 
 def _bounded(name: str, value: Any, *, low: float | None = None, high: float = math.inf) -> float:
-    """Return a number in [low, high], above 0 if `low` is None, or raise ValueError that names the field."""
     if not (is_number(value) and (value > 0 if low is None else low <= value) and value <= high):
         bounds = "above 0" if low is None else f"of at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"

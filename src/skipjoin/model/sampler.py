@@ -1,6 +1,6 @@
-"""Sampling: from logits to tokens. A token is a function of its logits, parameters, seed and position only.
+"""Sampling: from logits to tokens.
 
-The random number of a token is a hash of the request's seed and the token's position, not the output of a stateful
+A token's random number is a hash of the request's seed and the token's position, not the output of a stateful
 generator. Neighbors in the batch, preemption and restarts therefore cannot change a seeded output.
 """
 
@@ -37,10 +37,7 @@ Alternatives = tuple[tuple[int, float], ...]
 
 
 class SamplingState:
-    """Sampling state of one request: its parameters, and its states in the logits processors that concern it.
-
-    It is made once, by `Sampler.start`, and advances with each accepted output token. Preemption does not change it: a
-    recomputed token was accepted before. Another sampler's state of the same request is made from its tokens.
+    """Sampling state of one request, advanced once by each accepted output token; preemption does not change it.
 
     Attributes:
         length: Number of output tokens accepted so far; stays 0 without `reads_output`.
@@ -62,7 +59,6 @@ class SamplingState:
         self.length = 0
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the output tokens after the first `length`."""
         for _, state in self.adjustments:
             if state.reads_output:
                 state.accept(tokens)
@@ -70,21 +66,14 @@ class SamplingState:
 
 
 class SampleRow(NamedTuple):
-    """Request whose next token is sampled.
-
-    Attributes:
-        length: Number of output tokens before it, all of which are accepted if the state reads the output.
-    """
+    """Request whose next token is sampled, after `length` output tokens, all accepted if its state reads them."""
 
     state: SamplingState
     length: int
 
 
 class Sampled(NamedTuple):
-    """A sampled token, with its natural log-probability and the likeliest alternatives if requested.
-
-    Alternatives are sorted best first, and by id if equally likely.
-    """
+    """A sampled token, its natural log-probability, and the likeliest alternatives, best first."""
 
     token: int
     logprob: float | None = None
@@ -92,14 +81,14 @@ class Sampled(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Tokens of all rows, int64 [rows] on the device of the logits, and their report in transit to the CPU."""
+    """Tokens of all rows, int64 [rows] on the device, and their report in transit to the CPU."""
 
     tokens: torch.Tensor
     report: HostCopy[list[Sampled]]
 
 
 def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
-    """Return the tokens of all parts in order, or None without parts."""
+    """Concatenate the tokens of all parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
     tokens = torch.cat([part.tokens for part in parts])
@@ -139,7 +128,7 @@ class FindThresholds(Protocol):
 
 
 class Sampler:
-    """Samples next tokens over a vocabulary of `vocab_size`. Token ids outside it in parameters are ignored.
+    """Samples next tokens over a vocabulary of `vocab_size`.
 
     Args:
         find_thresholds: Implements top_k and top_p; None searches the largest logits, which makes the CPU wait for a
@@ -160,7 +149,6 @@ class Sampler:
     def start(
         self, params: SamplingParams, seed: int, prompt: Sequence[int], eos_token_ids: Collection[int] = ()
     ) -> SamplingState:
-        """Return the state of a request that has no output yet."""
         made = enumerate(processor.start(params, prompt, eos_token_ids) for processor in self._processors)
         return SamplingState(
             params, seed, len(prompt), tuple((number, state) for number, state in made if state is not None)
@@ -170,9 +158,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
         """Sample one token per row.
 
-        Applies the processors. Then it takes the largest logit at temperature 0, or else applies temperature, top_k,
-        top_p and min_p and draws. Reported logprobs are those of the unmodified logits. On CUDA the CPU does not wait
-        for the device, unless `find_thresholds` does.
+        Reported logprobs are those of the unmodified logits. On CUDA the CPU does not wait for the device, unless
+        `find_thresholds` does.
 
         Args:
             logits: float32 [len(rows), vocab_size]; not changed, and not needed after the call.
@@ -194,7 +181,6 @@ class Sampler:
         return SampledTokens(tokens, _report(logits, tokens, params))
 
     def _adjusted(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        """Return the logits after all processors, or `logits` itself if none is active."""
         active: dict[int, list[tuple[int, ProcessorState]]] = {}
         for i, (state, length) in enumerate(rows):
             for number, adjustment in state.adjustments:
@@ -209,7 +195,7 @@ class Sampler:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of one token: SplitMix64's finalizer over seed and position, 53 bits."""
+    """Return the random number in [0, 1) of one token: SplitMix64's finalizer, 53 bits."""
     z = _mix(_mix(seed & _MASK) + position * 0x9E3779B97F4A7C15)
     return (z >> 11) * 2.0**-53
 
@@ -228,10 +214,9 @@ def prompt_logprobs(
     k: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> HostCopy[list[PromptLogprob]]:
-    """Compute the logprobs of the tokens `targets`, one per row.
+    """Compute the logprobs of `targets` and `k` alternatives, one target per row.
 
     Args:
-        k: Number of alternatives per token.
         logits_of: Maps at most `_SCORED_ROWS` rows to logits [rows, vocab]; by default the rows are logits.
     """
     if not len(targets):
@@ -249,7 +234,6 @@ def prompt_logprobs(
 
 
 def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """Return the logprobs of the tokens in `index`, their ranks, and the k likeliest tokens of each row."""
     logits = logits.float()
     ids, ranks = _likeliest(logits, k), (logits > logits.gather(1, index)).sum(-1) + 1
     logprobs = logits.log_softmax(-1)
@@ -257,16 +241,10 @@ def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Te
 
 
 def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the ids of the `k` largest logits of each row, best first; of equal ones, the lower id first.
+    """Return the ids of the `k` largest logits, best first, then by id: int64 [n, min(k, vocab)].
 
     `topk` alone returns equal values in an order that depends on `k`. Logits are ranked rather than their
     log-probabilities, in which rounding can make different logits equal.
-
-    Args:
-        logits: float32 [n, vocab].
-
-    Returns:
-        int64 [n, min(k, vocab)].
     """
     n, vocab = logits.shape
     groups = vocab // _GROUP
@@ -280,19 +258,14 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` ids of each row with the largest values; of equal values, the lower id first.
-
-    Args:
-        values: float32 [n, m].
-        ids: Below 2^32, [n, m] or [m].
-    """
+    """Return `count` ids, below 2^32, of each row's largest values [n, m], best first, then by id."""
     bits = (values + 0.0).view(torch.int32)  # makes 0 and -0 equal
     ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # sorts like the values
     return ~(ordered << 32 | _MAX_ID - ids).topk(count).values & _MAX_ID
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's largest value, int64 [n]. On a CPU numpy is many times faster than torch."""
+    """Return the index of each row's largest value. On a CPU numpy is many times faster than torch."""
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
@@ -330,10 +303,9 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: FindThresholds) -> torch.Tensor:
-    """Sample each row at its temperature (> 0) among the tokens that its filters keep: int64 [n].
+    """Sample each row at its temperature (> 0) among the tokens that its filters keep.
 
-    Every filter keeps tokens at least as likely as its threshold, so tokens of equal logits are kept or dropped
-    together. The draw runs through the vocabulary in order.
+    Tokens of equal logits are kept or dropped together.
     """
     params = [row.state.params for row in rows]
     scaled = logits / _column([max(one.temperature, _COLDEST) for one in params], logits)
@@ -355,7 +327,6 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], find_thresholds: Find
 
 
 def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams], find: FindThresholds) -> torch.Tensor:
-    """Return the smallest scaled logit that top_k, then top_p, then min_p keep: [n, 1]. Row maxima are 0."""
     vocab, device = scaled.shape[-1], scaled.device
     limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     min_p = _column([p.min_p for p in params], scaled).log()
@@ -366,7 +337,7 @@ def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams], find: Fi
 
 
 def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Find thresholds among the largest logits, sorting only the rows for which those do not suffice."""
+    """Find thresholds among the largest logits; sorts only rows that need it."""
     vocab = scaled.shape[-1]
     limits, shares = top_k.tolist(), top_p.tolist()
     wanted = max([k for k in limits if k < vocab], default=0)
@@ -387,10 +358,10 @@ def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` largest values of each row, descending: [n, count].
+    """Return the `count` largest values of each row, descending.
 
-    On a CPU, numpy sorts many times faster than torch. It also sorts fewer numbers: `count` groups have a maximum of at
-    least some bound, so smaller numbers are irrelevant.
+    On a CPU, numpy sorts many times faster than torch, and fewer numbers: `count` groups have a maximum of at least
+    some bound, so smaller numbers are irrelevant.
     """
     if values.device.type != "cpu":
         return values.topk(count).values
@@ -414,12 +385,10 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 def _from_best(
     best: torch.Tensor, totals: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return thresholds of top_k and top_p from the largest logits `best`, descending, and whether those suffice, [n].
-
-    All other shapes are [n, 1].
+    """Return thresholds of top_k and top_p from the largest logits `best`, and whether those suffice, [n].
 
     Args:
-        totals: Sums of exp over the whole rows.
+        totals: Sums of exp over the whole rows, [n, 1].
     """
     width = best.shape[-1]
     order = torch.arange(width, device=best.device)
@@ -438,7 +407,7 @@ def _from_best(
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the index at which each row's running sum passes the fraction `uniforms` of its sum: int64 [n]."""
+    """Return the index at which each row's running sum passes the fraction `uniforms`: int64 [n]."""
     padded = _in_runs(weights)
     runs = padded.shape[1]
     run_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)

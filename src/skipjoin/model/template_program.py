@@ -53,7 +53,7 @@ def write_frame(file: IO[bytes], kind: int, content: bytes) -> None:
 
 
 def read_frame(file: IO[bytes]) -> tuple[int, bytes]:
-    """Read one frame and return its kind and content; raise EOFError if the file ends before the frame does."""
+    """Read one frame's kind and content; raise EOFError if the file ends before the frame does."""
     kind, size = _HEAD.unpack(_read(file, _HEAD.size))
     return kind, _read(file, size)
 
@@ -126,7 +126,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationMarks(Extension):
-    """Supports `{% generation %}`, which marks the assistant's words for training, by rendering its body."""
+    """Renders `{% generation %}`, which marks the assistant's words for training, as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 

@@ -1,7 +1,6 @@
 """Tokenization, chat templates, and incremental detokenization.
 
-Does not import torch: the `tokenizers` library reads tokenizer.json. If a folder lacks that file, transformers builds
-the same object from the older files (and imports torch if it can).
+Does not import torch, unless a folder lacks tokenizer.json, and transformers converts older files.
 """
 
 from __future__ import annotations
@@ -28,16 +27,7 @@ _PATIENCE = 64
 
 
 def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer of a model folder.
-
-    A template is compiled when it is first used; `ChatTemplate.check` compiles it earlier.
-
-    Args:
-        chat_template: File with a template to use instead of the folder's.
-
-    Raises:
-        ModelError: If there is no tokenizer, or anything cannot be read.
-    """
+    """Load the tokenizer of a model folder, with the folder's chat template or that of a file."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
@@ -84,18 +74,13 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """Return a special token of tokenizer_config.json, which is a string or an object with its content."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than allowed.
-
-    Attributes:
-        found: Number of tokens, in words.
-    """
+    """A text has more tokens than allowed; `found` is their number, in words."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"the text has {found} tokens")
@@ -124,7 +109,6 @@ class Tokenizer:
         self._max_bytes = self._bytes_of_longest()
 
     def _bytes_of_longest(self) -> int:
-        """Return the maximum number of text bytes of a token, or 0 if unknown."""
         shrinks = 1 if self.backend.normalizer is None else _NFC_SHRINKS
         is_known = self.byte_level and isinstance(self.backend.normalizer, tokenizers.normalizers.NFC | None)
         tokens = self.backend.get_vocab(with_added_tokens=False) if is_known else ()
@@ -133,20 +117,14 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids with a token, including added ones. The model's own vocabulary may be padded beyond."""
+        """Number of ids with a token, including added ones; the model's vocabulary may be padded beyond."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return the token ids of a text.
-
-        Releases the GIL, which only the backend's batch methods do.
-
-        Args:
-            add_special_tokens: Add the tokens that the model expects around the text.
-            most: Maximum number of tokens.
+        """Return the token ids of a text, with those the model expects around it. Releases the GIL.
 
         Raises:
-            TooManyTokensError: If there are more than `most` tokens; at once if the text is long enough to tell.
+            TooManyTokensError: If there are more than `most` tokens.
         """
         if most is not None and (least := self.fewest_tokens(text)) > most:
             raise TooManyTokensError(f"at least {least}")
@@ -156,7 +134,7 @@ class Tokenizer:
         return encoding.ids
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the text's tokens; 0 for a vocabulary whose tokens are not runs of bytes."""
+        """Return a lower bound of the text's tokens; 0 for tokens that are not runs of bytes."""
         return len(text.encode()) // self._max_bytes if self._max_bytes else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -174,18 +152,13 @@ class Tokenizer:
         most: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Return the token ids of a conversation in the chat template; raises as `chat_text` and `encode` do."""
         text = self.chat_text(messages, add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False, most=most)
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Return the text of a conversation in the model's chat template, which gets `variables`.
-
-        Raises:
-            ModelError: If the model has no template, or the template rejects the conversation.
-        """
+        """Return the text of a conversation in the chat template; raise `ModelError` without one or if it fails."""
         if self.chat_template is None:
             raise ModelError("this model has no chat template: use completions, or a model tuned for chat")
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -195,7 +168,6 @@ class Tokenizer:
             self.chat_template.close()
 
     def is_byte(self, token_id: int) -> bool:
-        """Return whether the token is one byte of a character that the vocabulary does not have."""
         return _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
 
     def token_text(self, token_id: int) -> str:
@@ -203,7 +175,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token; empty for an id without a token."""
+        """Return a token's bytes; empty for an id without a token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self.backend.id_to_token(token_id)
@@ -229,9 +201,9 @@ def _byte_level_alphabet() -> dict[str, int]:
 class Detokenizer:
     """Converts one output to text, token by token, in time and memory that do not grow with its length.
 
-    Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte. The
-    returned texts, including that of `finish`, are what the output adds to the prompt's text. If single-byte tokens
-    never become valid text, the number of replacement characters may differ from decoding the whole output at once.
+    Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte. If
+    single-byte tokens never become valid text, the number of replacement characters may differ from decoding the whole
+    output at once.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
@@ -245,7 +217,6 @@ class Detokenizer:
         self._rebase(tail[start:])
 
     def _rebase(self, ids: list[int]) -> None:
-        """Start a window of ids whose complete text has been returned."""
         self._ids = ids
         # The window is whole characters up to here, so the next window can start here.
         self._boundary = len(ids)
@@ -265,7 +236,6 @@ class Detokenizer:
         return text.rstrip(_REPLACEMENT)
 
     def add(self, token_id: int) -> str:
-        """Add a token and return the text that it completes, which may be empty."""
         if token_id in self._skipped:
             return ""
         self._ids.append(token_id)
@@ -285,7 +255,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """Return the text held back, including replacement characters; no token may be added afterwards."""
+        """Return the text held back; no token may be added afterwards."""
         rest = self._decode()[self._given :]
         self._given += len(rest)
         return rest

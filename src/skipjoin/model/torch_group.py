@@ -1,4 +1,4 @@
-"""Group of ranks in separate processes, connected by torch.distributed."""
+"""Group of ranks in separate processes, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class TorchGroup:
     not tested on several devices yet.
 
     Args:
-        store: Rendezvous of the ranks, used for nothing else.
         timeout_s: Time limit of one call; for the first call, until all ranks have joined.
     """
 
@@ -73,7 +72,7 @@ class TorchGroup:
         return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
 
     def send(self, x: torch.Tensor) -> None:
-        """Return before `x` has arrived, so that this stage can begin its next plan; wait for the previous send."""
+        """Return before `x` has arrived, so that this stage can begin its next plan."""
         x = x.contiguous()
         with self._group_errors("sending to the next stage"):
             self._end_sending()

@@ -11,26 +11,19 @@ T = TypeVar("T")
 
 
 def to_device(made: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to the device.
-
-    For CUDA the copy is queued on the current stream, from page-locked memory. With other memory the CPU would wait for
-    all work queued before it.
-    """
+    """Copy a CPU tensor to the device, from page-locked memory: other memory would block the CPU."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor of these values on the device, without blocking."""
+    """Return a tensor on the device, without blocking."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 class HostCopy(Generic[T]):
-    """Value being copied to the CPU.
+    """Value that `make` builds from tensors being copied to the CPU.
 
-    The tensors are copied in the order of the current stream, so later work may overwrite the device tensors.
-
-    Args:
-        make: Builds the value from the tensors on the CPU.
+    The copy is queued on the current stream, so later work may overwrite the device tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], make: Callable[[list[torch.Tensor]], T]) -> None:
@@ -43,7 +36,6 @@ class HostCopy(Generic[T]):
             self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def read(self) -> T:
-        """Wait for the copy and return the value."""
         if self._event is not None:
             self._event.synchronize()
         return self._make(self._tensors)

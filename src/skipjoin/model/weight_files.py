@@ -1,4 +1,4 @@
-"""Weight files of a model folder: those that its index names, or all. None lies outside the folder."""
+"""Weight files of a model folder. None lies outside the folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ _MAX_NAME = 255
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor according to an index of the folder.
-
-    Raises:
-        ModelError: If a file is missing or outside the folder.
-    """
+    """Return the file of each tensor according to an index."""
     weight_map: Any = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"weight_map in {index} must give the name of a file for each tensor")
@@ -34,10 +30,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def check_inside(folder: Path, name: str) -> None:
-    """Raise `ModelError` if a file of the folder links to one outside it.
-
-    Links to the blobs of the hub's cache are allowed, because a snapshot there consists of links.
-    """
+    """Raise `ModelError` if a file of the folder links to one outside it, except to the hub's cache of blobs."""
     target = (folder / name).resolve()
     blobs = target.parent
     is_blob = blobs.name == "blobs" and blobs.parent.name.startswith("models--")

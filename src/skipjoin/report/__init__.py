@@ -1,1 +1,1 @@
-"""Reports: files of result records, bounds on their fields, and plots."""
+"""Reports: result records and plots."""

@@ -1,4 +1,4 @@
-"""Bounds on record fields, and the maximum rate or minimum number of replicas that satisfies one."""
+"""Bounds on record fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BOUND = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Limit on one number of a record, such as a mean normalized latency of at most 0.3 s per token.
+    """Limit on one number of a record.
 
     Attributes:
         field: Dotted name, such as "ttft_s.p95".
@@ -34,19 +34,12 @@ class Bound:
     limit: float
 
     def value(self, record: Record) -> float:
-        """Return the record's value of the field.
-
-        Raises:
-            ConfigError: If it is missing, null or not a number.
-        """
         return field_value(record, self.field)
 
     def holds(self, record: Record) -> bool:
-        """Return whether the record satisfies the bound; raises as `value`."""
         return self.allows(self.value(record))
 
     def allows(self, value: float) -> bool:
-        """Return whether a value, such as a mean over seeds, satisfies the bound."""
         return bool(_OPERATORS[self.operator](value, self.limit))
 
     def __str__(self) -> str:
@@ -55,11 +48,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class MaximumRate:
-    """Maximum rate at which a bound holds.
-
-    Attributes:
-        at_least: The bound held at every measured rate, and this is the highest.
-    """
+    """Maximum rate at which a bound holds; `at_least` if it holds at every measured rate."""
 
     rate_rps: float
     at_least: bool
@@ -69,11 +58,7 @@ class MaximumRate:
 
 
 def parse_bound(text: str) -> Bound:
-    """Parse a bound such as "normalized_latency_s.mean<=0.3".
-
-    Raises:
-        ConfigError: If the text is malformed.
-    """
+    """Parse a bound such as "normalized_latency_s.mean<=0.3"."""
     match = _BOUND.fullmatch(text)
     if match is None:
         raise ConfigError(f"bound must read FIELD<=NUMBER, with <=, >=, < or >, got {text!r}")
@@ -88,11 +73,7 @@ def parse_bound(text: str) -> Bound:
 
 
 def field_value(record: Record, field: str) -> float:
-    """Return the number in a dotted field such as "slo.all_attained".
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the number in a dotted field such as "slo.all_attained"."""
     value: Any = record
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:
@@ -108,14 +89,7 @@ def field_value(record: Record, field: str) -> float:
 def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> MaximumRate | None:
     """Return the maximum rate at which the mean over seeds satisfies the bound, or None if the lowest rate fails.
 
-    The crossing is interpolated linearly between the last rate that holds and the first that fails. Higher rates at
-    which it holds again are ignored.
-
-    Args:
-        points: Records of one system by arrival rate.
-
-    Raises:
-        ConfigError: If a record lacks the field.
+    The crossing is interpolated linearly between the last rate that holds and the first that fails.
     """
     means = [(rate, fmean(map(bound.value, points[rate]))) for rate in sorted(points)]
     if not means or not bound.allows(means[0][1]):
@@ -128,17 +102,7 @@ def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> Maxi
 
 
 def minimum_replicas(points: Mapping[int, Sequence[Record]], bound: Bound) -> int | None:
-    """Return the minimum number of replicas from which on the mean over seeds satisfies the bound.
-
-    Args:
-        points: Records of one system at one rate, by number of replicas.
-
-    Returns:
-        None if the largest number fails.
-
-    Raises:
-        ConfigError: If a record lacks the field.
-    """
+    """Return the minimum number of replicas from which on the bound holds, or None."""
     found = None
     for replicas in sorted(points, reverse=True):
         if not bound.allows(fmean(map(bound.value, points[replicas]))):

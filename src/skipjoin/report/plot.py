@@ -1,4 +1,4 @@
-"""Plots of result records, for print and screen."""
+"""Plots of result records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class View:
     Attributes:
         metric: Dotted field of a "latency" plot. None uses the bound's field, or else the mean normalized latency.
         bound: Drawn in plots of its field, with each system's maximum rate.
-        rate_rps: Rate of plots at a single rate. None uses the highest common one.
+        rate_rps: None uses the highest common one.
     """
 
     metric: str | None = None
@@ -37,7 +37,6 @@ class View:
     rate_rps: float | None = None
 
     def shown(self) -> str:
-        """Return the metric of a "latency" plot."""
         return self.metric or (self.bound.field if self.bound else METRIC)
 
 
@@ -52,14 +51,7 @@ KINDS = (*_DRAW, "all")
 
 
 def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure:
-    """Draw one plot.
-
-    Args:
-        warn: Called with a line for each group of records that lack required fields.
-
-    Raises:
-        ConfigError: If the kind, field or rate does not exist, or no record can be drawn.
-    """
+    """Draw one plot; `warn` gets a line for each group of unusable records."""
     if kind not in _DRAW:
         near = difflib.get_close_matches(kind, KINDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -75,9 +67,6 @@ def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, wa
     Args:
         out: File, or prefix of files for "all": "run.svg" gives run-latency.svg and so on. Without .png or .svg, both
             are written. In an existing folder, files are named after their kind.
-
-    Raises:
-        ConfigError: As `draw`, and if `out` cannot be written.
     """
     if kind != "all":
         paths = _paths(out, kind, prefix=False)
@@ -97,7 +86,6 @@ def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, wa
 
 
 def _check(records: Sequence[Record], view: View) -> None:
-    """Raise `ConfigError` for options that no record satisfies."""
     if not records:
         raise ConfigError("the results hold no records")
     for field in (view.metric, view.bound.field if view.bound else None):

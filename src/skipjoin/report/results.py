@@ -41,9 +41,6 @@ class ResultsFile:
     Args:
         existing: "refuse" an existing file, "replace" it at the first append, or "extend" it. Only an empty file or one
             of result records is replaced or extended.
-
-    Raises:
-        ConfigError: If the file may not be written, or its folder is missing.
     """
 
     def __init__(self, path: Path, *, existing: Existing = "refuse") -> None:
@@ -61,11 +58,7 @@ class ResultsFile:
             self._lines = [_line(record) for record in records]
 
     def append(self, record: Record) -> None:
-        """Add a record and rewrite the file atomically.
-
-        Raises:
-            ValueError: If a number is NaN or infinite.
-        """
+        """Rewrite the file atomically with another record; raise ValueError for NaN or infinity."""
         self._lines.append(_line(record))
         self._write()
 
@@ -82,7 +75,7 @@ class ResultsFile:
             partial.unlink(missing_ok=True)
 
     def sort(self, key: Callable[[Record], Any]) -> None:
-        """Sort all records by `key`, because parallel runs finish in any order."""
+        """Sort records, because parallel runs finish in any order."""
         self._lines.sort(key=lambda line: key(json.loads(line)))
         self._write()
 
@@ -95,16 +88,12 @@ class ResultsFile:
 
 
 def load_results(paths: Iterable[Path]) -> list[Record]:
-    """Return the records of all files, in order.
-
-    Raises:
-        ConfigError: If a file is malformed or a record is invalid, with its position.
-    """
+    """Return the records of all files."""
     return [record for path in paths for record in _load(path)]
 
 
 def rate_of(record: Record) -> float | None:
-    """Return the arrival rate of a record, or None for a replay at recorded times."""
+    """Return a record's arrival rate, or None for a replay at recorded times."""
     rate: float | None = record["workload"].get("rate_rps")
     return rate
 
@@ -142,7 +131,6 @@ def _refuse_constant(name: str) -> float:
 
 
 def _problem(record: object) -> str | None:
-    """Return why a value is not a valid record, or None."""
     if not isinstance(record, dict):
         return f"must be an object, got {_kind(record)}"
     for name in (*_TEXTS, *_NUMBERS, *_OBJECTS):

@@ -1,1 +1,1 @@
-"""The simulator: the same engine core on a virtual clock."""
+"""The simulator: the engine core on a virtual clock."""

@@ -17,7 +17,6 @@ class ClosedStream:
     """Closed-loop stream with at most `size` requests in flight, starting at 0.
 
     Attributes:
-        submit: Creates the next request with the given arrival time.
         together: Submit the next `size` requests once all earlier ones have finished (BROS section 7.1), instead of one
             for each that finishes.
         until: Time in seconds from which no request is submitted.
@@ -30,11 +29,9 @@ class ClosedStream:
     in_flight: int = field(default=0, init=False)
 
     def begin(self) -> Iterator[Request]:
-        """Return the initial requests."""
         return self._next(self.size, 0.0)
 
     def ended(self, now: float) -> Iterator[Request]:
-        """Record a finished request and return those submitted in its place."""
         self.in_flight -= 1
         if not self.together:
             return self._next(1, now)

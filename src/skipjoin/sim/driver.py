@@ -1,4 +1,4 @@
-"""Discrete-event driver of the simulator, on a virtual clock."""
+"""Discrete-event driver of the simulator."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ _MAX_STEPS = 32
 
 
 class StalledError(RuntimeError):
-    """Scheduler error: requests remain, but no plan is in flight and no request will arrive."""
+    """Requests remain, but no plan is in flight and no request will arrive."""
 
 
 class Replica:
     """One engine on the virtual clock.
 
-    Decode-only steps that the executor can predict are simulated together while policies are stable
-    (`EngineCore.decode`). Times and tokens are those of single steps.
+    Predictable decode-only steps are simulated together while policies are stable (`EngineCore.decode`).
 
     Args:
         decision_s: Virtual time between each decision and the start of its step.
 
     Attributes:
-        decisions: Real durations of decisions that returned a plan, for reporting only.
+        decisions: Real durations of decisions, for reporting only.
     """
 
     def __init__(self, core: EngineCore, executor: SimulatedExecutor, *, decision_s: float = 0.0) -> None:
@@ -60,7 +59,7 @@ class Replica:
         return min(landing, self.core.next_deadline)
 
     def turn(self, now: float, arrived: Iterable[Request]) -> list[Event]:
-        """Commit finished plans, add arrivals, start plans that can run, and return the events."""
+        """Commit finished plans, add arrivals and start plans that can run."""
         core, in_flight = self.core, self._in_flight
         self._settle(now)
         while in_flight and in_flight[0].ready_at <= now:
@@ -73,7 +72,7 @@ class Replica:
         return core.take_events()
 
     def settle(self, now: float) -> list[Event]:
-        """Commit those steps of a batch of decode steps that finished by `now`, and return the events."""
+        """Commit the decode steps that finished by `now`."""
         self._settle(now)
         return self.core.take_events()
 
@@ -89,7 +88,6 @@ class Replica:
         return plan
 
     def _predicted(self) -> Sequence[float]:
-        """Predict the ends of the step in flight and of the decode-only steps after it, if no request arrives."""
         if self._decision_s or (plan := self.core.steady()) is None:
             return ()
         ends = self._executor.predict(self._in_flight[0], _MAX_STEPS)
@@ -97,7 +95,6 @@ class Replica:
         return ends if len(ends) > 1 and self.core.kv.growth(requests, len(ends)) is not None else ()
 
     def _settle(self, now: float) -> None:
-        """Commit the predicted steps that finished by `now`, and start the next one."""
         ended = self._ends[: bisect_right(self._ends, now)]
         self._ends = ()
         if not ended:
@@ -116,12 +113,7 @@ def simulate(
     on_events: Callable[[list[Event]], None] = lambda events: None,
     until: float = math.inf,
 ) -> float:
-    """Run requests on one replica until all are finished, or until `until`, and return the end time.
-
-    Args:
-        requests: In any order, with arrivals in seconds.
-        on_events: Called with the events of each instant.
-    """
+    """Run requests, in any order, on one replica until `until` at the latest, and return the end time."""
     return simulate_cluster([replica], requests, _One(), on_events=lambda _, events: on_events(events), until=until)
 
 
@@ -145,12 +137,11 @@ class Traffic(Protocol):
         """
         ...
 
-    def observe(self, replica: int, events: Sequence[Event]) -> None:
-        """Process the events of a replica."""
+    def observe(self, replica: int, events: Sequence[Event]) -> None: ...
 
 
 class Arrivals:
-    """Queue of requests in order of arrival."""
+    """Requests in order of arrival."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._queue = deque(sorted(requests, key=lambda request: (request.arrival, request.id)))
@@ -160,11 +151,9 @@ class Arrivals:
 
     @property
     def next_at(self) -> float:
-        """Time of the next arrival; inf for never."""
         return self._queue[0].arrival if self._queue else math.inf
 
     def take(self, now: float) -> Iterator[Request]:
-        """Remove and yield requests that have arrived by `now`."""
         while self._queue and self._queue[0].arrival <= now:
             yield self._queue.popleft()
 
@@ -204,7 +193,7 @@ def simulate_cluster(
     on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
     until: float = math.inf,
 ) -> float:
-    """Run requests on several replicas, with a dispatch rule; otherwise as `simulate`."""
+    """Run requests on several replicas; otherwise as `simulate`."""
     traffic = Dispatched(Arrivals(requests), dispatch)
     del requests  # so that finished requests can be garbage collected
     return simulate_traffic(replicas, traffic, on_events=on_events, until=until)
@@ -217,7 +206,7 @@ def simulate_traffic(
     on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
     until: float = math.inf,
 ) -> float:
-    """Run arbitrary traffic on several replicas; otherwise as `simulate_cluster`."""
+    """Run any traffic; otherwise as `simulate_cluster`."""
     due = [math.inf] * len(replicas)  # next time at which each replica runs
     wake: list[tuple[float, int]] = []  # the same as a heap, with outdated entries
     now = 0.0

@@ -1,4 +1,4 @@
-"""Catalog of simulated GPUs, and groups of them."""
+"""Catalog of simulated GPUs."""
 
 from __future__ import annotations
 
@@ -61,15 +61,7 @@ DEVICES: dict[str, Device] = {device.name: device for device in _DEVICES}
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """GPUs that serve one copy of a model.
-
-    Attributes:
-        tp: Tensor parallelism within one server.
-        pp: Pipeline stages of `tp` GPUs each.
-
-    Raises:
-        ConfigError: If `tp` or `pp` is out of bounds.
-    """
+    """GPUs that serve one copy of a model: `pp` pipeline stages of `tp` GPUs each, in one server."""
 
     device: Device
     tp: int = 1
@@ -96,11 +88,7 @@ _SPLIT = re.compile(r"(?:tp(?P<tp>\d{1,4}))?(?:pp(?P<pp>\d{1,4}))?")
 
 
 def parse_hardware(text: str) -> DeviceGroup:
-    """Parse a text such as a100-40gb, A100-40 or a100-40gb:tp8pp2.
-
-    Raises:
-        ConfigError: If the text is malformed or names an unknown GPU.
-    """
+    """Parse a text such as a100-40gb, A100-40 or a100-40gb:tp8pp2."""
     name, colon, split = text.strip().lower().partition(":")
     found = _SPLIT.fullmatch(split)
     if found is None or (colon and not split):

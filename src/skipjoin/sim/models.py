@@ -1,4 +1,4 @@
-"""Catalog of simulated models: shapes and derived sizes."""
+"""Catalog of simulated models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class ModelShape:
     Norms, biases and learned positions are ignored: together less than 0.5 % of any model here.
 
     Attributes:
-        kv_heads: Fewer than `heads` with grouped-query attention.
         gated: The MLP has three matrices (SwiGLU) instead of two.
         tied: The output head is the embedding table.
         parameter_bytes: Size of a weight, an activation and a KV element.
@@ -35,13 +34,11 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of weights of one layer, attention and MLP."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
     def head_parameters(self) -> int:
-        """Number of weights of the output head, and of the embedding table."""
         return self.vocab * self.hidden
 
     @property
@@ -58,12 +55,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.parameter_bytes
 
     def host_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
-        """Return the size of a KV block in CPU memory.
-
-        Args:
-            swap_dtype: "auto" is the device's format; "int8" is one byte per number and 4 per channel (ALISE section
-                3.2).
-        """
+        """Return the size of a KV block in CPU memory; int8 adds 4 bytes per channel (ALISE section 3.2)."""
         if swap_dtype == "int8":
             return 2 * self.layers * self.kv_heads * self.head_dim * (block_size + 4)
         return block_size * self.kv_bytes_per_token
@@ -144,11 +136,7 @@ _OTHER_NAMES = {"llama-30b": "llama-33b"}
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return the model of that name, case-insensitive.
-
-    Raises:
-        ConfigError: If the name is unknown. The message suggests the nearest names.
-    """
+    """Return the model of that name, case-insensitive."""
     key = name.strip().lower()
     key = _OTHER_NAMES.get(key, key)
     if key not in MODELS:

@@ -26,11 +26,7 @@ _MAX_STAGES = 16
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Achieved shares of data sheet figures, and overheads in seconds.
-
-    Raises:
-        ConfigError: If a value is out of bounds.
-    """
+    """Achieved shares of data sheet figures, and overheads in seconds."""
 
     memory: float = 0.8
     arithmetic: float = 0.6
@@ -110,7 +106,6 @@ class RooflineCost:
         self._transfer_s = share.transfer_s
 
     def step(self, shape: StepShape) -> float:
-        """Return the seconds of a step, over all stages."""
         prefill, attention, decodes, context = shape
         tokens = prefill + decodes
         matrices_s = tokens * self._layers_token_s + decodes * self._head_token_s
@@ -123,12 +118,10 @@ class RooflineCost:
         )
 
     def transfer(self, blocks: float) -> float:
-        """Return the seconds to move `blocks` KV blocks in one direction."""
         return self._transfer_s + blocks * self._block_s
 
 
 def _links(model: ModelShape, group: DeviceGroup, share: Efficiency) -> tuple[float, float]:
-    """Return seconds per step and per token spent on links between GPUs."""
     device, tp, hops = group.device, group.tp, group.pp - 1
     token_bytes = model.hidden * model.parameter_bytes
     reduces = 2 * model.layers if tp > 1 else 0
@@ -165,9 +158,6 @@ def kv_blocks(
 
     Args:
         kv_gib: Size of the pool over all GPUs; None uses the share `utilization` of the memory.
-
-    Raises:
-        ConfigError: If the model or the pool does not fit, or a setting is out of bounds.
     """
     check_split(model, group)
     if block_size < 1:
@@ -195,7 +185,6 @@ def _max_layers(model: ModelShape, group: DeviceGroup) -> int:
 
 
 def _fixed_bytes(model: ModelShape, group: DeviceGroup) -> int:
-    """Return the bytes of weights and activations per GPU of the largest stage."""
     if group.pp == 1:
         weights = model.parameters
     else:
@@ -207,7 +196,6 @@ def _fixed_bytes(model: ModelShape, group: DeviceGroup) -> int:
 
 
 def _max_kv_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:
-    """Return the bytes available to KV over all GPUs, negative if the weights do not fit."""
     left = int(group.device.memory_bytes * usable) - _fixed_bytes(model, group)
     return left * group.tp * model.layers // _max_layers(model, group)
 
@@ -223,8 +211,6 @@ def _too_small(model: ModelShape, group: DeviceGroup, usable: float, block_bytes
 
 
 def _fitting(model: ModelShape, device: Device, usable: float, block_bytes: int) -> Iterator[str]:
-    """Yield the smallest sufficient group of this device, then the smallest sufficient single GPU."""
-
     def holds(group: DeviceGroup) -> bool:
         return _max_kv_bytes(model, group, usable) >= block_bytes
 

@@ -1,8 +1,7 @@
 """Disaggregated prefill and decode, as in DistServe: prompt KV crosses the network between replicas.
 
-A request generates its first token on a prefill replica, which keeps the KV until it has landed on a decode replica.
-The decode replica pulls it, first come, first served, when its admission policy has space without an eviction. Full
-decode replicas therefore stall prefill replicas.
+A prefill replica keeps a request's KV until it has landed on a decode replica, which pulls it, first come, first
+served, when its admission policy has space without an eviction. Full decode replicas therefore stall prefill replicas.
 
 Simplification: each replica has its own link, even if replicas share a server.
 """
@@ -24,9 +23,7 @@ from skipjoin.sim.hardware import NETWORK_LATENCY_S
 
 
 class Network:
-    """Full-duplex links, one per replica.
-
-    A transfer occupies the sender's outbound and the receiver's inbound direction. Transfers queue in request order.
+    """Full-duplex links, one per replica. Transfers queue in request order.
 
     Args:
         latency_s: Time from the last byte to its arrival.
@@ -39,7 +36,6 @@ class Network:
         self._in_free_at: defaultdict[int, float] = defaultdict(float)
 
     def send(self, source: int, target: int, size: float, now: float) -> tuple[float, float]:
-        """Queue a transfer of `size` bytes and return its start and arrival times."""
         begun = max(now, self._out_free_at[source], self._in_free_at[target])
         ended = begun + size / self._bytes_per_s
         self._out_free_at[source] = self._in_free_at[target] = ended
@@ -48,12 +44,9 @@ class Network:
 
 @dataclass(slots=True)
 class Handover:
-    """Migration of one request from a prefill replica to a decode replica.
+    """Migration of one request, `prompt` on the prefill replica and `request` on the decode replica.
 
     Attributes:
-        prompt: The request on the prefill replica.
-        request: The request on the decode replica.
-        source, target: Indices of the replicas.
         size: Bytes of KV.
         ready: Time of the first token.
         pulled: Time when the decode replica had space.
@@ -80,21 +73,18 @@ class SplitWatcher:
     def arrived(self, request: Request) -> None:
         """Called on arrival, when the request can still be given a forecast."""
 
-    def handed_over(self, handover: Handover) -> None:
-        """Called when a request has its first token and must move."""
+    def handed_over(self, handover: Handover) -> None: ...
 
     def landed(self, handover: Handover) -> None:
         """Called when a request's KV has landed, before the request arrives at its decode replica."""
 
-    def ended(self, event: Finished) -> None:
-        """Called when a request has finished on either kind of replica."""
+    def ended(self, event: Finished) -> None: ...
 
 
 class SplitTraffic:
     """Traffic of disaggregated replicas, of which the first `prefill_replicas` compute prompts.
 
     Args:
-        arrivals: Complete requests.
         prefill, decode: Dispatch rules on arrival and after the prompt, each over the replicas of its kind.
         token_bytes: Size of one token's KV, over all layers.
     """
@@ -167,7 +157,6 @@ class SplitTraffic:
                 self._end(event)
 
     def _end_prompt(self, replica: int, event: Finished) -> None:
-        """Handle the end of a request on its prefill replica, with or without its first token."""
         prompt, whole = event.request, self._whole.pop(event.request)
         if event.reason is FinishReason.LENGTH and whole.max_tokens > 1:
             self._hand_over(replica, prompt, whole)
@@ -190,7 +179,6 @@ class SplitTraffic:
         self._watcher.handed_over(handover)
 
     def _pull(self, target: int, now: float) -> None:
-        """Start the transfers for which a decode replica has space."""
         waiting, core = self._waiting[target], self._cores[target]
         while waiting and core.expect(waiting[0].request, now):
             handover = waiting.popleft()

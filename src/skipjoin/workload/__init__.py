@@ -1,1 +1,1 @@
-"""Workloads: the requests of an experiment, with their arrival times, lengths and prompts."""
+"""Workloads: the requests of an experiment."""

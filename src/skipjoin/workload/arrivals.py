@@ -52,11 +52,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Gamma:
-    """Gamma-distributed gaps.
-
-    Attributes:
-        cv: Coefficient of variation of the gaps; 1 is Poisson, higher values cluster arrivals.
-    """
+    """Gamma-distributed gaps; `cv` is their coefficient of variation, 1 for Poisson."""
 
     name: str
     cv: float
@@ -108,11 +104,7 @@ class Burst:
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """Parse `poisson`, `constant`, `gamma:CV` or `burst:FACTOR,SHARE,LENGTH`.
-
-    Raises:
-        ConfigError: If the text is malformed or a number is out of bounds.
-    """
+    """Parse `poisson`, `constant`, `gamma:CV` or `burst:FACTOR,SHARE,LENGTH`."""
     name = text.strip()
     form, colon, rest = name.partition(":")
     if form in ("poisson", "constant"):

@@ -14,11 +14,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def number(field: str, text: str, *, above: float = 0.0, most: float = math.inf) -> float:
-    """Parse a finite number in (above, most].
-
-    Raises:
-        ConfigError: If the text is not such a number.
-    """
+    """Parse a finite number in (above, most]."""
     try:
         value = float(text)
     except ValueError:
@@ -38,14 +34,6 @@ class FieldTexts(dict[str, str]):
     """Texts by field name, parsed from text such as `name=batch,lengths=uniform:512-1024,32-128,share=0.5`.
 
     A comma separates fields only if a word and = follow it.
-
-    Args:
-        what: Name of the option, for errors.
-        known: Allowed fields.
-        needed: Required fields.
-
-    Raises:
-        ConfigError: If a field is unknown, missing, repeated or malformed.
     """
 
     def __init__(self, what: str, text: str, *, known: Sequence[str], needed: Sequence[str]) -> None:
@@ -68,18 +56,15 @@ class FieldTexts(dict[str, str]):
         self[name] = value
 
     def number(self, name: str, *, most: float = math.inf) -> float:
-        """Return a field as a number in (0, most]."""
         return number(f"{self._what}: {name}", self[name], most=most)
 
     def integer(self, name: str, usual: int) -> int:
-        """Return a field as an integer, `usual` by default."""
         try:
             return int(self.get(name, usual))
         except ValueError:
             raise ConfigError(f"{self._what}: {name} must be an integer, got {self[name]!r}") from None
 
     def choice(self, name: str, usual: Choice) -> Choice:
-        """Return a field as a member of `usual`'s enumeration, `usual` by default."""
         text = self.get(name, usual.value)
         kinds = {one.value: one for one in type(usual)}
         if text not in kinds:

@@ -35,9 +35,7 @@ class Lengths(Protocol):
         """Return prompt and output tokens of one request. Always draws two numbers from `random`."""
         ...
 
-    def mean(self) -> tuple[float, float]:
-        """Return the expected prompt and output tokens."""
-        ...
+    def mean(self) -> tuple[float, float]: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ class Uniform:
         return sum(self.prompt) / 2, sum(self.output) / 2
 
     def scaled(self, name: str, prompt: float, output: float) -> Uniform:
-        """Return a renamed copy with scaled ranges, rounded and at least 1."""
         return Uniform(name, _scaled_range(self.prompt, prompt), _scaled_range(self.output, output))
 
 
@@ -105,12 +102,10 @@ class QuantileTable:
 
     @classmethod
     def load(cls, name: str) -> QuantileTable:
-        """Load a built-in table."""
         return cls.of(name, read_table(name))
 
     @classmethod
     def of(cls, name: str, table: dict[str, Any]) -> QuantileTable:
-        """Create a table from the contents of its JSON file."""
         bins = tuple(PromptBin(row["upto"], tuple(row["prompt"]), tuple(row["output"])) for row in table["bins"])
         return cls(name, tuple(table["output_levels"]), bins, (0.0, *(row.upto for row in bins)))
 
@@ -139,7 +134,6 @@ class QuantileTable:
         )
 
     def scaled(self, name: str, prompt: float, output: float) -> QuantileTable:
-        """Return a renamed copy with scaled quantiles, rounded and at least 1."""
         bins = tuple(
             PromptBin(
                 row.upto,
@@ -173,7 +167,6 @@ class TraceLengths:
         )
 
     def scaled(self, name: str, prompt: float, output: float) -> TraceLengths:
-        """Return a renamed copy with other factors."""
         return TraceLengths(name, self.trace, prompt, output)
 
 
@@ -187,7 +180,7 @@ def _area(widths: Sequence[float], knots: Sequence[int]) -> float:
 
 @cache
 def read_table(name: str) -> dict[str, Any]:
-    """Return a built-in table's JSON object, with quantiles, source, license and reference figures."""
+    """Return a built-in table's JSON object."""
     text = files("skipjoin.workload").joinpath("tables", f"{name}.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
@@ -197,11 +190,8 @@ def parse_lengths(text: str) -> Lengths:
     """Parse a length distribution.
 
     The text is a built-in table (`sharegpt`), `uniform:64-128,16-32` or `fixed:128,64` (prompt, output), or
-    `trace:requests.csv`. The latter draws random rows of a file, and ignores their arrival times and texts. A suffix
-    `*0.25` scales prompt and output, `*0.25,0.5` each separately, to at least 1.
-
-    Raises:
-        ConfigError: If the text is malformed.
+    `trace:requests.csv`, which draws random rows of a file. A suffix `*0.25` scales prompt and output, `*0.25,0.5` each
+    separately, to at least 1.
     """
     name = text.strip()
     base, star, factors = name.partition("*")

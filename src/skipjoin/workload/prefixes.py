@@ -1,4 +1,4 @@
-"""Shared prompt prefixes of a workload, from a trace or from groups of requests."""
+"""Shared prompt prefixes of a workload."""
 
 from __future__ import annotations
 
@@ -17,17 +17,12 @@ MAX_GROUPS = 1_000_000_000
 
 
 class PromptParts(NamedTuple):
-    """Named leading parts of a prompt, of `tokens` tokens each. Prompts with equal leading names share these tokens."""
+    """Named leading parts of a prompt, of `tokens` tokens each. Prompts with equal leading names share them."""
 
     names: tuple[int, ...]
     tokens: int
 
     def prefix(self, block_size: int) -> NamedPrefix:
-        """Return the prefix keys of the prompt's KV.
-
-        Raises:
-            ConfigError: As `check`.
-        """
         self.check(block_size)
         return NamedPrefix(self.names, self.tokens - self.tokens % block_size, block_size)
 
@@ -39,10 +34,7 @@ class PromptParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prefix of `tokens` additional tokens that a group has in common, such as a system prompt.
-
-    Each request belongs to one of `groups` groups at random.
-    """
+    """Prefix of `tokens` additional tokens, common to a random one of `groups` groups."""
 
     tokens: int
     groups: int = 1
@@ -56,16 +48,11 @@ class SharedPrefix:
         return f"{self.tokens}:{self.groups}"
 
     def draw(self, chance: random.Random, stream: str) -> PromptParts:
-        """Return the prefix of one prompt of a stream."""
         return PromptParts((_name(stream, int(chance.random() * self.groups)),), self.tokens)
 
 
 def parse_shared_prefix(text: str) -> SharedPrefix:
-    """Parse "TOKENS" or "TOKENS:GROUPS", such as "1000:20".
-
-    Raises:
-        ConfigError: If the text is malformed or a number is out of bounds.
-    """
+    """Parse "TOKENS" or "TOKENS:GROUPS", such as "1000:20"."""
     parts = text.split(":")
     try:
         return SharedPrefix(*map(int, parts))

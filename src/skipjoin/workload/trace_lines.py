@@ -27,25 +27,15 @@ class Line(Protocol):
     """One row of a file."""
 
     @property
-    def columns(self) -> KeysView[str]:
-        """Names of its columns."""
-        ...
+    def columns(self) -> KeysView[str]: ...
 
-    def cell(self, column: str) -> object:
-        """Return a cell's value or text, or None if it is empty or missing."""
-        ...
+    def cell(self, column: str) -> object: ...
 
     def text(self, column: str) -> str | None:
-        """Return a prompt or output, or None if it is missing.
-
-        Raises:
-            ConfigError: If it is not UTF-8 text.
-        """
+        """Return a prompt or output, or None; raise `ConfigError` if it is not UTF-8 text."""
         ...
 
-    def error(self, column: str, what: str) -> ConfigError:
-        """Return an error about a cell, with its position, requirement and value."""
-        ...
+    def error(self, column: str, what: str) -> ConfigError: ...
 
 
 # -- CSV --------------------------------------------------------------------------------------------------
@@ -53,12 +43,7 @@ class Line(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CsvLine:
-    """CSV row with its source text.
-
-    Attributes:
-        line: Number of the text's first line.
-        places: Cell indices by column; excludes columns without a unique name.
-    """
+    """CSV row with its source text; `places` are cell indices of uniquely named columns."""
 
     file: str
     line: int
@@ -77,7 +62,6 @@ class CsvLine:
         return None
 
     def error(self, column: str, what: str) -> ConfigError:
-        """Point to the cell's first character."""
         index = self.places[column]
         before = self.source[: self._start(index)]
         line = self.line + before.count("\n")
@@ -100,14 +84,7 @@ class CsvLine:
 
 
 def csv_lines(name: str, file: TextIO) -> Iterator[CsvLine]:
-    """Yield the non-blank rows below the header.
-
-    Args:
-        name: File name, for errors.
-
-    Raises:
-        ConfigError: If the file is malformed.
-    """
+    """Yield the non-blank rows below the header."""
     records = _records(name, file)
     header = next(records, None)
     if header is None:
@@ -121,7 +98,6 @@ def csv_lines(name: str, file: TextIO) -> Iterator[CsvLine]:
 
 
 def _records(name: str, file: TextIO) -> Iterator[tuple[int, list[str], str]]:
-    """Yield line number, cells and source text of non-blank rows."""
     seen: list[str] = []
     line = 1
     try:
@@ -152,8 +128,7 @@ def _places(header: str, names: list[str]) -> dict[str, int]:
 def _check_has(place: str, names: Collection[str], *needed: str) -> None:
     """Raise `ConfigError` for a missing column.
 
-    A column with "arrival" in its name requires `arrival_s`. Otherwise it would be ignored and arrivals drawn at
-    random.
+    A column with "arrival" in its name requires `arrival_s`, since arrivals would otherwise be drawn at random.
     """
     times = ["arrival_s"] if any("arrival" in name.lower() for name in names) else []
     for column in (*needed, *times):
@@ -166,11 +141,7 @@ def _check_has(place: str, names: Collection[str], *needed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JsonLine:
-    """JSON object on one line.
-
-    Attributes:
-        names: Names of columns in the object, where they differ.
-    """
+    """JSON object on one line; `names` maps columns to different names in the object."""
 
     file: str
     line: int
@@ -201,14 +172,7 @@ class JsonLine:
 
 
 def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
-    """Yield the objects of non-blank lines.
-
-    Args:
-        name: File name, for errors.
-
-    Raises:
-        ConfigError: If the file is malformed.
-    """
+    """Yield the objects of non-blank lines."""
     for number, line in enumerate(file, start=1):
         if line.strip():
             place = f"{name} line {number}"
@@ -222,14 +186,12 @@ def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
 
 
 def _seconds(milliseconds: object) -> object:
-    """Convert a number of milliseconds, and return anything else unchanged."""
     if isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float) or abs(milliseconds) > _MAX_MS:
         return milliseconds
     return milliseconds / 1000
 
 
 def _names(values: dict[str, Any]) -> Mapping[str, str]:
-    """Map columns to Mooncake's names, if the object has Mooncake's lengths."""
     if MOONCAKE_COLUMNS["prompt_tokens"] not in values:
         return {}
     return {column: name for column, name in MOONCAKE_COLUMNS.items() if name in values and column not in values}

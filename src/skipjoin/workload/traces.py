@@ -1,4 +1,4 @@
-"""Recorded requests: CSV or JSONL files of lengths, optionally with arrival times and prompts."""
+"""Recorded requests in CSV or JSONL files."""
 
 from __future__ import annotations
 
@@ -46,13 +46,12 @@ KNOWN_COLUMNS = (
 
 
 class TraceRow(NamedTuple):
-    """One recorded request.
+    """One recorded request; fields that its file lacks are None.
 
     Attributes:
-        arrival_s: Arrival in seconds; None in a file without arrivals.
-        prompt: Text of the prompt; None in a file without texts.
-        options: Scheduling options.
-        parts: Complete named parts of the prompt; None in a file without hash_ids.
+        arrival_s: Arrival in seconds.
+        prompt: Text of the prompt.
+        parts: Complete named parts of the prompt, from hash_ids.
     """
 
     arrival_s: float | None
@@ -65,11 +64,7 @@ class TraceRow(NamedTuple):
 
 @dataclass(slots=True)
 class Column:
-    """Numbers of a column, one per row.
-
-    Attributes:
-        error: Error of the first cell that is not a number, or empty.
-    """
+    """Numbers of a column, or the `error` of the first cell that is not one."""
 
     values: array[float]
     error: str = ""
@@ -89,7 +84,6 @@ class Trace:
 
     @property
     def has_texts(self) -> bool:
-        """True if the rows have prompt texts."""
         return self.rows[0].prompt is not None
 
     @property
@@ -99,15 +93,10 @@ class Trace:
         return None if parts is None else parts.tokens
 
     def has_any(self, *columns: str) -> bool:
-        """Return whether the trace has any of these columns."""
         return any(name in self.columns for name in columns)
 
     def check_columns(self, unread: Collection[str] = ()) -> None:
-        """Raise `ConfigError` for an unknown column, which would otherwise be ignored silently.
-
-        Args:
-            unread: Columns that may be ignored.
-        """
+        """Raise `ConfigError` for an unknown column not in `unread`, which would otherwise be ignored silently."""
         for name in self.columns:
             if name not in (*KNOWN_COLUMNS, *MOONCAKE_COLUMNS.values()) and name not in unread:
                 hint = nearest(name, KNOWN_COLUMNS)
@@ -117,16 +106,10 @@ class Trace:
                 )
 
     def check_texts(self) -> None:
-        """Raise `ConfigError` for a trace without texts."""
         if not self.has_texts:
             raise ConfigError(f"{self.name} has no texts: a trace that has them is JSONL with a prompt in each line")
 
     def column(self, name: str) -> Sequence[float]:
-        """Return the numbers of a column, by row.
-
-        Raises:
-            ConfigError: If the column is missing, or a cell is not a number.
-        """
         found = self.columns.get(name)
         if found is None:
             known = ", ".join(other for other, one in self.columns.items() if not one.error)
@@ -152,12 +135,6 @@ def read_trace(path: str | Path, *, hash_tokens: int | None = HASH_TOKENS) -> Tr
 
     JSONL can use Mooncake's timestamp (milliseconds), input_length and output_length. Other columns are kept: see
     `Trace.check_columns`.
-
-    Args:
-        hash_tokens: Tokens per part; None ignores hash_ids.
-
-    Raises:
-        ConfigError: If the file is unreadable or malformed, with line and column (CSV columns in characters from 1).
     """
     path = Path(path)
     try:
@@ -262,7 +239,6 @@ def _arrival(line: Line, previous: TraceRow | None) -> float | None:
 
 
 def _tokens(line: Line, column: str, text_column: str) -> int:
-    """Return the token count of a column, or else the number of words of a text."""
     if line.cell(column) is not None or (text := line.text(text_column)) is None:
         return _integer(line, column, 1)
     words = count_words(text)
@@ -283,7 +259,6 @@ def _timestamp(text: str) -> float:
 
 
 def _integer(line: Line, column: str, least: int | None) -> int:
-    """Return a cell's integer of at least `least`, if given."""
     cell = line.cell(column)
     try:
         number = int(cell) if isinstance(cell, str) else cell
@@ -297,7 +272,6 @@ def _integer(line: Line, column: str, least: int | None) -> int:
 
 
 def _number(cell: object) -> float:
-    """Convert a cell to a float, NaN if it is not a number."""
     try:
         return math.nan if isinstance(cell, bool) else float(cell)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -315,17 +289,13 @@ def _add_numbers(columns: dict[str, Column], line: Line, *, first: bool) -> None
 
 
 class _Names:
-    """Unique names of prompt parts, made from ids that may repeat in other contexts.
-
-    A name identifies a part together with all parts before it.
-    """
+    """Unique names of prompt parts, each for a part and all parts before it: ids may repeat in other contexts."""
 
     def __init__(self, hash_tokens: int | None) -> None:
         self._tokens = hash_tokens
         self._known: dict[tuple[int, int], int] = {}  # by previous name and id
 
     def parts(self, line: Line, prompt_tokens: int) -> PromptParts | None:
-        """Return the complete parts of a prompt, or None if the row has no ids."""
         cell = line.cell(HASH_IDS)
         if self._tokens is None or cell is None:
             return None

@@ -1,4 +1,4 @@
-"""Workloads: requests with arrival times and lengths, drawn from distributions or replayed from a trace."""
+"""Workloads: requests drawn from distributions or replayed from a trace."""
 
 from __future__ import annotations
 
@@ -41,11 +41,9 @@ class WorkloadRequest(NamedTuple):
         stream: Stream's name, by which records group requests.
         priority: Lower values run earlier.
         row: Index of the trace's row, if any.
-        prompt: Text of the prompt, if the trace has texts.
         deadline_s: Deadline relative to the arrival.
         target: The request's own objectives.
-        key: API key, which identifies the client.
-        parts: Named leading parts of the prompt that other prompts may share.
+        key: API key.
     """
 
     at: float
@@ -62,7 +60,6 @@ class WorkloadRequest(NamedTuple):
     parts: PromptParts | None = None
 
     def after(self, prefix: SharedPrefix | None, chance: random.Random) -> WorkloadRequest:
-        """Return a copy whose prompt begins with an additional prefix."""
         if prefix is None:
             return self
         return self._replace(prompt_tokens=prefix.tokens + self.prompt_tokens, parts=prefix.draw(chance, self.stream))
@@ -79,7 +76,6 @@ class Closed:
     Its first jobs are submitted at 0, and none after the workload's duration.
 
     Attributes:
-        priority: Lower values run earlier.
         prefix: Shared prefix in addition to the drawn prompt length.
     """
 
@@ -103,10 +99,7 @@ class Closed:
     def jobs(self, seed: int, index: int) -> Iterator[WorkloadRequest]:
         """Yield jobs of the stream indefinitely, all with arrival 0.
 
-        The k-th job has the same lengths regardless of the system and of the time that earlier jobs take.
-
-        Args:
-            index: Position among the closed streams, for the seed.
+        The k-th job has the same lengths regardless of the system; `index` among the closed streams is for the seed.
         """
         chance, groups = _generator(seed, index, "closed"), _generator(seed, index, "closed prefix")
         while True:
@@ -148,17 +141,12 @@ class Workload(Protocol):
         """Return jobs in order of time: those before `duration_s`, or the first `limit`.
 
         Closed-loop streams require `duration_s`. A longer duration or a higher limit only appends jobs.
-
-        Raises:
-            ConfigError: If the arguments do not fit the workload.
         """
         ...
 
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
-    ) -> dict[str, Any]:
-        """Return the record's `workload`: the arguments of `draw` and the workload."""
-        ...
+    ) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -186,10 +174,7 @@ class Stream:
     def jobs(self, rate_rps: float, seed: int, index: int) -> Iterator[WorkloadRequest]:
         """Yield jobs of the stream indefinitely, at its share of `rate_rps`.
 
-        The k-th job has the same lengths at every rate.
-
-        Args:
-            index: Position among the streams, for the seed.
+        The k-th job has the same lengths at every rate; `index` among the streams is for the seed.
         """
         lengths, groups = _generator(seed, index, "lengths"), _generator(seed, index, "prefix")
         for time in self.arrivals.times(_generator(seed, index, "arrivals")):
@@ -213,11 +198,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Jobs drawn from distributions.
-
-    Attributes:
-        streams: Streams of unique names whose shares add up to 1.
-    """
+    """Jobs drawn from streams of unique names, whose shares add up to 1."""
 
     streams: tuple[Stream, ...]
     best_effort: float | None = None
@@ -246,7 +227,6 @@ class Synthetic:
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        """Return the description as in `Workload`, with `streams` if there are several or the only one has a prefix."""
         record: dict[str, Any] = {
             "lengths": " + ".join(stream.lengths.name for stream in self.streams),
             "arrivals": " + ".join(stream.arrivals.name for stream in self.streams),
@@ -290,11 +270,7 @@ class Replay:
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> list[WorkloadRequest]:
-        """Return jobs as in `Workload`. With neither `duration_s` nor `limit`, each row is used once.
-
-        Args:
-            rate_rps: Ignored for recorded times, which also limit the jobs to the trace's rows.
-        """
+        """Return jobs as in `Workload`. With neither `duration_s` nor `limit`, each row is used once."""
         rows = len(self.trace.rows)
         if duration_s is None and limit is None:
             limit = rows
@@ -339,7 +315,7 @@ class Replay:
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        """Return the description as in `Workload`; `rate_rps` is the trace's mean rate if times are recorded."""
+        """Return the description; `rate_rps` is the trace's mean rate if times are recorded."""
         record: dict[str, Any] = {"lengths": f"trace:{self.trace.name}"}
         if self.trace.part_tokens is not None:
             record["hash_tokens"] = self.trace.part_tokens
@@ -350,7 +326,6 @@ class Replay:
         return record | _extent(self, duration_s, seed, limit)
 
     def _recorded_rate(self) -> float | None:
-        """Return the mean arrivals per second, or None if all arrive at once."""
         *_, last = self._as_recorded()
         return (len(self.trace.rows) - 1) / last.at if last.at else None
 
@@ -362,13 +337,6 @@ def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = (), prefix: 
     """Create a workload from the texts of options.
 
     The main stream is named "default", with priority 0 and the share that the other streams leave.
-
-    Args:
-        streams: Further streams, as in `parse_stream`.
-        prefix: Prefix of the main stream, as in `parse_shared_prefix`.
-
-    Raises:
-        ConfigError: If a text is malformed or the shares leave nothing.
     """
     others = tuple(parse_stream(text) for text in streams)
     rest = 1 - sum(stream.share for stream in others)
@@ -385,9 +353,6 @@ def parse_stream(text: str) -> Stream:
     A comma separates fields only if a word and = follow it. name, lengths and share are required. Defaults are
     arrivals=poisson, priority=0 and class=real-time. Streams without key= belong to one client. prefix=1000:20 is as in
     `parse_shared_prefix`.
-
-    Raises:
-        ConfigError: If a field is missing or malformed.
     """
     fields = FieldTexts("stream", text, known=STREAM_FIELDS, needed=("name", "lengths", "share"))
     return Stream(
@@ -409,9 +374,6 @@ def parse_closed(text: str) -> Closed:
 
     name, lengths and size are required. Defaults are mode=batch, priority=0 and class=real-time. Otherwise as
     `parse_stream`.
-
-    Raises:
-        ConfigError: If a field is missing or malformed.
     """
     fields = FieldTexts("closed", text, known=CLOSED_FIELDS, needed=("name", "lengths", "size"))
     return Closed(
@@ -438,19 +400,12 @@ def with_best_effort(workload: Classed, share: float) -> Classed:
     """Return the same jobs in two streams named after their service classes, with a share of best-effort jobs.
 
     A larger share makes further jobs best-effort, and changes no others.
-
-    Raises:
-        ConfigError: If the share is out of bounds, or a stream is best-effort already.
     """
     return replace(workload, best_effort=share)
 
 
 def with_closed(workload: Classed, closed: Sequence[Closed]) -> Classed:
-    """Return the same workload with closed-loop streams.
-
-    Raises:
-        ConfigError: If names are not unique.
-    """
+    """Return the workload with closed-loop streams."""
     return replace(workload, closed=tuple(closed))
 
 
@@ -485,7 +440,6 @@ def _check_best_effort(share: float | None, *, has_classes: bool = False) -> Non
 
 
 def _check_names(workload: Workload, streams: Sequence[str]) -> None:
-    """Raise `ConfigError` unless the names of all streams are unique."""
     opened = streams if workload.best_effort is None else [*streams, *(service.value for service in ServiceClass)]
     names = [*opened, *(one.name for one in workload.closed)]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -1,1 +1,1 @@
-"""Step and transfer costs on this machine: measured, estimated, cached."""
+"""Step and transfer costs on this machine."""

@@ -1,4 +1,4 @@
-"""Steps to measure, ordered so that every prefix of the list covers the steps that an engine may run."""
+"""Steps to measure, ordered so that every prefix of the list covers what an engine may run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BASES = (2, 5, 7, 11)
 
 
 class Limits(NamedTuple):
-    """Limits of a step: its tokens and requests, positions of a request, and KV tokens of all its requests."""
+    """Limits of a step; `positions` is per request, and `kv_tokens` over all requests."""
 
     tokens: int
     requests: int
@@ -24,11 +24,7 @@ class Limits(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Step to measure.
-
-    Attributes:
-        held_out: Whether it is excluded from the fit.
-    """
+    """Step to measure."""
 
     slices: SliceShapes
     held_out: bool
@@ -37,9 +33,7 @@ class Case(NamedTuple):
 def cases(limits: Limits, per_kind: int) -> list[Case]:
     """Return the smallest step, then up to `per_kind` steps of each kind, interleaved.
 
-    The kinds are decodes, whole prompts, mixed batches and prompt chunks. Sizes follow a Halton sequence, every prefix
-    of which fills the space evenly. Batch and prefill are on a logarithmic scale, as their costs are, and context is on
-    a quadratic one.
+    Sizes follow a Halton sequence, every prefix of which fills the space evenly.
     """
     found: dict[SliceShapes, bool] = {((0, 1),): False}
     if limits.tokens < 2 or limits.positions < 2:
@@ -89,19 +83,17 @@ def _mix(limits: Limits, at: list[float]) -> SliceShapes:
 
 
 def _ragged(batch: int, context: int, positions: int) -> Iterator[tuple[int, int]]:
-    """Yield decodes with contexts spread evenly between 0.5 and 1.5 times `context`, as in real batches."""
     for index in range(batch):
         length = round(context * (0.5 + (index + 0.5) / batch))
         yield (min(positions, max(1, length)) - 1, 1)
 
 
 def _between(low: int, high: int, at: float) -> int:
-    """Return the point at fraction `at`, in [0, 1), from low to high on a logarithmic scale."""
     return max(low, min(high, round(low * math.exp(at * math.log(max(1.0, high / low))))))
 
 
 def _halton(index: int, base: int) -> float:
-    """Return element `index`, from 1, of the van der Corput sequence: the digits mirrored at the radix point."""
+    """Return element `index`, from 1, of the van der Corput sequence."""
     value, digit = 0.0, 1.0
     while index:
         digit /= base

@@ -1,4 +1,4 @@
-"""Estimate step costs before a measurement, from the model's size and typical device speeds."""
+"""Estimate step costs from the model's size and typical device speeds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from skipjoin.policies.cost import LinearCost
 
 
 class Rates(NamedTuple):
-    """Typical speeds of a device.
-
-    Attributes:
-        memory: Bytes per second of reading weights and KV.
-        arithmetic: Floating point operations per second of matrix products.
-        link: Bytes per second between the tiers.
-        step_s: Seconds of the smallest step.
-    """
+    """Typical speeds of a device in bytes or operations per second, and seconds of the smallest step."""
 
     memory: float
     arithmetic: float
@@ -37,8 +30,7 @@ RATES = {
 def guess_cost(rank_specs: Sequence[RankSpec], block_size: int) -> LinearCost:
     """Estimate the cost model from the specs of all ranks.
 
-    Every step reads the weights once and meanwhile computes two operations per weight and token. The ranks of a stage
-    work concurrently, and the stages' costs add up.
+    Every step reads the weights once and meanwhile computes two operations per weight and token.
     """
     stages = [_guess(stage[0], block_size) for stage in by_stage(rank_specs)]
     return LinearCost(*(sum(terms) for terms in zip(*map(dataclasses.astuple, stages), strict=True)))

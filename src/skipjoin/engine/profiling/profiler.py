@@ -1,4 +1,4 @@
-"""Measure steps and transfers on this machine and make a profile of them."""
+"""Measure a profile of steps and transfers."""
 
 from __future__ import annotations
 
@@ -60,12 +60,7 @@ _NOT_SHAPE = ("eos_token_ids", "bos_token_id", "pad_token_id", "dtype_name")
 
 
 class Effort(NamedTuple):
-    """Limits of a measurement.
-
-    Attributes:
-        seconds: Approximate maximum duration.
-        precision: Relative error of the times at which the measurement stops early.
-    """
+    """Limits of a measurement: approximate seconds, and the relative error at which it stops early."""
 
     seconds: float
     precision: float
@@ -77,15 +72,6 @@ THOROUGH_PRECISION = 0.03
 
 
 class _Measured(NamedTuple):
-    """Times of a step.
-
-    Attributes:
-        seconds: Lower quartile of the runs.
-        mean: Mean of the runs.
-        shares: Each stage's fraction of the time.
-        runs: Number of runs.
-    """
-
     shape: StepShape
     seconds: float
     mean: float
@@ -95,11 +81,7 @@ class _Measured(NamedTuple):
 
 
 def profile_key(name: str, config: ModelConfig, rank_specs: Sequence[RankSpec], version: str) -> ProfileKey:
-    """Return the profile key of this model on these ranks.
-
-    Args:
-        name: Model name for messages; only the last component of a folder is kept.
-    """
+    """Return the profile key of this model; only the last component of a folder is kept."""
     spec, stages = rank_specs[0], by_stage(rank_specs)
     return ProfileKey(
         model=Path(name).resolve().name if Path(name).is_dir() else name,
@@ -118,7 +100,7 @@ def profile_key(name: str, config: ModelConfig, rank_specs: Sequence[RankSpec], 
 
 
 def shape_hash(config: ModelConfig) -> str:
-    """Return a hash that is equal for models with equal step costs: everything except the meaning of tokens."""
+    """Return a hash that is equal for models with equal step costs."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_SHAPE}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -133,14 +115,12 @@ def measure_profile(
     host_s: float,
     on_progress: OnProgress,
 ) -> Profile:
-    """Measure steps and transfers, and fit a cost model to them.
+    """Measure steps and transfers, and fit a cost model to them, before the first request.
 
-    Writes into free KV blocks, so it must be called before the first request. In a pipeline, steps and transfers are
-    sums over the stages, each measured while the others are busy.
+    Writes into free KV blocks. In a pipeline, each stage is measured while the others are busy.
 
     Args:
-        limits: Limits of the engine's steps.
-        host_s: CPU time that the engine adds to each step, for the profile.
+        host_s: CPU time that the engine adds to each step.
     """
     began = time.perf_counter()
     rank_specs, block_size = executor.rank_specs, executor.pools[-1]
@@ -176,11 +156,6 @@ def measure_profile(
 
 
 class _Clock:
-    """Decides which runs fit into the time.
-
-    In its methods, `tokens` is the size of a step and `runs` holds the seconds of its runs so far.
-    """
-
     def __init__(self, deadline: float) -> None:
         self._began = time.perf_counter()
         self._budget = max(1e-9, deadline - self._began)
@@ -189,7 +164,6 @@ class _Clock:
 
     @property
     def share(self) -> float:
-        """Elapsed fraction of the time; above 1 after the deadline."""
         return (time.perf_counter() - self._began) / self._budget
 
     def allows(self, tokens: int, runs: Sequence[float]) -> bool:
@@ -259,11 +233,7 @@ def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: b
 
 
 def _imprecision(times: Iterable[Sequence[float]]) -> float:
-    """Estimate the relative error of the times.
-
-    This is a step's interquartile range over the square root of its number of runs, for the median step. It is infinite
-    while most steps have too few runs.
-    """
+    """Estimate the relative error: a step's interquartile range over the root of its number of runs."""
     return statistics.median([_spread(runs[1:]) for runs in times if runs] or [math.inf])
 
 
@@ -282,7 +252,6 @@ def _used_blocks(executor: ModelExecutor, limits: Limits) -> int:
 
 
 def _plan(shapes: SliceShapes, block_size: int, used: int) -> StepPlan:
-    """Return a step with slices of (start, tokens), in distinct blocks as far as `used` blocks allow."""
     sampling = Sampling(SamplingParams(temperature=0), 0, ())
     slices, next_block = [], 0
     for number, (start, tokens) in enumerate(shapes):
@@ -311,7 +280,6 @@ def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCos
 
 
 def _machine(device_kind: str) -> dict[str, str]:
-    """Describe the machine for a profile, in addition to its key, without host names and paths."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     described = {
         "cpu": cpu_name(),

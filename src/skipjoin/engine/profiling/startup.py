@@ -1,4 +1,4 @@
-"""Step costs at engine startup: from a profile file, the cache, a measurement or an estimate."""
+"""Step costs at engine startup."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
 
 
 def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None) -> Profile:
-    """Load the model and measure step and transfer costs; raises as `assemble` does."""
+    """Load the model and measure its costs; raises as `assemble` does."""
     loaded = load(config, on_progress)
     try:
         return measure(loaded, config, effort, on_progress)
@@ -57,7 +57,7 @@ def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) ->
 def measure(
     loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None
 ) -> Profile:
-    """Measure steps and transfers of a loaded model. Writes into KV blocks, so no engine may be running."""
+    """Measure a loaded model's costs. Writes into KV blocks, so no engine may be running."""
     blocks, _, block_size = loaded.executor.pools
     limits = Limits(
         tokens=config.max_num_batched_tokens,
@@ -74,9 +74,9 @@ def measure(
 
 
 def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float) -> float:
-    """Measure the CPU time that the engine adds to a decode step: the median of some steps, in seconds.
+    """Measure the engine's CPU seconds per decode step, without those that overlap with another step.
 
-    It covers scheduling, submission and settling that do not overlap with another step. Writes into free KV blocks.
+    Writes into free KV blocks.
     """
     cost = guess_cost(executor.rank_specs, config.block_size)
     policies = build(config.recipe, recipe_settings(config, cost), config.recipe_params)
@@ -112,7 +112,7 @@ def _cache(profile: Profile) -> None:
 
 
 def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
-    """Raise `ConfigError` for a profile of another model, dtype or device kind, and warn of other differences."""
+    """Raise `ConfigError` for a profile of another model, dtype or device kind; warn of other differences."""
     for field, what in (("shape", "model"), ("dtype", "dtype"), ("device_kind", "device")):
         theirs, ours = getattr(profile.key, field), getattr(key, field)
         if theirs != ours:

@@ -1,1 +1,1 @@
-"""Distributed execution: rank placement, connections, plan messages, and recovery from lost ranks."""
+"""Distributed execution."""

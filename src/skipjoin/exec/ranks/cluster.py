@@ -59,7 +59,7 @@ _SETTINGS = {
 
 
 class ClusterError(Exception):
-    """The cluster cannot be used; the message names the setting to change or what to install."""
+    """The cluster cannot be used; the message gives a remedy."""
 
 
 class Cluster:
@@ -67,8 +67,7 @@ class Cluster:
 
     Args:
         address: Address at which other processes of this machine can join.
-        ip: This machine's address in the cluster.
-        settings: Settings of a private cluster, undone after it has ended.
+        settings: Settings of a private cluster.
         is_ours: Whether `close` disconnects.
     """
 
@@ -88,14 +87,11 @@ class Cluster:
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:
-        """Start a private cluster on this machine, or return the cluster that this process already uses.
+        """Start a private cluster, or return the one in use.
 
         Args:
             cpus: CPUs that the cluster declares, which limit how many processes can be placed. May exceed the machine's
                 CPUs.
-
-        Raises:
-            ClusterError: If Ray is not installed or does not start.
         """
         if (used := _used()) is not None:
             return used
@@ -131,11 +127,7 @@ class Cluster:
 
     @classmethod
     def join(cls, address: str) -> Cluster:
-        """Join the cluster at `address`, given as host:port.
-
-        Raises:
-            ClusterError: If the cluster cannot be reached within a few seconds, cannot be joined, or requires no token.
-        """
+        """Join the cluster at `address`, host:port; raise `ClusterError` on failure or if it requires no token."""
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ClusterError(f"ray_address must be host:port of a running Ray cluster, got {address!r}")
@@ -166,7 +158,7 @@ class Cluster:
         return cls(address, ray.util.get_node_ip_address())
 
     def close(self) -> None:
-        """Disconnect and stop the processes that this one started in the cluster; a private cluster stops too."""
+        """Disconnect and stop this process's processes; a private cluster stops too."""
         if not self._is_ours:
             return
         import_ray().shutdown()
@@ -193,7 +185,7 @@ def _private_settings() -> Iterator[None]:
 
 @contextmanager
 def _environment(ours: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables and make Ray, which reads them when it is imported, use them for its connections."""
+    """Set environment variables, which Ray reads when it is imported."""
     raylet: Any = import_module("ray._raylet")
 
     def reread() -> None:
@@ -237,7 +229,7 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def import_ray() -> ModuleType:
-    """Import Ray with Skipjoin's settings, or raise `ClusterError` if it is not installed."""
+    """Import Ray with Skipjoin's settings."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)  # the user's settings take precedence
     try:

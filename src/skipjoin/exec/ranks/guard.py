@@ -1,9 +1,8 @@
 """Guard that kills the processes of a private cluster if this process is killed.
 
 The kernel ends Ray's main processes with this one, but their child agents keep looking for the cluster for a minute.
-The guard is a process that waits for the end of this one. It then kills every process with an open file in the
-cluster's folder, such as its log, and removes the folder. (Environment variables cannot mark the processes, since Ray
-overwrites them with process titles.)
+The guard waits for the end of this process. It then kills every process with an open file in the cluster's folder, such
+as its log, and removes the folder. (Ray overwrites environment variables that could mark processes.)
 
 As a program: `python guard.py FOLDER`; its standard input ends with the guarded process.
 """
@@ -39,7 +38,6 @@ class ProcessGuard:
             )
 
     def close(self) -> None:
-        """Kill the processes and remove the folder now."""
         if self._process is not None:
             self._process.communicate()
         shutil.rmtree(self._folder, ignore_errors=True)  # for systems without /proc

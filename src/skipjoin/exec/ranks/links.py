@@ -36,7 +36,7 @@ _NUMBER = struct.Struct("<I")
 
 
 class RankListener:
-    """Accepts one connection from each rank of an engine, on the interface with address `ip`."""
+    """Accepts one connection from each rank, on the interface with address `ip`."""
 
     def __init__(self, ip: str) -> None:
         self._listener = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
@@ -44,12 +44,9 @@ class RankListener:
         self.secret = secrets.token_bytes(32)
 
     def accept(self, ranks: int, timeout_s: float) -> list[TcpLink]:
-        """Accept the links to all ranks and return them in rank order.
+        """Accept the links to all ranks in rank order; raise RankError if one does not connect in time.
 
         Connections without the secret are closed and do not delay others.
-
-        Raises:
-            RankError: If a rank does not connect in time.
         """
         links: dict[int, TcpLink] = {}
         greeted: SimpleQueue[tuple[Connection, int]] = SimpleQueue()
@@ -97,12 +94,7 @@ class RankListener:
 
 
 def connect(address: Address, secret: bytes, rank: int) -> Connection:
-    """Connect a rank to its engine.
-
-    Raises:
-        OSError: If no connection can be made.
-        RankError: If the engine refuses the connection.
-    """
+    """Connect a rank to its engine."""
     connection = _prepared(socket.create_connection(address, _SILENCE_S))
     try:
         answer_challenge(connection, secret)
@@ -129,7 +121,7 @@ def end_with(connection: Connection) -> None:
 
 
 class TcpLink:
-    """Link to a rank over an authenticated TCP connection."""
+    """Link to a rank."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
@@ -158,7 +150,6 @@ class TcpLink:
 
 
 def _prepared(plain: socket.socket) -> Connection:
-    """Return a connection that sends without delay and breaks when the other machine is silent."""
     plain.settimeout(None)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,8 +1,8 @@
 """Messages between the driver and the ranks: typed msgspec structs, encoded as msgpack.
 
-A plan message is incremental. It holds a request's prompt and sampling once, then newly known tokens and blocks
-appended to its table. A checksum over this and all earlier plans precedes the plan's bytes. With it a rank detects a
-missed, repeated or reordered plan before it computes anything.
+A plan message holds a request's prompt and sampling once, then newly known tokens and blocks appended to its table. A
+checksum over this and all earlier plans precedes the plan's bytes, so that a rank detects a missed, repeated or
+reordered plan before it computes anything.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ FIRST_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Request that is sent before the first plan that uses it.
-
-    Attributes:
-        number: Number on the wire; never reused, unlike ids.
-        id: Request id, for log messages.
-    """
+    """Request that is sent before the first plan that uses it; its `number` is never reused."""
 
     number: int
     id: int
@@ -37,7 +32,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Generated tokens of a request that were not sent before, in order."""
+    """Generated tokens of a request that were not sent before."""
 
     request: int
     tokens: list[int]
@@ -56,10 +51,9 @@ class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Encoded `Move`. Moves are numbered from 0 over all plans; in each plan blocking moves come first.
+    """Encoded `Move`; `direction` is an index among all.
 
-    Attributes:
-        direction: Index among all directions.
+    Moves are numbered from 0 over all plans; in each plan blocking moves come first.
     """
 
     direction: int
@@ -71,11 +65,7 @@ class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Encoded plan.
-
-    Attributes:
-        ended: Requests that finished since the previous plan, and appear in no plan from this one on.
-    """
+    """Encoded plan; `ended` are requests finished since the previous plan, which this one does not use."""
 
     id: int
     slices: list[SlicePart]
@@ -87,14 +77,11 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
-    """A rank's result of a plan; see `StepResult` for the other fields.
+    """A rank's result of a plan; see `StepResult`.
 
     Attributes:
-        checksum: Checksum of all plans so far.
         tokens: Empty on a rank that does not sample.
-        idle: See `StageTime`.
         landed: Numbers of moves, as in `failed`.
-        details: Set on one of the ranks that sample.
     """
 
     plan: int
@@ -112,9 +99,8 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=
     """Failure of a rank.
 
     Attributes:
-        lost_peer: Whether the rank failed only because it lost another rank.
-        out_of_step: Whether its plans differ from the sender's, which makes its results invalid.
-        out_of_memory: Whether the step ran out of memory.
+        lost_peer: Whether it failed only because it lost another rank.
+        out_of_step: Whether its plans differ from the sender's.
     """
 
     text: str
@@ -131,5 +117,5 @@ FROM_RANK_DECODER = msgspec.msgpack.Decoder(FromRank)
 
 
 def checksum_after(before: bytes, body: bytes) -> bytes:
-    """Return the checksum of all plans up to the one with this body."""
+    """Return the checksum of all plans up to this one."""
     return blake2b(before + body, digest_size=CHECKSUM_BYTES).digest()

@@ -20,12 +20,7 @@ _NAME_LABEL = "ray.io/node-id"
 
 
 class Node(NamedTuple):
-    """Node of a Ray cluster, with the address of its Ray process.
-
-    Attributes:
-        name: Ray's name of the node.
-        has: Total resources, free or not.
-    """
+    """Node of a Ray cluster; `has` are its total resources, free or not."""
 
     name: str
     ip: str
@@ -34,7 +29,7 @@ class Node(NamedTuple):
 
 
 def known_nodes() -> list[Node]:
-    """Return all nodes that Ray reports as alive."""
+    """Return all nodes alive according to Ray."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
         for node in import_ray().nodes()
@@ -43,7 +38,7 @@ def known_nodes() -> list[Node]:
 
 
 def silent(nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes that cannot be reached from here, within `_ANSWER_S` seconds."""
+    """Return the nodes that do not answer within `_ANSWER_S` seconds."""
     if not nodes:
         return []
     with ThreadPoolExecutor(len(nodes)) as pool:
@@ -51,7 +46,7 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
 
 
 def away_from(nodes: Sequence[Node]) -> dict[str, str]:
-    """Return placement labels that exclude these nodes."""
+    """Return placement labels that exclude nodes."""
     return {_NAME_LABEL: f"!in({','.join(node.name for node in nodes)})"} if nodes else {}
 
 

@@ -1,4 +1,4 @@
-"""Plan encoding: a writer on the driver, which owns the requests, and a reader on each rank, which mirrors them."""
+"""Plan encoding: a writer on the driver and a reader on each rank, which mirrors the requests."""
 
 from __future__ import annotations
 
@@ -31,24 +31,13 @@ class OutOfStepError(Exception):
 
 @dataclass(slots=True)
 class _SentState:
-    """What the ranks know of a request.
-
-    Attributes:
-        tokens: Number of generated tokens sent.
-        table: Block table sent last.
-    """
-
     number: int
     tokens: int = 0
     table: tuple[int, ...] = ()
 
 
 class PlanWriter:
-    """Writes plan messages for ranks that read all of them in order.
-
-    Attributes:
-        checksum: Checksum of the plans written so far.
-    """
+    """Writes plan messages for ranks that read all of them in order."""
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
@@ -58,7 +47,6 @@ class PlanWriter:
         self._encoder = msgspec.msgpack.Encoder()
 
     def write(self, plan: StepPlan) -> bytes:
-        """Return the plan's message, which is the same for every rank."""
         new: list[NewRequest] = []
         known: list[KnownTokens] = []
         ended, self._ended = self._ended, []
@@ -76,7 +64,6 @@ class PlanWriter:
         return self.checksum + body
 
     def on_finished(self, request: Request) -> None:
-        """End a request on the ranks with the next plan, if an earlier plan started it."""
         if (sent := self._sent.pop(request, None)) is not None:
             self._ended.append(sent.number)
 
@@ -138,15 +125,7 @@ class _Mirrored:
 
 
 class PlanReader:
-    """Reads plan messages on a rank.
-
-    The plans' requests are copies. Their prompt, output and sampling are correct as far as the plans need them, but
-    their other fields are not.
-
-    Attributes:
-        checksum: Checksum of the plans read so far.
-        finished: Requests that the last plan ended.
-    """
+    """Reads plan messages on a rank, into copies of the requests that are correct only as far as plans need."""
 
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
@@ -156,11 +135,7 @@ class PlanReader:
         self._next_move = 0
 
     def read(self, message: bytes) -> StepPlan:
-        """Decode the next plan.
-
-        Raises:
-            OutOfStepError: If the message is not that of the next plan.
-        """
+        """Decode the next plan; raise OutOfStepError for any other message."""
         sent, body = message[:CHECKSUM_BYTES], message[CHECKSUM_BYTES:]
         found = checksum_after(self.checksum, body)
         if sent != found:
@@ -184,7 +159,6 @@ class PlanReader:
         return StepPlan(plan.id, slices, blocking, overlapped)
 
     def numbers_of(self, ended: Sequence[Move]) -> list[int]:
-        """Return the numbers of finished moves and forget the moves."""
         return [self._moves.pop(move) for move in ended]
 
     def _slice(self, part: SlicePart) -> Slice:

@@ -20,7 +20,7 @@ class Rank:
     """Answers every plan, in order, from one thread.
 
     A rank that fails leaves the group, so that ranks waiting for it fail immediately. It computes nothing afterwards,
-    because its KV and requests no longer match those of the other ranks.
+    because its KV no longer matches.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -30,7 +30,7 @@ class Rank:
         self._failure: RankFailed | None = None
 
     def run(self, message: bytes) -> bytes:
-        """Run the plan of a message and return the answer, an encoded `FromRank`. Never raises."""
+        """Run a plan and return an encoded `FromRank`. Never raises."""
         answer: FromRank
         if self._failure is not None:
             answer = self._failure

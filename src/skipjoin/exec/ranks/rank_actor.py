@@ -1,4 +1,4 @@
-"""Ray actor of a rank: loads its share of the model, then runs plans."""
+"""Ray actor of a rank."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ GROUP_S = 60.0
 
 
 class RankModel(NamedTuple):
-    """What every rank loads; see `EngineConfig` for the other fields.
+    """What every rank loads.
 
     Attributes:
         gpu_share: Fraction of a GPU's memory to use.
-        largest: Limits of a step on a GPU.
         graph_sizes: Batch sizes of decode steps to capture as CUDA graphs.
     """
 
@@ -73,12 +72,7 @@ class RankModel(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """Where a rank's process runs.
-
-    Attributes:
-        node: Ray's name of the node.
-        versions: See `versions`.
-    """
+    """Where a rank's process runs."""
 
     node: str
     ip: str
@@ -119,7 +113,6 @@ class RankActor:
         return RankPlace(context.get_node_id(), self._ip(), versions())
 
     def open_store(self) -> Address:
-        """Open the rendezvous socket of the ranks, on the cluster's interface only, and return its address."""
         ip = self._ip()
         self._store_socket = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
         address: Address = self._store_socket.getsockname()[:2]
@@ -128,16 +121,7 @@ class RankActor:
     def load(
         self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int
     ) -> tuple[RankSpec, MemoryBudget]:
-        """Join the group and load this rank's share of the model.
-
-        Args:
-            meeting: Result of `open_store`; None for a single rank.
-            ranks_here: Number of ranks on this node.
-
-        Raises:
-            ModelError: If the model cannot be loaded.
-            GroupError: If the ranks cannot form a group.
-        """
+        """Join the group at `meeting` (None for a single rank) and load this rank's share of the model."""
         device = choose_device(model.device)
         self._threads = model.threads or max(1, usable_cpus() // ranks_here)
         self._block_size, self._swap_dtype, self._largest = model.block_size, model.swap_dtype, model.largest
@@ -163,19 +147,12 @@ class RankActor:
         return spec, memory_budget_of(loaded, model.gpu_share, ranks_here, peak=peak.all, graph_bytes=graphs_take)
 
     def progress(self) -> float:
-        """Return the fraction of the weights that is loaded, in [0, 1]."""
         return self._share
 
     def make_pools(self, device_blocks: int, host_blocks: int) -> bool:
-        """Allocate the KV pools, compile kernels and capture CUDA graphs.
+        """Allocate the KV pools and capture CUDA graphs; return False if no rank may use graphs.
 
         On a CPU the system may overcommit, and kill the process when the memory is used.
-
-        Returns:
-            False if a capture failed; then no rank may use graphs.
-
-        Raises:
-            RankError: If the pools cannot be allocated.
         """
         model = self._loaded
         try:
@@ -199,11 +176,7 @@ class RankActor:
         self._graphs = None
 
     def serve(self, address: Address, secret: bytes) -> None:
-        """Run plans until the engine disconnects, then exit this process.
-
-        Args:
-            address: Address of the engine's `RankListener`, which also gives the secret.
-        """
+        """Run plans until the engine at its `RankListener`'s address disconnects, then exit this process."""
         assert self._store is not None
         self._loaded.ops.use_threads(self._threads)  # the count is per thread, and this is a different thread
         rank = Rank(Worker(self._loaded, self._store, graphs=self._graphs))

@@ -1,4 +1,4 @@
-"""Ranks of a model: started with Ray, driven over direct connections, and restarted together when one is lost."""
+"""Ranks of a model: started with Ray, and restarted together when one is lost."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ _WINDOW_S, _BREATH_S = 600.0, 1.0
 
 
 class GroupSizes(NamedTuple):
-    """Parallelism of a rank group.
-
-    Attributes:
-        tp: Tensor-parallel ranks per stage.
-        pp: Pipeline stages.
-    """
+    """Tensor-parallel ranks per stage, and pipeline stages."""
 
     tp: int
     pp: int
@@ -55,7 +50,7 @@ class GroupSizes(NamedTuple):
 class RankGroup:
     """One generation of ranks, which start and end together.
 
-    The constructor raises `RankError`, `ClusterError` or `ModelError`, and then leaves nothing running.
+    A constructor that raises leaves nothing running.
 
     Args:
         patience_s: Seconds to wait for nodes if the cluster has too few.
@@ -89,11 +84,9 @@ class RankGroup:
         return self._executor
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on every rank and return the results in rank order."""
         return self._answers([getattr(actor, method).remote(*arguments) for actor in self._actors])
 
     def close(self) -> None:
-        """Kill all ranks immediately."""
         if self._executor is not None:
             self._executor.close()
         for actor in self._actors:
@@ -134,7 +127,6 @@ class RankGroup:
         self._executor = ShardedExecutor(links, tp_size=sizes.tp, timeout_s=_PLAN_S)
 
     def _place(self, device: str, patience_s: float) -> None:
-        """Start the processes; the ranks of a stage share a node."""
         ray, sizes = self._ray, self._sizes
         nodes, cut_off, kind = self._usable_nodes(device, patience_s)
         stage = {"CPU": float(sizes.tp), kind: float(sizes.tp)}
@@ -155,11 +147,6 @@ class RankGroup:
             self._actors.append(actor.options(scheduling_strategy=strategy).remote())
 
     def _usable_nodes(self, device: str, patience_s: float) -> tuple[list[Node], list[Node], str]:
-        """Return the reachable nodes, the unreachable ones that Ray reports as alive, and the resource that ranks need.
-
-        Raises:
-            ClusterError: If the nodes have too little of the resource in total, used or not.
-        """
         deadline = time.monotonic() + patience_s
         while True:
             known = known_nodes()
@@ -197,7 +184,6 @@ class RankGroup:
             on_progress("loading weights", min(self.call("progress")) if waiting else 1.0)
 
     def _answers(self, calls: Sequence[Any]) -> list[Any]:
-        """Return the results of calls; errors other than `ModelError` and `RankError` become `RankError`."""
         errors = self._ray.exceptions
         deadline = time.monotonic() + _START_S
         try:
@@ -226,13 +212,12 @@ def _ips(nodes: Sequence[Node]) -> str:
 class RankedExecutor:
     """`ModelExecutor` on several ranks, or on one rank in a separate process.
 
-    The constructor raises `RankError`, `ClusterError` or `ModelError`, and then leaves nothing running.
+    A constructor that raises leaves nothing running.
 
     Args:
         pools_for: Chooses the KV blocks of the first ranks; restarts reuse its result.
         address: host:port of the cluster; None to start a private one.
         max_restarts: Maximum number of restarts within ten minutes.
-        on_progress: Called during every start.
     """
 
     def __init__(
@@ -271,7 +256,6 @@ class RankedExecutor:
         self._live.executor.check()
 
     def restart(self, reason: Exception) -> None:
-        """Restart all ranks, up to `max_restarts` times."""
         began, blocks = time.monotonic(), self.pools[:2]
         while True:
             _log.warning("restarting all ranks: %s", reason)
@@ -299,7 +283,7 @@ class RankedExecutor:
         self._live.call("touch", blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """Measure transfers: the ranks of a stage copy concurrently, and the stages' costs add up."""
+        """Measure transfers, in which the stages' costs add up."""
         found: list[dict[Direction, Transfer]] = self._live.call("transfers", seconds)
         size = self._sizes.tp
         stages = [found[first : first + size] for first in range(0, len(found), size)]
@@ -312,7 +296,6 @@ class RankedExecutor:
         }
 
     def close(self) -> None:
-        """Stop the ranks, and the cluster if it is private."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -1,4 +1,4 @@
-"""Executor over several ranks: sends each plan to all ranks and merges their answers into one result."""
+"""Executor over several ranks."""
 
 from __future__ import annotations
 
@@ -28,26 +28,17 @@ class RankLink(Protocol):
         """Queue a message without blocking; a lost rank raises in `receive`, not here."""
         ...
 
-    def is_ready(self) -> bool:
-        """Return whether `receive` returns or raises at once."""
-        ...
+    def is_ready(self) -> bool: ...
 
     def receive(self, timeout_s: float) -> bytes:
-        """Wait for the next answer.
-
-        Raises:
-            RankError: If the rank is lost.
-            TimeoutError: If it does not answer in time.
-        """
+        """Wait for the next answer; raise `RankError` if the rank is lost, and `TimeoutError`."""
         ...
 
-    def close(self) -> None:
-        """Disconnect; the rank's process then exits."""
-        ...
+    def close(self) -> None: ...
 
 
 class ShardedHandle:
-    """Future of a plan submitted to the ranks."""
+    """Future of a plan."""
 
     def __init__(self, executor: ShardedExecutor, plan: StepPlan, checksum: bytes) -> None:
         self.plan, self.checksum = plan, checksum
@@ -58,7 +49,6 @@ class ShardedHandle:
         return self._executor.settle(self, wait=False)
 
     def result(self) -> StepResult:
-        """Wait for the result; raises `RankError` or `OutOfStepError`."""
         self._executor.settle(self, wait=True)
         assert self.outcome is not None
         return self.outcome
@@ -66,12 +56,6 @@ class ShardedHandle:
 
 @dataclass(slots=True)
 class _OnWay:
-    """Move in flight.
-
-    Attributes:
-        ranks: Number of ranks that have not reported its end.
-    """
-
     move: Move
     ranks: int
     failed: bool = False
@@ -84,7 +68,7 @@ class ShardedExecutor:
     `Scheduler(depth=stages, overlap=False)`: no slice may await a token.
 
     Args:
-        links: Links to all ranks, in rank order.
+        links: In rank order.
         timeout_s: Time limit for a plan, from the call of `result`.
     """
 
@@ -126,10 +110,9 @@ class ShardedExecutor:
             link.close()
 
     def settle(self, handle: ShardedHandle, *, wait: bool) -> bool:
-        """Process answers until the handle has its outcome or cannot get one, and return whether that is so.
+        """Process answers and return whether the handle has its outcome or cannot get one.
 
-        Args:
-            wait: Wait for answers, and raise the error that prevents the outcome.
+        With `wait`, wait for answers, and raise the error that prevents the outcome.
         """
         while handle.outcome is None and self._failure is None:
             try:
@@ -143,10 +126,7 @@ class ShardedExecutor:
         return True
 
     def _can_settle(self) -> bool:
-        """Return whether all ranks have answered or one has failed.
-
-        After a failure, the other ranks may wait for the failed one for a minute with NCCL.
-        """
+        """Return whether all ranks have answered or one has failed: with NCCL, others may wait for it for a minute."""
         has_failed = False
         for early, link in zip(self._early, self._links, strict=True):
             if not early and link.is_ready():
@@ -209,20 +189,13 @@ class ShardedExecutor:
         return answer
 
     def _look_at(self, ranks: Iterable[int]) -> None:
-        """Raise `RankError` if one of these ranks is lost.
-
-        They have answered, but their activations may not have reached the other ranks, which would wait for them.
-        """
+        """Raise `RankError` if a rank that has answered is lost: its activations may not have reached the others."""
         for rank in ranks:
             if self._links[rank].is_ready():
                 self._early[rank].append(self._links[rank].receive(0.0))
 
     def _cause(self, failure: RankFailed, rank: int, answered: Container[int]) -> Exception:
-        """Return the error for a rank's failure.
-
-        If the rank failed because it lost another one, that is the other rank's failure, which may be its answer to a
-        later plan.
-        """
+        """Return the error for a rank's failure, or for that of the rank that it lost."""
         failed = self._error(rank, failure)
         if not failure.lost_peer:
             return failed
@@ -249,7 +222,6 @@ class ShardedExecutor:
         return kind(f"{self._shards[rank].name} failed: {failure.text}")
 
     def _ended(self, answers: Sequence[Done]) -> tuple[list[Move], list[Move]]:
-        """Return the moves that have now finished on every rank: those that landed on all ranks, and the others."""
         landed: list[Move] = []
         failed: list[Move] = []
         for answer in answers:

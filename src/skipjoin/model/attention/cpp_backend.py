@@ -23,8 +23,6 @@ _SHAPE = ("segments", "table_width", "block_size", "heads", "kv_heads", "dim", "
 
 
 class _Call(ctypes.Structure):
-    """Argument of paged_attention.cpp, field by field."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _STRIDES),
@@ -92,7 +90,6 @@ class CppAttention:
         return out
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """Apply rotary embedding in place to [n, heads, head_dim] views."""
         for x in (query, key):
             self._rotate(
                 CPP_DTYPES.index(x.dtype), x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], x.stride(1),
@@ -101,5 +98,5 @@ class CppAttention:
 
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
-    """Return whether compiled attention matches the reference and does not depend on how prompts are cut."""
+    """Return whether compiled attention matches the reference, however prompts are cut."""
     return agrees(backend, dtype) and cuts_change_nothing(backend, dtype)

@@ -1,4 +1,4 @@
-"""Attention by FlashAttention 3, a library for Hopper GPUs, if installed, with Triton kernels for the rest."""
+"""Attention by FlashAttention 3, an optional library for Hopper GPUs, with Triton kernels for the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def library() -> Any:
-    """Return the library's module, or raise ImportError if it is missing, broken or of another version."""
+    """Import the library, or raise ImportError if it is unusable."""
     found = import_module(FLASH_MODULE)
     for name, needed in _PARAMETERS.items():
         function = getattr(found, name, None)
@@ -40,11 +40,7 @@ def library() -> Any:
 
 @dataclass(slots=True)
 class _Index:
-    """Batch's index tensors as the library takes them, int32.
-
-    Attributes:
-        schedules: Work distribution of its programs by window, made on the device.
-    """
+    """Index tensors for the library, int32; `schedules` are its work distribution by window."""
 
     batch: PackedBatch
     tables: torch.Tensor
@@ -58,9 +54,8 @@ class _Index:
 class FlashAttention(TritonAttention):
     """FlashAttention 3 back end.
 
-    Triton writes the KV, and attends for batches that the library does not support: segments that are reversed or have
-    an offset, and types other than half precision. Values that depend on the contents of index tensors are computed on
-    the device in each forward pass, so that a CUDA graph can replay it.
+    Triton writes the KV, and attends for what the library does not support. Index values are used only on the device,
+    so that a CUDA graph can replay a forward pass.
     """
 
     name = "flash"
@@ -123,10 +118,9 @@ class FlashAttention(TritonAttention):
         return out.flatten(1)
 
     def _index_of(self, batch: PackedBatch, layer: int) -> _Index:
-        """Return the index shared by the layers of one forward pass.
+        """Return the index of one forward pass, which a layer number that does not increase ends.
 
-        A graph's batch is the same object in each pass, but its contents are not. A new pass is detected by a layer
-        number that does not increase.
+        A graph's batch is the same object in each pass.
         """
         known = self._index
         if known is None or known.batch is not batch or layer <= known.layer:

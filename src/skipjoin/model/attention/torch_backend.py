@@ -1,4 +1,4 @@
-"""Attention in plain torch operations: the reference for every other back end, on CPU and CUDA."""
+"""Attention in plain torch operations: the reference for every other back end."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from skipjoin.model.parallel import Shard
 
 
 class TorchAttention:
-    """Reference attention.
-
-    Decodes run as one padded batch, and prefill chunks one by one with scaled_dot_product_attention.
-    """
+    """Reference attention: decodes run as one padded batch, and prefill chunks one by one."""
 
     name = "torch"
 
@@ -86,11 +83,7 @@ def _cached(
     segments: torch.Tensor | slice = slice(None),
     context: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of these segments in position order: [n, slots, kv_heads, dim].
-
-    Args:
-        context: Number of positions; None for at least `batch.max_context`.
-    """
+    """Return [n, slots, kv_heads, dim] in position order."""
     tables, size = batch.block_tables[segments], batch.block_size
     if batch.plain:
         tables = tables[:, : -(-(batch.max_context if context is None else context) // size)]
@@ -107,12 +100,7 @@ def _cached(
 def _decode(
     query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: torch.Tensor, *, scale: float, window: int
 ) -> torch.Tensor:
-    """Attend with one query per sequence, of shape [n, heads, dim].
-
-    Args:
-        k: Shape [n, slots, kv_heads, dim], as `v`.
-        context: Shape [n].
-    """
+    """Attend with queries [n, heads, dim], keys and values [n, slots, kv_heads, dim]."""
     n, heads, dim = query.shape
     kv_heads = k.shape[2]
     position = torch.arange(k.shape[1], device=query.device)
@@ -130,7 +118,7 @@ def _decode(
 def _chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, *, scale: float, window: int
 ) -> torch.Tensor:
-    """Attend with the new tokens of one sequence, [n, heads, dim]; keys and values are [start + n, kv_heads, dim]."""
+    """Attend with one sequence's tokens, [n, heads, dim]; keys and values are [start + n, kv_heads, dim]."""
     mask = None
     if start or window:
         own = torch.arange(start, start + len(query), device=query.device)[:, None]

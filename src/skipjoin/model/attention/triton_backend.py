@@ -1,4 +1,4 @@
-"""Attention in Triton kernels, for CUDA; on a CPU in Triton's interpreter, for tests only."""
+"""Attention in Triton kernels for CUDA, or in Triton's interpreter for tests."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ class _Plan:
     """Values shared by all layers of one batch.
 
     Attributes:
-        decodes: Number of segments of one token.
-        segments: Indexes of these segments; None for all.
+        segments: Indexes of the segments of one token; None for all.
         tiles: Tiles of the other segments' queries.
-        layer: Layer that the current forward pass has reached.
         work: Work lists of the decodes in this pass, by window.
     """
 
@@ -49,8 +47,7 @@ class _Plan:
     def work_of(self, layer: int, window: int) -> WorkList:
         """Return the work list, made again in each forward pass.
 
-        A graph's batch is the same object in each pass, but its context lengths are not. A new pass is detected by a
-        layer number that does not increase.
+        A graph's batch is the same object in each pass, so a layer number that does not increase marks a new pass.
         """
         if layer <= self.layer:
             self.work = {}
@@ -61,10 +58,9 @@ class _Plan:
 
 
 class TritonAttention:
-    """Triton attention. Keys and values of the cache must have equal strides, and heads up to 256 values.
+    """Triton attention for equal strides of keys and values, and heads up to 256 values.
 
-    Tokens with slot -1 are not written, and a segment with context 0 gets zeros. A CUDA graph can replay a batch of
-    decodes, because kernels and grids do not depend on the contents of its index tensors.
+    Kernels and grids do not depend on the contents of index tensors, so a CUDA graph can replay a batch of decodes.
     """
 
     name = "triton"
@@ -76,7 +72,7 @@ class TritonAttention:
 
         Args:
             table: Kernel sizes; None for the device's table on disk.
-            processors: Number of multiprocessors to share the work; None for the device's.
+            processors: Multiprocessors to use; None for all.
             invariant: Use the same sizes for all batches, so that a sequence's result does not depend on the others.
         """
         self._table, self._processors = table, processors
@@ -122,10 +118,7 @@ class TritonAttention:
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard = WHOLE
     ) -> None:
-        """Measure kernel sizes and keep them on disk; without CUDA do nothing.
-
-        Must not run in a capture, and takes up to 2 GiB.
-        """
+        """Measure kernel sizes and keep them on disk. Must not run in a capture, and takes up to 2 GiB."""
         if device.type == "cuda" and not self._invariant:
             kv_heads = len(shard.kv_heads(config))
             card, group = _card(device), len(shard.heads(config)) // kv_heads
@@ -170,8 +163,6 @@ class TritonAttention:
 
 
 class _Card(NamedTuple):
-    """Multiprocessors, bytes of the L2 cache, and `Shape.wgmma` of a GPU."""
-
     processors: int
     cache_bytes: int
     wgmma: bool
@@ -186,5 +177,5 @@ def _card(device: torch.device) -> _Card:
 
 
 def check_triton_attention(backend: TritonAttention, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Return whether the kernels match the reference on a small mixed batch on this device."""
+    """Return whether the kernels match the reference here."""
     return agrees(backend, dtype, device)

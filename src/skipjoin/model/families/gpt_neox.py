@@ -45,7 +45,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="gpt_neox.",
 )
 class GPTNeoXDecoder(RotaryDecoder):
-    """Embedding, attention and MLP layers, final norm."""
+    """GPT-NeoX layers."""
 
     EMBEDDING, OUTPUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 
@@ -86,10 +86,7 @@ class _NeoXLayer:
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:
-    """Load the query, key and value projections.
-
-    The checkpoint interleaves each head's query, key and value rows, but attention needs all queries first.
-    """
+    """Load the projections; the checkpoint interleaves each head's rows, but attention needs all queries first."""
     config, heads = builder.config, builder.shard.heads(builder.config)
     hidden, dim, count = config.hidden_size, config.head_dim, len(heads)
     own = scaled(heads, 3 * dim)

@@ -44,7 +44,6 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """Return each layer's attention window: all layers of Mistral, and the layers that config.json names for Qwen."""
     if architecture == "MistralForCausalLM":
         return (int(raw.get("sliding_window", 4096) or 0),) * layers
     window = int(raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window") else 0
@@ -67,7 +66,7 @@ def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[in
     prefix="model.",
 )
 class LlamaDecoder(RotaryDecoder):
-    """Embedding, attention and gated MLP layers with RMS norms, final norm."""
+    """Llama layers."""
 
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -51,7 +51,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="model.",
 )
 class OPTDecoder:
-    """Token and position embeddings, attention and MLP layers, final norm."""
+    """OPT layers."""
 
     EMBEDDING, OUTPUT = "model.decoder.embed_tokens.weight", "lm_head.weight"
 
@@ -121,6 +121,5 @@ class _OptLayer:
         return self._down.add_to(self._up(normed), x, then)
 
     def norm_after(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        """Run [T, hidden] through the layer, in place, with a norm after each sublayer."""
         x = self._attention.add_to(x, x, step, self.norm)
         return self._down.add_to(self._up(x), x, self._mlp_norm)

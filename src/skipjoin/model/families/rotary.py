@@ -12,7 +12,7 @@ from skipjoin.model.ops.base import Norm
 
 
 class RotaryDecoder:
-    """Embedding, layers with rotary positions, final norm, or a pipeline stage's part of these."""
+    """Embedding, layers with rotary positions and final norm, or a stage's part of these."""
 
     EMBEDDING: str
     OUTPUT: str

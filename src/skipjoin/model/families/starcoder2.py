@@ -44,7 +44,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="model.",
 )
 class Starcoder2Decoder(RotaryDecoder):
-    """Embedding, attention and MLP layers, final norm."""
+    """StarCoder2 layers."""
 
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 

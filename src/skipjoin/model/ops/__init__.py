@@ -1,1 +1,1 @@
-"""Layer operations other than attention, for CPUs and GPUs."""
+"""Layer operations other than attention."""

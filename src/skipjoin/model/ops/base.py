@@ -1,4 +1,4 @@
-"""Interface of a layer's operations except attention: torch everywhere, compiled code on a CPU."""
+"""Interface of a layer's operations except attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Norm(Protocol):
-    """Normalization of the last dimension with its weights."""
+    """Normalization of the last dimension."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize [n, width], or [n, heads, width] that is strided in all but the last; the result is contiguous."""
@@ -25,15 +25,11 @@ class Linear(Protocol):
     weight_bytes: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply [n, in] to [n, out], in the type of `x`."""
+        """Multiply [n, in] to [n, out]."""
         ...
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
-        """Add the product to `total`, [n, out] and contiguous, in place. Not for gated or activated products.
-
-        Args:
-            then: Norm that follows; its result on the sum is returned. Without it, `total` is returned.
-        """
+        """Add the product, not gated or activated, to `total`, [n, out] and contiguous; return it or `then` of it."""
         ...
 
 
@@ -46,26 +42,16 @@ class LayerOps(Protocol):
     # Weight format: "none" keeps them as they are, "int8" uses 8 bits per weight.
     quantization: str
 
-    def use_threads(self, count: int) -> None:
-        """Use this many CPU threads for work of the calling thread, including torch's operations."""
-        ...
+    def use_threads(self, count: int) -> None: ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Linear:
-        """Prepare [out, in] weights; may take ownership of the tensor.
-
-        Args:
-            activation: A `ModelConfig.activation` that follows the bias (fused as in ALISE section 3.3).
-        """
+        """Prepare [out, in] weights, which it may keep, with an activation after the bias (ALISE section 3.3)."""
         ...
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Prepare weights [2 * out, in], gate before up, for silu(gate) * up, [n, out]."""
         ...
 
-    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        """Make an RMS norm with weights [width]."""
-        ...
+    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm: ...
 
-    def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
-        """Make a layer norm with weights and biases [width]."""
-        ...
+    def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm: ...

@@ -1,4 +1,4 @@
-"""Block copies between two pools in CPU memory, on the calling thread, without the GIL."""
+"""Block copies between two pools in CPU memory, without the GIL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SpanCopy = Callable[[int, int, BlockShape, Spans], None]
 
 
 def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first target, first source, blocks) of each run of blocks that is consecutive on both sides."""
+    """Yield (target, source, blocks) of each run that is consecutive on both sides."""
     begin = 0
     for end in range(1, len(source) + 1):
         follows = end < len(source) and source[end] == source[end - 1] + 1 and target[end] == target[end - 1] + 1
@@ -34,7 +34,7 @@ def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int,
 
 @functools.cache
 def block_copy() -> BlockCopy:
-    """Return the compiled block copy, or torch's if there is none."""
+    """Return the compiled block copy, or torch's."""
     library = load_library()
     return plain_copy if library is None else compiled_copy(library)
 
@@ -54,20 +54,20 @@ def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
 
 
 def plain_copy(target: int, source: int, block_bytes: int, to: Sequence[int], blocks: Sequence[int]) -> None:
-    """Make one copy per run, without the compiled library."""
+    """Make one copy per run of blocks."""
     for first_to, first, count in runs_of(to, blocks):
         ctypes.memmove(target + first_to * block_bytes, source + first * block_bytes, count * block_bytes)
 
 
 @functools.cache
 def span_copy() -> SpanCopy:
-    """Return the compiled copy of slots, or torch's if there is none."""
+    """Return the compiled copy of slots, or torch's."""
     library = load_library()
     return plain_span_copy if library is None else compiled_span_copy(library)
 
 
 def compiled_span_copy(library: ctypes.CDLL) -> SpanCopy:
-    """Return a copy of all slots of all heads in one call."""
+    """Return a copy of all slots in one call."""
     call = library.skipjoin_copy_spans
     call.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
     call.restype = None
@@ -82,7 +82,7 @@ def compiled_span_copy(library: ctypes.CDLL) -> SpanCopy:
 
 
 def plain_span_copy(target: int, source: int, shape: BlockShape, spans: Spans) -> None:
-    """Make one copy per span and head, without the compiled library."""
+    """Make one copy per span and head."""
     heads, size, slot_bytes = shape
     for to, block, first, count in zip(*spans, strict=True):
         for head in range(heads):

@@ -46,24 +46,15 @@ _AT_ONCE = 16
 
 
 class BlockQuantizer(Protocol):
-    """Moves blocks between a device pool and a quantized pool: source[i] goes to target[i].
-
-    Block numbers are not checked.
-    """
+    """Moves blocks between a device pool and a quantized pool, without checks: source[i] goes to target[i]."""
 
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
-        """Quantize blocks to the CPU tier.
-
-        Args:
-            last: Tokens in the last of the blocks; the others are full.
-        """
+        """Quantize blocks to the CPU tier; the last has `last` tokens."""
         ...
 
-    def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
-        """Restore whole blocks on the device."""
-        ...
+    def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None: ...
 
 
 @functools.cache
@@ -74,7 +65,7 @@ def block_quantizer() -> BlockQuantizer:
 
 
 class CompiledQuantizer:
-    """Compiled quantizer: runs on the calling thread, without the GIL, with stores that bypass the caches."""
+    """Compiled quantizer on the calling thread, without the GIL, with stores that bypass the caches."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         shape = [c_int64] * 4
@@ -102,7 +93,7 @@ def _declared(call: Any, *arguments: type) -> Callable[..., None]:
 
 
 class TorchQuantizer:
-    """Quantizer in torch operations on the device: the reference, and the fallback without a compiler or a CUDA kernel.
+    """Quantizer in torch operations on the device: the reference and fallback.
 
     On CUDA the work is queued on the current stream, and only codes and scales cross the link.
     """
@@ -128,10 +119,7 @@ class TorchQuantizer:
 
 
 def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
-    """Return the rows [blocks, bytes] of KV blocks [blocks, heads, tokens, dim].
-
-    The last block has `last` tokens.
-    """
+    """Return rows [blocks, bytes] of KV blocks [blocks, heads, tokens, dim]; the last block has `last` tokens."""
     x = blocks.float()
     is_stale = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)
     is_stale[-1, :, last:] = True

@@ -1,4 +1,4 @@
-"""Compile the package's C++ sources once per machine and keep the library in the user's cache folder."""
+"""Compile the package's C++ sources once per machine, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -36,15 +36,12 @@ _TIMEOUT_S = 300
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the fastest compiled operations available here, or None."""
+    """Return the fastest compiled operations, or None."""
     return next(libraries(), None)
 
 
 def libraries() -> Iterator[ctypes.CDLL]:
-    """Yield the compiled operations available here, fastest first.
-
-    If a faster one cannot be built or loaded, one warning gives the reason and what runs instead.
-    """
+    """Yield the compiled operations available here, fastest first."""
     why = None
     for target in _targets():
         try:
@@ -65,7 +62,7 @@ def libraries() -> Iterator[ctypes.CDLL]:
 
 
 def path_of(library: ctypes.CDLL) -> str:
-    """Return the instruction set that a library was compiled for; see layer_ops.cpp."""
+    """Return the instruction set of a library."""
     library.skipjoin_path.restype = ctypes.c_char_p
     path: bytes = library.skipjoin_path()
     return path.decode()
@@ -81,10 +78,6 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
     """Return the library file for a processor, building it if it is missing or damaged.
 
     A truncated library would crash the process, and one that another user can write would run that user's code.
-
-    Raises:
-        OSError: If there is no compiler or no trusted folder.
-        SubprocessError: If the compiler fails.
     """
     folder = Path(__file__).parent
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -113,7 +106,6 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
 
 
 def _private_folder() -> Path:
-    """Return a folder of this process, for when the cache folder is not trusted; raise OSError if neither is."""
     folder = _own_folder().path
     if (why := why_untrusted(folder)) is not None:
         raise OSError(f"there is no folder for them that only this user can write: {why}")
@@ -154,7 +146,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """Return the line of /proc/cpuinfo that determines -march=native: machines may share a home folder."""
+    """Return what determines -march=native: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Self-test of layer operations, which compares their results with torch's."""
+"""Self-test of layer operations against torch's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def rows_are_independent(ops: LayerOps, dtype: torch.dtype) -> bool:
-    """Return whether a product's row has the same bits whatever other rows are in the batch."""
+    """Return whether a product's row has the same bits in any batch."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 70, generator=generator).to(dtype) for n in (64, 68))
     linears = (ops.linear(weight, None), ops.gated_linear(weight, None))

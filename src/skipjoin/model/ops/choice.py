@@ -1,7 +1,6 @@
 """Choice of a library's multiplication kernel ("way") for a weight, measured once per shape and cached.
 
-The ways round differently, so a weight keeps its way, and so do later processes as long as the file exists. Whether
-pairs or floats are faster is a property of the processor, which each process determines itself.
+The ways round differently, so a weight keeps its way, in later processes too as long as the file exists.
 """
 
 from __future__ import annotations
@@ -25,22 +24,14 @@ _SEAL_BYTES = len(sealed(b""))
 
 
 class Choices:
-    """Chosen ways of one library by shape.
-
-    Args:
-        name: Name of the library and its instruction set, for the file name.
-    """
+    """Chosen ways by shape of the library `name`."""
 
     def __init__(self, name: str) -> None:
         self._path = cache_folder() / f"products-{name}.json"
         self._known: dict[str, str] = {}
 
     def way(self, shape: str, ways: Sequence[str], seconds: Callable[[str, int], float]) -> str:
-        """Return the way for this shape, measuring it if unknown.
-
-        Args:
-            seconds: Called with (way, rows) to measure one product.
-        """
+        """Return the way for this shape, measured if unknown by `seconds(way, rows)`."""
         if shape not in self._known and not is_trusted(self._path, "the table of ways to multiply"):
             self._known[shape] = fastest(ways, seconds)
         if shape not in self._known:

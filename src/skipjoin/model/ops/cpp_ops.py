@@ -1,4 +1,4 @@
-"""Layer operations in compiled code, for CPUs: float32, bfloat16 and, if the processor converts it, float16."""
+"""Layer operations in compiled code, for CPUs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ _I, _P = c_int64, c_void_p
 
 
 class _Linear(ctypes.Structure):
-    """Argument of `skipjoin_linear`, field by field as in layer_ops.cpp."""
-
     _fields_ = (
         ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("scales", _P), ("n", _I), ("k", _I),
         ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P), ("threads", _I),
@@ -49,7 +47,7 @@ _SIGNATURES = {
 
 
 def has_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Return whether the compiled operations support this one of `CPP_DTYPES`."""
+    """Return whether the compiled operations support this type."""
     return dtype != torch.float16 or bool(library.skipjoin_has_float16())
 
 
@@ -61,11 +59,7 @@ class CppOps:
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, quantization: str = "none", way: str | None = None
     ) -> None:
-        """Bind the library's functions.
-
-        Args:
-            way: One of `WAYS`, used for all weights for which the library has it; None for the fastest.
-        """
+        """Bind the library's functions; `way` None takes the fastest."""
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
@@ -89,19 +83,16 @@ class CppOps:
         torch.set_num_threads(1)
 
     def scratch(self, m: int, k: int, threads: int) -> int:
-        """Return the address of a buffer for the inputs [m, k] of a product by this many threads."""
         needed = self.library.skipjoin_scratch_bytes(self.type, m, k, threads)
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()
 
     def ways(self) -> tuple[str, ...]:
-        """Return those of `WAYS` that the library supports for these weights."""
         quantized = int(self.quantization == "int8")
         return tuple(way for at, way in enumerate(WAYS) if self.library.skipjoin_has_way(self.type, quantized, at))
 
     def way(self, linear: CppLinear) -> str:
-        """Return the way that a new product uses permanently."""
         ways = self.ways()
         if self._way in ways:
             return self._way
@@ -142,9 +133,8 @@ class CppRMSNorm(TorchRMSNorm):
 class CppLinear:
     """Weights in panels of outputs, each read once per product, in order.
 
-    Bias and activation are applied to sums that are still in registers. Quantized weights are round(weight / scale) in
-    8 bits, with a scale per output. They are expanded exactly to the model's type, and a sum is multiplied by its
-    scale. A row's result therefore does not depend on its batch.
+    Quantized weights are round(weight / scale) in 8 bits, with a scale per output. They are expanded exactly to the
+    model's type, so a row's result does not depend on its batch.
     """
 
     def __init__(
@@ -168,12 +158,10 @@ class CppLinear:
         self._way = WAYS.index(ops.way(self))
 
     def shape(self) -> str:
-        """Describe what the time of a product depends on, except its rows."""
         gated = " gated" * self._gated
         return f"{self._n} x {self._k}{gated}, {str(self._dtype).removeprefix('torch.')}, threads {threads_here()}"
 
     def seconds(self, way: str, rows: int) -> float:
-        """Measure one product of `rows` rows, in one of `WAYS`."""
         before, self._way = self._way, WAYS.index(way)
         x = torch.ones(rows, self._k, dtype=self._dtype)
         begin = time.perf_counter()
@@ -206,7 +194,6 @@ def _address(values: torch.Tensor | None) -> int | None:
 
 
 def _in_panels(bias: torch.Tensor, gated: bool, panel: int) -> torch.Tensor:
-    """Return a bias in the order of the packed outputs, padded with zeros to whole panels."""
     if not gated:
         return torch.nn.functional.pad(bias, (0, -len(bias) % panel))
     half = panel // 2

@@ -1,4 +1,4 @@
-"""Thread count of compiled operations: one setting per calling thread, as in torch."""
+"""Thread count of compiled operations, one setting per calling thread, as in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _own = threading.local()
 
 
 def default_threads(wanted: int | None = None) -> int:
-    """Return the CPU threads of a model: `wanted`, or as many as can run at once. Warns if `wanted` is more."""
+    """Return the CPU threads of a model, by default as many as can run at once."""
     usable = usable_cpus()
     if wanted is None:
         return min(torch.get_num_threads(), usable)
@@ -27,11 +27,11 @@ def default_threads(wanted: int | None = None) -> int:
 
 
 def share_between(count: int) -> None:
-    """Set the number of threads for operations that the calling thread calls."""
+    """Set the thread count for the calling thread."""
     _own.count = count
 
 
 def threads_here() -> int:
-    """Return the number of threads for operations that the calling thread calls; torch's if it was not set."""
+    """Return the calling thread's count; torch's if not set."""
     count: int | None = getattr(_own, "count", None)
     return torch.get_num_threads() if count is None else count

@@ -1,4 +1,4 @@
-"""Layer operations in plain torch: the reference, on CPU and CUDA."""
+"""Layer operations in plain torch: the reference."""
 
 from __future__ import annotations
 

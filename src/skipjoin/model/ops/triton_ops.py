@@ -13,7 +13,7 @@ from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, Torc
 
 
 class TritonOps(TorchOps):
-    """Triton layer operations, launched on the current CUDA device. Rows wider than `MAX_WIDTH` use torch."""
+    """Triton layer operations on the current CUDA device. Rows wider than `MAX_WIDTH` use torch."""
 
     name = path = "triton"
 
@@ -35,14 +35,14 @@ class TritonOps(TorchOps):
 
 
 class TritonActivatedLinear(TorchActivatedLinear):
-    """Product followed by one kernel for bias and activation."""
+    """Product, then one kernel for bias and activation."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return bias_and_activation(F.linear(x, self.weight), self.bias, self.activation)
 
 
 class TritonGatedLinear(TorchLinear):
-    """Gate and up projections in one product, followed by one kernel."""
+    """Gate and up projections in one product, then one kernel."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(super().__call__(x))
@@ -85,7 +85,7 @@ class InvariantLinear(TorchLinear):
 
 
 class InvariantActivated(InvariantLinear):
-    """Product followed by one kernel for bias and activation."""
+    """Product, then one kernel for bias and activation."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         super().__init__(weight, bias)
@@ -96,7 +96,7 @@ class InvariantActivated(InvariantLinear):
 
 
 class InvariantGated(InvariantLinear):
-    """Gate and up projections in one product, followed by one kernel."""
+    """Gate and up projections in one product, then one kernel."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(super().__call__(x))

@@ -1,1 +1,1 @@
-"""Plots of result records, one module per kind of axes."""
+"""Plots, one module per kind of axes."""

@@ -1,4 +1,4 @@
-"""Plots over the arrival rate: any metric with its bound, and TTFT with TPOT."""
+"""Plots over the arrival rate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STROKES = 16
 
 
 def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: Warn) -> Figure:
-    """Draw a metric over the rate, one line per system, with the bound and each system's maximum rate."""
+    """Draw a metric over the rate, one line per system."""
 
     def need(record: Record) -> None:
         need_rate(record)
@@ -55,7 +55,7 @@ def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: 
 def draw_ttft_tpot(lines: Sequence[Line], bound: Bound | None, warn: Warn) -> Figure:
     """Draw mean and 95th percentile of TTFT and TPOT over the rate.
 
-    Queueing appears in TPOT if the scheduler preempts, else in TTFT, so that neither is meaningful alone.
+    Queueing appears in TPOT if the scheduler preempts, else in TTFT.
     """
     fields = {metric: [f"{metric}.mean", f"{metric}.p95"] for metric in ("ttft_s", "tpot_s")}
 
@@ -100,11 +100,7 @@ def _values(line: Line, field: str) -> list[float]:
 
 
 def _draw_curve(axes: Axes, line: Line, field: str) -> Line2D:
-    """Draw means over seeds as a line with markers at the rates, above a band of the range over seeds.
-
-    Values are interpolated linearly, as for `maximum_rate`. A straight segment on a logarithmic axis would cross a
-    bound elsewhere.
-    """
+    """Draw means over seeds above a band of their range, interpolated linearly as for `maximum_rate`."""
     points = {rate: [field_value(r, field) for r in records] for rate, records in line.by_rate().items()}
     rates = _between(list(points))
     (curve,) = axes.plot(rates, _between([fmean(values) for values in points.values()]), markevery=_STROKES)
@@ -114,7 +110,6 @@ def _draw_curve(axes: Axes, line: Line, field: str) -> Line2D:
 
 
 def _between(values: Sequence[float]) -> list[float]:
-    """Interpolate linearly between consecutive values."""
     steps = [one + (other - one) * step / _STROKES for one, other in pairwise(values) for step in range(_STROKES)]
     return [*steps, values[-1]]
 
@@ -125,7 +120,6 @@ def _draw_bound(axes: Axes, bound: Bound) -> Line2D:
 
 
 def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bound, metric: str) -> None:
-    """Mark where each line meets the bound, and label the rates above the axes without overlap."""
     low, high = axes.get_xlim()
     axes.set_xlim(low, high)
     rates = sorted(rates, key=lambda pair: pair[1].rate_rps)
@@ -149,7 +143,6 @@ def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bou
 
 
 def _spread(places: Sequence[float], gap: float, most: float) -> list[float]:
-    """Move ascending positions apart to at least `gap`, but below `most`."""
     spread: list[float] = []
     for place in places:
         spread.append(max(place, spread[-1] + gap) if spread else place)

@@ -1,4 +1,4 @@
-"""Grouping of records into the lines of a plot, and selection of usable records."""
+"""Grouping of records into the lines of a plot."""
 
 from __future__ import annotations
 
@@ -25,18 +25,13 @@ class NothingToDrawError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Records of one system at all rates and seeds.
-
-    Attributes:
-        index: Index among all lines, which determines the line's look.
-    """
+    """Records of one system at all rates and seeds; `index` determines the line's look."""
 
     label: str
     index: int
     records: tuple[Record, ...]
 
     def by_rate(self) -> dict[float, list[Record]]:
-        """Return the records by ascending rate, without those that have none."""
         rates: dict[float, list[Record]] = defaultdict(list)
         for record in self.records:
             if (rate := rate_of(record)) is not None:
@@ -47,8 +42,7 @@ class Line:
 def lines_of(records: Sequence[Record]) -> list[Line]:
     """Group records by recipe and other distinguishing fields, in order of appearance.
 
-    Model, hardware, driver, lengths, arrivals and trace always distinguish. A setting distinguishes if it differs
-    between records of equal recipe, rate and seed. Labels consist of the recipe and the differing fields.
+    A setting distinguishes if it differs between records of equal recipe, rate and seed.
     """
     features = [_features(record) for record in records]
     names = _differing(_IDENTITY, features) + _telling(records, features)
@@ -61,11 +55,7 @@ def lines_of(records: Sequence[Record]) -> list[Line]:
 
 
 def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], warn: Warn) -> list[Line]:
-    """Return the lines without records for which `check` raises `ConfigError`, and report omissions to `warn`.
-
-    Raises:
-        NothingToDrawError: If no record is left, with the last reason.
-    """
+    """Return the lines without records for which `check` raises `ConfigError`; raise it if none is left."""
     kept, warnings, reason = [], [], "there are no records"
     for line in lines:
         good, bad = [], defaultdict(list)
@@ -93,13 +83,7 @@ def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], 
 def at_one_rate(
     kind: str, lines: Sequence[Line], rate_rps: float | None, warn: Warn
 ) -> tuple[float | None, list[Line]]:
-    """Return the lines at the given rate, or else at the highest common one (None if lines have no rates).
-
-    Lines that lack the rate are omitted with a warning.
-
-    Raises:
-        NothingToDrawError: If no line has the rate, or there is no common one.
-    """
+    """Return the lines at the given rate, or else at the highest common one."""
     if rate_rps is None:
         common = set.intersection(*(set(map(rate_of, line.records)) for line in lines))
         if not common:
@@ -123,11 +107,7 @@ def same_rate(one: float | None, other: float | None) -> bool:
 
 
 def maximum_rates(lines: Sequence[Line], bound: Bound, warn: Warn) -> dict[str, MaximumRate | None]:
-    """Return each line's maximum rate by label, or None for a line that fails at its lowest rate.
-
-    Raises:
-        NothingToDrawError: If no record has the field and a rate.
-    """
+    """Return each line's maximum rate by label, or None."""
 
     def need(record: Record) -> None:
         need_rate(record)
@@ -138,7 +118,7 @@ def maximum_rates(lines: Sequence[Line], bound: Bound, warn: Warn) -> dict[str, 
 
 
 def need_rate(record: Record) -> None:
-    """Raise `ConfigError` for a record without an arrival rate."""
+    """Raise `ConfigError` without an arrival rate."""
     if rate_of(record) is None:
         raise ConfigError("workload.rate_rps is null")
 
@@ -152,7 +132,6 @@ def _rates(lines: Iterable[Line]) -> str:
 
 
 def _features(record: Record) -> dict[str, str]:
-    """Return the fields that may distinguish lines, as text by dotted name."""
     found: dict[str, Any] = {name: record[name] for name in ("model", "hardware", "driver")}
     found |= {f"workload.{key}": value for key, value in record["workload"].items()}
     settings = (record.get("recipe_params") or {}) | (record.get("settings") or {})
@@ -169,7 +148,6 @@ def _differing(names: Iterable[str], features: Sequence[Mapping[str, str]]) -> l
 
 
 def _telling(records: Sequence[Record], features: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the features outside the identity that differ between records of equal recipe, rate and seed."""
     alike: dict[tuple[Any, ...], list[Mapping[str, str]]] = defaultdict(list)
     for record, found in zip(records, features, strict=True):
         identity = [found.get(name) for name in _IDENTITY]

@@ -1,4 +1,4 @@
-"""Plots at one arrival rate: distributions, time breakdowns, and KV usage over time."""
+"""Plots at one arrival rate."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ _TITLE_WIDTH = 26
 
 
 def draw_cdf(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """Draw the cumulative distribution over requests, one panel per metric.
-
-    Percentiles are averaged over seeds with equal weights. A metric without values, such as TPOT of one-token outputs,
-    has no panel.
-    """
+    """Draw the cumulative distribution over requests, one panel per metric, with equal weights of seeds."""
     lines = usable("cdf", lines, _need_some_quantiles, warn)
     rate_rps, lines = at_one_rate("cdf", lines, rate_rps, warn)
     panels = {}
@@ -79,7 +75,7 @@ def _draw_cdf(axes: Axes, line: Line, metric: str) -> Line2D:
 
 
 def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """Draw the mean time per request by activity, one bar per system."""
+    """Draw the mean time per request by activity."""
     lines = usable("breakdown", lines, _breakdown, warn)
     rate_rps, lines = at_one_rate("breakdown", lines, rate_rps, warn)
     figure = style.new_figure(style.NARROW_IN, 1.3 + 0.38 * len(lines))
@@ -105,7 +101,7 @@ def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) ->
 
 
 def draw_kv(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """Draw KV usage and requests over time for the first seed, one column per system."""
+    """Draw KV usage and requests over time for the first seed."""
     lines = usable("kv", lines, _series, warn)
     rate_rps, lines = at_one_rate("kv", lines, rate_rps, warn)
     columns = min(len(lines), _MAX_COLUMNS)

@@ -69,7 +69,7 @@ _UNITS = {"_s": "s", "_rps": "req/s", "_tps": "tokens/s", "_bytes": "bytes"}
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Color, marker and dashes of a line. Marker and dashes distinguish it without color."""
+    """Color, marker and dashes of a line."""
 
     color: str
     marker: str
@@ -77,32 +77,32 @@ class Look:
 
 
 def look(index: int) -> Look:
-    """Return the look of a line by its index, the same in all kinds of plots."""
+    """Return the look of a line, the same in all kinds of plots."""
     return Look(COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply the style to drawing and saving, regardless of the user's matplotlibrc."""
+    """Apply the style, regardless of the user's matplotlibrc."""
     with matplotlib.style.context(["default", _RC]):
         yield
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Return an empty figure outside pyplot's registry, with constrained layout."""
+    """Return an empty figure outside pyplot's registry."""
     figure = Figure(figsize=(width_in, height_in), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
     FigureCanvasAgg(figure)
     return figure
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG or SVG, by the suffix, without date or program name."""
+    """Write a PNG or SVG without date or program name."""
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
     figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
 
 
 def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str | None = None) -> None:
-    """Add a legend above the axes in as many columns as fit; additional rows enlarge the figure."""
+    """Add a legend above the axes; rows beyond the first enlarge the figure."""
     columns = next(count for count in range(len(labels), 0, -1) if count == 1 or _fits(figure, labels, count))
     rows = -(-len(labels) // columns)
     figure.set_figheight(figure.get_figheight() + (rows - 1) * _LEGEND_ROW_IN)
@@ -133,7 +133,7 @@ def field_label(field: str) -> str:
 
 
 def log_where_wide(axes: Axes, axis: Axis, values: Iterable[float]) -> None:
-    """Make an axis logarithmic if its values are positive and have a wide range."""
+    """Make an axis logarithmic if its values are positive and wide-ranging."""
     known = list(values)
     low, high = min(known), max(known)
     if low <= 0 or high / low <= LOG_RANGE:

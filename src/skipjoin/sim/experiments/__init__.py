@@ -1,1 +1,1 @@
-"""Experiments in the simulator: systems, runs, sweeps and their records."""
+"""Experiments in the simulator."""

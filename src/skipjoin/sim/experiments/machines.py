@@ -1,4 +1,4 @@
-"""Builds simulated systems from names: a GPU of the catalog, or the profile of a measured machine."""
+"""Builds simulated systems from names."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _OF_THE_CLUSTER = ("replicas", "dispatch", "prefill_replicas", "network_gbps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Hardware and model, as named on a command line.
-
-    Raises:
-        ConfigError: If a value is out of bounds.
-    """
+    """Hardware and model, as named on a command line."""
 
     hardware: Annotated[
         str,
@@ -94,12 +90,6 @@ class Machine:
         """Return one system per recipe of a list such as "fcfs,fastserve[eviction=recompute],./mine.py:edf".
 
         Recipes that need lossless swapping get it regardless of `swap_dtype`.
-
-        Args:
-            settings: Further fields of `System`.
-
-        Raises:
-            ConfigError: If a recipe is unknown or named twice, the model does not fit, or a setting is out of bounds.
         """
         names = names_in(recipes)
         found = [find(name) for name in names]

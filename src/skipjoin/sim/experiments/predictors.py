@@ -1,8 +1,4 @@
-"""Predictors of output lengths in simulations.
-
-Some are derived from the true lengths, with a declared error. The others learn from finished requests in virtual time,
-as a server does.
-"""
+"""Predictors of output lengths in simulations, from true lengths or finished requests."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ PRIOR = "prior"
 
 
 class Prediction(NamedTuple):
-    """Prediction for one request.
-
-    Attributes:
-        interval: Predicted 80 % interval in tokens; None without a distribution.
-    """
+    """Prediction, with an 80 % `interval` in tokens, or None without a distribution."""
 
     forecast: Forecast
     interval: tuple[float, float] | None = None
@@ -43,33 +35,19 @@ class Prediction(NamedTuple):
 class Predictor(Protocol):
     """Predictor of one run."""
 
-    def forecast(self, request: Request) -> Prediction:
-        """Return the prediction for an arriving request."""
-        ...
+    def forecast(self, request: Request) -> Prediction: ...
 
-    def ended(self, event: Finished) -> None:
-        """Process a finished request, whose `output` is complete."""
+    def ended(self, event: Finished) -> None: ...
 
     def extend(self, jobs: Jobs, name: str) -> None:
-        """Add jobs of a closed stream, whose requests have the next ids.
-
-        Args:
-            name: Identifies these jobs in the random seed.
-        """
+        """Add jobs of a closed stream, whose requests have the next ids."""
 
 
 class PredictorSpec(Protocol):
     """Named predictor."""
 
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Predictor:
-        """Create the predictor of a run.
-
-        Args:
-            jobs: Jobs of the workload, by request id.
-
-        Raises:
-            ConfigError: If the workload lacks what the predictor reads.
-        """
+        """Create the predictor of a run; raise `ConfigError` if the workload lacks what it reads."""
         ...
 
 
@@ -80,12 +58,7 @@ Foresight = Callable[[Jobs, random.Random], Sequence[float]]
 
 
 class Fixed:
-    """Predictions made before requests arrive.
-
-    Args:
-        lengths: Predicted tokens by request id.
-        predict: Predicts further jobs of closed streams, given the jobs and their name; None without such streams.
-    """
+    """Predictions made before requests arrive; `predict` is for jobs of closed streams."""
 
     def __init__(
         self, lengths: Sequence[float], source: str, predict: Callable[[Jobs, str], Sequence[float]] | None = None
@@ -124,7 +97,6 @@ def _oracle(jobs: Jobs, chance: random.Random) -> list[float]:
 
 
 def _shuffled(jobs: Jobs, chance: random.Random) -> list[float]:
-    """Return the lengths of other jobs, so that only the distribution is known."""
     lengths = _oracle(jobs, chance)
     chance.shuffle(lengths)
     return lengths
@@ -135,16 +107,11 @@ def _constant(tokens: float) -> Foresight:
 
 
 def _noise(sigma: float) -> Foresight:
-    """Multiply the truth by a log-normal factor of median 1."""
     return lambda jobs, chance: [job.output_tokens * math.exp(sigma * chance.gauss(0, 1)) for job in jobs]
 
 
 def _regress(correlation: float) -> Foresight:
-    """Predict as a regression does.
-
-    The logarithms of prediction and truth have the given correlation, and a prediction is the conditional mean of the
-    truth's logarithm. Predictions therefore vary less than the truth.
-    """
+    """Predict the conditional mean of the truth's logarithm, so that predictions vary less than the truth."""
 
     def lengths(jobs: Jobs, chance: random.Random) -> list[float]:
         logs = [math.log(job.output_tokens) for job in jobs]
@@ -157,7 +124,7 @@ def _regress(correlation: float) -> Foresight:
 
 @dataclass(frozen=True, slots=True)
 class FromColumn:
-    """Predictions from a column of the trace, such as another run of the same prompts."""
+    """Predictions from a column of the trace."""
 
     column: str
 
@@ -190,11 +157,7 @@ class Learning:
 
 
 class Online:
-    """A server's forecaster in virtual time.
-
-    Args:
-        prompts: Texts by request id.
-    """
+    """A server's forecaster in virtual time; `prompts` are texts by request id."""
 
     def __init__(self, name: str, prompts: Sequence[str]) -> None:
         self._prompts = list(prompts)
@@ -231,11 +194,7 @@ FORMS = (*FORECASTERS, *_FROM_TRUTH, *(f"{name}:{row[0].upper()}" for name, row 
 
 
 def parse_predictor(text: str) -> PredictorSpec:
-    """Return the predictor that a text names, in one of `FORMS`.
-
-    Raises:
-        ConfigError: If the text is malformed or unknown.
-    """
+    """Return the predictor that a text names, in one of `FORMS`."""
     name, _, argument = text.strip().partition(":")
     if text in FORECASTERS:
         return Learning(text)
@@ -268,9 +227,7 @@ class Predictions:
     """Dispatch rule that first gives each arriving request its prediction, and records the accuracy.
 
     Args:
-        dispatch: Rule that chooses the replica.
-        jct: JCT objective in seconds by output tokens, applied to the prediction of real-time requests; None for no
-            objective.
+        jct: JCT objective in seconds by output tokens, for real-time requests.
     """
 
     def __init__(
@@ -294,7 +251,6 @@ class Predictions:
         self._dispatch.observe(replica, events)
 
     def predict(self, request: Request) -> None:
-        """Assign an arriving request its prediction and its JCT objective."""
         prediction = self._predictions[request.id] = self._predictor.forecast(request)
         request.forecast = prediction.forecast
         if self._jct is not None and not request.is_best_effort:
@@ -302,7 +258,6 @@ class Predictions:
             request.options = replace(request.options, target=target)
 
     def learn(self, event: Finished) -> None:
-        """Process a finished request."""
         (forecast, interval), tokens = self._predictions.pop(event.request.id), len(event.request.output)
         if event.reason is FinishReason.STOP:
             self.log.add(forecast.tokens, tokens, forecast.source, interval)

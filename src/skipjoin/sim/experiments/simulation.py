@@ -1,4 +1,4 @@
-"""One simulated run: from a system, a workload and a seed to a record.
+"""One simulated run.
 
 Only the simulated executor, declared oracles and `max_tokens` "exact" know the true output lengths.
 """
@@ -49,11 +49,7 @@ _REPORT_AFTER = 64
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Part of a workload that runs, as in `Workload.draw`.
-
-    Attributes:
-        until_s: Time at which the run stops, even if requests remain.
-    """
+    """Part of a workload that runs, until `until_s`, even if requests remain."""
 
     rate_rps: float | None
     duration_s: float | None
@@ -80,11 +76,6 @@ class Cell:
     slo_scale: float | None = None
 
     def jobs(self) -> list[WorkloadRequest]:
-        """Return the requests of the run, except those of closed streams.
-
-        Raises:
-            ConfigError: If the workload cannot be drawn or run.
-        """
         extent = self.extent
         if self.shards > 1 and any(one.mode is ClosedMode.BATCH for one in self.workload.closed):
             raise ConfigError(
@@ -98,12 +89,10 @@ class Cell:
 
     @property
     def closed_size(self) -> int:
-        """Maximum number of requests of closed streams in flight."""
         return sum(one.size for one in self.workload.closed)
 
     @property
     def window_s(self) -> float | None:
-        """Time during which requests are submitted and observed; None if the extent does not say."""
         duration_s = self.extent.duration_s
         return None if duration_s is None else min(duration_s, self.extent.until_s)
 
@@ -115,7 +104,6 @@ class Cell:
         return min(shards, system.prefill_replicas, system.decode_replicas) if system.prefill_replicas else shards
 
     def check(self) -> None:
-        """Raise `ConfigError` for a run without requests."""
         jobs = self.jobs()
         if not jobs and not self.workload.closed:
             raise ConfigError(
@@ -124,23 +112,16 @@ class Cell:
         self.predictor(jobs)
 
     def slo_for(self, jobs: Sequence[WorkloadRequest]) -> Slo:
-        """Return the objectives of a run of these jobs."""
         if self.slo_scale is None:
             return self.slo
         prefill_s, decode_s = self.system.light_load(jobs)
         return Slo(ttft_s=self.slo_scale * prefill_s, tpot_s=self.slo_scale * decode_s)
 
     def jct_for(self, jobs: Sequence[WorkloadRequest]) -> Callable[[float], float] | None:
-        """Return the JCT objective as a function of output tokens, or None without `jct_scale`."""
         scale = self.slo.jct_scale
         return None if scale is None else self.system.scaled_jct(jobs, scale)
 
     def predictor(self, jobs: Sequence[WorkloadRequest]) -> Predictor | None:
-        """Return the output length predictor of a run of these jobs, or None if the recipe needs none.
-
-        Raises:
-            ConfigError: If the workload lacks what the predictor reads.
-        """
         name = self.system.predictor_for(self.workload)
         return None if name is None else parse_predictor(name).make(self.workload, jobs, self.extent.seed)
 
@@ -154,12 +135,10 @@ def _ignore(events: list[Event]) -> None:
 
 
 class ShardResult(NamedTuple):
-    """Result of one shard, from which the record is made.
+    """Result of one shard.
 
     Attributes:
-        end_s: Virtual end time.
         forecasts: None if no predictions were made.
-        rejected: Rejected jobs of closed streams.
         usages, decisions: One per replica, prefill replicas first.
         split: None without prefill replicas.
     """
@@ -176,13 +155,9 @@ class ShardResult(NamedTuple):
 class Run:
     """Run of a cell: shards that can be simulated separately, and the record.
 
-    Requests are assigned to replicas round robin, and belong to the shard of that replica. Within the shard the
-    dispatch rule chooses. Round robin therefore gives the same record as without shards, while other rules choose among
-    64 replicas. Each shard has its share of the size and jobs of a closed stream. With prefill replicas, the round
-    robin is over these, and a shard has its share of both kinds. A forecaster learns in each shard separately.
-
-    Raises:
-        ConfigError: If the workload cannot be drawn.
+    Requests are assigned to replicas (prefill replicas, if any) round robin, and belong to the shard of that replica.
+    Within the shard the dispatch rule chooses. Round robin therefore gives the same record as without shards, while
+    other rules choose among 64 replicas. A forecaster learns in each shard separately.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -200,7 +175,6 @@ class Run:
         on_share: Callable[[float], None] = lambda share: None,
         on_events: Callable[[list[Event]], None] = _ignore,
     ) -> ShardResult:
-        """Simulate one shard. The callbacks are those of `run`."""
         cell, system = self.cell, self.cell.system
         predictor, jct = cell.predictor(self.jobs), self._jct
         submissions = Submissions(system, self.jobs, self._slo, predictor)
@@ -237,7 +211,6 @@ class Run:
         return ShardResult(end, facts, submissions.rejected, watch.usages, decisions, forecasts, split)
 
     def record(self, shards: Sequence[ShardResult]) -> Record:
-        """Return the record of the run, given the results of all shards in order."""
         cell, system = self.cell, self.cell.system
         facts = [one for shard in shards for one in shard.facts]
         rejected = [job.kind for job in self.jobs if not system.takes(job)]
@@ -266,7 +239,7 @@ class Run:
     def requests(self, shards: Sequence[ShardResult]) -> Iterator[Record]:
         """Yield a line per accepted request in order of their ends, then the rejected ones of the workload.
 
-        Times are in seconds from the start of the run, as in the load client's files.
+        Times are in seconds from the start of the run.
         """
         for one in (one for shard in shards for one in shard.facts):
             yield {
@@ -320,7 +293,6 @@ class Run:
                 yield submissions.closed_stream(closed, jobs, size, extent.duration_s)
 
     def _usages(self, shards: Sequence[ShardResult]) -> tuple[list[EngineUsage], list[EngineUsage]]:
-        """Return the usages of prefill replicas and of the others, in order of replicas."""
         system, count = self.cell.system, len(shards)
         prefill = [shards[number % count].usages[number // count] for number in range(system.prefill_replicas)]
         others = [
@@ -330,12 +302,10 @@ class Run:
         return prefill, others
 
     def _counts(self, shard: int) -> tuple[int, int]:
-        """Return the number of prefill replicas and of others in a shard."""
         system, shards = self.cell.system, self.cell.shards
         return len(range(shard, system.prefill_replicas, shards)), len(range(shard, system.decode_replicas, shards))
 
     def _dealt(self, shard: int) -> list[int]:
-        """Return the requests of a shard in order of arrival."""
         system, shards = self.cell.system, self.cell.shards
         replicas = system.prefill_replicas or system.replicas
         return [number for turn, number in enumerate(self._taken) if turn % replicas % shards == shard]
@@ -351,12 +321,8 @@ def run(
     """Simulate a cell and return its record.
 
     Args:
-        on_share: Called periodically with the share of finished requests.
         on_events: Called with the events of the first replica.
         on_requests: Called at the end with `Run.requests`.
-
-    Raises:
-        ConfigError: If the workload cannot be drawn.
     """
     whole, count = Run(cell), cell.shards
 
@@ -373,14 +339,6 @@ def run(
 
 
 class _Watch:
-    """Collects what a record needs from the events of a shard.
-
-    Args:
-        machines: System of each replica.
-        requests: Number of requests without those of closed streams, whose ids begin at `first_closed`.
-        on_share, on_events: As in `run`.
-    """
-
     def __init__(
         self,
         machines: Sequence[System],
@@ -403,7 +361,6 @@ class _Watch:
         ]
 
     def observe(self, replica: int, events: list[Event]) -> None:
-        """Process the events of one instant on a replica."""
         self.logs[replica].observe(events)
         self.usages[replica].observe(events)
         if self.handovers is not None:
@@ -426,7 +383,6 @@ class _Watch:
 
 
 def _settings_of(cell: Cell) -> Record:
-    """Return the fields of a record that identify the cell."""
     system, extent = cell.system, cell.extent
     recipe = find(system.recipe)
     return {
@@ -449,12 +405,6 @@ def _execution(cost: CostModel) -> Record:
 
 
 def _dispatch(system: System, machine: System, replicas: int, lengths: Callable[[Request], int]) -> Dispatch:
-    """Create the system's dispatch rule for replicas of one kind.
-
-    Args:
-        machine: System of these replicas.
-        lengths: True output lengths.
-    """
     return make_dispatch(
         system.dispatch, replicas, machine.cost, lengths, blocks=machine.cache_blocks, block_size=machine.block_size
     )
@@ -465,7 +415,7 @@ def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv
 
     Args:
         together: Simulate decode-only steps at once, where that does not change the result.
-        keeps_kv: Swap evicted KV regardless of the recipe, because the replica cannot compute prompts.
+        keeps_kv: Swap evicted KV, because the replica cannot compute prompts.
     """
     policies = build(system.recipe, system.settings, system.own_params)
     if keeps_kv:
@@ -491,7 +441,6 @@ def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
 
 
 def _alike(lengths: Sequence[int]) -> Callable[[Request], int]:
-    """Return the function that gives a request's number of tokens before its last one."""
     return lambda request: lengths[request.id] - len(request.output) - 1
 
 

@@ -1,4 +1,4 @@
-"""Observations of a disaggregated run: requests across replicas, and the record's fields about transfers."""
+"""Observations of a disaggregated run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ class SplitFigures:
 
     Attributes:
         requests, bytes: Requests whose KV has crossed the network, and its size.
-        transfer_s: Time in transfer.
         wait_s: Time between first tokens and the start of transfers.
-        prefill_prompt_tokens, decode_prompt_tokens: Prompt tokens computed on each kind of replica, including
-            recomputation.
+        prefill_prompt_tokens, decode_prompt_tokens: Prompt tokens computed, including recomputation.
     """
 
     requests: int = 0
@@ -39,16 +37,11 @@ class SplitFigures:
 
     @classmethod
     def of(cls, parts: Iterable[SplitFigures]) -> SplitFigures:
-        """Return the sum of parts."""
         found = list(parts)
         return cls(*(sum(getattr(part, field.name) for part in found) for field in fields(cls)))
 
     def describe(self, system: System, prefill: Sequence[EngineUsage], decode: Sequence[EngineUsage]) -> Record:
-        """Return the record's fields about the split; seconds are per request.
-
-        Args:
-            prefill, decode: Usage of the replicas of each kind.
-        """
+        """Return the record's fields about the split; seconds are per request."""
         count = max(1, self.requests)
         return {
             "transfer": {
@@ -69,7 +62,6 @@ class Handovers(SplitWatcher):
 
     Args:
         logs: One per replica. Those of prefill replicas must call `takes` for finished requests.
-        predictions: Assigns predictions on arrival.
     """
 
     def __init__(
@@ -105,7 +97,6 @@ class Handovers(SplitWatcher):
             self._predictions.learn(event)
 
     def takes(self, facts: RequestFacts) -> bool:
-        """Return whether a request that finished on a replica continues on another one."""
         handover, known = self._away.get(facts.id, (None, None))
         if handover is None or known is not None:
             return False
@@ -121,7 +112,6 @@ class Handovers(SplitWatcher):
             self.figures.decode_prompt_tokens += tokens
 
     def live(self, now: float) -> list[RequestFacts]:
-        """Return the requests in transit, with their waits until `now`. No events may be observed afterwards."""
         found = []
         for handover, facts in self._away.values():
             assert facts is not None
@@ -132,7 +122,6 @@ class Handovers(SplitWatcher):
 
 
 def _waited(handover: Handover, now: float) -> dict[WaitReason, float]:
-    """Return a migrating request's waits until `now`: for space on the decode replica, then for the transfer."""
     pulled = now if handover.pulled is None else handover.pulled
     return {WaitReason.NO_KV: pulled - handover.ready, WaitReason.KV_IN_TRANSIT: now - pulled}
 
@@ -146,7 +135,6 @@ def _prompt_tokens(event: Computed) -> int:
 
 
 def _role(system: System, usages: Sequence[EngineUsage], prompt_tokens: int) -> Record:
-    """Return the record's entry about one kind of replica."""
     record: Record = {"replicas": len(usages), "hardware": system.hardware, "prompt_tokens": prompt_tokens}
     add_usage(record, usages, target_tokens=saturating_tokens(system.cost, system.max_num_batched_tokens))
     del record["series"]

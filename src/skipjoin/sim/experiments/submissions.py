@@ -1,4 +1,4 @@
-"""Jobs of a simulated run, from its workload and closed streams, and their requests."""
+"""Jobs of a simulated run, and their requests."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ _BLOCK = 256
 class Submissions:
     """Jobs of one shard, by request id: those of the workload, then those of closed streams.
 
-    Closed streams have the highest ids regardless of arrival, because policies use ids only to break ties.
-
-    Args:
-        slo: Objectives of real-time requests that policies see.
-        predictor: Is notified of jobs of closed streams.
+    Closed streams have the highest ids, because policies use ids only to break ties.
 
     Attributes:
         lengths: True output lengths by request id.
@@ -47,7 +43,6 @@ class Submissions:
         self._predictor = predictor
 
     def arrivals(self, taken: Iterable[int], closed: Iterable[ClosedStream] = ()) -> Arrivals:
-        """Return the arrivals of the jobs numbered `taken` and of closed streams."""
         # A generator, so that finished requests can be garbage collected.
         requests = (self._request(number, self.jobs[number].at) for number in taken)
         streams = list(closed)
@@ -56,7 +51,6 @@ class Submissions:
     def closed_stream(
         self, closed: Closed, jobs: Iterator[WorkloadRequest], size: int, duration_s: float | None
     ) -> ClosedStream:
-        """Return a closed stream of these jobs, with `size` in flight until `duration_s`."""
         numbers = self._numbers(closed, jobs)
         return ClosedStream(
             size,
@@ -69,11 +63,6 @@ class Submissions:
         return self._request(next(numbers), now)
 
     def _numbers(self, closed: Closed, jobs: Iterator[WorkloadRequest]) -> Iterator[int]:
-        """Yield the numbers of jobs that the system accepts.
-
-        Raises:
-            ConfigError: If it rejects a whole block of jobs.
-        """
         for block in count():
             first, refused = len(self.jobs), 0
             self._draw(list(islice(jobs, _BLOCK)), f" {closed.name} {block}")

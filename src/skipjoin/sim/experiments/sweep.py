@@ -1,7 +1,4 @@
-"""Parallel simulation in worker processes: grids, and searches for the maximum rate or minimum number of replicas.
-
-Shards of one run are simulated in parallel, too.
-"""
+"""Parallel simulation of cells, and of the shards of one run, in worker processes."""
 
 from __future__ import annotations
 
@@ -37,13 +34,9 @@ _TICK_S = 0.2
 class SweepPlan(Protocol):
     """Source of cells, which can add cells after each result."""
 
-    def first(self) -> Iterable[Cell]:
-        """Return the initial cells."""
-        ...
+    def first(self) -> Iterable[Cell]: ...
 
-    def then(self, cell: Cell, record: Record) -> Iterable[Cell]:
-        """Return the cells that follow from a finished one."""
-        ...
+    def then(self, cell: Cell, record: Record) -> Iterable[Cell]: ...
 
 
 class Grid:
@@ -62,7 +55,7 @@ class Grid:
 class BoundSearch(ABC):
     """Search for the number (rate or replicas) at which the mean of a field over seeds just satisfies a bound.
 
-    The search moves up or down in growing strides until the number is bracketed, then bisects on a logarithmic scale.
+    The search moves in growing strides until the number is bracketed, then bisects on a logarithmic scale.
 
     Args:
         cells: One per seed, all at the initial number.
@@ -122,7 +115,7 @@ class BoundSearch(ABC):
 class RateSearch(BoundSearch):
     """Search for the maximum rate at which a bound holds, within 2 %.
 
-    It stops if the bound holds at 100,000 requests per second, or fails at 0.0001 or at a rate without arrivals.
+    It stops at 100,000 and 0.0001 requests per second, or at a rate without arrivals.
     """
 
     _harder_above = True
@@ -176,14 +169,11 @@ class ReplicaSearch(BoundSearch):
 class SweepWatcher(Protocol):
     """Observer of a sweep's progress."""
 
-    def begun(self, number: int, cell: Cell) -> None:
-        """Called when a cell is queued."""
+    def begun(self, number: int, cell: Cell) -> None: ...
 
-    def share(self, number: int, share: float) -> None:
-        """Called with the share of a cell's requests that have finished."""
+    def share(self, number: int, share: float) -> None: ...
 
-    def done(self, number: int, record: Record) -> None:
-        """Called when a cell is finished."""
+    def done(self, number: int, record: Record) -> None: ...
 
 
 # Called with a cell's number, the cell and its `Run.requests`, before it is reported as `done`.
@@ -244,12 +234,10 @@ class _Running:
         self._results: dict[int, ShardResult] = {}
 
     def share(self, shard: int, share: float) -> float:
-        """Update a shard's progress and return the share of the cell's finished requests."""
         self._shares[shard] = share
         return fmean(self._shares)
 
     def done(self, shard: int, result: _Result) -> Record | None:
-        """Add a shard's result, and return the record of the cell if it was the last one."""
         if not isinstance(result, ShardResult):
             record, requests = result
             self._tell(requests)

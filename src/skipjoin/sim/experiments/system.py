@@ -1,4 +1,4 @@
-"""Simulated system: a recipe on a machine, with replicas and what requests ask for."""
+"""Simulated system."""
 
 from __future__ import annotations
 
@@ -49,16 +49,13 @@ class System:
 
     Attributes:
         recipe_params: Parameters of any recipes; those that this recipe lacks, or has in its name, are ignored.
-        model, hardware: Names for the record.
-        cost: Cost model of steps and transfers.
-        stages: Number of pipeline stages.
         stage_shares: Share of each stage in a step's computation; empty if all are equal.
         kv_blocks, host_blocks: Blocks per replica on the device and in CPU memory.
-        block_bytes, host_block_bytes: Size of a block on each tier. None for the latter means the same size.
+        host_block_bytes: None if the size is the same as on the device.
         swap_dtype: Format of blocks in CPU memory, for the record.
         max_model_len: Maximum number of prompt and output tokens.
         decision_s: Virtual time of each scheduling decision.
-        prefill: System of the prefill replicas, if it differs.
+        prefill: System of the prefill replicas, of which only the machine matters.
     """
 
     recipe: str
@@ -175,22 +172,18 @@ class System:
 
     @property
     def prefill_system(self) -> System:
-        """System of the prefill replicas, of which only the machine matters."""
         return self if self.prefill is None else self.prefill
 
     @property
     def decode_replicas(self) -> int:
-        """Number of replicas that generate tokens after the first."""
         return self.replicas - self.prefill_replicas
 
     @property
     def network_bytes_per_s(self) -> float:
-        """Bandwidth of each replica's link, per direction."""
         return (SPLIT_NETWORK_GBPS if self.network_gbps is None else self.network_gbps) * 1e9 / 8
 
     @property
     def token_bytes(self) -> float:
-        """Size of one token's KV on the device, over all layers."""
         return self.block_bytes / self.block_size
 
     @property
@@ -199,7 +192,6 @@ class System:
         return self.kv_blocks + (self.host_blocks if self.swap_dtype == "auto" else 0)
 
     def predictor_for(self, workload: Workload) -> str | None:
-        """Return the name of the predictor for this workload, or None if the recipe uses no predictions."""
         match find(self.recipe).forecasts:
             case Forecasts.NONE:
                 return None
@@ -210,12 +202,10 @@ class System:
 
     @property
     def moved_bytes(self) -> int:
-        """Size of a KV block in CPU memory and in transfers."""
         return self.block_bytes if self.host_block_bytes is None else self.host_block_bytes
 
     @property
     def settings(self) -> Settings:
-        """Settings from which the recipe is built."""
         limits = EngineLimits(
             requests=None,
             max_len=self.max_model_len,
@@ -239,7 +229,6 @@ class System:
 
     @property
     def own_params(self) -> dict[str, Value]:
-        """Those of `recipe_params` that this recipe has and does not have in its name."""
         return own(self.recipe, self.recipe_params)
 
     def describe(self) -> Record:
@@ -287,36 +276,27 @@ class System:
         return prefill_alone(self.cost, prompt), decode_alone(self.cost, round(prompt + output / 2))
 
     def scaled_jct(self, jobs: Sequence[WorkloadRequest], scale: float) -> Callable[[float], float]:
-        """Return the JCT objective in seconds as a function of output tokens, for the mean prompt."""
         return scaled_jct(self.cost, scale, _mean_prompt(jobs))
 
     def max_output(self, job: WorkloadRequest) -> int:
-        """Return the maximum number of output tokens for a job; a server would reject a larger request."""
+        """Return a job's maximum number of output tokens; a server would reject a larger request."""
         room = min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
         # A prefill replica needs room for the prompt and the first token.
         return room if job.prompt_tokens < self.prefill_system.kv_blocks * self.block_size else 0
 
     def check_parts(self, job: WorkloadRequest) -> None:
-        """Raise `ConfigError` if a block spans two named parts of the job's prompt."""
         if job.parts is not None and self.enable_prefix_caching:
             job.parts.check(self.block_size)
 
     def prefix_of(self, job: WorkloadRequest) -> NamedPrefix | None:
-        """Return the prefix keys of a job's KV, or None if it shares none.
-
-        Raises:
-            ConfigError: If a block spans two parts.
-        """
         if job.parts is None or not self.enable_prefix_caching:
             return None
         return job.parts.prefix(self.block_size)
 
     def takes(self, job: WorkloadRequest) -> bool:
-        """Return whether the job's output fits."""
         return self.max_output(job) >= job.output_tokens
 
     def max_tokens_of(self, job: WorkloadRequest) -> int:
-        """Return the `max_tokens` that the job requests."""
         match self.max_tokens:
             case "room":
                 return self.max_output(job)

@@ -175,7 +175,7 @@ def test_an_abort_frees_the_state_of_the_aborted_request_only(case: str, probes:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_choices_of_one_prompt_have_their_own_states(depth: int, probes: list[Probe]) -> None:
+def test_choices_of_one_prompt_have_separate_states(depth: int, probes: list[Probe]) -> None:
     params = SamplingParams(temperature=1.0, frequency_penalty=1.0, repetition_penalty=1.2, max_tokens=12)
     requests = [Request(number, 0.0, [5, 6, 7], 12, sampling=Sampling(params, number, ())) for number in range(3)]
     drive(*engine(tiny_model("llama"), SwapAll(), device_blocks=8, host_blocks=20, depth=depth), requests)
@@ -221,7 +221,7 @@ def test_states_are_recreated_after_a_restart(after: int, tp: int, pp: int, prob
             check(probe, unfinished)
 
 
-def test_a_finished_request_is_reported_once(probes: list[Probe]) -> None:
+def test_finished_requests_are_reported_once(probes: list[Probe]) -> None:
     """This includes requests aborted before their first plan, which never had a state."""
     reported: list[int] = []
 

@@ -25,7 +25,7 @@ CONFIG = ModelConfig.from_dict(
 )
 
 
-def test_fields():
+def test_fields_of_packed_batches():
     batch = PackedBatch.build([Segment([7, 8, 9], 3, [5, 2]), Segment([1], 0, [9, 4, 3], False)], 4)
     assert batch.token_ids.tolist() == [7, 8, 9, 1]
     assert batch.positions.tolist() == [3, 4, 5, 0]

@@ -92,7 +92,7 @@ def test_half_types_stay_close(saved, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda(saved):
+def test_families_compute_the_same_logits_on_cuda(saved):
     reference, folder = saved
     model = load_model(folder, dtype="float32", device="cuda")
     tokens = sequences(3)

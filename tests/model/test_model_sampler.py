@@ -278,7 +278,7 @@ TIED = [(5003, 0.3), (640, 0.01), (64, 0.1), (7, 0.1)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("vocab", "scale"), TIED, ids=str)
-def test_alternatives_do_not_depend_on_neighbors(vocab, scale, device):
+def test_alternatives_do_not_depend_on_other_rows(vocab, scale, device):
     counts = [1, 0, 3, 20, 5, 7, 2, 20, 9]
     logits = torch.randn(len(counts), vocab, generator=torch.Generator().manual_seed(8)) * scale
     logits = (3 + logits).bfloat16().float()  # few distinct values
@@ -347,7 +347,7 @@ def test_thresholds_equal_those_of_the_sorted_row(kind):
         assert torch.cat(found).tolist() == pytest.approx(expected, abs=0)
 
 
-def test_thresholds_do_not_depend_on_neighbors():
+def test_thresholds_do_not_depend_on_other_rows():
     scaled = torch.randn(4, 80_000, generator=torch.Generator().manual_seed(0)) * 3
     scaled -= scaled.amax(-1, keepdim=True)
     totals = torch.cat([row.double().exp_().sum(-1, keepdim=True) for row in scaled.split(1)])

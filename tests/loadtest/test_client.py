@@ -80,7 +80,7 @@ def test_a_response_has_the_times_of_its_tokens() -> None:
     text=st.text(min_size=1, max_size=20),
     cuts=st.lists(st.integers(0, 400), max_size=8),
     newline=st.sampled_from([b"\n", b"\r\n"]),
-    unended=st.booleans(),
+    unterminated=st.booleans(),
 )
 def test_streams_may_be_split_at_any_byte(text: str, cuts: list[int], newline: bytes, unterminated: bool) -> None:
     choice = {"index": 0, "text": f'"error" [DONE] "completion_tokens" {text}', "finish_reason": None}

@@ -158,7 +158,7 @@ def complete(rule: LeastWork, req: Request, *output: int) -> None:
     rule.ended(req, FinishReason.LENGTH)
 
 
-def test_the_next_turn_goes_to_the_replica_of_the_last_and_misses_are_balanced() -> None:
+def test_prefix_hits_go_to_their_replica_and_misses_are_balanced() -> None:
     """Prefixes match by prompt, output and salt; a hit reduces the work to the rest."""
     rule = aware(3)
     turns = [prefixed_request(number, text(number, 400)) for number in range(3)]

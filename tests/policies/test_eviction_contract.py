@@ -85,7 +85,7 @@ def test_a_request_is_moved_ahead_once_and_from_the_tier_that_holds_it(
 
 
 @every_policy
-def test_with_all_kv_in_the_cpu_tier_a_request_is_swapped_in_asynchronously_or_on_scheduling(
+def test_a_swap_in_is_possible_when_all_kv_is_in_the_cpu_tier(
     build: Callable[[], EvictionPolicy],
 ) -> None:
     kv = KVLedger(12, 40, 4)

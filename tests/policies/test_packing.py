@@ -103,7 +103,7 @@ def test_swap_ins_count_as_step_time() -> None:
     assert far not in case.pack()
 
 
-def test_the_batch_cap_grows_without_real_time_requests_and_resets_when_time_is_short() -> None:
+def test_the_batch_cap_grows_and_resets_when_time_is_short() -> None:
     case = Case(max_seqs=10, base=2)
     for _ in range(12):
         case.best_effort()

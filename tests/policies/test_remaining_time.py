@@ -39,7 +39,7 @@ def test_an_exceeded_forecast_is_doubled(tokens: float, generated: int) -> None:
     assert RemainingTime(ExecutionTime(COST), forecast_tokens).seconds(request, known) == pytest.approx(expected)
 
 
-def test_a_missing_forecast_is_a_constant_and_forecasts_are_capped_at_max_tokens() -> None:
+def test_forecasts_default_to_a_constant_and_are_capped_at_max_tokens() -> None:
     assert forecast_tokens(make(0, max_tokens=100)) == NO_FORECAST_TOKENS
     assert forecast_tokens(make(0, max_tokens=5)) == 5
     assert forecast_tokens(make(0, max_tokens=5, forecast=Forecast(80, "test"))) == 5

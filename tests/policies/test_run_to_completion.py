@@ -122,7 +122,7 @@ def test_a_prompt_above_the_budget_is_the_only_prompt_of_its_step() -> None:
     assert [ran(one) for _ in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2]]
 
 
-def test_filling_the_last_slot_closes_the_batch_even_if_a_member_finishes_at_once() -> None:
+def test_filling_the_last_slot_closes_the_batch() -> None:
     one = stepper(static(2))
     one.add(make(0, 4, 1), make(1, 4, 3), make(2, 4, 1), make(3, 4, 2), make(4, 4, 1))
     assert [ran(one) for _ in range(6)] == [[0, 1], [1], [1], [2, 3], [3], [4]]

@@ -75,7 +75,7 @@ def texts_of(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_the_latency_plot_has_a_line_per_recipe_the_bound_and_the_maximum_rates() -> None:
+def test_the_latency_plot_has_lines_the_bound_and_the_maximum_rates() -> None:
     figure = draw(make_records(), "latency", View(bound=BOUND), no_warnings)
     (axes,) = figure.axes
     assert axes.get_xlabel() == "arrival rate (req/s)"

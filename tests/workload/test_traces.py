@@ -139,7 +139,7 @@ def test_error_positions_are_right_after_quoted_cells(
 # -- texts and further columns ----------------------------------------------------------------------------------------
 
 
-def test_a_jsonl_file_has_texts_and_missing_token_counts_are_counts_of_words(tmp_path: Path) -> None:
+def test_jsonl_files_have_texts_and_default_to_word_counts(tmp_path: Path) -> None:
     text = (
         '{"prompt": "Count to 5!", "output": "1, 2, 3, 4, 5.", "arrival_s": 0}\n\n'
         '{"prompt": "And on", "prompt_tokens": 9, "context_tokens": 30, "output_tokens": 7, "output": "6", '

@@ -75,7 +75,7 @@ def test_prefix_caching_is_deterministic_and_has_hits(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "econoserve", "fastserve"])
-def test_prefill_replicas_use_prefixes_and_decode_replicas_receive_whole_prompts(recipe: str) -> None:
+def test_only_prefill_replicas_use_prefixes(recipe: str) -> None:
     split = replace(SYSTEM, recipe=recipe, replicas=2, prefill_replicas=1, host_blocks=300)
     cell = Cell(split, SHARED, Extent(8.0, 8.0, 0))
     record = run(cell)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -32,7 +32,7 @@ class Clock:
 
 
 @dataclass
-class Place:
+class StoreLocation:
     """Location in which stores are opened.
 
     Attributes:
@@ -123,6 +123,3 @@ def new_batch(store: Store, *, owner: str = OWNER, window_s: int = 3600, **field
         expires_at=now + window_s,
         **fields,
     )
-
-
-OpenPlace = Callable[..., Place]

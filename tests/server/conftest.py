@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_model
-from batch_worlds import Place
+from batch_worlds import StoreLocation
 from server_worlds import BLOCKS, Api, MakeApi, ServerProcess, StartServer, simulated_server
 
 from skipjoin.config import ServerConfig
@@ -88,14 +88,14 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture
-def postgres_place(postgres: Postgres, tmp_path: Path) -> Place:
+def postgres_location(postgres: Postgres, tmp_path: Path) -> StoreLocation:
     """Store location on a new PostgreSQL database."""
-    return Place(tmp_path / "shared", postgres.new_database())
+    return StoreLocation(tmp_path / "shared", postgres.new_database())
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> StoreLocation:
     """Store location on each kind of database."""
     if request.param == "sqlite":
-        return Place(tmp_path / "own", None)
-    return request.getfixturevalue("postgres_place")
+        return StoreLocation(tmp_path / "own", None)
+    return request.getfixturevalue("postgres_location")

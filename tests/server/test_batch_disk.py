@@ -12,8 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from batch_worlds import OWNER, add_batch
-from batch_worlds import Place as StorePlace
+from batch_worlds import OWNER, StoreLocation, add_batch
 from server_worlds import Api, MakeApi, ServerProcess, StartServer
 
 from skipjoin.server.batches import service
@@ -163,8 +162,8 @@ async def test_startup_error_names_corrupt_database(
 
 
 async def test_error_names_database_corrupted_in_use(tmp_path: Path) -> None:
-    place = StorePlace(tmp_path, None)
-    async with place.opened() as (store,):
+    location = StoreLocation(tmp_path, None)
+    async with location.opened() as (store,):
         await add_batch(store)
     with sqlite3.connect(tmp_path / DATABASE_FILE) as connection:
         (size,) = connection.execute("PRAGMA page_size").fetchone()
@@ -173,7 +172,7 @@ async def test_error_names_database_corrupted_in_use(tmp_path: Path) -> None:
     with (tmp_path / DATABASE_FILE).open("r+b") as file:
         file.seek((page - 1) * size)
         file.write(b"\xff" * size)
-    async with place.opened() as (store,):
+    async with location.opened() as (store,):
         (line,) = await store.take_lines(1)
         with pytest.raises(
             StoreDamaged, match=r"is damaged \(database disk image is malformed\): stop the server, and"

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from batch_worlds import OWNER, Place, add_batch, new_batch, places
+from batch_worlds import OWNER, StoreLocation, add_batch, new_batch, places
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,8 +89,8 @@ class Model:
         held: Server and attempt of each running line.
     """
 
-    def __init__(self, place: Place, seed: int) -> None:
-        self.place = place
+    def __init__(self, location: StoreLocation, seed: int) -> None:
+        self.location = location
         self.random = random.Random(seed)
         self.stores: list[Store] = []
         self.owner: dict[str, str] = {}
@@ -109,7 +109,7 @@ class Model:
             call = self.random.choice(calls if self.random.random() < 0.8 else rare)
             await call(self.random.choice(self.stores))
             await self.check()
-        self.place.clock.seconds = 5e9
+        self.location.clock.seconds = 5e9
         await self.settle(self.stores[0])
         assert self.final == set(self.owner)
 
@@ -158,7 +158,7 @@ class Model:
 
     async def pass_time(self, store: Store) -> None:
         # Store time advances even when the clock is set back.
-        self.place.clock.seconds += self.random.choice([50, 50, -120])
+        self.location.clock.seconds += self.random.choice([50, 50, -120])
 
     async def settle(self, store: Store) -> None:
         for row in await store.due():
@@ -173,7 +173,7 @@ class Model:
             self.held = {key: held for key, held in self.held.items() if key[0] != row.id}
 
     async def kill(self, store: Store) -> None:
-        await self.leave(store, self.place.kill(store))
+        await self.leave(store, self.location.kill(store))
 
     async def restart(self, store: Store) -> None:
         await self.leave(store, store.close())
@@ -181,7 +181,7 @@ class Model:
     async def leave(self, store: Store, leaving: object) -> None:
         await leaving
         self.held = {key: held for key, held in self.held.items() if held[0] != store.server}
-        self.stores[self.stores.index(store)] = await self.place.open()
+        self.stores[self.stores.index(store)] = await self.location.open()
 
     async def check(self) -> None:
         held = set().union(*[await store.renew() for store in self.stores])
@@ -200,9 +200,9 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (2, 3))])
-async def test_every_line_finishes_exactly_once(place: Place, seed: int) -> None:
-    model = Model(place, seed)
-    async with place.opened(servers=2) as stores:
+async def test_every_line_finishes_exactly_once(location: StoreLocation, seed: int) -> None:
+    model = Model(location, seed)
+    async with location.opened(servers=2) as stores:
         model.stores = stores
         await model.run(60)
 
@@ -232,8 +232,8 @@ def test_lines_are_dealt_fairly_to_owners_earliest_expiry_first(
         running[best[2]] += 1
 
 
-async def test_two_servers_never_claim_the_same_line(postgres_place: Place) -> None:
-    async with postgres_place.opened(servers=2) as (first, second):
+async def test_two_servers_never_claim_the_same_line(postgres_location: StoreLocation) -> None:
+    async with postgres_location.opened(servers=2) as (first, second):
         await add_batch(first, lines=400)
         taken: list[Line] = []
         while batch := [
@@ -243,8 +243,8 @@ async def test_two_servers_never_claim_the_same_line(postgres_place: Place) -> N
         assert sorted(line.number for line in taken) == list(range(1, 401))
 
 
-async def test_server_with_expired_lease_cannot_write_results(postgres_place: Place) -> None:
-    async with postgres_place.opened(servers=2) as (frozen, other):
+async def test_server_with_expired_lease_cannot_write_results(postgres_location: StoreLocation) -> None:
+    async with postgres_location.opened(servers=2) as (frozen, other):
         row = await add_batch(frozen, lines=2)
         stale = await frozen.take_lines(2)
         unvalidated = await frozen.add_batch(new_batch(frozen))
@@ -263,8 +263,8 @@ async def test_server_with_expired_lease_cannot_write_results(postgres_place: Pl
         assert (await settle(other, row.id))[1] == ["id-1", "id-2"]
 
 
-async def test_cancel_during_validation_and_while_running(place: Place) -> None:
-    async with place.opened() as (store,):
+async def test_cancel_during_validation_and_while_running(location: StoreLocation) -> None:
+    async with location.opened() as (store,):
         early = await store.add_batch(new_batch(store))
         await store.take_unvalidated()
         assert await store.add_lines(early.id, places([1, 2]))
@@ -299,8 +299,8 @@ async def test_cancel_during_validation_and_while_running(place: Place) -> None:
         assert await store.renew() == frozenset()
 
 
-async def test_interrupted_validation_and_finalization_resume(place: Place) -> None:
-    async with place.opened(servers=2) as stores:
+async def test_interrupted_validation_and_finalization_resume(location: StoreLocation) -> None:
+    async with location.opened(servers=2) as stores:
         store, other = stores[0], stores[-1]
         row = await store.add_batch(new_batch(store))
         assert await store.take_unvalidated() == row
@@ -319,10 +319,10 @@ async def test_interrupted_validation_and_finalization_resume(place: Place) -> N
         assert (await settle(store, row.id))[:2] == (BatchStatus.COMPLETED, ["id-1"])
 
 
-async def test_error_message_of_expired_lines(place: Place) -> None:
-    async with place.opened() as (store,):
+async def test_error_message_of_expired_lines(location: StoreLocation) -> None:
+    async with location.opened() as (store,):
         row = await add_batch(store, lines=1, window_s=20)
-        place.clock.seconds += 100
+        location.clock.seconds += 100
         assert [due.id for due in await store.due()] == [row.id]
         await store.close_lines(row.id, LineState.EXPIRED)
         (line,) = [json.loads(body) async for body in store.results(row.id, failed=True)]
@@ -337,8 +337,8 @@ async def test_error_message_of_expired_lines(place: Place) -> None:
         }
 
 
-async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
-    async with place.opened() as (store,):
+async def test_files_belong_to_their_owner_and_expire(location: StoreLocation) -> None:
+    async with location.opened() as (store,):
         rows = [file_of(store, filename=f"../{n}", expires_at=store.now() + 3600 + 1000 * n) for n in range(5)]
         for row in rows:
             await store.add_file(row, max_bytes=50)
@@ -353,13 +353,13 @@ async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
         assert await store.files(OWNER, after=rows[3].id, limit=3) == ([rows[2], rows[1], rows[0]], False)
         assert await store.files(OWNER, after=rows[0].id, order="asc", limit=1) == ([rows[1]], True)
         assert await store.files(OWNER, purpose="batch_output") == ([], False)
-        place.clock.seconds += 4000
+        location.clock.seconds += 4000
         assert (await store.files(OWNER))[0] == rows[:0:-1]
         assert await store.removable() == [rows[0].id]
         # A batch can still read a deleted input file.
         batch = await store.add_batch(replace(new_batch(store), input_file_id=rows[1].id))
         deleted = await store.delete_file(OWNER, rows[1].id)
-        assert deleted.deleted_at >= place.clock.seconds
+        assert deleted.deleted_at >= location.clock.seconds
         assert replace(deleted, deleted_at=None) == rows[1]
         assert await store.removable() == [rows[0].id]
         await store.take_unvalidated()
@@ -371,8 +371,8 @@ async def test_files_belong_to_their_owner_and_expire(place: Place) -> None:
         assert await store.known_files() == {row.id for row in rows[2:]}
 
 
-async def test_active_batches_and_idempotency_keys_are_per_owner(place: Place) -> None:
-    async with place.opened() as (store,):
+async def test_active_batches_and_idempotency_keys_are_per_owner(location: StoreLocation) -> None:
+    async with location.opened() as (store,):
         row = await store.add_batch(new_batch(store, metadata={"k": "v\x00"}), "key", max_active=1)
         assert await store.add_batch(new_batch(store), "key", max_active=1) == row
         with pytest.raises(QuotaExceeded, match="1 batches that have not ended, and may have 1"):
@@ -386,8 +386,8 @@ async def test_active_batches_and_idempotency_keys_are_per_owner(place: Place) -
         assert await store.active_of(OWNER) == 2
 
 
-async def test_batch_runs_only_on_its_model(place: Place) -> None:
-    async with place.opened() as (store,):
+async def test_batch_runs_only_on_its_model(location: StoreLocation) -> None:
+    async with location.opened() as (store,):
         await add_batch(store, lines=2, model="tiny")
         assert await store.take_lines(5, "large") == []
         assert len(await store.take_lines(1, "tiny")) == 1
@@ -411,18 +411,18 @@ async def test_steady_clock_never_goes_back() -> None:
     assert clock.now() == 7001.0
 
 
-async def test_store_reopened_after_clock_was_set_back(place: Place) -> None:
-    async with place.opened() as (store,):
+async def test_store_reopened_after_clock_was_set_back(location: StoreLocation) -> None:
+    async with location.opened() as (store,):
         row = await add_batch(store, window_s=20)
-    place.clock.seconds -= 1e8
-    async with place.opened() as (store,):
+    location.clock.seconds -= 1e8
+    async with location.opened() as (store,):
         assert row.created_at <= store.now() < row.created_at + 1000
-        place.clock.seconds += 1e8 + 100
+        location.clock.seconds += 1e8 + 100
         assert [due.id for due in await store.due()] == [row.id]
 
 
-async def test_lease_from_before_database_clock_was_set_back_is_void(postgres_place: Place) -> None:
-    async with postgres_place.opened(servers=2) as (dead, other):
+async def test_lease_from_before_database_clock_was_set_back_is_void(postgres_location: StoreLocation) -> None:
+    async with postgres_location.opened(servers=2) as (dead, other):
         await add_batch(dead, lines=1)
         await dead.take_lines(1)
         async with other._db.writing() as connection:
@@ -432,9 +432,11 @@ async def test_lease_from_before_database_clock_was_set_back_is_void(postgres_pl
         assert len(await other.take_lines(1)) == 1
 
 
-async def test_older_database_is_migrated(place: Place) -> None:
-    place.folder.mkdir()
-    database = Database.on_postgres(place.url) if place.url else Database.on_sqlite(place.folder / DATABASE_FILE)
+async def test_older_database_is_migrated(location: StoreLocation) -> None:
+    location.folder.mkdir()
+    database = (
+        Database.on_postgres(location.url) if location.url else Database.on_sqlite(location.folder / DATABASE_FILE)
+    )
 
     def old(connection: sa.Connection) -> None:
         config = alembic_config()
@@ -458,18 +460,18 @@ async def test_older_database_is_migrated(place: Place) -> None:
             )
         )
     await database.close()
-    async with place.opened() as (store,):
+    async with location.opened() as (store,):
         (line,) = await store.take_lines(5)
         assert line.attempt == 2
         await store.finish([result(line)])
         assert (await store.batch(OWNER, "batch_1")).completion_tokens == 2
         assert (await store.usage_of(OWNER)).bytes == result(line).bytes
-    async with place.opened() as (store,):  # no migration left to run
+    async with location.opened() as (store,):  # no migration left to run
         assert (await settle(store, "batch_1"))[1] == ["id-1"]
 
 
-async def test_migrations_match_table_definitions(place: Place) -> None:
-    async with place.opened() as (store,), store._db.reading() as connection:
+async def test_migrations_match_table_definitions(location: StoreLocation) -> None:
+    async with location.opened() as (store,), store._db.reading() as connection:
         differences = await connection.run_sync(compare)
     assert differences == []
 
@@ -478,22 +480,22 @@ def compare(connection: sa.Connection) -> list[object]:
     return compare_metadata(MigrationContext.configure(connection), batches.metadata)
 
 
-async def test_newer_database_is_rejected(place: Place) -> None:
-    async with place.opened() as (store,), store._db.writing() as connection:
+async def test_newer_database_is_rejected(location: StoreLocation) -> None:
+    async with location.opened() as (store,), store._db.writing() as connection:
         await connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(StoreError, match="newer version"):
-        await place.open()
+        await location.open()
 
 
-async def test_folder_is_locked_by_one_server(tmp_path: Path, postgres_place: Place) -> None:
-    alone = Place(tmp_path, None)
+async def test_folder_is_locked_by_one_server(tmp_path: Path, postgres_location: StoreLocation) -> None:
+    alone = StoreLocation(tmp_path, None)
     async with alone.opened():
         with pytest.raises(FolderLocked, match=str(tmp_path)):
             await alone.open()
         with pytest.raises(FolderLocked):
-            await Place(tmp_path, postgres_place.url).open()
-    async with alone.opened(), postgres_place.opened():
-        elsewhere = Place(tmp_path / "elsewhere", postgres_place.url)
+            await StoreLocation(tmp_path, postgres_location.url).open()
+    async with alone.opened(), postgres_location.opened():
+        elsewhere = StoreLocation(tmp_path / "elsewhere", postgres_location.url)
         with pytest.raises(StoreError, match="share one folder"):
             await elsewhere.open()
 
@@ -512,8 +514,8 @@ async def test_invalid_database_url_is_rejected(tmp_path: Path, url: str, text: 
 
 
 async def test_failed_commit_on_full_disk_changes_nothing(tmp_path: Path) -> None:
-    place = Place(tmp_path, None)
-    async with place.opened() as (store,):
+    location = StoreLocation(tmp_path, None)
+    async with location.opened() as (store,):
         row = await add_batch(store, lines=2)
         first, second = await store.take_lines(2)
         await store.finish([result(first)])
@@ -532,7 +534,7 @@ async def test_failed_commit_on_full_disk_changes_nothing(tmp_path: Path) -> Non
 
 
 async def test_missing_database_file_is_reported(tmp_path: Path) -> None:
-    async with Place(tmp_path, None).opened() as (store,):
+    async with StoreLocation(tmp_path, None).opened() as (store,):
         row = await add_batch(store)
         (tmp_path / DATABASE_FILE).rename(tmp_path / "elsewhere")
         with pytest.raises(StoreUnavailable, match="not in its folder"):
@@ -542,9 +544,9 @@ async def test_missing_database_file_is_reported(tmp_path: Path) -> None:
 
 
 async def test_store_recovers_after_database_restart(
-    postgres: Postgres, postgres_place: Place, caplog: pytest.LogCaptureFixture
+    postgres: Postgres, postgres_location: StoreLocation, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with postgres_place.opened() as (store,):
+    async with postgres_location.opened() as (store,):
         row = await add_batch(store)
         taken = await store.take_lines(2)
         await asyncio.to_thread(postgres.stop)
@@ -562,8 +564,10 @@ async def test_store_recovers_after_database_restart(
 
 
 @pytest.mark.parametrize(("state", "kind"), [("53100", NoSpace), ("57P03", StoreUnavailable), ("40P01", Conflict)])
-async def test_postgresql_errors_map_to_store_errors(postgres_place: Place, state: str, kind: type[StoreError]) -> None:
-    async with postgres_place.opened() as (store,):
+async def test_postgresql_errors_map_to_store_errors(
+    postgres_location: StoreLocation, state: str, kind: type[StoreError]
+) -> None:
+    async with postgres_location.opened() as (store,):
 
         async def fail() -> None:
             async with store._db.writing() as connection:
@@ -602,8 +606,8 @@ asyncio.run(main())
 
 
 async def test_committed_results_survive_sigkill(tmp_path: Path) -> None:
-    place = Place(tmp_path, None)
-    async with place.opened() as (store,):
+    location = StoreLocation(tmp_path, None)
+    async with location.opened() as (store,):
         row = await add_batch(store, lines=3000)
     printed: list[int] = []
     for kill in range(3):
@@ -617,7 +621,7 @@ async def test_committed_results_survive_sigkill(tmp_path: Path) -> None:
         printed += map(int, (await process.stdout.read()).split())
         await process.wait()
     assert len(printed) == len(set(printed)) > 50
-    async with place.opened() as (store,):
+    async with location.opened() as (store,):
         found = await store.batch(OWNER, row.id)
         # The last group of each process may be committed but not printed.
         assert 0 <= found.completed - len(printed) <= 3 * 2
@@ -626,9 +630,9 @@ async def test_committed_results_survive_sigkill(tmp_path: Path) -> None:
         assert not remaining & set(printed)
 
 
-async def test_cancel_during_finalization(place: Place) -> None:
+async def test_cancel_during_finalization(location: StoreLocation) -> None:
     """A cancel is too late once finalization has begun; before that the batch becomes cancelled."""
-    async with place.opened() as (store, *_):
+    async with location.opened() as (store, *_):
         late, early = [await add_batch(store, lines=2) for _ in range(2)]
         await store.finish([result(line) for line in await store.take_lines(4)])
         assert await store.start_finalizing(late.id) is BatchStatus.COMPLETED

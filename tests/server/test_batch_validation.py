@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from batch_worlds import LoopWatch, Place, new_batch
+from batch_worlds import LoopWatch, StoreLocation, new_batch
 
 from skipjoin.server.batches.line_check import Rules, reports
 from skipjoin.server.batches.records import BlobMissing, LineError, LinePlace
@@ -113,11 +113,11 @@ async def test_at_most_100_errors_are_reported(tmp_path: Path) -> None:
     assert [error.line for error in caught.value.errors] == list(range(2, 102))
 
 
-async def test_validating_50001_lines_does_not_block_event_loop(tmp_path: Path, place: Place) -> None:
+async def test_validating_50001_lines_does_not_block_event_loop(tmp_path: Path, location: StoreLocation) -> None:
     """This includes writing the lines to the database and rejecting the batch."""
     file = tmp_path / "input"
     file.write_bytes(b"\n".join(line(custom_id="i" * 500 + str(n)) for n in range(50_001)))
-    async with place.opened() as (store,), LoopWatch() as watch:
+    async with location.opened() as (store,), LoopWatch() as watch:
         batch = await store.add_batch(new_batch(store))
         await store.take_unvalidated()
         try:

@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 from batch_client import answers, ids, line, submit, wait_for
-from batch_worlds import Place
+from batch_worlds import StoreLocation
 from openai.types import Batch
 from server_worlds import BLOCKS, HERE, ServerProcess, simulated_server
 
@@ -142,13 +142,13 @@ def test_second_server_waits_for_batch_folder(start: Start, tokenizer_folder: Pa
 
 @pytest.mark.postgres
 def test_two_servers_share_a_batch_through_one_database(
-    start: Start, postgres: Postgres, postgres_place: Place
+    start: Start, postgres: Postgres, postgres_location: StoreLocation
 ) -> None:
     """The database fails for a while, then one of the servers is killed."""
-    url = postgres_place.url
+    url = postgres_location.url
     assert url is not None
     # Each server finishes eight lines in half a second, so the batch outlasts the database failure.
-    settings = {"step_s": 0.02, "batch_inflight": 8, "batch_dir": postgres_place.folder, "batch_db": url}
+    settings = {"step_s": 0.02, "batch_inflight": 8, "batch_dir": postgres_location.folder, "batch_db": url}
     first, second = servers = [start(**settings) for _ in range(2)]
     batch = begin_batch(first)
     until(lambda: all(server.metric("batch_generation_tokens_total") for server in servers))

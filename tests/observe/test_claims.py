@@ -75,7 +75,7 @@ def test_claims_are_those_of_the_ledger(eviction: type[Recompute]) -> None:
         assert (fold._hosted_blocks, fold._reserved_blocks) == (hosted, reserved)
 
     simulate(Replica(core, SimulatedExecutor(world.cost)), load(7, 60), on_events=look)
-    core.assert_home()
+    core.assert_all_free()
     claims = [event for event in seen if isinstance(event, Claimed)]
     found: dict[str, Any] = usage.kv()
     assert found["hosted_requests"] == len({one.request for one in claims if isinstance(one.lender, Request)}) > 5

@@ -126,7 +126,7 @@ def test_the_last_slot_ends_recruiting_though_somebody_leaves_at_once() -> None:
     one = stepper(static(2))
     one.add(make(0, 4, 1), make(1, 4, 3), make(2, 4, 1), make(3, 4, 2), make(4, 4, 1))
     assert [ran(one) for _ in range(6)] == [[0, 1], [1], [1], [2, 3], [3], [4]]
-    one.core.assert_home()
+    one.core.assert_all_free()
 
 
 def test_a_batch_takes_whom_memory_has_room_for() -> None:
@@ -154,7 +154,7 @@ def test_the_abort_of_the_longest_member_lets_the_next_batch_begin(depth: int) -
     assert [ran(one) for _ in range(3)] == [[0, 1], [0, 1], [0]]
     one.core.abort(0, one.now)
     assert ran(one) == [2]
-    one.core.assert_home()
+    one.core.assert_all_free()
 
 
 def test_the_abort_of_a_member_in_flight_ends_the_batch_before_its_plan_commits() -> None:
@@ -173,7 +173,7 @@ def test_a_stop_that_ends_all_members_at_once_begins_the_next_batch() -> None:
     one = stepper(static(2), depth=2)
     one.add(*(make(number, 4, 9, stop_tokens=frozenset({4})) for number in range(4)))
     assert [ran(one), ran(one)] == [[0, 1], [2, 3]]
-    one.core.assert_home()
+    one.core.assert_all_free()
 
 
 def test_asking_for_a_step_when_nobody_can_run_does_not_end_recruiting() -> None:
@@ -212,7 +212,7 @@ def test_a_member_whose_memory_is_taken_stays_a_member() -> None:
     while second.finish_reason is None:
         assert ran(one) == [1]
     assert ran(one) == [2, 3]
-    one.core.assert_home()
+    one.core.assert_all_free()
 
 
 @pytest.mark.parametrize("waits", [True, False])

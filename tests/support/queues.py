@@ -1,4 +1,4 @@
-"""FastServe's queues without an engine, on whole seconds."""
+"""FastServe's queues without an engine, in whole seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.policies import UnitCost
 
 
 class Queues:
-    """A skip-join ordering and requests that run in it without an engine."""
+    """A skip-join ordering, and requests that run in it without an engine."""
 
     def __init__(self, *, starvation_s: float = 1e6, promotion_share: float = math.inf, **settings: Any) -> None:
         self.mlfq = SkipJoinMlfq(UnitCost(), starvation_s=starvation_s, promotion_share=promotion_share, **settings)
@@ -27,7 +27,7 @@ class Queues:
         return request
 
     def run(self, request: Request, most: int = 1000) -> int:
-        """One iteration of up to `most` tokens; the level afterwards."""
+        """Run one iteration of up to `most` tokens and return its level afterwards."""
         tokens = min(most, request.known - request.computed)
         start, end = request.computed, request.computed + tokens
         request.computed = request.planned = end
@@ -37,7 +37,7 @@ class Queues:
         return self.mlfq.level(request)
 
     def drop(self, request: Request) -> None:
-        """Its KV is gone."""
+        """Drop the request's KV."""
         request.computed = request.planned = 0
         self.mlfq.evicted(request, self.now)
 
@@ -45,6 +45,6 @@ class Queues:
         return list(self.mlfq.ranked(self.now))
 
     def promoted(self, *requests: Request) -> list[Request]:
-        """Those of the requests that are in the first queue now."""
+        """Return those of the requests that are in the first queue now."""
         self.order()
         return [request for request in requests if self.mlfq.level(request) == 0]

@@ -24,5 +24,5 @@ CELL = Cell(SYSTEM, WORKLOAD, Extent(8.0, 20.0, 3))
 
 
 def repeatable(record: Record) -> Record:
-    """The record without the times that this machine took, which no two runs share."""
+    """Return the record without measured times, which differ between runs."""
     return {name: value for name, value in record.items() if name != "decision_ms"}

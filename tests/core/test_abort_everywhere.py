@@ -53,9 +53,7 @@ class Scene:
         claims: Scripted | None = None,
         **world: int,
     ) -> Scene:
-        """Args:
-        claims: Admission policy; None uses the recipe's.
-        """
+        """Add the three requests to a new stepper. `claims` replaces the recipe's admission policy."""
         eviction = OnCall()
         setting = World(recipe, depth, overlap, lambda: eviction, **world)
         policies = setting.policies()

@@ -52,7 +52,7 @@ MODES: dict[str, tuple[str, LinearCost, int, bool]] = {
     "reactive, slow link": ("fastserve-reactive", SLOW, 60, False),
     "proactive": ("fastserve", FAST, 60, True),
     "proactive, slow link": ("fastserve", SLOW, 60, True),
-    "proactive, little host": ("fastserve", FAST, 17, True),
+    "proactive, few CPU blocks": ("fastserve", FAST, 17, True),
     "plain queues": ("mlfq", FAST, 60, True),
 }
 # Returns the next prompt and max_tokens, from the number of requests sent, those in the first queue, and random draws.

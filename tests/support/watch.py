@@ -202,7 +202,7 @@ class WatchedCore(EngineCore):
             assert len(move.source) == len(move.target) > 0
         out = {move.request for move in plan.blocking if move.direction is Direction.OUT}
         idle = out | {move.request for move in plan.overlapped}
-        assert not idle.intersection(ran), "a request runs while its KV leaves, or arrives too late"
+        assert not idle.intersection(ran), "a request runs while its KV is moved"
 
     def _check_slices(self, plan: StepPlan, before: dict[Request, _State]) -> None:
         kv = self.kv

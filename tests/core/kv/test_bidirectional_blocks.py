@@ -18,7 +18,7 @@ from skipjoin.core.step import Direction, Move, Slice, Span, StepPlan, StepResul
 from support.load import make
 
 SIZE = 4
-DEVICE, HOST, MACHINE_SIZE = 14, 12, 6
+DEVICE, CPU, MACHINE_SIZE = 14, 12, 6
 REQUESTS, OWNERS = 5, 3
 
 
@@ -35,7 +35,7 @@ class SharingMachine:
     """
 
     def __init__(self) -> None:
-        self.kv = KVLedger(DEVICE, HOST, MACHINE_SIZE)
+        self.kv = KVLedger(DEVICE, CPU, MACHINE_SIZE)
         self.device = Device(self.kv, is_exact=True, voids=True)
         self.numbers, self.plans = count(), count()
         self.requests = [self.new(number) for number in range(REQUESTS)]
@@ -133,7 +133,7 @@ class SharingMachine:
             request.finish_reason = FinishReason.ABORT
             self.kv.release(request)
         self.kv.check()
-        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, HOST, DEVICE)
+        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
         assert not self.kv.sharing.lent_blocks
 
 

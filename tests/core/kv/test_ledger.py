@@ -47,10 +47,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(target=requests, common=st.sampled_from([0, 2, DEVICE]), tokens=st.integers(0, 4 * BLOCK))
     def new(self, common: int, tokens: int) -> Request:
-        """Args:
-        common: Number of first blocks whose text other requests have too.
-        tokens: Tokens that it has computed from the start, if there is room.
-        """
+        """Add a request whose first `common` blocks others share, with `tokens` tokens computed if there is room."""
         self.count += 1
         names = [place if place < common else 100 * self.count + place for place in range(DEVICE)]
         request = make(self.count, 1000, prefix=NamedPrefix(names, BLOCK, BLOCK))

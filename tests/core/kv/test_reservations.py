@@ -50,7 +50,7 @@ def test_a_reservation_cannot_be_nested_in_itself() -> None:
         tree.promise(first.owner, 1, make(9))
 
 
-def test_evicted_blocks_return_to_ancestors_with_room_only() -> None:
+def test_blocks_evicted_within_a_reservation_do_not_return_to_the_pool() -> None:
     tree, (first, second, third) = nested()
     other = tree.open(make(3))
     assert tree.beneficiaries(third.owner, second.owner) == {third.owner, second.owner, first.owner, None}

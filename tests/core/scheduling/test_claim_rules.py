@@ -27,7 +27,12 @@ DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), 
 
 
 class Scene:
-    """A stepper with blocks of 4 tokens, requests ranked by id, and an admission policy that a test scripts."""
+    """A stepper with blocks of 4 tokens, requests ranked by id, and an admission policy that a test scripts.
+
+    Args:
+        keeps: Number of blocks of the account.
+        eviction: Eviction policy; None drops the KV of victims.
+    """
 
     def __init__(
         self,
@@ -41,10 +46,6 @@ class Scene:
         depth: int = 1,
         overlap: bool = False,
     ) -> None:
-        """Args:
-        keeps: Blocks of the account.
-        eviction: Eviction policy; None drops the KV of victims.
-        """
         self.admission = Scripted(answers, {KEPT: keeps} if keeps else None)
         self.ordering = Ranks({number: number for number in range(300)})
         self.kv = KVLedger(blocks, cpu, 4)
@@ -138,7 +139,7 @@ def test_refusals_let_later_requests_pass_up_to_a_limit(how: Wait, refused: int,
     scene.drain()
 
 
-def test_a_refusal_that_closes_a_step_does_not_close_it_to_requests_that_hold_kv() -> None:
+def test_a_refusal_that_ends_admission_does_not_affect_requests_that_hold_kv() -> None:
     scene = Scene({}, blocks=100)
     scene.add(make(1, 4, 8), make(2, 4, 8))
     assert scene.ran() == [1, 2]
@@ -205,14 +206,14 @@ def evict(scene: Scene, parent: Request) -> None:
 
 
 @pytest.mark.parametrize("account", [False, True])
-@pytest.mark.parametrize("ways", [(end, Recompute), (abort, Recompute), (evict, Recompute), (evict, SwapAll)])
+@pytest.mark.parametrize("how", [(end, Recompute), (abort, Recompute), (evict, Recompute), (evict, SwapAll)])
 def test_a_nested_request_goes_on_in_the_grandparent_when_its_parent_is_released(
-    ways: tuple[Callable[[Scene, Request], None], Callable[[], EvictionPolicy]], account: bool
+    how: tuple[Callable[[Scene, Request], None], Callable[[], EvictionPolicy]], account: bool
 ) -> None:
-    leave, eviction = ways
+    end_parent, eviction = how
     scene, parent, nested = nesting(account=account, cpu=20, eviction=eviction())
     table = scene.kv.blocks_of(nested).table
-    leave(scene, parent)
+    end_parent(scene, parent)
     assert scene.kv.reservations.parent_of(nested) == (KEPT if account else None)
     assert scene.kv.blocks_of(nested).table[:2] == table
     assert nested_in(scene.kv, parent) == []

@@ -93,7 +93,7 @@ def test_further_evictions_extend_the_move_of_the_same_step_or_begin_another() -
 
 
 @pytest.mark.parametrize("fails", [OUT, IN])
-def test_a_failed_move_loses_its_own_kv_only(fails: Direction) -> None:
+def test_a_failed_move_loses_the_kv_from_its_first_token_on(fails: Direction) -> None:
     scene = Scene({0: 5, 1: 1}, SpillAll())
     victim = scene.add(0, 27, 10)
     scene.ran()

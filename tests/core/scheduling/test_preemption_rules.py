@@ -116,7 +116,7 @@ def test_growth_evicts_the_lowest_ranked_request_even_before_its_first_token() -
 
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("eviction", [Recompute, SwapAll, SpillAll, DropTails])
-def test_two_that_outrank_each_other_in_turn_both_finish(
+def test_two_requests_that_outrank_each_other_in_turn_both_finish(
     eviction: Callable[[], EvictionPolicy], depth: int, overlap: bool
 ) -> None:
     """The deadlock of FastServe's section 4.2, in which an evicted request is promoted and evicts the other in turn.
@@ -141,9 +141,8 @@ def test_two_that_outrank_each_other_in_turn_both_finish(
     assert min(request.evictions for request in requests) > 2
     for request in requests:
         assert len(request.output) == 9
-        assert request.evictions <= (
-            18 if eviction is DropTails else 9
-        )  # the remaining parts may leave room for neither
+        # The remaining parts of both may leave room for neither.
+        assert request.evictions <= (18 if eviction is DropTails else 9)
 
 
 def test_with_deferred_eviction_newcomers_wait_and_growth_evicts() -> None:

@@ -1,7 +1,7 @@
-"""Abort in each state a request can be in: its blocks come home, and nobody else notices. The same for a request that
-the executor gives up.
+"""Abort a request, or fail it in the executor, in each state that it can be in.
 
-A state with KV in transit is tried with a move that lands and one that fails, at once and plans later."""
+States with KV in transit are tried with moves that land and that fail, immediately and some plans later.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skipjoin.core.step import Direction, Move
 from skipjoin.exec.simulated import never
 from support.load import make
 from support.policies import Answer, OnCall, Scripted
-from support.watch import DROPPED, Stepper, World, nested_in
+from support.watch import SLICE_ERROR, Stepper, World, nested_in
 
 VICTIM = 1
 
@@ -30,13 +30,13 @@ def always(move: Move) -> bool:
 
 
 def token_of(request: Request, position: int) -> int:
-    """A stream that tells requests and positions apart."""
+    """Return a token that differs by request and position."""
     return request.id * 1000 + position
 
 
 @dataclass
 class Scene:
-    """A stepper with a pressure on call; request 1 is the one to be aborted, 0 and 2 are the others."""
+    """A stepper with an eviction policy on demand. Request 1 is the one to abort; 0 and 2 are others."""
 
     stepper: Stepper
     eviction: OnCall
@@ -53,7 +53,7 @@ class Scene:
         claims: Scripted | None = None,
         **world: int,
     ) -> Scene:
-        """claims: admission; None: as the recipe does."""
+        """Add the three requests to a new stepper. `claims` replaces the recipe's admission policy."""
         eviction = OnCall()
         setting = World(recipe, depth, overlap, lambda: eviction, **world)
         policies = setting.policies()
@@ -64,11 +64,11 @@ class Scene:
         return cls(stepper, eviction, victim)
 
     def outrank(self, prompt: int) -> None:
-        """A request that comes before everybody else."""
+        """Add a request that ranks before all others."""
         self.stepper.add(make(9, prompt, 3, priority=-1))
 
-    def hold_back(self, prompt: int = 8) -> None:
-        """Requests that take all slots, so that who decodes now becomes idle."""
+    def fill_slots(self, prompt: int = 8) -> None:
+        """Add requests that take all slots, so that decoding requests pause."""
         self.stepper.add(*(make(number, prompt, 12, priority=-1) for number in range(10, 16)))
 
 
@@ -77,7 +77,7 @@ def waiting() -> Scene:
 
 
 def running_chunks() -> Scene:
-    """Half of the prompt computed, no plan in flight."""
+    """Compute half of the prompt, with no plan in flight."""
     scene = Scene.begin(recipe="sarathi", prompt=40, max_tokens=24)
     scene.stepper.step()
     assert 0 < scene.victim.computed < 40
@@ -128,22 +128,22 @@ def in_two_plans_in_flight() -> Scene:
 def in_the_older_of_two_plans() -> Scene:
     scene = Scene.begin(depth=2, overlap=True, max_seqs=2)
     scene.stepper.start()
-    scene.hold_back()
+    scene.fill_slots()
     scene.stepper.start()
     assert [VICTIM in {piece.request.id for piece in plan.slices} for plan in scene.stepper.core.plans] == [True, False]
     return scene
 
 
 def paused() -> Scene:
-    """RequestBlocks KV on the device, in no plan."""
+    """Keep KV on the device without a slice in any plan."""
     scene = decoding()
-    scene.hold_back()
+    scene.fill_slots()
     scene.stepper.step()
     assert not scene.victim.in_flight
     return scene
 
 
-def moving_out_beside() -> Scene:
+def moving_out_overlapped() -> Scene:
     scene = paused()
     scene.eviction.out = [scene.victim]
     plan = scene.stepper.start()
@@ -152,7 +152,7 @@ def moving_out_beside() -> Scene:
     return scene
 
 
-def moving_out_before() -> Scene:
+def moving_out_blocking() -> Scene:
     scene = Scene.begin(device_blocks=14)
     scene.stepper.step()
     scene.outrank(37)
@@ -162,8 +162,8 @@ def moving_out_before() -> Scene:
     return scene
 
 
-def on_the_host() -> Scene:
-    scene = moving_out_beside()
+def on_the_cpu_tier() -> Scene:
+    scene = moving_out_overlapped()
     scene.stepper.finish()
     held = scene.stepper.core.kv.blocks_of(scene.victim)
     assert held is not None
@@ -181,8 +181,8 @@ def dropped() -> Scene:
     return scene
 
 
-def moving_in_beside() -> Scene:
-    scene = on_the_host()
+def moving_in_overlapped() -> Scene:
+    scene = on_the_cpu_tier()
     scene.eviction.back = [scene.victim]
     plan = scene.stepper.start()
     assert plan is not None
@@ -190,8 +190,8 @@ def moving_in_beside() -> Scene:
     return scene
 
 
-def moving_in_before_and_running() -> Scene:
-    scene = on_the_host()
+def moving_in_blocking_and_running() -> Scene:
+    scene = on_the_cpu_tier()
     while (plan := scene.stepper.start()) is not None and not scene.victim.in_flight:
         scene.stepper.finish()
     assert plan is not None
@@ -200,13 +200,13 @@ def moving_in_before_and_running() -> Scene:
 
 
 def moving_in_with_two_plans_in_flight() -> Scene:
-    """Back from the host in the newer plan, while the older one still runs others."""
+    """Swap the victim in with the newer plan while the older one still runs others."""
     scene = Scene.begin(depth=2, overlap=True)
     stepper = scene.stepper
     for _ in range(2):
         stepper.start()
         stepper.finish()
-    scene.hold_back()
+    scene.fill_slots()
     stepper.start()
     stepper.start()
     stepper.finish()
@@ -219,11 +219,11 @@ def moving_in_with_two_plans_in_flight() -> Scene:
             return scene
         if len(stepper.core.plans) < 2:
             stepper.start()
-    raise AssertionError("the victim never came back")
+    raise AssertionError("the victim was never swapped in")
 
 
-def chosen_to_leave_in_flight() -> Scene:
-    """Passed over in the newer plan, to be moved out when the older one is done."""
+def chosen_for_swap_out_in_flight() -> Scene:
+    """Leave the victim out of the newer plan, to move it out when the older one is done."""
     scene = Scene.begin(depth=2, overlap=True)
     scene.stepper.start()
     scene.eviction.out = [scene.victim]
@@ -233,8 +233,8 @@ def chosen_to_leave_in_flight() -> Scene:
 
 
 def moving_out_plans_later() -> Scene:
-    """Others have run meanwhile; the plan that began the move has finished."""
-    scene = moving_out_beside()
+    """Run others until the plan that began the move has finished."""
+    scene = moving_out_overlapped()
     scene.stepper.late = 4
     scene.stepper.finish()
     scene.stepper.late = 0
@@ -244,7 +244,7 @@ def moving_out_plans_later() -> Scene:
 
 
 def moving_in_plans_later() -> Scene:
-    scene = moving_in_beside()
+    scene = moving_in_overlapped()
     scene.stepper.late = 4
     scene.stepper.finish()
     scene.stepper.late = 0
@@ -254,7 +254,7 @@ def moving_in_plans_later() -> Scene:
 
 
 def kept_after_a_failed_move_out() -> Scene:
-    scene = moving_out_beside()
+    scene = moving_out_overlapped()
     scene.stepper.fails = always
     scene.stepper.finish()
     scene.stepper.fails = never
@@ -265,8 +265,8 @@ def kept_after_a_failed_move_out() -> Scene:
     return scene
 
 
-def lost_on_the_way_back() -> Scene:
-    scene = moving_in_beside()
+def lost_by_a_failed_move_in() -> Scene:
+    scene = moving_in_overlapped()
     scene.stepper.fails = always
     scene.stepper.finish()
     scene.stepper.fails = never
@@ -275,14 +275,16 @@ def lost_on_the_way_back() -> Scene:
     return scene
 
 
-def with_claims(*lenders: int | None) -> Scene:
-    """Each request has claimed 7 blocks of what one with a smaller id claims, or of what is available; the first one
-    has claimed all that three need, and an account keeps some."""
+def with_claims(*parents: int | None) -> Scene:
+    """Give each request a reservation of 7 blocks in that of a request with a smaller id, or in the pool for None.
+
+    Request 0 reserves what all three need, and an account keeps some blocks.
+    """
     answers: dict[int, Answer] = {
-        number: lambda request, target, kv, lender=lender: Allocation(
-            7, 7, tokens=28, parent=next((one for one in kv.holders() if one.id == lender), None)
+        number: lambda request, target, kv, parent=parent: Allocation(
+            7, 7, tokens=28, parent=next((one for one in kv.holders() if one.id == parent), None)
         )
-        for number, lender in enumerate(lenders)
+        for number, parent in enumerate(parents)
     }
     answers[0] = lambda request, target, kv: Allocation(21, 21, tokens=28)
     scene = Scene.begin(claims=Scripted(answers, {Account("kept"): 10}), depth=2, overlap=True)
@@ -291,20 +293,20 @@ def with_claims(*lenders: int | None) -> Scene:
     return scene
 
 
-def lent_by_another() -> Scene:
+def nested_in_another() -> Scene:
     scene = with_claims(None, 0, 0)
     assert scene.stepper.core.kv.reservations.parent_of(scene.victim) is scene.stepper.core.requests[0]
     return scene
 
 
-def lending_what_it_is_lent() -> Scene:
+def nested_and_parent() -> Scene:
     scene = with_claims(None, 0, VICTIM)
     assert nested_in(scene.stepper.core.kv, scene.victim) == [scene.stepper.core.requests[2]]
     return scene
 
 
-def at_the_end_of_its_claim() -> Scene:
-    """On the device, and granted nothing more while others run."""
+def at_the_end_of_its_reservation() -> Scene:
+    """Keep the victim on the device without a further grant while others run."""
 
     def ten_tokens(request: Request, target: int, kv: KVLedger) -> Allocation | Deferral:
         return Allocation(3, 3, tokens=10) if target <= 10 else Deferral.REQUEST
@@ -318,7 +320,7 @@ def at_the_end_of_its_claim() -> Scene:
 
 
 def satisfied() -> Scene:
-    """Its last token is being sampled."""
+    """Have the last token in flight."""
     scene = Scene.begin()
     for _ in range(19):
         scene.stepper.step()
@@ -337,51 +339,51 @@ STATES = [
     in_two_plans_in_flight,
     in_the_older_of_two_plans,
     paused,
-    moving_out_beside,
-    moving_out_before,
-    on_the_host,
+    moving_out_overlapped,
+    moving_out_blocking,
+    on_the_cpu_tier,
     dropped,
-    moving_in_beside,
-    moving_in_before_and_running,
+    moving_in_overlapped,
+    moving_in_blocking_and_running,
     moving_in_with_two_plans_in_flight,
-    chosen_to_leave_in_flight,
+    chosen_for_swap_out_in_flight,
     moving_out_plans_later,
     moving_in_plans_later,
     kept_after_a_failed_move_out,
-    lost_on_the_way_back,
-    lent_by_another,
-    lending_what_it_is_lent,
-    at_the_end_of_its_claim,
+    lost_by_a_failed_move_in,
+    nested_in_another,
+    nested_and_parent,
+    at_the_end_of_its_reservation,
     satisfied,
 ]
 every_state = pytest.mark.parametrize("reach", STATES)
-# How moves end from then on.
+# Whether later moves fail.
 fails_or_not = pytest.mark.parametrize("fails", [never, always])
 
 
 @every_state
 @fails_or_not
 @pytest.mark.parametrize("late", [0, 3])
-def test_blocks_come_home_and_nobody_else_notices(
+def test_blocks_are_freed_after_abort_and_others_are_unaffected(
     reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int
 ) -> None:
     undisturbed = reach()
     undisturbed.stepper.drain()
     scene = reach()
     scene.stepper.fails, scene.stepper.late = fails, late
-    told = list(scene.stepper.tokens.get(VICTIM, []))
+    before = list(scene.stepper.tokens.get(VICTIM, []))
     assert scene.stepper.core.abort(VICTIM, scene.stepper.now)
     scene.stepper.drain()
     others = {number: tokens for number, tokens in undisturbed.stepper.tokens.items() if number != VICTIM}
     assert {number: tokens for number, tokens in scene.stepper.tokens.items() if number != VICTIM} == others
-    assert scene.stepper.tokens.get(VICTIM, []) == told, "tokens after the end"
+    assert scene.stepper.tokens.get(VICTIM, []) == before, "a token after the request finished"
     ends = [e.reason for e in scene.stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
     assert ends == [FinishReason.ABORT]
 
 
 @every_state
 @fails_or_not
-def test_blocks_come_home_as_soon_as_no_plan_holds_them(
+def test_blocks_are_freed_once_no_plan_in_flight_holds_them(
     reach: Callable[[], Scene], fails: Callable[[Move], bool]
 ) -> None:
     scene = reach()
@@ -393,7 +395,7 @@ def test_blocks_come_home_as_soon_as_no_plan_holds_them(
         for plan in core.plans
     ]
     core.abort(VICTIM, scene.stepper.now)
-    if core.kv.is_moving and not any(holds):  # the move began with a plan that is done
+    if core.kv.is_moving and not any(holds):  # the plan that began the move is done
         assert core.kv.blocks_of(scene.victim) is not None
         scene.stepper.drain()
         return
@@ -407,7 +409,9 @@ def test_blocks_come_home_as_soon_as_no_plan_holds_them(
 @every_state
 @fails_or_not
 @pytest.mark.parametrize("late", [0, 3])
-def test_everybody_may_go_at_once(reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int) -> None:
+def test_all_requests_can_be_aborted_at_once(
+    reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int
+) -> None:
     scene = reach()
     scene.stepper.fails, scene.stepper.late = fails, late
     for number in list(scene.stepper.core.requests):
@@ -415,40 +419,40 @@ def test_everybody_may_go_at_once(reach: Callable[[], Scene], fails: Callable[[M
     while scene.stepper.core.plans:
         assert scene.stepper.start() is None
         scene.stepper.finish()
-    # What is still on the link is given plans without slices to land.
+    # Moves in transit land with plans without slices.
     while scene.stepper.core.kv.is_moving:
         assert not scene.stepper.step().slices
-    scene.stepper.core.assert_home()
+    scene.stepper.core.assert_all_free()
 
 
 @every_state
 @fails_or_not
 @pytest.mark.parametrize("late", [0, 3])
-def test_who_is_given_up_ends_with_an_error_and_nobody_else_notices(
+def test_a_request_that_the_executor_fails_ends_with_an_error_and_others_are_unaffected(
     reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int
 ) -> None:
-    """From the first plan on that has it and has not finished; later plans in flight may have it too."""
+    """The executor fails it from its first unfinished plan on; later plans in flight may have it too."""
     undisturbed = reach()
     undisturbed.stepper.drain()
     scene = reach()
     stepper = scene.stepper
     stepper.fails, stepper.late = fails, late
-    stepper.drops = lambda piece: piece.request is scene.victim
-    told = list(stepper.tokens.get(VICTIM, []))
+    stepper.fails_slice = lambda piece: piece.request is scene.victim
+    before = list(stepper.tokens.get(VICTIM, []))
     stepper.drain()
     others = {number: tokens for number, tokens in undisturbed.stepper.tokens.items() if number != VICTIM}
     assert {number: tokens for number, tokens in stepper.tokens.items() if number != VICTIM} == others
-    assert stepper.tokens.get(VICTIM, []) == told, "tokens of a slice that was not computed"
+    assert stepper.tokens.get(VICTIM, []) == before, "tokens of a slice that was not computed"
     ends = [(e.reason, e.detail) for e in stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
-    assert ends == [(FinishReason.ERROR, DROPPED)]
+    assert ends == [(FinishReason.ERROR, SLICE_ERROR)]
 
 
 @every_state
-def test_blocks_of_who_is_given_up_come_home_with_the_last_plan_that_has_it(reach: Callable[[], Scene]) -> None:
+def test_blocks_of_a_failed_request_are_freed_with_its_last_plan(reach: Callable[[], Scene]) -> None:
     scene = reach()
     stepper, core = scene.stepper, scene.stepper.core
     has = [any(piece.request is scene.victim for piece in plan.slices) for plan in core.plans]
-    stepper.drops = lambda piece: piece.request is scene.victim
+    stepper.fails_slice = lambda piece: piece.request is scene.victim
     for number in range(len(has)):
         assert core.kv.blocks_of(scene.victim) is not None or not any(has[number:])
         stepper.finish()
@@ -458,7 +462,7 @@ def test_blocks_of_who_is_given_up_come_home_with_the_last_plan_that_has_it(reac
     assert core.kv.blocks_of(scene.victim) is None
 
 
-def test_abort_after_the_end_changes_nothing() -> None:
+def test_abort_of_a_finished_request_changes_nothing() -> None:
     scene = Scene.begin()
     scene.stepper.drain()
     events = len(scene.stepper.events)

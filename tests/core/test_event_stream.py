@@ -1,4 +1,4 @@
-"""The events tell each request's story in order, and agree with the plans."""
+"""Order of the events of each request, and their agreement with the plans."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def served(world: World) -> Run:
 
 
 def stories(done: Run) -> dict[Request, list[Event]]:
-    """Each request's own events, changes of the reason why it waits aside."""
+    """Return each request's own events, without changes of its wait reason."""
     by_request: dict[Request, list[Event]] = defaultdict(list)
     for event in done.events:
         if not isinstance(event, Planned | Computed | Waited):
@@ -51,8 +51,8 @@ def stories(done: Run) -> dict[Request, list[Event]]:
     return by_request
 
 
-def check_story(story: list[Event]) -> None:
-    """Arrived, Admitted, Reserved, Started, tokens, Finished; in between it stops and starts again."""
+def check_order(story: list[Event]) -> None:
+    """Check the order Arrived, Admitted, Reserved, Started, tokens, Finished, with stops and restarts in between."""
     kinds = [type(event) for event in story]
     assert kinds[:4] == [Arrived, Admitted, Reserved, Started]
     assert kinds[-1] is Finished or set(kinds[kinds.index(Finished) :]) <= {Finished, Moved, MoveFailed}
@@ -69,7 +69,7 @@ def check_story(story: list[Event]) -> None:
                 assert not running, "started twice"
                 running = True
             case Preempted(how=how, kept=kept):
-                # What was paused before may lose its place on the device later: not running, but holding.
+                # A paused request may lose its blocks later: it is not running, but holds blocks.
                 assert running or how is not Preemption.PAUSE, "paused twice"
                 assert blocks_of
                 running = False
@@ -91,26 +91,26 @@ def test_events_of_a_request_are_in_order_and_agree_with_the_plans(world: World)
         moves.update(number for _, number, _, _ in (*before, *overlapped))
     for request in done.requests:
         story = by_request[request]
-        check_story(story)
+        check_order(story)
         tokens = [event.token for event in story if isinstance(event, Token)]
         assert tokens == request.output
-        # Nothing is stopped by a token here, so no sample is thrown away.
+        # No request stops at a token here, so no sample is discarded.
         assert len(tokens) == samples[request.id] == request.max_tokens
         assert sum(isinstance(event, Moved) for event in story) == moves[request.id]
-        ended = [e.reason for e in story if isinstance(e, Finished)]
-        assert ended == [request.finish_reason] == [FinishReason.LENGTH]
+        reasons = [e.reason for e in story if isinstance(e, Finished)]
+        assert reasons == [request.finish_reason] == [FinishReason.LENGTH]
 
 
 @pytest.mark.parametrize("eviction", ["swap", "spill", "proactive", "chaos"])
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
 def test_events_of_a_request_are_in_order_when_moves_fail(eviction: str, depth: int, overlap: bool) -> None:
-    """A move that fails has its place in the story, and who lost KV so is preempted at that moment."""
+    """A failed move is part of the story, and a request that lost KV by it is preempted at that moment."""
     draw = random.Random(7)
     world = World("fastserve", depth, overlap, EVICTIONS[eviction])
     done = run(world, load(5, 20), fails=lambda move: draw.random() < 0.5)
     failures = 0
     for request, story in stories(done).items():
-        check_story(story)
+        check_order(story)
         assert [event.token for event in story if isinstance(event, Token)] == request.output
         begun = [move for _, plan in done.trace for move in (*plan[2], *plan[3]) if move[1] == request.id]
         ends = [event.move for event in story if isinstance(event, Moved | MoveFailed)]
@@ -125,9 +125,11 @@ def test_events_of_a_request_are_in_order_when_moves_fail(eviction: str, depth: 
 
 
 @pytest.mark.parametrize("world", RUNS)
-def test_a_request_is_started_exactly_when_plans_begin_to_hold_it(world: World) -> None:
-    """Starts and stops derived from the plans alone: it runs while the last plan, or with stages one of the last
-    `depth` plans, has a slice of it."""
+def test_a_started_event_occurs_exactly_when_plans_begin_to_run_a_request(world: World) -> None:
+    """Starts are derived from the plans alone: a request runs while one of the last `depth` plans has a slice of it.
+
+    With overlap only the last plan counts.
+    """
     done = served(world)
     window = 1 if world.overlap else world.depth
     expected: Counter[int] = Counter()
@@ -157,11 +159,11 @@ def test_steps_are_reported_in_order_with_their_used_blocks(world: World) -> Non
     assert all(event.held <= world.device_blocks for event in planned)
     for before, after in zip(planned, computed, strict=True):
         assert before.now < after.now
-        # What a step computes, it holds.
+        # A step holds the blocks that it computes.
         assert before.held >= sum(len(piece.blocks) for piece in before.plan.slices)
 
 
-def test_take_events_takes_each_event_once() -> None:
+def test_take_events_returns_each_event_once() -> None:
     core = World().core()
     core.add(make(0), 0.0)
     assert [type(event) for event in core.take_events()] == [Arrived]
@@ -179,29 +181,29 @@ def test_details_of_the_sampler_reach_the_token_events() -> None:
     assert details == {0: None, 1: "log-probability"}
 
 
-# -- ends ---------------------------------------------------------------------------------------------------
+# -- ends of requests -------------------------------------------------------------------------------------------------
 
 
-def ended(stepper: Stepper) -> dict[int, FinishReason]:
+def end_reasons(stepper: Stepper) -> dict[int, FinishReason]:
     return {e.request.id: e.reason for e in stepper.events if isinstance(e, Finished)}
 
 
-def test_a_deadline_that_passed_in_the_queue_ends_the_request_before_any_slice() -> None:
+def test_a_request_whose_deadline_passes_in_the_queue_never_runs() -> None:
     stepper = Stepper(World("fcfs", max_seqs=1).core())
     stepper.add(make(0, 4, 30), make(1, 4, 30, deadline=0.055))
     while stepper.now < 0.08:
         plan = stepper.step()
         assert {piece.request.id for piece in plan.slices} == {0}
-    assert ended(stepper) == {1: FinishReason.DEADLINE}
+    assert end_reasons(stepper) == {1: FinishReason.DEADLINE}
     stepper.drain()
 
 
-def test_a_deadline_that_passed_on_arrival_never_runs() -> None:
+def test_a_request_whose_deadline_passed_before_arrival_never_runs() -> None:
     stepper = Stepper(World().core())
     stepper.now = 5.0
     stepper.add(make(0, deadline=5.0))
     assert stepper.start() is None
-    assert ended(stepper) == {0: FinishReason.DEADLINE}
+    assert end_reasons(stepper) == {0: FinishReason.DEADLINE}
     stepper.drain()
 
 
@@ -210,7 +212,7 @@ def test_a_deadline_ends_a_running_request(depth: int, overlap: bool) -> None:
     stepper = Stepper(World(depth=depth, overlap=overlap).core())
     stepper.add(make(0, 4, 30, deadline=0.055), make(1, 4, 30))
     stepper.drain()
-    assert ended(stepper) == {0: FinishReason.DEADLINE, 1: FinishReason.LENGTH}
+    assert end_reasons(stepper) == {0: FinishReason.DEADLINE, 1: FinishReason.LENGTH}
     assert 0 < len(stepper.tokens[0]) < 30
     assert len(stepper.tokens[1]) == 30
     own = [event for event in stepper.events if not isinstance(event, Moved | Planned | Computed)]
@@ -230,8 +232,8 @@ def test_next_deadline_is_the_earliest_of_live_requests() -> None:
     assert core.next_deadline == 3.0
 
 
-def test_a_deadline_does_not_outlive_its_request() -> None:
-    """The id may come back."""
+def test_the_deadline_of_a_finished_request_has_no_effect() -> None:
+    """The id may be used again."""
     stepper = Stepper(World().core())
     stepper.add(make(0, 4, 1, deadline=1.0))
     stepper.drain()
@@ -241,7 +243,7 @@ def test_a_deadline_does_not_outlive_its_request() -> None:
     assert [e.reason for e in stepper.events if isinstance(e, Finished)] == [FinishReason.LENGTH] * 2
 
 
-def test_deadlines_of_aborted_requests_are_forgotten() -> None:
+def test_deadlines_of_aborted_requests_are_removed() -> None:
     core, week = World().core(), 7 * 86_400.0
     core.add(make(0, deadline=week), 0.0)
     for number in range(1, 500):
@@ -257,17 +259,17 @@ def test_a_stop_token_counts_once_min_tokens_are_generated() -> None:
     stepper.add(make(0, 4, 9, stop_tokens=frozenset({7}), min_tokens=3), make(1, 4, 9, stop_tokens=frozenset({8})))
     stepper.drain()
     assert stepper.tokens == {0: [7] * 3, 1: [7] * 9}
-    assert ended(stepper) == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
+    assert end_reasons(stepper) == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
 
 
-def test_one_token_is_enough() -> None:
+def test_a_request_with_one_prompt_token_and_one_output_token_finishes() -> None:
     stepper = Stepper(World().core())
     stepper.add(make(0, 1, 1))
     stepper.drain()
     assert stepper.tokens == {0: [1]}
 
 
-# -- what is refused ----------------------------------------------------------------------------------------
+# -- invalid requests and calls ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
@@ -307,7 +309,7 @@ def test_plans_must_be_finished_in_order() -> None:
     assert second is not None
     with pytest.raises(ValueError, match="not the oldest"):
         core.scheduler.commit(StepResult(second, [1], 0.1), 0.1)
-    # The refusal changed nothing: the right order still works, once.
+    # The refused call changed nothing: the right order still works, once.
     core.scheduler.commit(StepResult(first, [1], 0.1), 0.1)
     with pytest.raises(ValueError, match="not the oldest"):
         core.scheduler.commit(StepResult(first, [1], 0.1), 0.1)

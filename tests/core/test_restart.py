@@ -1,4 +1,4 @@
-"""Restart of the executor: plans in flight and all KV are lost, and no token is lost, repeated or changed."""
+"""Restart of the executor: plans in flight and all KV are lost, but no token is lost, repeated or changed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from support.worlds import worlds
 PIPELINES = [(1, False, 1), (2, True, 1), (3, False, 1)]
 
 
-def disturbed(world: World, chance: float) -> Stepper:
-    """The world's run of a load, with a restart in place of so many of its steps' ends."""
+def disturbed(world: World, probability: float) -> Stepper:
+    """Run a load, with a restart in place of the end of a step at the given probability."""
     draw = random.Random(5)
     stepper = Stepper(world.core())
     todo = load(3, 12, priorities=(-1, 0, 7))
@@ -38,7 +38,7 @@ def disturbed(world: World, chance: float) -> Stepper:
         stepper.late = draw.choice((0, 1, 4))
         while draw.random() < 0.8 and stepper.start() is not None:
             pass
-        if draw.random() < chance:
+        if draw.random() < probability:
             stepper.restart()
         elif stepper.core.plans:
             stepper.finish()
@@ -50,7 +50,7 @@ def disturbed(world: World, chance: float) -> Stepper:
 @pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES))
 def test_requests_get_the_same_tokens_whenever_the_executor_restarts(world: World) -> None:
     stepper = disturbed(world, 0.05)
-    stepper.core.assert_home()
+    stepper.core.assert_all_free()
     restarts = [event for event in stepper.events if isinstance(event, Restarted)]
     assert len(restarts) >= 3
     assert any(event.plans for event in restarts)
@@ -101,7 +101,7 @@ def test_kv_on_the_cpu_tier_and_in_transit_is_lost_too() -> None:
     assert [stepper.tokens[number] for number in range(3)] == [list(range(8, 14))] * 3
 
 
-def test_a_request_aborted_in_flight_leaves_nothing_after_a_restart() -> None:
+def test_a_request_aborted_in_flight_holds_no_blocks_after_a_restart() -> None:
     stepper = Stepper(World().core())
     request, other = make(0, 8, 6), make(1, 8, 6)
     stepper.add(request, other)

@@ -1,4 +1,4 @@
-"""Random worlds for a while: `python -m core_fuzz --help`."""
+"""Run random worlds for some time and report findings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SHRINK_S = 60.0
 def main() -> int:
     """Return 1 if there was a finding."""
     parser = argparse.ArgumentParser(prog="core_fuzz", description=__doc__)
-    parser.add_argument("--seed", type=int, help="of all worlds (default: a new one)")
+    parser.add_argument("--seed", type=int, help="seed of all worlds (default: a new one)")
     parser.add_argument("--first", type=int, default=0, help="number of the first world (default: 0)")
-    parser.add_argument("--count", type=int, help="how many worlds (default: as many as begin in --minutes)")
+    parser.add_argument("--count", type=int, help="number of worlds (default: as many as begin in --minutes)")
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--recipe", action="append", choices=sorted(RECIPES), help="only this one; may be repeated")
+    parser.add_argument("--recipe", action="append", choices=sorted(RECIPES), help="run this recipe; may be repeated")
     args = parser.parse_args()
     seed = secrets.randbelow(10**6) if args.seed is None else args.seed
     recipes = args.recipe or sorted(RECIPES)

@@ -1,4 +1,4 @@
-"""A model of the worker that remembers what every KV slot holds."""
+"""Model of the worker that knows the content of every KV slot."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 
-DROPPED = "out of memory"
-# What a slice samples that read other KV than its own. The vocabulary has no such token.
+SLICE_ERROR = "out of memory"
+# Sampled by slices that read KV other than their own. The vocabulary has no such token.
 POISON = -1
 VOCABULARY = 11
-# Content of a slot that no slice may read. Tags are above it, markers of copies in transit above all tags.
+# Content of a slot that no slice may read. Tags are larger, and markers of copies in transit exceed all tags.
 GARBAGE = 0
 _TAGS = 1 << 60
 _ORDER = (Direction.OUT, Direction.WITHIN, Direction.IN)
@@ -27,10 +27,10 @@ Pool = list[list[int]]
 
 
 class FindingError(AssertionError):
-    """The core broke a promise.
+    """The core broke an invariant.
 
     Args:
-        kind: What kind of promise, in one or two words: two findings of one kind likely have one cause.
+        kind: The invariant in one or two words. Findings of one kind likely have one cause.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -39,7 +39,7 @@ class FindingError(AssertionError):
 
 
 class _Copy(NamedTuple):
-    """An overlapped move in transit: what its source held when it began, and what marks its target slots."""
+    """An overlapped move in transit: the content of its source when it began, and the marker of its target slots."""
 
     move: Move
     values: list[int]
@@ -50,14 +50,14 @@ class Device:
     """Runs plans as `exec.worker.Worker` does, on tags instead of tensors.
 
     The tag of a token is a hash of all tokens up to it, so two slots hold the same tag only if their KV is the same. A
-    slice writes the tags of its tokens if it read those of all tokens before, and garbage otherwise. An overlapped move
-    may copy at any time from the beginning of its plan until its end is reported: it carries only what did not change
-    in between. Where the CPU tier is lossy, KV that was there, or that was computed from such, has the negative tag:
-    only its own request may read it.
+    slice writes the tags of its tokens if it read the tags of all tokens before, and garbage otherwise. An overlapped
+    move may copy at any time until its end is reported, so it carries only slots that did not change in between. KV
+    that went through a lossy CPU tier, or was computed from such KV, has the negative tag: only its own request may
+    read it.
 
     Args:
-        voids: Whether all slices of a request are given up after one was, as the worker does it; otherwise those that
-            await no token are computed from what there is. The core must stand both.
+        voids: Whether all slices of a request fail after one did, as in the worker; otherwise those that await no token
+            are computed from the KV there is. The core must work with both.
     """
 
     def __init__(self, kv: KVLedger, *, is_exact: bool, voids: bool) -> None:
@@ -67,39 +67,41 @@ class Device:
         self._voids = voids
         self._tags: MutableMapping[Request, list[int]] = WeakKeyDictionary()
         self._prefixes: MutableMapping[Request, ContentPrefix] = WeakKeyDictionary()
-        self._content: dict[Key, list[int]] = {}  # of the block that a prefix-cache key stands for
+        self._content: dict[Key, list[int]] = {}  # of the block of each prefix-cache key
         self._marker = _TAGS
         self.clear()
 
     def clear(self) -> None:
-        """Lose everything, as with a restart."""
+        """Lose all content, as in a restart."""
         self._device: Pool = [[GARBAGE] * self._size for _ in range(self._kv.device_total)]
-        self._host: Pool = [[GARBAGE] * self._size for _ in range(self._kv.cpu_total)]
+        self._cpu: Pool = [[GARBAGE] * self._size for _ in range(self._kv.cpu_total)]
         self._transit: deque[_Copy] = deque()
-        # The tokens that the latest plan with slices sampled: their positions, and whether they are right.
+        # The tokens that the latest plan with slices sampled: their positions, and whether they are correct.
         self._rows: MutableMapping[Request, tuple[int, bool]] = WeakKeyDictionary()
-        self._dropped: set[Request] = set()
+        self._failed: set[Request] = set()
         self.tainted: dict[int, str] = {}
 
     def meet(self, request: Request, salt: int) -> None:
-        """Learn of a request. Requests without a prefix share KV with none."""
+        """Register a request. Requests without a prefix share KV with no others."""
         shares = request.prefix is not None
         self._tags[request] = [_tag(_tag(shares, salt if shares else request.id), request.reverse)]
         if shares:
             self._prefixes[request] = ContentPrefix(self._size, salted(salt))
 
     def fill(self, request: Request, start: int = 0) -> None:
-        """Receive the KV of the request's computed tokens after the first `start`."""
+        """Write the KV of the request's computed tokens after the first `start`, as if it came from elsewhere."""
         tags = self._tags_of(request, request.computed)
         self._write(request, tags, self._kv.blocks_of(request).table, start, request.computed)
 
-    def run(self, plan: StepPlan, seconds: float, *, drops: Collection[int], fails: Fails, held: int) -> StepResult:
-        """Carry out a plan.
+    def run(
+        self, plan: StepPlan, seconds: float, *, fails_slices: Collection[int], fails: Fails, held: int
+    ) -> StepResult:
+        """Run a plan.
 
         Args:
-            drops: Ids of the requests whose slices are dropped.
-            fails: Whether a move fails, asked at its end.
-            held: Number of overlapped moves, the latest ones of each direction, that do not end yet.
+            fails_slices: Ids of the requests whose slices fail.
+            fails: Whether a move fails; called at its end.
+            held: Number of the latest overlapped moves of each direction that do not end yet.
         """
         ended = sorted(plan.blocking, key=lambda move: _ORDER.index(move.direction))
         failed = [move for move in ended if self._copy(move, fails)]
@@ -107,16 +109,16 @@ class Device:
             self._begin(move)
         self.tainted = {}
         tokens: list[int | None] = [None] * len(plan.slices)
-        dropped = self._compute(plan.slices, drops, tokens) if plan.slices else {}
+        errors = self._compute(plan.slices, fails_slices, tokens) if plan.slices else {}
         for copy in self._due(held):
             ended.append(copy.move)
             if self._end(copy, fails):
                 failed.append(copy.move)
         landed = [move for move in ended if not any(move is other for other in failed)]
-        return StepResult(plan, tokens, seconds, landed=landed, failed=failed, dropped=dropped)
+        return StepResult(plan, tokens, seconds, landed=landed, failed=failed, dropped=errors)
 
     def follow(self, result: StepResult) -> None:
-        """Do what another executor has done. Slices that read other KV than their own are in `tainted`."""
+        """Repeat what another executor has done. Slices that read KV other than their own are in `tainted`."""
         plan, failed = result.plan, result.failed
 
         def fails(move: Move) -> bool:
@@ -127,15 +129,15 @@ class Device:
         for move in plan.overlapped:
             self._begin(move)
         self.tainted = {}
-        drops = {plan.slices[index].request.id for index in result.dropped}
+        fails_slices = {plan.slices[index].request.id for index in result.dropped}
         if plan.slices:
-            self._compute(plan.slices, drops, [None] * len(plan.slices))
+            self._compute(plan.slices, fails_slices, [None] * len(plan.slices))
         ended = [*result.landed, *failed]
         for copy in [copy for copy in self._transit if any(copy.move is move for move in ended)]:
             self._end(copy, fails)
 
     def lose(self, moves: Iterable[Move]) -> None:
-        """Undo blocking moves whose failure is reported late, except where their targets were written again."""
+        """Undo blocking moves whose failure is reported late, except slots that were overwritten since."""
         for move in moves:
             tags = set(self._tags_of(move.request, move.request.computed))
             for _, target, slot in self._pairs(move):
@@ -144,15 +146,17 @@ class Device:
 
     # -- slices -------------------------------------------------------------------------------------------
 
-    def _compute(self, slices: Sequence[Slice], drops: Collection[int], tokens: list[int | None]) -> dict[int, str]:
-        dropped: dict[int, str] = {}
+    def _compute(
+        self, slices: Sequence[Slice], fails_slices: Collection[int], tokens: list[int | None]
+    ) -> dict[int, str]:
+        errors: dict[int, str] = {}
         rows: dict[Request, tuple[int, bool]] = {}
         written: list[tuple[int, Slice, list[int]]] = []
         for index, piece in enumerate(slices):
             request, end = piece.request, piece.start + piece.tokens
             is_right = True
-            if request in self._dropped and (self._voids or piece.awaits):
-                dropped[index] = "the request was dropped in an earlier step"
+            if request in self._failed and (self._voids or piece.awaits):
+                errors[index] = "an earlier slice of this request failed"
                 continue
             if piece.awaits:
                 row = self._rows.get(request)
@@ -161,14 +165,14 @@ class Device:
                         "awaits", f"request {request.id} awaits a token that the latest plan did not sample"
                     )
                 is_right = row[1]
-            if request.id in drops:
-                dropped[index] = DROPPED
-                self._dropped.add(request)
+            if request.id in fails_slices:
+                errors[index] = SLICE_ERROR
+                self._failed.add(request)
                 continue
             tags = self._tags_of(request, end)
             problem = self._problem(request, tags, piece.blocks, piece.start)
             if problem or not is_right or len(tags) <= end:
-                # An ended request never learns of the token that it awaited.
+                # A finished request never gets the token that it awaited.
                 self.tainted[index] = problem or "a token that it awaited is wrong or was not kept"
             written.append((index, piece, tags))
             if piece.samples:
@@ -183,10 +187,10 @@ class Device:
             if index not in self.tainted and (text := self._problem(piece.request, tags, piece.blocks, end)):
                 raise FindingError("race", f"two slices of one plan use a slot: {text}")
         self._rows = WeakKeyDictionary(rows)
-        return dropped
+        return errors
 
     def _tags_of(self, request: Request, end: int) -> list[int]:
-        """The tags of the request's tokens, from index 1 on: of `end` tokens, or of all that are known if less."""
+        """Return tags of the request, where index i is that of its first i tokens, for up to `end` known tokens."""
         if request not in self._tags:
             self.meet(request, 0)
         tags = self._tags[request]
@@ -197,7 +201,7 @@ class Device:
         return tags
 
     def _problem(self, request: Request, tags: list[int], blocks: Sequence[int], count: int) -> str:
-        """What is wrong with the KV of the request's first `count` tokens; empty: nothing."""
+        """Return what is wrong with the KV of the request's first `count` tokens, or an empty string."""
         size, step = self._size, -1 if request.reverse else 1
         for index in range(-(-count // size)):
             want = tags[1 + index * size : 1 + min(count, (index + 1) * size)]
@@ -211,25 +215,25 @@ class Device:
         """Write the tags from `start` to `end`, or garbage if there are none."""
         size, device, reverse = self._size, self._device, request.reverse
 
-        def place(position: int) -> tuple[list[int], int]:
+        def slot_of(position: int) -> tuple[list[int], int]:
             index, slot = divmod(position, size)
             return device[blocks[index]], size - 1 - slot if reverse else slot
 
         if tags and not self._is_exact:
-            was_lossy = any(block[slot] < 0 for block, slot in map(place, range(start)))
+            was_lossy = any(block[slot] < 0 for block, slot in map(slot_of, range(start)))
             tags = [-tag for tag in tags] if was_lossy else tags
         for position in range(start, end):
-            block, slot = place(position)
+            block, slot = slot_of(position)
             block[slot] = tags[position + 1] if tags else GARBAGE
 
     # -- moves --------------------------------------------------------------------------------------------
 
     def _pools(self, move: Move) -> tuple[Pool, Pool]:
-        here = self._host if move.direction is Direction.IN else self._device
-        return here, self._host if move.direction is Direction.OUT else self._device
+        here = self._cpu if move.direction is Direction.IN else self._device
+        return here, self._cpu if move.direction is Direction.OUT else self._device
 
     def _pairs(self, move: Move) -> Iterator[tuple[list[int], list[int], int]]:
-        """Each source block, its target block and the slot that is copied."""
+        """Yield each source block, its target block and the slot that is copied."""
         here, there = self._pools(move)
         for index, (source, target) in enumerate(zip(move.source, move.target, strict=True)):
             first, count = move.spans[index] if move.spans else (0, self._size)
@@ -240,7 +244,7 @@ class Device:
         return value if self._is_exact or move.direction is Direction.WITHIN else -abs(value)
 
     def _copy(self, move: Move, fails: Fails) -> bool:
-        """Carry out a blocking move. Returns whether it failed."""
+        """Run a blocking move and return whether it failed."""
         has_failed = fails(move)
         for source, target, slot in self._pairs(move):
             target[slot] = GARBAGE if has_failed else self._carried(move, source[slot])
@@ -262,7 +266,7 @@ class Device:
         return has_failed
 
     def _due(self, held: int) -> list[_Copy]:
-        """The overlapped moves that end now: on each lane they end in order."""
+        """Return the overlapped moves that end now, in order for each direction."""
         due: list[_Copy] = []
         for direction in (Direction.OUT, Direction.IN):
             lane = [copy for copy in self._transit if copy.move.direction is direction]
@@ -272,8 +276,8 @@ class Device:
     # -- the prefix cache ---------------------------------------------------------------------------------
 
     def check_keys(self) -> None:
-        """Raise `FindingError` unless every prefix-cache key leads to the KV that it stands for."""
-        for name, pool, blocks in (("device", self._kv._device, self._device), ("CPU", self._kv._cpu, self._host)):
+        """Raise `FindingError` unless every block with a prefix-cache key holds the KV of that key."""
+        for name, pool, blocks in (("device", self._kv._device, self._device), ("CPU", self._kv._cpu, self._cpu)):
             self._check_pool(name, pool, blocks)
 
     def _check_pool(self, name: str, pool: BlockPool, blocks: Pool) -> None:
@@ -298,7 +302,7 @@ class Device:
 
 
 def salted(salt: int) -> bytes:
-    """The salt as prefixes take it."""
+    """Return the salt as prefixes take it."""
     return bytes((salt,))
 
 

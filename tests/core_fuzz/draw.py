@@ -1,4 +1,4 @@
-"""Random cases: a world, a load and a driver with faults, all from one seed."""
+"""Random cases: a world, a load and a driver with faults, all drawn from one seed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from support.recipes import RECIPES
 
 # Plans in flight, whether they overlap, and stages.
 PIPELINES = ((1, False, 1), (2, True, 1), (2, True, 1), (2, False, 1), (2, False, 2), (3, False, 3))
-MAX_TURNS = 60
+MAX_ROUNDS = 60
 
 
 def world_of(draw: random.Random, recipes: Sequence[str]) -> World:
-    """A world of one of the recipes."""
+    """Return a world of one of the recipes."""
     name = draw.choice(recipes)
     recipe = RECIPES[name]
     depth, overlap, stages = draw.choice(PIPELINES)
-    # Some policies bound what they do by how long it takes: any relation of compute and link must do.
+    # Some policies compare compute with transfer times, so worlds differ in the relation of the two.
     scale, block_s = draw.choice((0.1, 1.0, 10.0)), draw.choice((0.0, 0.0, 1e-5, 5e-4, 2e-2))
     cost = (0.01, 1e-4 * scale, 1e-7 * scale, 1e-4 * scale, 1e-7, block_s, block_s)
     params: dict[str, Value] = {
@@ -76,8 +76,10 @@ def world_of(draw: random.Random, recipes: Sequence[str]) -> World:
 
 
 def with_promotions(draw: random.Random, world: World) -> World:
-    """The world with a link that costs next to nothing and steps of any size, in which best-effort requests are soon
-    promoted: above those that borrow their blocks."""
+    """Return the world with a fast link, large steps and early promotion of best-effort requests.
+
+    Promoted requests rank above those that borrow their blocks.
+    """
     return replace(
         world,
         host_blocks=50,
@@ -94,12 +96,12 @@ class Player:
     """Draws calls and makes them.
 
     Attributes:
-        calls: Those made so far.
+        calls: Calls made so far.
     """
 
     def __init__(self, seed: str, recipes: Sequence[str]) -> None:
         draw = self._draw = random.Random(seed)
-        # Requests that fill the device alone, all but some tokens, take each other's blocks.
+        # Requests that each fill almost the whole device take blocks from each other.
         self._is_tight = draw.random() < 0.3
         while True:
             self.world = world_of(draw, recipes)
@@ -107,7 +109,7 @@ class Player:
                 self.world = with_promotions(draw, self.world)
             try:
                 self.machine = Machine(self.world)
-            except ValueError:  # the recipe, or the scheduler, refuses such a world
+            except ValueError:  # the recipe or the scheduler rejects such a world
                 continue
             break
         self.calls: list[Call] = []
@@ -116,13 +118,13 @@ class Player:
             return 0.0 if self._is_tight and draw.random() < 0.7 else draw.choice(rates)
 
         self._aborts = pick((0.0, 0.0, 0.03, 0.15))
-        self._drops = pick((0.0, 0.0, 0.05, 0.3))
+        self._slice_failures = pick((0.0, 0.0, 0.05, 0.3))
         self._fails = pick((0.0, 0.0, 0.1, 0.5))
         self._holds = pick((0.0, 0.3, 0.8))
         self._restarts = pick((0.0, 0.0, 0.0, 0.03))
         self._reforecasts = pick((0.0, 0.0, 0.2))
         self._passes = pick((0.0, 0.05, 0.2))
-        self._keen = draw.choice((1.0, 1.0, 0.6))  # how often the pipeline is filled
+        self._fill_rate = draw.choice((1.0, 1.0, 0.6))  # probability that the pipeline is filled
         self._seconds = STEP_S if self._is_tight else draw.choice((0.001, STEP_S, 0.05))
         self._asks = self._load()
 
@@ -130,21 +132,21 @@ class Player:
         draw, world = self._draw, self.world
         room = world.device_blocks * world.block_size
         count = draw.choice((1, 2, 3, 4, 6, 9))
-        most = draw.choice((room, room // 2 + 1, 6))
-        least = draw.choice((1, 1, 1, room * 3 // 4))
+        longest = draw.choice((room, room // 2 + 1, 6))
+        shortest = draw.choice((1, 1, 1, room * 3 // 4))
         if self._is_tight:
-            most, least = room, max(1, room - 2 * world.block_size)
+            longest, shortest = room, max(1, room - 2 * world.block_size)
         texts, best_effort = draw.choice((0, 0, 1, 1, 2)), draw.choice((0.0, 0.3, 0.6))
         salts = draw.choice((1, 1, 2))
         priorities, clients = draw.choice(((0,), (0, 1))), ("a", "b") if world.fair else ("",)
-        rest = draw.random() < 0.15
+        has_options = draw.random() < 0.15
         forecasts = draw.random() < 0.7
         asks = []
         for number in range(count):
-            if self._is_tight:  # mostly a best-effort request, and a real-time one that comes while it runs
+            if self._is_tight:  # mostly a best-effort request, then a real-time one that arrives while it runs
                 best_effort = 0.1 if number % 2 else 0.9
-            low = min(least, room - 1) if draw.random() < 0.8 else 1
-            prompt = draw.randint(low, max(low, min(most, room - 1)))
+            low = min(shortest, room - 1) if draw.random() < 0.8 else 1
+            prompt = draw.randint(low, max(low, min(longest, room - 1)))
             max_tokens = min(draw.randint(1, 8), room - prompt)
             asks.append(
                 Ask(
@@ -155,27 +157,27 @@ class Player:
                     salt=draw.randrange(salts) if texts and draw.random() < 0.9 else None,
                     best_effort=draw.random() < best_effort,
                     priority=draw.choice(priorities),
-                    urgent=rest and draw.random() < 0.3,
+                    urgent=has_options and draw.random() < 0.3,
                     forecast=draw.choice((1, 3, 8, 1000)) if forecasts and draw.random() < 0.8 else 0.0,
-                    deadline_s=draw.choice((0.02, 0.2)) if rest and draw.random() < 0.2 else None,
+                    deadline_s=draw.choice((0.02, 0.2)) if has_options and draw.random() < 0.2 else None,
                     client=draw.choice(clients),
                     stops=draw.random() < 0.2,
-                    resumed=draw.randrange(max_tokens) if rest and draw.random() < 0.3 else 0,
-                    keeps_kv=rest and draw.random() < 0.2,
+                    resumed=draw.randrange(max_tokens) if has_options and draw.random() < 0.3 else 0,
+                    keeps_kv=has_options and draw.random() < 0.2,
                 )
             )
         return asks
 
     def play(self) -> None:
-        """Make calls until all requests have ended. Raises `FindingError`."""
+        """Make calls until all requests have finished. Raises `FindingError`."""
         draw, machine = self._draw, self.machine
-        for _ in range(MAX_TURNS):
+        for _ in range(MAX_ROUNDS):
             if not self._asks and not machine.core.requests and not machine.plans:
                 break
-            self._turn(draw)
+            self._round(draw)
         machine.drain()
 
-    def _turn(self, draw: random.Random) -> None:
+    def _round(self, draw: random.Random) -> None:
         machine, live = self.machine, self.machine.core.requests
         while self._asks and draw.random() < (0.3 if self._is_tight else 0.5):
             ask = self._asks.pop(0)
@@ -188,7 +190,7 @@ class Player:
             self._call(Add(Ask(number, 1, 1)))
         if draw.random() < self._passes:
             self._call(Pass(draw.choice((0.05, 0.2, 6.0))))
-        self._call(Start(draw.random() < self._keen))
+        self._call(Start(draw.random() < self._fill_rate))
         if live and draw.random() < self._aborts:
             self._call(Abort(draw.choice([*live])))
         if live and draw.random() < self._reforecasts:
@@ -197,17 +199,19 @@ class Player:
             self._call(Restart())
         if machine.kept and draw.random() < 0.3:
             self._call(Release(draw.choice([*machine.kept])))
-        if machine.plans and draw.random() < self._keen + 0.2:
+        if machine.plans and draw.random() < self._fill_rate + 0.2:
             self._call(self._finish(draw))
 
     def _finish(self, draw: random.Random) -> Finish:
-        drops = fails = ()
-        if self._drops:
-            drops = tuple(s.request.id for s in self.machine.plans[0].slices if draw.random() < self._drops)
+        fails_slices = fails = ()
+        if self._slice_failures:
+            fails_slices = tuple(
+                s.request.id for s in self.machine.plans[0].slices if draw.random() < self._slice_failures
+            )
         if self._fails:
             fails = tuple(number for number in (None, *self.machine.core.requests) if draw.random() < self._fails)
         held = draw.randint(1, 3) if self._holds and draw.random() < self._holds else 0
-        return Finish(self._seconds, drops, fails, held)
+        return Finish(self._seconds, fails_slices, fails, held)
 
     def _call(self, call: Call) -> None:
         self.calls.append(call)
@@ -215,12 +219,12 @@ class Player:
 
     @property
     def case(self) -> Case:
-        """The calls so far, to be made again."""
+        """Return the calls so far as a case."""
         return Case(self.world, tuple(self.calls))
 
 
 def play(seed: str, recipes: Sequence[str]) -> tuple[Player, FindingError | None]:
-    """Play the case of a seed; what was found."""
+    """Play the case of a seed, and return the finding if there is one."""
     player = Player(seed, recipes)
     try:
         player.play()

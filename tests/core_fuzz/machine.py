@@ -1,4 +1,4 @@
-"""A world, calls on an engine core in it, and what must hold after each of them."""
+"""A world, calls on an engine core in it, and the invariants that each call must keep."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Lend
 from skipjoin.recipes import EngineLimits, Settings
-from support import policies as others
+from support import policies as test_policies
 from support.recipes import build
 
 STEP_S = 0.01
-# Evictions that a world may have instead of its recipe's.
-EVICTIONS = others.EVICTIONS | {"patchwork": lambda: others.Patchwork(1), "lend": lambda: Lend(others.COST)}
-# Plans after which every request must have finished once nothing disturbs any more: a number, and some for each token.
+# Eviction policies that a world may have instead of its recipe's.
+EVICTIONS = test_policies.EVICTIONS | {
+    "patchwork": lambda: test_policies.Patchwork(1),
+    "lend": lambda: Lend(test_policies.COST),
+}
+# Number of plans in which all requests must finish once there are no more faults, and more of them for each token.
 MAX_PLANS, MAX_PLANS_PER_TOKEN = 500, 10
 
 
 @dataclass(frozen=True)
 class World:
-    """All that decides a run but for the calls."""
+    """Settings of a run, apart from its calls."""
 
     recipe: str
     depth: int = 1
@@ -49,10 +52,10 @@ class World:
     voids: bool = False  # see `Device`
     cost: tuple[float, ...] = (0.01, 1e-3, 1e-7, 1e-4, 1e-7, 5e-4, 5e-4)
     params: tuple[tuple[str, Value], ...] = ()
-    eviction: str = ""  # one of `EVICTIONS`; empty: the recipe's own
+    eviction: str = ""  # one of `EVICTIONS`, or empty for the recipe's own
 
     def core(self) -> EngineCore:
-        """An engine core of this world. Raises ValueError if there can be none."""
+        """Return an engine core of this world. Raises ValueError if the settings are invalid."""
         limits = EngineLimits(
             requests=None,
             max_len=self.device_blocks * self.block_size,
@@ -82,10 +85,10 @@ class Ask(NamedTuple):
     """A request.
 
     Args:
-        text: What its prompt begins with, and how many tokens of it; the others are its own.
-        salt: Requests with the same salt share KV; None: it shares none.
-        forecast: Expected output tokens; 0: there is no forecast.
-        resumed: Output tokens that it comes with.
+        text: Which text its prompt begins with, and the number of tokens of it; the test_policies are its own.
+        salt: Requests with the same salt share KV; None shares with none.
+        forecast: Expected output tokens; 0 stands for no forecast.
+        resumed: Number of output tokens that it arrives with.
     """
 
     id: int
@@ -104,7 +107,7 @@ class Ask(NamedTuple):
     keeps_kv: bool = False
 
     def tokens(self) -> list[int]:
-        """Its prompt."""
+        """Return its prompt."""
         which, common = self.text
         common = min(common, self.prompt)
         own = 1000 * (self.id + 1)
@@ -132,23 +135,23 @@ class Ask(NamedTuple):
         )
 
 
-# -- calls: what a driver does ----------------------------------------------------------------------------------------
+# -- calls of a driver ------------------------------------------------------------------------------------------------
 
 
 class Add(NamedTuple):
-    """A request arrives."""
+    """Add a request."""
 
     ask: Ask
 
 
 class Expect(NamedTuple):
-    """The KV of a request is to come from another engine, if there is room."""
+    """Expect the KV of a request from another engine, if there is room."""
 
     ask: Ask
 
 
 class Start(NamedTuple):
-    """Decide a plan, or, if `fills`, as many as the core makes."""
+    """Start one plan, or with `fills` as many as the core makes."""
 
     fills: bool = True
 
@@ -157,44 +160,44 @@ class Finish(NamedTuple):
     """Finish the oldest plan in flight.
 
     Args:
-        drops: Ids of requests whose slices are dropped.
-        fails: Ids of requests whose moves fail that end now; None stands for the prefix cache.
+        fails_slices: Ids of requests whose slices fail.
+        fails: Ids of requests whose moves fail if they end now; None stands for the prefix cache.
         held: See `Device.run`.
     """
 
     seconds: float = STEP_S
-    drops: tuple[int, ...] = ()
+    fails_slices: tuple[int, ...] = ()
     fails: tuple[int | None, ...] = ()
     held: int = 0
 
 
 class Abort(NamedTuple):
-    """A client leaves."""
+    """Abort a request."""
 
     id: int
 
 
 class Reforecast(NamedTuple):
-    """A request gets another forecast."""
+    """Change the forecast of a request."""
 
     id: int
     tokens: float
 
 
 class Release(NamedTuple):
-    """The KV that an ended request keeps is needed no more."""
+    """Release the KV that a finished request keeps."""
 
     id: int
 
 
 class Pass(NamedTuple):
-    """Time passes."""
+    """Let time pass."""
 
     seconds: float
 
 
 class Restart(NamedTuple):
-    """The executor is started again."""
+    """Restart the executor."""
 
 
 Call = Add | Expect | Start | Finish | Abort | Reforecast | Release | Pass | Restart
@@ -209,10 +212,10 @@ class Case:
 
 
 class Machine:
-    """An engine core with a modelled device. Calls that make no sense, as after others are left out, do nothing.
+    """An engine core with a model of the device. Calls that no longer make sense after shrinking do nothing.
 
     Attributes:
-        log: The calls on the core as Python statements, if a list was given.
+        log: Calls on the core as Python statements, if a list was given.
         reads: Number of slots that slices have read.
     """
 
@@ -225,12 +228,12 @@ class Machine:
         self.kept: dict[int, Request] = {}
         self.asked: dict[int, Ask] = {}
         self._may_end: dict[int, set[FinishReason]] = {}
-        self.made = 0
+        self.plan_count = 0
         self.reads = 0
         self.log = log
-        self.trace = 0  # a hash of all plans
+        self.trace = 0  # hash of all plans
         self._device = Device(self.core.kv, is_exact=world.is_exact, voids=world.voids)  # type: ignore[arg-type]
-        # For the log: the names of plans by their object, and those that were finished.
+        # For the log: names of plans by their id(), and the finished plans.
         self._names: dict[int, str] = {}
         self._finished: list[StepPlan] = []
         self._has_prefixes = False
@@ -241,7 +244,7 @@ class Machine:
         """Make a call. Raises `FindingError`."""
         try:
             self._call(call)
-            if isinstance(call, Finish | Restart):  # what a plan took is given back, or shows, by its end
+            if isinstance(call, Finish | Restart):  # these free blocks, or show corruption of earlier calls
                 self.core.kv.check()  # type: ignore[attr-defined]
         except FindingError:
             raise
@@ -265,23 +268,23 @@ class Machine:
             case Restart():
                 self._restart()
             case Abort() | Reforecast() | Release():
-                self._touch(call)
-        self._hear()
+                self._call_for_request(call)
+        self._take_events()
 
-    def _touch(self, call: Abort | Reforecast | Release) -> None:
+    def _call_for_request(self, call: Abort | Reforecast | Release) -> None:
         """Make a call about one request."""
         number = call.id
         match call:
             case Abort():
-                self._say(f"core.abort({number}, {self.now:.4g})")
+                self._log(f"core.abort({number}, {self.now:.4g})")
                 if self.core.abort(number, self.now):
                     self._may_end[number] = {FinishReason.ABORT}
             case Reforecast(tokens=tokens):
-                self._say(f"core.reforecast({number}, Forecast({tokens:g}, ''), {self.now:.4g})")
+                self._log(f"core.reforecast({number}, Forecast({tokens:g}, ''), {self.now:.4g})")
                 self.core.reforecast(number, Forecast(tokens, "fuzz"), self.now)
             case Release():
                 if (request := self.kept.pop(number, None)) is not None:
-                    self._say(f"core.release(r{number}, {self.now:.4g})")
+                    self._log(f"core.release(r{number}, {self.now:.4g})")
                     self.core.release(request, self.now)
 
     def _add(self, ask: Ask) -> None:
@@ -290,10 +293,10 @@ class Machine:
             if ask.id in self.asked or ask.prompt + ask.max_tokens > self.core.largest_request:
                 return
             request = self._request(ask)
-        self._say(f"core.add(r{ask.id}, {self.now:.4g})")
+        self._log(f"core.add(r{ask.id}, {self.now:.4g})")
         if request.prefix is not None:
             self._has_prefixes = True
-        # Which way a request fills its blocks is known once it is added.
+        # The direction in which a request fills its blocks is known once it is added.
         self.core.add(request, self.now)
         self._device.meet(request, self.asked[ask.id].salt or 0)
         if request.computed:
@@ -307,7 +310,7 @@ class Machine:
         if ask.deadline_s is not None:
             reasons.add(FinishReason.DEADLINE)
         request = ask.request(self.now, self.world.block_size)
-        self._say(f"r{ask.id} = {source_of(ask, self.now, self.world.block_size)}")
+        self._log(f"r{ask.id} = {source_of(ask, self.now, self.world.block_size)}")
         return request
 
     def _expect(self, ask: Ask) -> None:
@@ -315,8 +318,8 @@ class Machine:
             return
         request = self._request(ask)
         request.computed = request.planned = request.known - 1
-        self._say(f"r{ask.id}.computed = r{ask.id}.planned = {request.computed}")
-        self._say(f"core.expect(r{ask.id}, {self.now:.4g})")
+        self._log(f"r{ask.id}.computed = r{ask.id}.planned = {request.computed}")
+        self._log(f"core.expect(r{ask.id}, {self.now:.4g})")
         if self.core.expect(request, self.now):
             self.expected[ask.id] = request
         else:
@@ -325,19 +328,19 @@ class Machine:
     def _start(self) -> StepPlan | None:
         core = self.core
         plan = core.start_step(self.now)
-        name = f"p{self.made}"
-        self._hear()  # a deadline may have ended requests
+        name = f"p{self.plan_count}"
+        self._take_events()  # a deadline may have passed
         if plan is None:
             if len(self.plans) < core.scheduler.depth:
-                self._say(f"assert core.start_step({self.now:.4g}) is None")
-            # What waits for KV that another engine is to read or to send is the driver's to end.
+                self._log(f"assert core.start_step({self.now:.4g}) is None")
+            # Requests that wait for KV transfers of other engines depend on the driver.
             if not (self.plans or self.expected or self.kept) and core.requests:
                 if self.log is not None:
                     self.log[-1] = f"assert core.start_step({self.now:.4g}) is not None"
                 raise FindingError("stall", f"nothing is in flight, and requests {list(core.requests)} wait")
             return None
-        self.made += 1
-        self._say(f"{name} = core.start_step({self.now:.4g})  # {text_of(plan)}")
+        self.plan_count += 1
+        self._log(f"{name} = core.start_step({self.now:.4g})  # {text_of(plan)}")
         if self.log is not None:
             self._names[id(plan)] = name
         self.plans.append(plan)
@@ -345,7 +348,7 @@ class Machine:
             raise FindingError("empty plan", f"plan {plan.id} has no effect")
         for piece in plan.slices:
             if piece.request.finish_reason is not None:
-                raise FindingError("ended", f"plan {plan.id} runs request {piece.request.id}, which has ended")
+                raise FindingError("finished", f"plan {plan.id} runs request {piece.request.id}, which is finished")
         self.trace = hash((self.trace, plan.id, *((s.request.id, *s[1:]) for s in plan.slices)))
         return plan
 
@@ -357,20 +360,20 @@ class Machine:
         def does_fail(move: Move) -> bool:
             return (None if move.request is None else move.request.id) in fails
 
-        result = device.run(plan, call.seconds, drops=call.drops, fails=does_fail, held=call.held)
+        result = device.run(plan, call.seconds, fails_slices=call.fails_slices, fails=does_fail, held=call.held)
         live = [piece.request.finish_reason is None for piece in plan.slices]
         for index in result.dropped:
             if live[index]:
                 self._may_end[plan.slices[index].request.id] = {FinishReason.ERROR}
         if self.log is not None:
-            self._say_finish(plan, result)
+            self._log_finish(plan, result)
         core.finish_step(result, self.now)
         for index, piece in enumerate(plan.slices):
             request, end = piece.request, piece.start + piece.tokens
             self.reads += piece.start
             if not live[index] or index in result.dropped:
                 if live[index] and request.finish_reason is not FinishReason.ERROR:
-                    raise FindingError("given up", f"request {request.id} was given up and goes on")
+                    raise FindingError("failed slice", f"request {request.id} goes on after its slice failed")
                 continue
             if index in device.tainted:
                 if request.finish_reason is None and request.computed >= end:
@@ -385,12 +388,12 @@ class Machine:
             device.check_keys()
 
     def _restart(self) -> None:
-        self._say(f"core.restart({self.now:.4g})")
+        self._log(f"core.restart({self.now:.4g})")
         self.plans.clear()
         self._device.clear()
         self.core.restart(self.now)
 
-    def _hear(self) -> None:
+    def _take_events(self) -> None:
         for event in self.core.take_events():
             if isinstance(event, Finished):
                 self._end(event.request, event.reason)
@@ -400,15 +403,17 @@ class Machine:
             self.kept[request.id] = request
         reasons = self._may_end.pop(request.id, None)
         if reasons is None:
-            raise FindingError("ended twice", f"request {request.id}")
+            raise FindingError("finished twice", f"request {request.id}")
         is_whole = request.known == request.max_total_tokens
         if reason not in reasons or (is_whole != (reason is FinishReason.LENGTH) and reason is not FinishReason.STOP):
-            raise FindingError("wrong end", f"request {request.id} ended by {reason} with {len(request.output)} tokens")
+            raise FindingError(
+                "wrong end", f"request {request.id} finished with {reason} after {len(request.output)} tokens"
+            )
 
-    # -- the end ------------------------------------------------------------------------------------------
+    # -- end of a run -------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Let every request end undisturbed, and check that nothing is left. Raises `FindingError`."""
+        """Run without faults until all requests finish, and check that no block is held. Raises `FindingError`."""
         self.call(Start())
         for number in [*self.expected]:
             self.call(Add(Ask(number, 1, 1)))
@@ -417,7 +422,7 @@ class Machine:
         plans = MAX_PLANS + MAX_PLANS_PER_TOKEN * tokens
         while self.plans or self.kept:
             if not plans:
-                raise FindingError("endless", f"requests {list(self.core.requests)} do not end")
+                raise FindingError("endless", f"requests {list(self.core.requests)} do not finish")
             plans -= 1
             for number in [*self.kept]:
                 self.call(Release(number))
@@ -429,22 +434,22 @@ class Machine:
         kv = self.core.kv
         assert isinstance(kv, KVLedger)
         if self._may_end:
-            raise FindingError("lost request", f"requests {[*self._may_end]} never ended")
+            raise FindingError("lost request", f"requests {[*self._may_end]} never finished")
         if holders := list(kv.holders()):
-            raise FindingError("leak", f"requests {[request.id for request in holders]} have ended and hold KV")
+            raise FindingError("leak", f"finished requests {[request.id for request in holders]} hold KV")
         copied = kv.blocks_in_transit[Direction.OUT]
         if (kv.device_free, kv.cpu_free + copied) != (kv.device_total, kv.cpu_total):
             raise FindingError("leak", f"{kv.device_free} device blocks and {kv.cpu_free} CPU blocks are free")
         if kv.cache.awaited or kv.cache._announced or kv.cache._coming:
-            raise FindingError("leak", "the prefix cache keeps requests that have ended")
+            raise FindingError("leak", "the prefix cache keeps finished requests")
 
     # -- the log ------------------------------------------------------------------------------------------
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         if self.log is not None:
             self.log.append(line)
 
-    def _say_finish(self, plan: StepPlan, result: StepResult) -> None:
+    def _log_finish(self, plan: StepPlan, result: StepResult) -> None:
         self._finished.append(plan)
         name, rest = self._names[id(plan)], ""
         for what in ("landed", "failed"):
@@ -452,7 +457,7 @@ class Machine:
                 rest += f", {what}=[{', '.join(map(self._name_of, moves))}]"
         if result.dropped:
             rest += f", dropped={result.dropped}"
-        self._say(
+        self._log(
             f"core.finish_step(StepResult({name}, {list(result.tokens)}, {result.seconds:g}{rest}), {self.now:.4g})"
         )
 
@@ -466,7 +471,7 @@ class Machine:
 
 
 def crash(error: Exception) -> FindingError:
-    """The finding for an error of the core."""
+    """Return the finding for an error of the core."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "skipjoin" in frame.filename]
     place = frames[-1].name if frames else "?"
     finding = FindingError(f"{type(error).__name__} in {place}", str(error))
@@ -474,17 +479,17 @@ def crash(error: Exception) -> FindingError:
 
 
 def text_of(plan: StepPlan) -> str:
-    """What the plan does, in few words."""
+    """Return a short description of the plan."""
     parts = [f"{s.request.id}: [{s.start}, {s.start + s.tokens})" + " samples" * s.samples for s in plan.slices]
-    for name, moves in (("before", plan.blocking), ("beside", plan.overlapped)):
+    for name, moves in (("blocking", plan.blocking), ("overlapped", plan.overlapped)):
         for move in moves:
-            who = "cache" if move.request is None else move.request.id
-            parts.append(f"{name}: {who} {move.direction.name.lower()} {list(move.source)} -> {list(move.target)}")
+            owner = "cache" if move.request is None else move.request.id
+            parts.append(f"{name}: {owner} {move.direction.name.lower()} {list(move.source)} -> {list(move.target)}")
     return ", ".join(parts)
 
 
 def source_of(ask: Ask, now: float, block_size: int) -> str:
-    """The request as a Python expression."""
+    """Return the request as a Python expression."""
     which, common = ask.text
     common = min(common, ask.prompt)
     own = 1000 * (ask.id + 1)
@@ -515,7 +520,7 @@ def source_of(ask: Ask, now: float, block_size: int) -> str:
 
 
 def replay(case: Case, log: list[str] | None = None) -> FindingError | None:
-    """Make the calls, let all requests end, and return what was found."""
+    """Make the calls, run all requests to their end, and return the finding if there is one."""
     try:
         machine = Machine(case.world, log)
     except ValueError:

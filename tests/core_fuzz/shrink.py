@@ -1,4 +1,4 @@
-"""Makes a case that fails small, and prints it as a script."""
+"""Shrinks failing cases and prints them as scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from core_fuzz.machine import Add, Case, Expect, Finish, Pass, Start, World, replay
 from support.recipes import SPELLED
 
-# Calls that a script has; a request that never ends takes any number.
+# A script has at length this many calls, since a request that never finishes causes any number of them.
 MAX_LINES = 200
 _DEFAULTS = World("")
 _SIMPLER: dict[str, tuple[Any, ...]] = {
@@ -32,7 +32,7 @@ _SIMPLER: dict[str, tuple[Any, ...]] = {
 
 
 def shrunk(case: Case, kind: str, seconds: float) -> Case:
-    """A smaller case with a finding of the same kind, made in at most that time."""
+    """Return a smaller case with a finding of the same kind, within a time limit."""
     end = time.monotonic() + seconds
 
     def fails(some: Case) -> bool:
@@ -49,7 +49,7 @@ def shrunk(case: Case, kind: str, seconds: float) -> Case:
 
 
 def _fewer_calls(case: Case, fails: Callable[[Case], bool], end: float) -> Case:
-    """Leave out runs of calls, long ones first."""
+    """Remove runs of calls, long ones first."""
     size = max(1, len(case.calls) // 2)
     while size and time.monotonic() < end:
         at = len(case.calls) - size
@@ -65,7 +65,7 @@ def _fewer_calls(case: Case, fails: Callable[[Case], bool], end: float) -> Case:
 def _first_that_fails(
     case: Case, simpler: Callable[[Case], Iterator[Case]], fails: Callable[[Case], bool], end: float
 ) -> Case:
-    """Follow the simpler cases that still fail, until none does."""
+    """Replace the case by a simpler one that still fails, until there is none."""
     found = True
     while found and time.monotonic() < end:
         found = False
@@ -106,7 +106,7 @@ def _asks(case: Case) -> Iterator[Case]:
             {"resumed": 0},
             {"keeps_kv": False},
             *({"prompt": prompt} for prompt in (1, ask.prompt // 2, ask.prompt - 1) if 1 <= prompt < ask.prompt),
-            *({"max_tokens": most} for most in (1, 2, ask.max_tokens - 1) if ask.resumed < most < ask.max_tokens),
+            *({"max_tokens": length} for length in (1, 2, ask.max_tokens - 1) if ask.resumed < length < ask.max_tokens),
         ):
             less = ask._replace(**change)
             if less != ask:
@@ -116,11 +116,11 @@ def _asks(case: Case) -> Iterator[Case]:
 def _finishes(case: Case) -> Iterator[Case]:
     for index, call in enumerate(case.calls):
         match call:
-            case Finish(seconds, drops, fails, held):
+            case Finish(seconds, fails_slices, fails, held):
                 for change in (
-                    {"drops": ()},
+                    {"fails_slices": ()},
                     {"fails": ()},
-                    *({"drops": (one,)} for one in drops if len(drops) > 1),
+                    *({"fails_slices": (one,)} for one in fails_slices if len(fails_slices) > 1),
                     *({"fails": (one,)} for one in fails if len(fails) > 1),
                     {"held": 0} if held else {},
                     {"seconds": 0.01} if seconds != 0.01 else {},
@@ -154,7 +154,7 @@ from skipjoin.recipes import EngineLimits, Settings, build
 
 
 def script(case: Case) -> str:
-    """The case as calls on an engine core, with what was found at the end."""
+    """Return the case as calls on an engine core, with the finding at the end."""
     log: list[str] = []
     found = replay(case, log)
     w = case.world
@@ -185,8 +185,8 @@ def script(case: Case) -> str:
         f"core = EngineCore(Scheduler(policies, kv, depth={w.depth}, overlap={w.overlap}))",
         *log[:MAX_LINES],
         *[f"# ... and {len(log) - MAX_LINES} more calls"] * (len(log) > MAX_LINES),
-        f"# Here: {found}",
-        "# The same with `replay` of fuzz.machine:",
+        f"# Finding: {found}",
+        "# The same with `replay` of core_fuzz.machine:",
         *(f"# {line}" for line in repr(case).splitlines()),
     ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""A minute's cut of `make fuzz-core`, and whether the fuzz notices what it is for."""
+"""A short run of the core fuzzer, and bugs that it must find."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from support.recipes import RECIPES
 
 SEED = 32
 WORLDS = 160
-# Shared blocks have most states.
+# Shared blocks have the largest number of states.
 MORE_WORLDS = {"bros": 600}
 SHRINK_S = 60.0
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_random_worlds_keep_every_promise(recipe: str) -> None:
+def test_random_worlds_keep_all_invariants(recipe: str) -> None:
     for number in range(MORE_WORLDS.get(recipe, WORLDS)):
         player, finding = play(f"{SEED}/{number}", [recipe])
         if finding is not None:
@@ -32,7 +32,7 @@ def test_random_worlds_keep_every_promise(recipe: str) -> None:
             pytest.fail(f"{repeat}\n{script(shrunk(player.case, finding.kind, SHRINK_S))}")
 
 
-def test_the_same_seed_makes_the_same_plans() -> None:
+def test_the_same_seed_gives_the_same_plans() -> None:
     recipes = sorted(RECIPES)
     for number in range(100):
         one, other = play(f"{SEED}/{number}", recipes)[0], play(f"{SEED}/{number}", recipes)[0]
@@ -42,23 +42,23 @@ def test_the_same_seed_makes_the_same_plans() -> None:
 # -- bugs that it must find -------------------------------------------------------------------------------------------
 
 
-def first_finding(recipes: list[str], most: int = 3000) -> tuple[Case, str]:
-    """The first case with a finding, and the finding's kind."""
-    for number in range(most):
+def first_finding(recipes: list[str], count: int = 3000) -> tuple[Case, str]:
+    """Return the first of `count` cases with a finding, and its kind."""
+    for number in range(count):
         player, finding = play(f"{SEED}/{number}", recipes)
         if finding is not None:
             return player.case, finding.kind
-    pytest.fail("nothing was found")
+    pytest.fail("no finding")
 
 
-def stands_still(patch: pytest.MonkeyPatch) -> None:
-    """Where nothing would run, nothing does."""
+def stalls(patch: pytest.MonkeyPatch) -> None:
+    """Make no plan if no candidate finds space."""
     patch.setattr(StepPlanner, "_force", lambda self, builder: None)
     patch.setattr(StepPlanner, "_begin_anew", lambda self: None)
 
 
-def offers_what_is_planned(patch: pytest.MonkeyPatch) -> None:
-    """Blocks get keys when their plan is made, not when it is committed."""
+def offers_planned_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Register prefix-cache keys when a plan is made, not when it is committed."""
     schedule = Scheduler.schedule
 
     def early(self: Scheduler, now: float) -> object:
@@ -74,8 +74,8 @@ def offers_what_is_planned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "schedule", early)
 
 
-def frees_what_a_move_reads(patch: pytest.MonkeyPatch) -> None:
-    """An overlapped move out leaves its source blocks free."""
+def frees_the_source_of_a_move(patch: pytest.MonkeyPatch) -> None:
+    """Free the source blocks of an overlapped move out at once."""
     move_out = KVLedger.move_out
 
     def unfenced(self: KVLedger, request: Request, *, blocking: bool, **rest: object) -> Move | None:
@@ -84,13 +84,13 @@ def frees_what_a_move_reads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVLedger, "move_out", unfenced)
 
 
-def ignores_failures(patch: pytest.MonkeyPatch) -> None:
-    """A move that failed counts as one that landed."""
+def ignores_failed_moves(patch: pytest.MonkeyPatch) -> None:
+    """Treat failed moves as landed."""
     patch.setattr(KVLedger, "fail", KVLedger.land)
 
 
-def loses_blocks(patch: pytest.MonkeyPatch) -> None:
-    """The last block of what a request gives back stays astray."""
+def leaks_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Leak the last of the blocks that a request frees."""
     give_back = KVLedger._give_back
     patch.setattr(KVLedger, "_give_back", lambda self, held, blocks: give_back(self, held, blocks[:-1]))
 
@@ -98,28 +98,28 @@ def loses_blocks(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("break_it", "recipe", "kinds"),
     [
-        (stands_still, "fastserve", {"stall"}),
-        (offers_what_is_planned, "sarathi", {"wrong key"}),
-        (frees_what_a_move_reads, "fastserve", {"wrong read", "wrong key", "LedgerError in check"}),
-        (ignores_failures, "fastserve-reactive", {"wrong read", "wrong token", "wrong key"}),
-        (loses_blocks, "fcfs", {"LedgerError in check"}),
+        (stalls, "fastserve", {"stall"}),
+        (offers_planned_blocks, "sarathi", {"wrong key"}),
+        (frees_the_source_of_a_move, "fastserve", {"wrong read", "wrong key", "LedgerError in check"}),
+        (ignores_failed_moves, "fastserve-reactive", {"wrong read", "wrong token", "wrong key"}),
+        (leaks_blocks, "fcfs", {"LedgerError in check"}),
     ],
 )
-def test_a_broken_core_is_found(
+def test_the_fuzzer_finds_bugs_of_the_core(
     monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None], recipe: str, kinds: set[str]
 ) -> None:
     break_it(monkeypatch)
     case, kind = first_finding([recipe])
     assert kind in kinds
-    less = shrunk(case, kind, 1.0)
-    assert len(less.calls) <= len(case.calls)
-    found = replay(less)
+    smaller = shrunk(case, kind, 1.0)
+    assert len(smaller.calls) <= len(case.calls)
+    found = replay(smaller)
     assert found is not None
     assert found.kind == kind
 
 
 def test_a_finding_becomes_a_script_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    stands_still(monkeypatch)
+    stalls(monkeypatch)
     case, kind = first_finding(["fastserve"])
     text = script(shrunk(case, kind, 5.0))
     with pytest.raises(AssertionError):

@@ -214,7 +214,7 @@ def test_requests_read_their_own_kv_in_any_order_of_streams(
     assert moves > 5
     while core.kv.is_moving:
         core.finish_step(device.finish(*device.begin(core.start_step(1e3))), 1e3)  # type: ignore[arg-type]
-    core.assert_home()
+    core.assert_all_free()
 
 
 def move(direction: Direction, block: int) -> Move:

@@ -77,7 +77,7 @@ def test_reservations_match_the_ledger(eviction: type[Recompute]) -> None:
         assert (fold._hosted_blocks, fold._reserved_blocks) == (hosted, reserved)
 
     simulate(Replica(core, SimulatedExecutor(world.cost)), load(7, 60), on_events=compare)
-    core.assert_home()
+    core.assert_all_free()
     claims = [event for event in seen if isinstance(event, Reserved)]
     found: dict[str, Any] = usage.kv()
     assert found["hosted_requests"] == len({one.request for one in claims if isinstance(one.parent, Request)}) > 5

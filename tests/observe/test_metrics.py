@@ -56,7 +56,7 @@ def by_label(snapshot: Snapshot, name: str) -> dict[str, float]:
 def test_a_request_dropped_by_the_executor_counts_as_an_error() -> None:
     """It is an error in the metrics, the request log and the timeline, and no request counts as running."""
     world = World(depth=2, overlap=True)
-    done = run(world, load(5, 20), drops=lambda piece: piece.request.id % 4 == 0)
+    done = run(world, load(5, 20), fails_slice=lambda piece: piece.request.id % 4 == 0)
     metrics, facts, file = metrics_of(world), list[RequestFacts](), StringIO()
     metrics.observe(done.events)
     RequestLog(facts.append).observe(done.events)

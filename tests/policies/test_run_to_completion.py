@@ -126,7 +126,7 @@ def test_filling_the_last_slot_closes_the_batch() -> None:
     one = stepper(static(2))
     one.add(make(0, 4, 1), make(1, 4, 3), make(2, 4, 1), make(3, 4, 2), make(4, 4, 1))
     assert [ran(one) for _ in range(6)] == [[0, 1], [1], [1], [2, 3], [3], [4]]
-    one.core.assert_home()
+    one.core.assert_all_free()
 
 
 def test_a_batch_is_limited_by_memory() -> None:
@@ -154,7 +154,7 @@ def test_aborting_the_longest_member_starts_the_next_batch(depth: int) -> None:
     assert [ran(one) for _ in range(3)] == [[0, 1], [0, 1], [0]]
     one.core.abort(0, one.now)
     assert ran(one) == [2]
-    one.core.assert_home()
+    one.core.assert_all_free()
 
 
 def test_aborting_a_member_in_flight_ends_the_batch_before_its_plan_commits() -> None:
@@ -173,7 +173,7 @@ def test_the_next_batch_begins_when_all_members_stop_at_once() -> None:
     one = stepper(static(2), depth=2)
     one.add(*(make(number, 4, 9, stop_tokens=frozenset({4})) for number in range(4)))
     assert [ran(one), ran(one)] == [[0, 1], [2, 3]]
-    one.core.assert_home()
+    one.core.assert_all_free()
 
 
 def test_a_step_without_runnable_requests_does_not_close_the_batch() -> None:
@@ -212,7 +212,7 @@ def test_a_preempted_member_stays_a_member() -> None:
     while second.finish_reason is None:
         assert ran(one) == [1]
     assert ran(one) == [2, 3]
-    one.core.assert_home()
+    one.core.assert_all_free()
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -1,16 +1,20 @@
-"""Plans of small runs as text, recorded in `plans/`: a change of a decision shows as a diff.
+"""Plans of small runs as text, recorded in `plans/`, so that a change of a decision shows as a diff.
 
     python tests/recipes/recorded_plans.py
 
-records them again, after a change that is meant to change decisions. Each line has a time in seconds and an event:
+records them again, after an intended change of decisions. Each line has a time in seconds and an event. The line
 
     0.045700  step 7 | 2[0:16]* +4-7 | 0@21~ | out 1: 8-9>0-1 | beside: in 3: 0>2
 
-is the decision of step 7. It computes the prompt tokens 0 to 15 of request 2 and samples its next token (`*`), in the
-device blocks 4 to 7 besides those of its earlier steps (`=` in place of `+` names all of its blocks). It computes token
-21 of request 0 and samples the next one, where the input token is still being sampled by a step in flight (`~`). Before
-the step, device blocks 8 and 9 of request 1 move to blocks 0 and 1 of the CPU tier; beside it, a block of request 3
-moves back. Slots of a block are in parentheses. Other lines tell which requests arrive, are preempted and finish.
+is the decision of step 7, in parts:
+
+- `2[0:16]*` computes prompt tokens 0 to 15 of request 2 and samples its next token (`*`).
+- `+4-7` adds device blocks 4 to 7 to those of its earlier steps; `=` in place of `+` lists all of its blocks.
+- `0@21~` computes token 21 of request 0 and samples the next one; a step in flight still samples the input token (`~`).
+- `out 1: 8-9>0-1` moves device blocks 8 and 9 of request 1 to blocks 0 and 1 of the CPU tier before the step.
+- `beside: in 3: 0>2` moves a block of request 3 in during the step.
+
+Slots of a block are in parentheses. Other lines report requests that arrive, are preempted and finish.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from support.policies import EVICTIONS
 from support.watch import Run, World, run
 
 FOLDER = Path(__file__).with_name("plans")
-# Lines of a diff that are shown.
+# Maximum number of lines of a diff that is shown.
 MAX_LINES = 24
 
 
@@ -55,11 +59,11 @@ class Scenario:
     Attributes:
         requests: Arguments of `load`, by name.
         error: Forecasts are wrong by up to this factor; None for requests without forecasts.
-        clients: Number of clients that take turns in sending the requests.
+        clients: Number of clients that send the requests in turn.
         failures: Share of moves that fail.
         urgent: Id of an urgent request.
         deadline: Id of a request with a deadline that it cannot meet.
-        dropped: Id of a request that the executor gives up after its prompt.
+        fails_slices_of: Id of a request whose slices the executor fails after its prompt.
     """
 
     world: World
@@ -69,10 +73,10 @@ class Scenario:
     failures: float = 0.0
     urgent: int | None = None
     deadline: int | None = None
-    dropped: int | None = None
+    fails_slices_of: int | None = None
 
     def run(self) -> Run:
-        """Run it to its end."""
+        """Run the scenario to its end."""
         draw = random.Random(7)
         sent = load(**{"seed": 3, "count": 14, "prompts": (1, 30), "outputs": (2, 14)} | self.requests)  # type: ignore[arg-type]
         for request in sent:
@@ -85,10 +89,10 @@ class Scenario:
                 sent[number].options = replace(sent[number].options, **change)
                 sent[number].__post_init__()
         fails = (lambda move: draw.random() < self.failures) if self.failures else never
-        return run(self.world, sent, fails=fails, drops=self._drops)
+        return run(self.world, sent, fails=fails, fails_slice=self._fails_slice)
 
-    def _drops(self, piece: Slice) -> bool:
-        return piece.request.id == self.dropped and piece.start > 0
+    def _fails_slice(self, piece: Slice) -> bool:
+        return piece.request.id == self.fails_slices_of and piece.start > 0
 
 
 def small(recipe: str, eviction: str | None = None, **settings: object) -> World:
@@ -98,13 +102,13 @@ def small(recipe: str, eviction: str | None = None, **settings: object) -> World
 
 
 OVERLAPPED = {"depth": 2, "overlap": True}
-# The only place that names the recipes of recorded plans.
+# No other place names the recipes of recorded plans.
 SCENARIOS = {
     "fcfs": Scenario(small("fcfs"), {}),
     "fcfs-priorities": Scenario(small("fcfs", **OVERLAPPED), {"priorities": (-1, 0, 7)}, urgent=8, deadline=4),
     "fcfs-prefixes": Scenario(small("fcfs", "swap"), {"texts": 2, "prompts": (10, 40)}),
     "fcfs-clients": Scenario(small("fcfs", fair_output_weight=2.0), {"rate": 300.0}, clients=3),
-    "fcfs-dropped": Scenario(small("fcfs", "spill", depth=2), {}, failures=0.3, dropped=3),
+    "fcfs-dropped": Scenario(small("fcfs", "spill", depth=2), {}, failures=0.3, fails_slices_of=3),
     "sarathi": Scenario(small("sarathi", max_tokens=12), {}),
     "sarathi-prefixes": Scenario(small("sarathi", max_tokens=16, **OVERLAPPED), {"texts": 2, "prompts": (10, 40)}),
     "sarathi-3-stages": Scenario(small("sarathi", depth=3, stages=3), {}),
@@ -126,7 +130,7 @@ SCENARIOS = {
 
 
 def text_of(done: Run) -> str:
-    """Return the run as text: a line for each event that the module's docstring describes."""
+    """Return the run as text, with a line for each event."""
     blocks: dict[Request, Sequence[int]] = {}
     lines = [f"{event.now:.6f}  {line}" for event in done.events for line in _lines(event, blocks)]
     return "\n".join([*lines, f"{done.end:.6f}  end", ""])
@@ -139,8 +143,8 @@ def _lines(event: Event, blocks: dict[Request, Sequence[int]]) -> Iterator[str]:
             yield f"arrive {request.id}: {size}{_options(request)}"
         case Admitted(request=request, cached=cached, on_host=on_host) if cached:
             yield f"find {cached} tokens of {request.id} in the prefix cache, {on_host} of them on the CPU tier"
-        case Reserved(request=request, parent=lender, blocks=count) if lender is not None:
-            owner = lender.id if isinstance(lender, Request) else lender.name
+        case Reserved(request=request, parent=parent, blocks=count) if parent is not None:
+            owner = parent.id if isinstance(parent, Request) else parent.name
             yield f"reserve {count} blocks for {request.id} out of those of {owner}"
         case Preempted(request=request, how=how, kept=kept):
             yield f"{how.name.lower()} {request.id}" + f", keep {kept} tokens" * (how is not Preemption.PAUSE)
@@ -184,9 +188,9 @@ def _slice(piece: Slice, blocks: dict[Request, Sequence[int]]) -> str:
 
 
 def _move(move: Move) -> str:
-    whose = "cache" if move.request is None else str(move.request.id)
+    owner = "cache" if move.request is None else str(move.request.id)
     slots = "".join(f"({first}+{count})" for first, count in move.spans)
-    return f"{move.direction.name.lower()} {whose}: {_numbers(move.source)}>{_numbers(move.target)}{slots}"
+    return f"{move.direction.name.lower()} {owner}: {_numbers(move.source)}>{_numbers(move.target)}{slots}"
 
 
 def _numbers(numbers: Sequence[int]) -> str:

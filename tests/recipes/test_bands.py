@@ -1,4 +1,4 @@
-"""In every recipe an urgent request comes before a default one, and that before a best-effort one."""
+"""In every recipe, urgent requests run before default ones, and these before best-effort ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from support.load import make
 from support.recipes import RECIPES
 from support.watch import Stepper, World
 
-# An objective that is missed already puts an urgent request behind no other.
+# An objective that was missed already does not put an urgent request behind others.
 MISSED = Target(ttft_s=1e-6, tpot_s=1e-6)
 URGENT = RequestOptions(is_urgent=True, priority=5, target=MISSED)
 FLEX = RequestOptions(service=ServiceClass.BEST_EFFORT, priority=-5)
 
 
 def order_of_start(recipe: str, arrivals: tuple[RequestOptions, ...]) -> list[RequestOptions]:
-    """In which order these requests begin, once another one has the only slot."""
+    """Return the order in which these requests begin after another one leaves the only slot."""
     stepper = Stepper(World(recipe, max_seqs=1).core())
     stepper.add(make(0, 8, 20))
     stepper.step()
@@ -31,11 +31,11 @@ def order_of_start(recipe: str, arrivals: tuple[RequestOptions, ...]) -> list[Re
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize("target", [MISSED, Target(ttft_s=9.0)], ids=["late", "patient"])
-def test_a_single_slot_goes_to_the_earliest_band(recipe: str, target: Target) -> None:
+def test_a_single_slot_goes_to_the_request_of_the_earliest_band(recipe: str, target: Target) -> None:
     default = RequestOptions(target=target)
     for arrivals in permutations((URGENT, default, FLEX)):
         order = order_of_start(recipe, arrivals)
         assert order.index(URGENT) < order.index(default)
-        # Turns are the classes' in any case, and BROS gives the slot of a request that can wait to a best-effort one.
+        # Round robin serves all classes in turn, and BROS gives a slot to best effort if the default request can wait.
         if recipe != "round-robin" and not recipe.startswith("bros"):
             assert order[-1] is FLEX

@@ -1,6 +1,7 @@
-"""What EconoServe promises, each promise measured in simulated runs: KV is hosted physically, requests that are
-forecast too short end all the same, groups begin and end together, prompts fill steps, nothing leaves the device that
-need not, and order by objectives meets more of them.
+"""Properties of EconoServe in simulated runs.
+
+KV is hosted physically, requests with short forecasts finish, groups begin and end together, prompts fill steps,
+no KV is evicted without need, and the order by objectives meets more of them.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from support.watch import Stepper, WatchedCore, World
 from support.worlds import PIPELINES
 
 VARIANTS = ("econoserve", "econoserve-sdo", "econoserve-sd", "econoserve-d")
-# Half of the requests are long, half of them short: 64 + 960 and 16 + 100 tokens.
+# Half of the requests are long, with 64 + 960 tokens, and half of them short, with 16 + 100.
 HALVES = synthetic("fixed:64,960", "poisson", ["name=short,lengths=fixed:16,100,share=0.5"])
-# Half a minute at twice what the machine serves.
+# Half a minute at twice the capacity of the machine.
 OVERLOAD = Extent(5.0, 30.0, 1)
 SHAREGPT = synthetic("sharegpt", "poisson")
 BURSTS = "gamma:8"
@@ -45,11 +46,12 @@ BURSTS = "gamma:8"
 
 @dataclass
 class Seen:
-    """A run: its record, and what its events told.
+    """Record and events of a run.
 
-    footprints: in each step, the blocks that all requests in it that generate will have had at their ends, as a share
-    of the pool. decoding: the steps in which a request generated, first and last. vacated: requests that lost their KV
-    while another request lent it.
+    Attributes:
+        vacated: Requests that lost their KV while it was nested in another request's reservation.
+        footprints: For each step, the blocks that its decoding requests need by their ends, as a share of the pool.
+        decoding: First and last decode step, by request id.
     """
 
     jobs: list[WorkloadRequest]
@@ -61,19 +63,19 @@ class Seen:
     finished: list[Finished] = field(default_factory=list)
     footprints: list[float] = field(default_factory=list)
     decoding: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _guests: set[int] = field(default_factory=set)
+    _nested: set[int] = field(default_factory=set)
 
     def observe(self, events: list[Event]) -> None:
         for event in events:
             match event:
-                case Reserved(request=request, parent=lender):
+                case Reserved(request=request, parent=parent):
                     self.claims.append(event)
-                    (self._guests.add if isinstance(lender, Request) else self._guests.discard)(request.id)
+                    (self._nested.add if isinstance(parent, Request) else self._nested.discard)(request.id)
                 case Preempted(request=request, how=how):
                     self.preempted[how] += 1
-                    if how is not Preemption.PAUSE and request.id in self._guests:
+                    if how is not Preemption.PAUSE and request.id in self._nested:
                         self.vacated.add(request.id)
-                        self._guests.discard(request.id)
+                        self._nested.discard(request.id)
                 case Planned(plan=plan):
                     self._note(plan)
                 case Finished():
@@ -89,18 +91,18 @@ class Seen:
             self.decoding[number] = first, len(self.footprints)
 
     def _blocks(self, number: int) -> int:
-        """That the request needs until its end; the last token's own KV is never computed."""
+        """Return the blocks that the request needs by its end; the KV of the last token is never computed."""
         job = self.jobs[number]
         return -(-(job.prompt_tokens + job.output_tokens - 1) // self.system.block_size)
 
     @property
     def hosted(self) -> float:
-        """The share of requests that were lent KV by another one."""
+        """Return the share of requests that were nested in the reservation of another one."""
         return len({claim.request.id for claim in self.claims if isinstance(claim.parent, Request)}) / len(self.jobs)
 
     @property
     def groups(self) -> list[list[int]]:
-        """The requests that claimed KV as a group, as far as there was enough for them."""
+        """Return the requests that reserved KV as a group, cut off where there was not enough for all."""
         found = defaultdict(list)
         for claim in self.claims:
             if claim.group is not None:
@@ -108,11 +110,11 @@ class Seen:
         return list(found.values())
 
     def mean(self, name: str) -> float:
-        """Of a distribution of the record."""
+        """Return the mean of a distribution of the record."""
         return float(self.record[name]["mean"])
 
     def assert_served(self) -> None:
-        """Every request ended once, with as many tokens as its true length."""
+        """Assert that every request finished once, with its true number of tokens."""
         assert len(self.finished) == len(self.jobs)
         for event in self.finished:
             assert event.reason is FinishReason.STOP
@@ -131,7 +133,7 @@ def seen(
     slo: Slo = NO_SLO,
     **params: float | str,
 ) -> Seen:
-    """The run of a recipe, without padding unless the parameters say otherwise."""
+    """Run a recipe, without padding unless the parameters set it."""
     system = replace(
         SYSTEM,
         recipe=SPELLED[recipe],
@@ -151,8 +153,8 @@ def seen(
 # -- hosting ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_runs_together_needs_more_kv_than_there_is_and_none_of_it_leaves() -> None:
-    """Requests run at one instant whose footprints at their ends exceed the pool: claims alone never let them."""
+def test_hosting_runs_requests_whose_kv_exceeds_the_pool_without_swapping() -> None:
+    """The final footprints of concurrent requests exceed the pool, which reservations alone never allow."""
     hosting, alone = seen("econoserve"), seen("econoserve-sdo")
     assert max(alone.footprints) <= 1 < max(hosting.footprints)
     assert hosting.hosted >= 0.2
@@ -163,15 +165,17 @@ def test_what_runs_together_needs_more_kv_than_there_is_and_none_of_it_leaves() 
 
 
 @pytest.mark.parametrize(("order", "share"), [({}, 0.75), ({"order": "longest"}, 0.3)], ids=["shortest", "longest"])
-def test_hosting_shortens_the_wait(order: dict[str, str], share: float) -> None:
-    """Mean latency per token. Guests are the short requests, which the default order lets through first anyway: so
-    hosting gains most where the longest come first."""
+def test_hosting_reduces_latency(order: dict[str, str], share: float) -> None:
+    """The mean latency per token decreases.
+
+    Short requests are hosted. The default order runs these first anyway, so hosting gains most with the longest first.
+    """
     hosting, alone = (seen(recipe, **order).mean("normalized_latency_s") for recipe in VARIANTS[:2])
     assert hosting <= share * alone, f"{hosting / alone:.3f} of the latency without hosting"
 
 
-def test_guests_that_outstay_their_forecast_are_vacated_and_end_with_all_their_tokens() -> None:
-    """`seen` compares the lengths of all outputs with the truth."""
+def test_hosted_requests_that_exceed_their_forecast_are_evicted_and_finish() -> None:
+    """`seen` compares the lengths of all outputs with the true ones."""
     wrong = seen("econoserve", predictor="noise:.5", host_blocks=1200)
     assert len(wrong.vacated) >= 3
     assert wrong.hosted >= 0.2
@@ -183,7 +187,7 @@ def test_guests_that_outstay_their_forecast_are_vacated_and_end_with_all_their_t
 
 @pytest.mark.parametrize("recipe", ["econoserve", "econoserve-sd", "econoserve-d"])
 def test_members_of_a_group_begin_and_end_together(recipe: str) -> None:
-    """Where lengths are equal there are groups, where they are not there are hardly any; -d knows none."""
+    """There are groups if lengths are equal, and hardly any if not; `econoserve-d` has none."""
     extent = Extent(24.0, None, 1, limit=72)
     equal = seen(recipe, synthetic("fixed:64,256", BURSTS), extent, kv_blocks=400)
     for group in equal.groups:
@@ -201,7 +205,7 @@ def test_members_of_a_group_begin_and_end_together(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", VARIANTS)
 def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
-    """Up to 0.9 of the forward size that saturates the device. A prompt is cut to what a step has left."""
+    """Steps reach 0.9 of the forward size that saturates the device; a prompt is cut to the remaining tokens."""
     target = 24
     params = (("reserve", 0.5), ("forward_tokens", target))
     stepper = Stepper(World(recipe, device_blocks=80, max_seqs=64, params=params).core())
@@ -216,7 +220,7 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
             assert sum(piece.tokens for piece in plan.slices) >= 0.9 * target
             full += 1
         stepper.finish()
-    core.assert_home()
+    core.assert_all_free()
     assert full > 10
 
 
@@ -224,8 +228,8 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", VARIANTS[:2])
-def test_what_is_predicted_right_is_neither_dropped_nor_swapped(recipe: str) -> None:
-    """Where the KV is allocated in full, and fcfs drops."""
+def test_kv_is_neither_dropped_nor_swapped_with_true_forecasts(recipe: str) -> None:
+    """All of the KV pool is allocated, while FCFS drops KV in the same load."""
     exact = seen(recipe)
     assert exact.preempted[Preemption.DROP] == exact.preempted[Preemption.SWAP] == 0
     assert exact.record["kv"]["recomputed_tokens"] == 0
@@ -234,9 +238,11 @@ def test_what_is_predicted_right_is_neither_dropped_nor_swapped(recipe: str) -> 
 
 
 @pytest.mark.parametrize("recipe", VARIANTS)
-def test_a_request_that_outgrows_its_claim_is_given_the_reserve_then_pauses_then_leaves(recipe: str) -> None:
-    """Four outputs are ten times as long as predicted and fill the pool: each first gets more, one after the other
-    pauses with its KV where it is, and only when none runs does one move out."""
+def test_a_request_beyond_its_reservation_draws_on_the_reserve_then_pauses_then_is_swapped_out(recipe: str) -> None:
+    """Four outputs, ten times as long as predicted, fill the pool.
+
+    Each request first gets more blocks, then pauses with its KV on the device. Only when none runs is one swapped out.
+    """
     params = (("padding", 0.0), ("reserve", 0.25))
     stepper = Stepper(World(recipe, device_blocks=60, max_seqs=12, params=params).core())
     stepper.add(*(make(number, 8, 80, forecast=Forecast(8, "test")) for number in range(4)))
@@ -247,18 +253,18 @@ def test_a_request_that_outgrows_its_claim_is_given_the_reserve_then_pauses_then
             kinds[event.request.id].append("reserve")
         elif isinstance(event, Preempted):
             kinds[event.request.id].append(event.how.name)
-    assert all(story[0] == "reserve" for story in kinds.values())
-    assert sum("PAUSE" in story for story in kinds.values()) == 3
-    (moved,) = (story for story in kinds.values() if "SWAP" in story)
+    assert all(sequence[0] == "reserve" for sequence in kinds.values())
+    assert sum("PAUSE" in sequence for sequence in kinds.values()) == 3
+    (moved,) = (sequence for sequence in kinds.values() if "SWAP" in sequence)
     assert moved.index("reserve") < moved.index("PAUSE") < moved.index("SWAP")
-    assert not any("DROP" in story for story in kinds.values())
+    assert not any("DROP" in sequence for sequence in kinds.values())
     assert [len(stepper.tokens[number]) for number in range(4)] == [80] * 4
 
 
 # -- objectives -------------------------------------------------------------------------------------------------------
 
 
-def test_order_by_objectives_meets_more_of_them_and_fills_the_kv_with_claims() -> None:
+def test_order_by_objectives_meets_more_of_them_and_reserves_most_of_the_kv() -> None:
     overload, slo = Extent(12.0, 30.0, 1), Slo(jct_scale=2.0)
 
     def attained(recipe: str, **params: str) -> Seen:
@@ -278,7 +284,7 @@ def test_order_by_objectives_meets_more_of_them_and_fills_the_kv_with_claims() -
 
 
 def predicted(requests: list[Request], sigma: float, seed: int = 0) -> list[Request]:
-    """The requests, with forecasts that are the truth times a log-normal factor of median 1."""
+    """Give the requests forecasts: the true length times a log-normal factor of median 1."""
     draw = random.Random(seed)
     for request in requests:
         request.forecast = Forecast(max(1.0, request.max_tokens * math.exp(sigma * draw.gauss(0, 1))), "test")
@@ -286,12 +292,12 @@ def predicted(requests: list[Request], sigma: float, seed: int = 0) -> list[Requ
 
 
 class FrugalCore(WatchedCore):
-    """A watched core that proves besides that no decision claims more than there is."""
+    """A watched core that also checks that no decision reserves more blocks than are available."""
 
     def start_step(self, now: float) -> StepPlan | None:
         available = self.kv.available
         plan = super().start_step(now)
-        assert self.kv.available >= min(0, available), "a decision claims blocks that there are not"
+        assert self.kv.available >= min(0, available), "a decision reserves blocks that are not available"
         return plan
 
 
@@ -305,7 +311,7 @@ WORLDS = dict(
     sigma=st.sampled_from([0.0, 0.5, 2.0]),
     reserve=st.sampled_from([0.0, 0.1, 0.5]),
     padding=st.sampled_from([0.0, 0.5]),
-    chance=st.sampled_from([0.0, 0.02, 0.2]),
+    probability=st.sampled_from([0.0, 0.02, 0.2]),
 )
 
 
@@ -320,10 +326,12 @@ def disturbed(
     sigma: float,
     reserve: float,
     padding: float,
-    chance: float,
+    probability: float,
 ) -> Stepper:
-    """A run to the end in which, with that chance between two calls each, a forecast changes to anything, a request is
-    aborted, or all that is on the device is lost."""
+    """Run to the end with random events between calls, each at the given probability.
+
+    An event changes a forecast, aborts a request, or loses all KV on the device.
+    """
     depth, overlap, stages = pipeline
     params = (("padding", padding), ("reserve", reserve))
     world = World(
@@ -341,33 +349,33 @@ def disturbed(
     stepper, draw = Stepper(core), random.Random(seed)
     todo = predicted(load(seed, 16, prompts=(1, 30), outputs=(1, 60), priorities=(0, seed % 2)), sigma, seed)
 
-    def anything() -> None:
-        if core.requests and draw.random() < chance:
+    def disturb() -> None:
+        if core.requests and draw.random() < probability:
             request = draw.choice([*core.requests.values()])
             core.reforecast(request.id, Forecast(draw.choice([1, 10, 10, 1e6]), "test"), stepper.now)
-        if core.requests and draw.random() < chance / 4:
+        if core.requests and draw.random() < probability / 4:
             core.abort(draw.choice([*core.requests]), stepper.now)
-        if draw.random() < chance / 20:
+        if draw.random() < probability / 20:
             stepper.restart()
 
     while todo or core.requests or core.plans or core.kv.is_moving:
         if todo and draw.random() < 0.3:
             stepper.add(todo.pop(0))
         while stepper.start() is not None:
-            anything()
+            disturb()
         stepper.late = draw.choice([0, 0, 3])
         if core.plans:
             stepper.finish()
-        anything()
-    assert stepper.start() is None  # what happened last is told, too
-    core.assert_home()
+        disturb()
+    assert stepper.start() is None  # takes the last events
+    core.assert_all_free()
     return stepper
 
 
 @given(st.fixed_dictionaries(WORLDS))
 @settings(max_examples=40, deadline=None)
-def test_claims_hold_in_any_world(world: dict[str, Any]) -> None:
-    """Whatever changes and is lost: every request that is not aborted gets all its tokens."""
+def test_all_requests_finish_under_random_events(world: dict[str, Any]) -> None:
+    """Every request that is not aborted gets all its tokens."""
     stepper = disturbed(**world)
     ends = {event.request: event.reason for event in stepper.events if isinstance(event, Finished)}
     assert len(ends) == 16

@@ -1,4 +1,4 @@
-"""Under every recipe clients that compete get equal service, and what one leaves goes to the others."""
+"""Under every recipe, competing clients get equal service, and unused shares go to other clients."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from support.recipes import build
 from support.watch import Run, World, run
 
 WEIGHT = 2.0
-# A few steps. The paper's bound, for a server that cannot pause what runs, is twice what the pool holds by weight.
+# A few steps. The paper's bound, for a server that cannot pause requests, is twice the pool's weighted capacity.
 BOUND = 300
-# A step of the load takes 25 ms, and the longest batch of `static` 30 of them.
+# A step of the load takes 25 ms, and the longest batch of `static` takes 30 steps.
 MAX_TTFT_S = 1.0
 
 
 def world(recipe: str, weight: float | None) -> World:
-    """A device that few of the requests fit on at a time, and objectives that never limit a step."""
+    """Return a world with room for few of the requests at a time, and objectives that never limit a step."""
     params = (("ttft_s", 1000.0), ("tpot_s", 1000.0))
     return World(recipe, device_blocks=80, host_blocks=80, fair_output_weight=weight, params=params)
 
 
 def flood(client: str, count: int, first_id: int, *, output: int, at: float = 0.0) -> list[Request]:
-    """Requests that all come at once."""
+    """Return requests that all arrive at once."""
     return [make(first_id + number, 20, output, arrival=at, client=client) for number in range(count)]
 
 
 def service(done: Run, until: float) -> Counter[str]:
-    """The service of each client until then, from what clients see: a prompt counts with its first token."""
+    """Return the service of each client until then, where a prompt counts with its first token."""
     found: Counter[str] = Counter()
     first: set[Request] = set()
     for event in done.events:
@@ -55,12 +55,12 @@ def service(done: Run, until: float) -> Counter[str]:
 
 
 def two_floods() -> list[Request]:
-    """Many long requests of a client, and some short ones of another a little later."""
+    """Return many long requests of a client, and some short ones of another a little later."""
     return [*flood("noisy", 100, 0, output=30), *flood("quiet", 60, 1000, output=10, at=0.05)]
 
 
 def while_both_wait(recipe: str, weight: float | None) -> Counter[str]:
-    """The service of either client until no request of the quiet one waits."""
+    """Return the service of both clients until no request of the quiet one waits."""
     done = run(world(recipe, weight), two_floods())
     ends = [one.now for one in done.events if isinstance(one, Finished) and one.request.options.client == "quiet"]
     return service(done, until=ends[-World.max_seqs - 1])
@@ -73,28 +73,28 @@ def test_clients_that_compete_get_equal_service(recipe: str) -> None:
     assert abs(served["noisy"] - served["quiet"]) <= BOUND
 
 
-def test_without_fairness_the_noisy_client_gets_all() -> None:
+def test_without_fairness_the_noisy_client_gets_all_service() -> None:
     served = while_both_wait("fcfs", None)
     assert served["noisy"] > served["quiet"] + 5 * BOUND
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve", "bros-recompute"])
 def test_clients_do_not_evict_each_other_in_turn(recipe: str) -> None:
-    alike, told_apart = (run(world(recipe, weight), two_floods()) for weight in (None, WEIGHT))
-    evictions = [request.evictions for request in told_apart.requests]
+    alike, apart = (run(world(recipe, weight), two_floods()) for weight in (None, WEIGHT))
+    evictions = [request.evictions for request in apart.requests]
     assert max(evictions) <= 6
     assert sum(evictions) <= sum(request.evictions for request in alike.requests) + len(evictions) / 2
-    assert told_apart.end < 1.1 * alike.end
+    assert apart.end < 1.1 * alike.end
 
 
 @pytest.mark.parametrize("recipe", SYSTEMS)
-def test_a_client_alone_is_served_as_if_clients_were_not_told_apart(recipe: str) -> None:
+def test_fairness_changes_no_plan_of_a_single_client(recipe: str) -> None:
     assert run(world(recipe, WEIGHT), load(5)).trace == run(world(recipe, None), load(5)).trace
 
 
 @pytest.mark.parametrize("recipe", SOME_SYSTEMS)
-def test_a_quiet_client_gets_the_next_kv_that_comes_free(recipe: str) -> None:
-    """Whatever another one has sent before: users.md 4.4, 23."""
+def test_a_quiet_client_gets_the_next_free_blocks(recipe: str) -> None:
+    """It gets them whatever another client has sent before: users.md 4.4, 23."""
     asked = make(1000, 20, 5, arrival=1.0, client="quiet")
     done = run(world(recipe, WEIGHT), [*flood("noisy", 60, 0, output=30), asked])
     (first, *_) = (one.now for one in done.events if isinstance(one, Token) and one.request is asked)
@@ -105,12 +105,12 @@ def test_a_quiet_client_gets_the_next_kv_that_comes_free(recipe: str) -> None:
 STEEP = LinearCost(floor=0.002, prefill_token=1e-4, decode=3e-4)
 
 
-class ChatEndedError(Exception):
-    """The chat has ended; the others need not."""
+class ChatFinishedError(Exception):
+    """The chat has finished; other requests need not."""
 
 
 def chat_s(recipe: str, others: list[Request]) -> float:
-    """Seconds that a chat takes beside these requests."""
+    """Return the seconds that a chat takes alongside these requests."""
     chat = make(10_000, 20, 40, arrival=0.3, client="chat")
     params = (("ttft_s", 1000.0), ("tpot_s", 1000.0))
     world = World(recipe, device_blocks=20_000, max_seqs=256, fair_output_weight=WEIGHT, params=params, cost=STEEP)
@@ -120,16 +120,16 @@ def chat_s(recipe: str, others: list[Request]) -> float:
     def stop(events: Sequence[Event]) -> None:
         ends.extend(one.now for one in events if isinstance(one, Finished) and one.request is chat)
         if ends:
-            raise ChatEndedError
+            raise ChatFinishedError
 
-    with pytest.raises(ChatEndedError):
+    with pytest.raises(ChatFinishedError):
         simulate(Replica(core, SimulatedExecutor(STEEP)), [*others, chat], on_events=stop)
     return ends[0] - chat.arrival
 
 
 @pytest.mark.parametrize("recipe", [name for name in SYSTEMS if name not in ("static", "round-robin")])
-def test_beside_640_sequences_a_chat_takes_three_times_as_long_as_alone(recipe: str) -> None:
-    """At most, except under recipes whose batch or turn runs to its end."""
+def test_a_chat_takes_at_most_three_times_as_long_alongside_640_sequences(recipe: str) -> None:
+    """This excludes recipes whose batch or turn runs to its end."""
     assert chat_s(recipe, flood("noisy", 640, 0, output=100)) <= 3 * chat_s(recipe, [])
 
 

@@ -1,4 +1,4 @@
-"""Recipes in files of a user's own."""
+"""Recipes in files of users."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ HEAD = "from __future__ import annotations\nfrom skipjoin.recipes import Params,
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with the example of docs/add-a-policy.md."""
+    """Change to a folder with the example of docs/add-a-policy.md."""
     (code,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "my_policy.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_a_recipe_of_a_file_is_simulated_beside_others(folder: Path) -> None:
-    """The first request computes alone; of the others the last one is due first."""
+def test_a_recipe_of_a_file_is_simulated_along_with_others(folder: Path) -> None:
+    """The first request runs alone; of the two others, the last one is due first."""
     (folder / "trace.csv").write_text(
         "arrival_s,prompt_tokens,output_tokens,deadline_s\n0,500,400,\n1,500,400,900\n2,500,4,90\n"
     )
@@ -39,9 +39,7 @@ def test_a_recipe_of_a_file_is_simulated_beside_others(folder: Path) -> None:
     assert edf["jct_s"]["p50"] < fcfs["jct_s"]["p50"]
 
 
-def test_an_engine_finds_it_from_any_folder_and_the_package_has_no_other_recipes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_finds_a_recipe_of_a_file_from_any_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = dict(RECIPES)
     config = EngineConfig(recipe="./my_policy.py:edf")
     monkeypatch.chdir("/")
@@ -51,7 +49,7 @@ def test_an_engine_finds_it_from_any_folder_and_the_package_has_no_other_recipes
     assert "edf" not in RECIPES
 
 
-def test_a_recipe_of_a_file_has_parameters_and_may_have_a_name_of_the_package(folder: Path) -> None:
+def test_a_recipe_of_a_file_has_parameters_and_may_share_a_name_with_the_package(folder: Path) -> None:
     (folder / "own.py").write_text(
         f"{HEAD}from dataclasses import dataclass\nfrom typing import Annotated\nfrom skipjoin.options import Option\n"
         "@dataclass(frozen=True, slots=True, kw_only=True)\n"
@@ -80,7 +78,7 @@ def test_a_recipe_of_a_file_has_parameters_and_may_have_a_name_of_the_package(fo
         ),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told_with_the_place(
+def test_errors_of_a_recipe_file_name_the_file_and_the_cause(
     folder: Path, name: str, code: str | None, error: str
 ) -> None:
     if code is not None:

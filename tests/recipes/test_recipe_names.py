@@ -1,4 +1,4 @@
-"""How recipes are named: with parameters in brackets, in lists, and by names that they no longer have."""
+"""Names of recipes: parameters in brackets, lists of names, and former names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = Settings(LinearCost(0.01, 1e-4), has_true_forecasts=True)
 SIMULATE = ["simulate", "--model", "opt-13b", "--kv-gib", "1.5", "--rates", "8", "--requests", "20", "--jobs", "1"]
 
 
-def test_the_package_has_seven_recipes_and_the_tests_run_all_variants_and_baselines() -> None:
+def test_the_package_has_seven_recipes_and_tests_have_all_renamed_ones() -> None:
     assert set(RECIPES) == {"fcfs", "sarathi", "fastserve", "alise", "econoserve", "bros", "srpt"}
     assert set(LABELLED) == set(RECIPES) | set(RENAMED)
 
@@ -48,7 +48,7 @@ def test_parameters_in_brackets_reach_the_policies() -> None:
     assert find("fastserve[eviction=recompute,paced=off]").resolve(SETTINGS, {}).paced is False  # type: ignore[attr-defined]
 
 
-def test_variants_are_compared_by_one_command_and_results_tell_them_apart(
+def test_variants_are_simulated_by_one_command_and_named_in_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -72,7 +72,7 @@ def test_variants_are_compared_by_one_command_and_results_tell_them_apart(
     assert [(one["recipe_params"]["eviction"], one["recipe_params"]["starvation_s"]) for one in records.values()] == [
         ("proactive", 2),
         ("recompute", 2),
-        ("defer", 3),  # brackets count more than --set, which is for all
+        ("defer", 3),  # brackets override --set, which applies to all recipes
         ("proactive", 2),
         ("recompute", 2),
     ]
@@ -82,7 +82,7 @@ def test_variants_are_compared_by_one_command_and_results_tell_them_apart(
     assert all(name in run.stdout for name in names)
 
 
-def test_recipes_that_results_could_not_tell_apart_are_refused(tmp_path: Path) -> None:
+def test_recipes_with_the_same_name_in_results_are_refused(tmp_path: Path) -> None:
     code = "from skipjoin.recipes import Settings, baselines, recipe\n"
     code += "@recipe\ndef one(s: Settings):\n    return baselines.fcfs(s)\n"
     for folder in ("a", "b"):
@@ -131,14 +131,14 @@ def test_an_engine_keeps_the_brackets_of_a_file_in_another_folder(
         ("fastserve[eviction=defer,starvation_bound_s=9]", "starvation_bound_s must not be set beside eviction=defer"),
     ],
 )
-def test_errors_of_names_say_which_part_is_wrong_and_what_helps(names: str, error: str) -> None:
+def test_errors_of_names_say_which_part_is_wrong_and_the_remedy(names: str, error: str) -> None:
     pattern = error if ".*" in error else re.escape(error)
     with pytest.raises(ConfigError, match=pattern):
         MACHINE.systems(names)
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_a_former_name_is_an_error_with_the_present_spelling(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_former_name_is_an_error_that_says_the_new_one(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as raised:
         find(old)

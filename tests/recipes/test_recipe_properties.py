@@ -1,7 +1,7 @@
-"""What every recipe keeps, under every pressure and pipeline, on the virtual clock.
+"""Properties of all recipes, under every eviction policy and pipeline, on the virtual clock.
 
-`WatchedCore` proves after every call that no block leaks or doubles on either tier, and of every plan that it has an
-effect, that no step is skipped while requests wait, that evictions have a reason, and that steps bring tokens.
+`WatchedCore` checks after every call that no block leaks or has two owners on either tier. Of every plan it checks
+that it has an effect, that a request runs if any waits, that evictions have a reason, and that steps bring tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from support.watch import Run, Stepper, World, run
 from support.worlds import PIPELINES, combinations, world_of, worlds
 
 every_world = pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES))
-# Evictions that `worlds` has not.
+# Eviction policies that `worlds` does not have.
 OTHERS: dict[str | None, Callable[[int], EvictionPolicy]] = {"patchwork": Patchwork, "lend": lambda seed: Lend(COST)}
 
 
@@ -51,15 +51,17 @@ def served(world: World) -> Run:
 
 
 def assert_served(done: Run) -> None:
-    """Each request got all of its tokens, once and in order."""
+    """Assert that each request got all of its tokens, once and in order."""
     for request in done.requests:
         assert request.finish_reason is FinishReason.LENGTH
         assert request.output == list(range(len(request.prompt), request.max_total_tokens))
 
 
-def assert_evictions_are_paid_for(done: Run) -> None:
-    """Who runs is not evicted for a newcomer more often than it generated tokens; and of two who evict each other,
-    the one that ran meanwhile has generated one."""
+def assert_tokens_between_evictions(done: Run) -> None:
+    """Assert that a running request is not evicted for newcomers more often than it generated tokens.
+
+    Of two requests that evict each other, the one that ran in between has generated a token.
+    """
     evictions = done.core.newcomer_evictions
     count: Counter[int] = Counter()
     for eviction in evictions:
@@ -71,7 +73,7 @@ def assert_evictions_are_paid_for(done: Run) -> None:
                 assert later.tokens[later.victim] > earlier.tokens[later.victim]
 
 
-def test_any_two_values_of_the_axes_meet_in_an_unmarked_world() -> None:
+def test_unmarked_worlds_cover_any_two_values_of_two_axes() -> None:
     axes = [SYSTEMS, PIPELINES, sorted(EVICTIONS)]
     chosen = [values for values, marks in combinations(*axes) if not marks]
     for one, other in itertools.combinations(range(len(axes)), 2):
@@ -85,13 +87,13 @@ def test_all_requests_finish_with_exactly_max_tokens(world: World) -> None:
 
 
 @every_world
-def test_evictions_for_newcomers_are_paid_for_by_tokens(world: World) -> None:
-    assert_evictions_are_paid_for(served(world))
+def test_a_request_generates_a_token_between_evictions_for_newcomers(world: World) -> None:
+    assert_tokens_between_evictions(served(world))
 
 
 @every_world
-def test_a_plan_without_slices_only_gives_moves_time(world: World) -> None:
-    """And they need little on a link as fast as this one; where moves are made before steps only, they need none."""
+def test_plans_without_slices_occur_only_during_moves(world: World) -> None:
+    """Moves need few such plans on a link as fast as this one, and none if all moves are blocking."""
     done = served(world)
     alone = [not slices for _, (_, slices, _, _) in done.trace]
     if world.eviction is EVICTIONS["proactive"]:
@@ -112,7 +114,7 @@ def test_a_plan_without_slices_only_gives_moves_time(world: World) -> None:
 
 
 @every_world
-def test_a_later_arrival_never_changes_the_past(world: World) -> None:
+def test_a_later_arrival_changes_no_earlier_plan(world: World) -> None:
     when = 0.4
     without = served(world).trace
     with_more = run(world, [*drawn(), make(99, 50, 9, arrival=when, priority=-5)]).trace
@@ -126,7 +128,7 @@ def test_a_later_arrival_never_changes_the_past(world: World) -> None:
 
 
 def failing(seed: int, share: float) -> Callable[[Move], bool]:
-    """Moves that fail at random, `share` of them."""
+    """Return a predicate that fails a random share of moves."""
     draw = random.Random(seed)
     return lambda move: draw.random() < share
 
@@ -146,7 +148,7 @@ def failing(seed: int, share: float) -> Callable[[Move], bool]:
     fails=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
 )
 @settings(max_examples=80, deadline=None)
-def test_any_world_serves_any_load(
+def test_all_requests_finish_in_any_world(
     *,
     recipe: str,
     pipeline: tuple[int, bool, int],
@@ -161,7 +163,7 @@ def test_any_world_serves_any_load(
     block_s: float,
     fails: float,
 ) -> None:
-    """The policies believe in a fast link, so they use it, whatever it is like."""
+    """The policies assume a fast link, so they use the link whatever it is like."""
     world = world_of(
         recipe,
         pipeline,
@@ -169,7 +171,7 @@ def test_any_world_serves_any_load(
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         max_seqs=max_seqs,
-        # These stop a third of all holders at every step, so few prompts would get through in chunks of a token.
+        # These stop a third of all holders at every step, so prompts in chunks of one token would rarely finish.
         max_tokens=max(8, max_tokens) if eviction in ("chaos", "patchwork") else max_tokens,
         starvation_s=starvation_s,
         machine=replace(COST, block=block_s, transfer_floor=block_s),
@@ -179,7 +181,7 @@ def test_any_world_serves_any_load(
     requests = load(seed, 12, priorities=(0, seed % 3), texts=seed % 4, best_effort=best_effort)
     done = run(world, requests, fails=failing(seed, fails))
     assert_served(done)
-    assert_evictions_are_paid_for(done)
+    assert_tokens_between_evictions(done)
 
 
 @given(
@@ -193,7 +195,7 @@ def test_any_world_serves_any_load(
 def test_forecasts_may_change_at_any_time(
     *, recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, seed: int, share: float
 ) -> None:
-    """Between a plan and its result, for requests that run and that wait, to anything; some are equal."""
+    """Forecasts change to any value between a plan and its result, for running and for waiting requests."""
     draw = random.Random(seed)
     world = world_of(recipe, pipeline, eviction)
     core = world.core()
@@ -204,14 +206,14 @@ def test_forecasts_may_change_at_any_time(
             core.reforecast(changed.id, Forecast(draw.choice([1, 10, 10, 1e6]), "test"), core.trace[-1][0])
         return False
 
-    done = run(world, load(seed, 16, priorities=(0, seed % 2)), core=core, drops=reforecast)
+    done = run(world, load(seed, 16, priorities=(0, seed % 2)), core=core, fails_slice=reforecast)
     assert_served(done)
-    assert_evictions_are_paid_for(done)
+    assert_tokens_between_evictions(done)
 
 
 @pytest.mark.parametrize("eviction", ["proactive", "chaos"])
 def test_other_requests_run_during_slow_moves(eviction: str) -> None:
-    """Every copy takes hundreds of steps, and half of them fail."""
+    """Every move takes hundreds of steps, and half of them fail."""
     slow = replace(COST, block=1.0, transfer_floor=0.0)
     world = World(eviction=EVICTIONS[eviction], device_blocks=20, starvation_s=1e6, machine=slow)
     done = run(world, [make(number, 16, 8) for number in range(6)], fails=failing(0, 0.5))
@@ -241,15 +243,15 @@ def test_kv_is_recomputed_when_the_cpu_tier_is_full(eviction: str, host_blocks: 
     assert host_blocks == 1 or (moved > 0) == (host_blocks > 0)  # one block may be too small for all
 
 
-# -- what the batch is made of ----------------------------------------------------------------------------------------
+# -- composition of batches -------------------------------------------------------------------------------------------
 
 
-# With it no step ends early so that the next token of a real-time request is in time.
+# With these objectives, no step ends early for the next token of a real-time request.
 NO_HURRY = (("ttft_s", 1e6), ("tpot_s", 1e6))
 
 
 def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bool:
-    """Whether the request needs another claim, and gets none."""
+    """Return whether the request needs another reservation and gets none."""
     return request.known > request.reserved_tokens and isinstance(
         admission.reserve(request, request.known, kv), Deferral
     )
@@ -257,10 +259,11 @@ def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bo
 
 @pytest.mark.parametrize("recipe", [name for name in sorted(RECIPES) if name != "static"])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_slot_of_a_step_stays_empty_while_a_request_could_use_it(recipe: str, seed: int) -> None:
-    """Work conservation, slot by slot: while the step has slots and tokens left, every holder of KV on the device runs
-    unless it lacks a block, and the first in the queue is admitted unless it does not fit beside those who matter more
-    and are to come back from the host."""
+def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int) -> None:
+    """While a step has slots and tokens left, every holder of KV on the device runs unless it lacks a block.
+
+    The first request in the queue is admitted unless it does not fit alongside higher-ranked requests on the CPU tier.
+    """
     world = World(recipe, device_blocks=60, params=NO_HURRY)
     policies = world.policies()
     stepper = Stepper(world.core(policies))
@@ -278,22 +281,22 @@ def test_no_slot_of_a_step_stays_empty_while_a_request_could_use_it(recipe: str,
             stepper.now += 0.01
             continue
         batcher = policies.batcher.batcher if isinstance(policies.batcher, LimitedBestEffort) else policies.batcher
-        most = batcher.target if isinstance(batcher, TargetForward) else world.max_tokens
-        tokens = most - sum(piece.tokens for piece in plan.slices)
+        max_tokens = batcher.target if isinstance(batcher, TargetForward) else world.max_tokens
+        tokens = max_tokens - sum(piece.tokens for piece in plan.slices)
         evicted = evictions != sum(request.evictions for request in core.requests.values())
         if len(plan.slices) < world.max_seqs and tokens > 0 and not evicted:
             idle = [request for request in core.requests.values() if not request.in_flight]
             away = [r for r in idle if (held := kv.blocks_of(r)) and (held.cpu or held.moving)]
-            short = [
+            lacking = [
                 r
                 for r in idle
                 if kv.blocks_of(r)
                 and r not in away
                 and (kv.shortfall(r, r.known) > 0 or is_refused(policies.admission, r, kv))
             ]
-            assert [r for r in idle if kv.blocks_of(r) and r not in away] == short
+            assert [r for r in idle if kv.blocks_of(r) and r not in away] == lacking
             queue = sorted((r for r in idle if not kv.blocks_of(r)), key=policies.ordering.rank)
-            if queue and not short and queue[0].pending <= tokens:
+            if queue and not lacking and queue[0].pending <= tokens:
                 promise = policies.admission.reserve(queue[0], queue[0].known, kv)
                 rank = policies.ordering.rank
                 owed = sum(kv.cpu_footprint(r) for r in away if kv.blocks_of(r).is_settled and rank(r) < rank(queue[0]))
@@ -304,34 +307,34 @@ def test_no_slot_of_a_step_stays_empty_while_a_request_could_use_it(recipe: str,
     assert not requests
 
 
-def test_pressure_on_memory_is_real_in_these_worlds() -> None:
-    """Otherwise the properties above would hold for want of trying."""
+def test_these_worlds_cause_evictions() -> None:
+    """Otherwise the properties above would hold without evictions to test them."""
     for recipe in SYSTEMS:
         is_roomy = recipe in ("static", "orca")
         for eviction in EVICTIONS:
             done = served(World(recipe, eviction=EVICTIONS[eviction]))
-            made_way = [event.how for event in done.events if isinstance(event, Preempted)]
+            preemptions = [event.how for event in done.events if isinstance(event, Preempted)]
             before = sum(bool(plan[2]) for _, plan in done.trace)
             overlapped = sum(bool(plan[3]) for _, plan in done.trace)
             if eviction == "chaos":
                 assert overlapped > 5
-            elif is_roomy:  # what is promised is short, too, to who looks ahead
+            elif is_roomy:  # blocks that are reserved count as missing for policies that look ahead
                 assert before == 0
-                assert (len(made_way) > 0) == (eviction == "proactive")
+                assert (len(preemptions) > 0) == (eviction == "proactive")
             elif recipe.startswith("econoserve") and eviction != "proactive":
-                assert made_way.count(Preemption.PAUSE) > 5  # what outgrows its claim pauses where it is
-            elif recipe == "synccoupled":  # the same, and few outgrow a claim
-                assert made_way
+                assert preemptions.count(Preemption.PAUSE) > 5  # a request pauses when it exceeds its reservation
+            elif recipe == "synccoupled":  # the same, but few requests exceed their reservation
+                assert preemptions
             else:
-                # Who keeps what it holds makes way for growth only, and in order of arrival that is rare, too.
-                assert len(made_way) - made_way.count(Preemption.PAUSE) > (eviction != "defer")
+                # With deferred eviction only growth evicts, and that is rare in order of arrival, too.
+                assert len(preemptions) - preemptions.count(Preemption.PAUSE) > (eviction != "defer")
                 assert before > 0 or eviction not in ("swap", "spill")
                 assert before == 0 or eviction in ("swap", "spill", "proactive")
-                assert (made_way.count(Preemption.SPILL) > 0) == (eviction == "spill")
+                assert (preemptions.count(Preemption.SPILL) > 0) == (eviction == "spill")
                 assert (overlapped > 0) == (eviction == "proactive")
 
 
-def test_whole_maximum_never_runs_short() -> None:
+def test_requests_with_a_reservation_of_their_maximum_are_never_evicted() -> None:
     for recipe, seed in product(("static", "orca"), range(3)):
         done = run(World(recipe), load(seed, 30))
         assert all(request.evictions == 0 for request in done.requests)
@@ -343,7 +346,7 @@ def test_an_unknown_recipe_is_refused_with_the_names_that_exist() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_each_build_has_policies_of_its_own(recipe: str) -> None:
+def test_each_build_has_its_own_policies(recipe: str) -> None:
     settings_ = Settings(COST, has_true_forecasts=True)
     assert build(recipe, settings_).ordering is not build(recipe, settings_).ordering
 
@@ -356,7 +359,7 @@ def test_an_oracle_is_refused_without_true_lengths(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.needs_lossless_swap])
-def test_recipes_that_need_lossless_swapping_refuse_others(recipe: str) -> None:
+def test_recipes_that_need_lossless_swapping_refuse_lossy_swapping(recipe: str) -> None:
     assert build(recipe, Settings(COST))
     with pytest.raises(
         ConfigError, match=f"recipe {RECIPES[recipe].name} needs KV that returns .* swap_dtype must be auto"

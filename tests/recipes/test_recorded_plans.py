@@ -1,4 +1,4 @@
-"""Decisions stay as they are recorded, step by step; together the recorded runs show every mechanism."""
+"""Decisions stay as recorded, step by step, in runs that together cover every mechanism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepPlan
 from support.watch import Run
 
-# What must occur in some recorded run, besides each kind of preemption, each way of a move and each end.
+# Some recorded run must have each of these, and each kind of preemption, of move and of end.
 MECHANISMS = {
     "a chunk of a prompt",
     "a token that is still being sampled",
@@ -35,7 +35,7 @@ MECHANISMS = {
     "a failed move out",
     "a failed move in",
 }
-MOVES = {"out before a step", "in before a step", "out beside a step", "in beside a step", "within before a step"}
+MOVES = {"blocking out", "blocking in", "overlapped out", "overlapped in", "blocking within"}
 ENDS = {FinishReason.LENGTH, FinishReason.DEADLINE, FinishReason.ERROR}
 
 
@@ -54,7 +54,7 @@ def test_each_recorded_plan_has_a_scenario() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(SCENARIOS)
 
 
-def test_the_first_divergent_step_is_shown_with_the_lines_around_it() -> None:
+def test_a_failure_shows_the_first_divergent_step_and_the_lines_around_it() -> None:
     name = "fastserve"
     lines = recorded(name).splitlines()
     changed = [number for number, line in enumerate(lines) if "step 5" in line or "step 30" in line]
@@ -73,7 +73,7 @@ def mechanisms(event: Event) -> Iterator[object]:
             yield "a prefix-cache hit on the CPU tier" if on_host else "a prefix-cache hit"
         case Reserved(parent=Request()):
             yield "a reservation out of another request's"
-        case Reserved(parent=lender, drawn=drawn) if lender is not None or drawn:
+        case Reserved(parent=parent, drawn=drawn) if parent is not None or drawn:
             yield "a reservation out of an account"
         case Preempted(how=how, kept=kept):
             yield how
@@ -93,8 +93,8 @@ def mechanisms(event: Event) -> Iterator[object]:
 def mechanisms_of(plan: StepPlan) -> Iterator[str]:
     yield from ("a chunk of a prompt" for piece in plan.slices if not piece.samples)
     yield from ("a token that is still being sampled" for piece in plan.slices if piece.awaits)
-    yield from (f"{move.direction.name.lower()} before a step" for move in plan.blocking)
-    yield from (f"{move.direction.name.lower()} beside a step" for move in plan.overlapped)
+    yield from (f"blocking {move.direction.name.lower()}" for move in plan.blocking)
+    yield from (f"overlapped {move.direction.name.lower()}" for move in plan.overlapped)
     moves = (*plan.blocking, *plan.overlapped)
     yield from ("a copy for the prefix cache" for move in moves if move.request is None)
     yield from ("a copy of slots" for move in moves if move.spans)
@@ -117,7 +117,7 @@ def settings(name: str) -> Iterator[object]:
         yield "clients"
 
 
-def test_the_recorded_runs_show_every_mechanism() -> None:
+def test_recorded_runs_cover_every_mechanism() -> None:
     shown = {one for name in SCENARIOS for event in done(name).events for one in mechanisms(event)}
     shown |= {one for name in SCENARIOS for one in settings(name)}
     assert {*MECHANISMS, *MOVES, *ENDS, *Preemption} - shown == set()

@@ -1,4 +1,4 @@
-"""Both service classes under every recipe: all finish, best effort makes way for real time, and not for ever."""
+"""Service classes under every recipe: all requests finish, and real time comes first without starving best effort."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.load import load, make
 from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
 
-# A static batch runs to its end, and round robin serves both classes alike.
+# A static batch runs to its end, and round robin serves both classes equally.
 BANDED = sorted(set(RECIPES) - {"static", "round-robin"})
 PACKING = sorted(name for name in RECIPES if name.startswith("bros"))
 
@@ -28,8 +28,8 @@ def test_requests_of_both_classes_finish_with_all_their_tokens(recipe: str, dept
     assert all(len(request.output) == request.max_tokens for request in requests)
 
 
-def beside(flood: list[Request], recipe: str) -> Run:
-    """A run of the same real-time requests, beside a flood."""
+def run_with(flood: list[Request], recipe: str) -> Run:
+    """Run the same real-time requests together with a flood."""
     chat = load(5, 40, rate=5.0, outputs=(1, 10))
     return run(World(recipe, device_blocks=80), sorted([*chat, *flood], key=lambda request: request.arrival))
 
@@ -39,7 +39,7 @@ def flood_of(size: int, *, best_effort: bool = True) -> list[Request]:
 
 
 def mean_time(done: Run) -> float:
-    """Mean seconds from arrival to end of the real-time requests."""
+    """Return the mean latency of the real-time requests in seconds."""
     return fmean(
         event.now - event.request.arrival
         for event in done.events
@@ -48,17 +48,17 @@ def mean_time(done: Run) -> float:
 
 
 @pytest.mark.parametrize("recipe", sorted(set(BANDED) - set(PACKING)))
-def test_real_time_requests_notice_little_of_a_best_effort_flood(recipe: str) -> None:
-    """Steps get longer, and that is all. Without classes, first come, first served, the flood costs far more."""
+def test_a_best_effort_flood_delays_real_time_requests_little(recipe: str) -> None:
+    """Steps become longer, and that is all. Without classes, the flood costs far more under FCFS."""
     floods = flood_of(0), flood_of(60), flood_of(60, best_effort=False)
-    alone, disturbed, equal = (mean_time(beside(flood, recipe)) for flood in floods)
+    alone, disturbed, equal = (mean_time(run_with(flood, recipe)) for flood in floods)
     assert alone <= disturbed < 2.5 * alone
     assert disturbed < (0.5 if recipe in ("fcfs", "orca", "sarathi") else 1.05) * equal
 
 
 @pytest.mark.parametrize("recipe", PACKING)
-def test_packing_keeps_first_tokens_in_time_beside_a_flood(recipe: str) -> None:
-    done = beside(flood_of(60), recipe)
+def test_packing_keeps_first_tokens_in_time_during_a_flood(recipe: str) -> None:
+    done = run_with(flood_of(60), recipe)
     first = {}
     for event in done.events:
         if isinstance(event, Token) and event.request.id < 1000:
@@ -67,13 +67,13 @@ def test_packing_keeps_first_tokens_in_time_beside_a_flood(recipe: str) -> None:
     assert len(late) <= 0.05 * len(first)
 
 
-# The times of llm-d-batch-gateway#491: 82 ms to a first token at P99, and 13 ms for each after it, without batches.
+# The latencies of llm-d-batch-gateway#491 without batches: 82 ms to the first token at P99, then 13 ms a token.
 BURST = LinearCost(floor=0.011, prefill_token=2e-5, decode=2e-5)
 OBJECTIVES = Target(ttft_s=0.15, tpot_s=0.03)
 
 
 def in_burst(recipe: str, batch: list[Request]) -> tuple[float, Run]:
-    """The share of first tokens in time of chat at 15 requests per second beside a batch, and the run until the end."""
+    """Return the share of first tokens in time, of chat at 15 requests per second during a batch, and the run."""
     draw, now, chat = Random(5), 0.0, []
     for number in range(24):
         now += draw.expovariate(15)
@@ -92,23 +92,23 @@ def batch_of(*, best_effort: bool) -> list[Request]:
 
 
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve", "bros"])
-def test_a_burst_keeps_its_objectives_beside_a_batch_that_goes_on(recipe: str) -> None:
-    """The load of llm-d-batch-gateway#491, for two seconds (users.md 4.4, 9)."""
+def test_a_burst_meets_its_objectives_during_a_best_effort_batch(recipe: str) -> None:
+    """Run the load of llm-d-batch-gateway#491 for two seconds (users.md 4.4, 9)."""
     alone, _ = in_burst(recipe, [])
-    beside, done = in_burst(recipe, batch_of(best_effort=True))
-    assert beside >= alone - 0.02
+    with_batch, done = in_burst(recipe, batch_of(best_effort=True))
+    assert with_batch >= alone - 0.02
     last = max(one.arrival for one in done.requests)
     ends = [one.now < last for one in done.events if isinstance(one, Finished) and one.request.is_best_effort]
     assert 0 < sum(ends) < len(ends)
 
 
-def test_a_burst_beside_a_batch_of_the_same_class_does_not() -> None:
+def test_a_burst_misses_its_objectives_during_a_batch_of_the_same_class() -> None:
     assert in_burst("fcfs", batch_of(best_effort=False))[0] < 0.5
 
 
 @pytest.mark.parametrize("recipe", BANDED)
-def test_best_effort_requests_end_while_real_time_ones_never_stop(recipe: str) -> None:
-    """One after the other, each in about the time that it takes as a real-time request."""
+def test_best_effort_requests_finish_under_constant_real_time_load(recipe: str) -> None:
+    """They finish one after the other, each in about the time that it takes as a real-time request."""
     stepper = Stepper(World(recipe, device_blocks=80, best_effort_wait_s=1.0).core())
     batch = [make(number, 20, 20, best_effort=True) for number in range(3)]
     stepper.add(*batch)
@@ -120,4 +120,4 @@ def test_best_effort_requests_end_while_real_time_ones_never_stop(recipe: str) -
         if stepper.start() is not None:
             stepper.finish()
         ends += [stepper.now for one in batch if one.finish_reason is not None][len(ends) :]
-        assert stepper.now < 60, f"{len(ends)} have ended"
+        assert stepper.now < 60, f"{len(ends)} have finished"

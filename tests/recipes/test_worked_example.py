@@ -1,8 +1,8 @@
 """FastServe's worked example (its figure 7): three jobs, one at a time, under four policies.
 
-The paper prints average completion times, 13/3 for FCFS, 5 for MLFQ, 10/3 for skip-join MLFQ and 3 for SRPT, and
-shows the job times in a picture only. These jobs, all there at time 0, give exactly those averages. In units of half
-a second: J0 takes 5 to prefill and 1 to decode, J1 2 and 1, J2 1 and 1; the shortest iteration, and so the first
+The paper prints average completion times: 13/3 for FCFS, 5 for MLFQ, 10/3 for skip-join MLFQ and 3 for SRPT. It shows
+job times in a figure only. These jobs, which all arrive at time 0, give exactly those averages. In units of half a
+second, J0 takes 5 for its prompt and 1 to decode, J1 2 and 1, and J2 1 and 1. The shortest iteration, and so the first
 quantum, is 1.
 """
 
@@ -28,7 +28,7 @@ from support.policies import UnitCost
 from support.watch import World, run
 
 COST = UnitCost()
-# Half-seconds at which each iteration begins, and whose it is.
+# Start of each iteration in half-seconds, and its job.
 EXAMPLES: dict[str, tuple[Ordering, list[tuple[int, int]], Fraction]] = {
     "fcfs": (Fcfs(), [(0, 0), (5, 0), (6, 1), (8, 1), (9, 2), (10, 2)], Fraction(13, 3)),
     "mlfq": (
@@ -50,7 +50,7 @@ EXAMPLES: dict[str, tuple[Ordering, list[tuple[int, int]], Fraction]] = {
 
 
 @pytest.mark.parametrize(("ordering", "table", "average"), EXAMPLES.values(), ids=EXAMPLES.keys())
-def test_figure_7(ordering: Ordering, table: list[tuple[int, int]], average: Fraction) -> None:
+def test_jobs_run_as_in_figure_7(ordering: Ordering, table: list[tuple[int, int]], average: Fraction) -> None:
     policies = Policies(ordering, Greedy(1, 1000, chunked=False), OnDemand(), Recompute())
     world = World(cost=COST)
     jobs = [make(0, 5, 2), make(1, 2, 2), make(2, 1, 2)]

@@ -1,4 +1,4 @@
-"""Whatever forecasts say of outputs, a recipe that reads them takes at most twice as long as `fcfs`."""
+"""With any forecasts of output lengths, a recipe that uses them takes at most twice as long as `fcfs`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from skipjoin.core.request import Request
 from support.load import make
 from support.watch import World, run
 
-LONGEST = 40
-# What is predicted of an output of so many tokens; None: nothing.
+MAX_OUTPUT = 40
+# Forecast of an output of a number of tokens; None makes no forecast.
 FORECASTS: dict[str, Callable[[int, random.Random], float | None]] = {
     "none": lambda tokens, draw: None,
     "true": lambda tokens, draw: tokens,
-    "random": lambda tokens, draw: draw.randint(1, LONGEST),
-    "inverted": lambda tokens, draw: LONGEST + 1 - tokens,
+    "random": lambda tokens, draw: draw.randint(1, MAX_OUTPUT),
+    "inverted": lambda tokens, draw: MAX_OUTPUT + 1 - tokens,
     "short": lambda tokens, draw: 1,
     "long": lambda tokens, draw: 1e6,
 }
-# Times as long as with `fcfs`. The worst is 1.9: the mean where ALISE takes long outputs for short, and short for long.
-MOST = 2.0
+# Relative to `fcfs`. The worst is 1.9: the mean latency of ALISE if it takes long outputs for short and vice versa.
+MAX_SLOWDOWN = 2.0
 
 
 class Figures(NamedTuple):
-    """Times to the last token, and the time in which all requests ended."""
+    """Times to the last token, and the time until all requests finished."""
 
     mean_s: float
     longest_s: float
@@ -40,18 +40,18 @@ class Figures(NamedTuple):
 
 @cache
 def figures(recipe: str, forecasts: str) -> Figures:
-    """Of a load of about three times the capacity, where what is computed twice delays all others."""
+    """Run a load of about three times the capacity, in which recomputation delays other requests."""
     draw, now = random.Random(3), 0.0
     requests: list[Request] = []
     for number in range(60):
         now += draw.expovariate(40.0)
-        prompt, tokens = draw.randint(1, 60), draw.randint(1, LONGEST)
+        prompt, tokens = draw.randint(1, 60), draw.randint(1, MAX_OUTPUT)
         predicted = FORECASTS[forecasts](tokens, draw)
         requests.append(
             make(
                 number,
                 prompt,
-                LONGEST,
+                MAX_OUTPUT,
                 arrival=now,
                 stop_tokens=frozenset([prompt + tokens - 1]),
                 forecast=None if predicted is None else Forecast(predicted, "test"),
@@ -68,9 +68,9 @@ def figures(recipe: str, forecasts: str) -> Figures:
 def test_no_forecast_makes_a_recipe_twice_as_slow_as_fcfs(recipe: str, forecasts: str) -> None:
     found, base = figures(recipe, forecasts), figures("fcfs", "none")
     worse = tuple(one / other for one, other in zip(found, base, strict=True))
-    assert max(worse) <= MOST, worse
+    assert max(worse) <= MAX_SLOWDOWN, worse
 
 
-def test_true_forecasts_pay() -> None:
-    """So that the load is one in which forecasts matter."""
+def test_true_forecasts_reduce_latency() -> None:
+    """This shows that forecasts matter in the load."""
     assert figures("alise", "true").mean_s < 0.9 * figures("alise", "random").mean_s

@@ -31,7 +31,7 @@ def cluster(requests: list[Request], dispatch: Dispatch, replicas: int) -> tuple
         on_events=lambda index, new: events.extend((index, event) for event in new),
     )
     for core in cores:
-        core.assert_home()
+        core.assert_all_free()
     return events, end
 
 

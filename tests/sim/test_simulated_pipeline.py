@@ -37,7 +37,7 @@ def run_in_stages(world: World, stages: int, requests: list[Request]) -> Run:
     events: list[Event] = []
     executor = SimulatedExecutor(world.cost, stages=stages)
     end = simulate(Replica(core, executor), requests, on_events=events.extend)
-    core.assert_home()
+    core.assert_all_free()
     return Run(core, requests, end, events)
 
 

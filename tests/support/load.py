@@ -1,4 +1,4 @@
-"""Requests for tests: single ones, and whole loads drawn from a seed."""
+"""Single requests, and loads drawn from a seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import NO_TARGET, Request, RequestOptions, ServiceClass, Target
 
-# Of the worlds that these loads are for.
+# The block size of the worlds that run these loads.
 BLOCK_SIZE = 4
 
 
@@ -26,7 +26,7 @@ def make(
     client: str = "",
     **rest: Any,
 ) -> Request:
-    """A request with a prompt of `prompt` tokens."""
+    """Return a request with a prompt of `prompt` tokens."""
     options = RequestOptions(
         service=ServiceClass.BEST_EFFORT if best_effort else ServiceClass.REAL_TIME,
         priority=priority,
@@ -50,10 +50,11 @@ def load(
     best_effort: float = 0.0,
     texts: int = 0,
 ) -> list[Request]:
-    """`count` requests with Poisson arrivals and uniform lengths; the same for the same arguments.
+    """Return `count` requests with Poisson arrivals and uniform lengths, the same for the same arguments.
 
-    best_effort: the share of them that is of that class. texts: how many different texts their prompts begin with, for
-    some blocks of 4 tokens; 0: they share no KV.
+    Args:
+        best_effort: Share of best-effort requests.
+        texts: Number of texts that prompts begin with, for some blocks; with 0, requests share no KV.
     """
     draw = random.Random(seed)
     numbers = tuple(priorities)
@@ -70,12 +71,12 @@ def load(
             stop_tokens=stop_tokens,
             best_effort=bool(best_effort) and draw.random() < best_effort,
         )
-        requests.append(begun_alike(request, draw, texts) if texts else request)
+        requests.append(with_common_prefix(request, draw, texts) if texts else request)
     return requests
 
 
-def begun_alike(request: Request, draw: random.Random, texts: int) -> Request:
-    """Give the request a prompt that begins as others of its text, and lets them use its KV."""
+def with_common_prefix(request: Request, draw: random.Random, texts: int) -> Request:
+    """Give the request a prompt that begins with one of the texts, and let it share KV."""
     text, common = 1000 * draw.randrange(1, texts + 1), draw.choice((0, 9, 20, 60))
     length = len(request.prompt)
     request.prompt = [text + place if place < common else 1000 * (10 + request.id) + place for place in range(length)]

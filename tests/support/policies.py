@@ -17,8 +17,8 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap
 from support.recipes import RECIPES
 
-# A machine on which every term of the cost counts. Moving any KV takes less than to compute it again, and long enough
-# to be done ahead of need.
+# On this machine every term of the cost counts. Moving KV takes less time than recomputing it, but long enough to be
+# worth doing ahead of need.
 COST = LinearCost(
     floor=0.02,
     prefill_token=5e-4,
@@ -31,7 +31,7 @@ COST = LinearCost(
 
 
 class UnitCost:
-    """One second per token computed, whatever else happens: worked examples have whole numbers."""
+    """A cost of one second per computed token, so that worked examples have whole numbers."""
 
     revision = 0
 
@@ -43,8 +43,12 @@ class UnitCost:
 
 
 class Ranks(Callbacks):
-    """An ordering that the test sets: `rank` by request id, equals share a number and come in order of id.
-    read: how many requests were taken from `ranked`, over all calls."""
+    """An ordering by numbers that a test sets; requests with equal numbers rank equal, in order of id.
+
+    Attributes:
+        numbers: Rank by request id.
+        read: Number of requests taken from `ranked`, over all calls.
+    """
 
     def __init__(self, numbers: dict[int, int]) -> None:
         self.numbers = numbers
@@ -73,7 +77,7 @@ class Ranks(Callbacks):
 
 
 class Verdicts:
-    """A batcher that answers by request id, and takes all tokens of those not named."""
+    """A batcher that answers by request id, and accepts all tokens of requests without a verdict."""
 
     cap = 256
 
@@ -90,21 +94,25 @@ class Verdicts:
         pass
 
 
-# A claim as a test asks for it, of a request that is to have so many tokens.
+# Answers an admission question for a request that is to have a number of tokens.
 Answer = Callable[[Request, int, KVLedger], Allocation | Deferral]
 
 
 def whole(request: Request, target: int, kv: KVLedger) -> Allocation:
-    """All that the request may ever need, of what is free for all."""
+    """Allocation all blocks that the request may ever need, from the pool."""
     blocks = kv.blocks_for(request.max_total_tokens)
     return Allocation(now=blocks, blocks=blocks)
 
 
 class Scripted(Callbacks):
-    """An admission policy that answers by request id, and grants all others what they may ever need.
+    """An admission policy that answers by request id, and grants other requests all that they may ever need.
 
-    answers: they may change at any time. keeps: blocks that accounts are to have. asked: every question, as the
-    request's id and its target.
+    Attributes:
+        answers: May change at any time.
+        asked: Request id and target of each question.
+
+    Args:
+        keeps: Numbers of blocks to fund accounts with.
     """
 
     def __init__(self, answers: dict[int, Answer], keeps: dict[Account, int] | None = None) -> None:
@@ -121,7 +129,7 @@ class Scripted(Callbacks):
 
 
 class SwapAll(Recompute):
-    """Who makes way goes to the host, in the middle of a prompt too, whatever that costs."""
+    """Swaps out every victim, even in the middle of its prompt and at any cost."""
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
@@ -130,7 +138,7 @@ class SwapAll(Recompute):
 
 
 class SpillAll(Recompute):
-    """Of what makes way, only as many blocks as are short go to the host."""
+    """Swaps out only the missing blocks of victims."""
 
     how = Preemption.SPILL
 
@@ -145,7 +153,7 @@ class SpillAll(Recompute):
 
 
 class LendAll(SpillAll):
-    """Best-effort requests lend as many blocks as are short."""
+    """Lends the missing blocks of best-effort requests."""
 
     lends = True
 
@@ -156,20 +164,20 @@ class LendAll(SpillAll):
 
 
 class DropTails(SpillAll):
-    """Of what makes way, only as many blocks as are short are dropped."""
+    """Drops only the missing blocks of victims."""
 
     how = Preemption.DROP
 
 
 class SpillAny(Spill):
-    """Takes parts of requests of either class."""
+    """Swaps out parts of requests of either class."""
 
     def part(self, victim: Request, missing: int, kv: KVLedger) -> int | None:
         return missing if missing < kv.footprint(victim) else None
 
 
 class OnCall(SwapAll):
-    """Moves beside a step what the test asks for, once."""
+    """Swaps out and in, during the next step, the requests that a test sets."""
 
     def __init__(self) -> None:
         self.out: list[Request] = []
@@ -184,7 +192,7 @@ class OnCall(SwapAll):
 
 
 class Chaos(Swap):
-    """Swaps at random: any holder may leave the device, or come back, beside any step."""
+    """Swaps random holders out and in during steps."""
 
     def __init__(self, seed: int, rate: float = 0.3) -> None:
         super().__init__(COST)
@@ -200,7 +208,7 @@ class Chaos(Swap):
 
 
 class Patchwork(Chaos):
-    """Takes parts at random where blocks are short, to drop or to move them, and swaps at random too."""
+    """Drops or swaps out random parts where blocks are short, and swaps random holders during steps."""
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
@@ -214,12 +222,11 @@ class Patchwork(Chaos):
         return found if missing <= 0 else super().victims(short, candidates, kv, now, newcomer)
 
 
-# The recipes that differ in more than their pressure.
+# Recipes that differ in more than their eviction policy.
 SYSTEMS = sorted(name for name in RECIPES if not name.startswith(("fastserve-", "alise-")))
-# What one class does for all: batches, prompts in chunks, promotions, ranks that change at every step, and claims that
-# are renewed.
+# These cover batches, chunked prompts, promotions, ranks that change at every step, and renewed reservations.
 SOME_SYSTEMS = ("static", "sarathi", "fastserve", "srpt", "econoserve")
-# Every pressure there is, each run with one of its own.
+# All eviction policies, which replace those of recipes.
 EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "recompute": Recompute,
     "defer": Defer,

@@ -1,4 +1,4 @@
-"""A second ledger behind the planner: one tier and no sharing, blocks by their number alone."""
+"""A second ledger behind the planner: one tier, no sharing, and blocks without identity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.watch import World
 
 @dataclass(eq=False, slots=True)
 class Counts:
-    """What one request holds. device: as many blocks as it has, whichever they are."""
+    """Blocks that one request holds. `device` has their number alone."""
 
     device: range = range(0)
     promised: int = 0
@@ -42,7 +42,7 @@ class Counts:
 
 
 class CountingLedger(BlockLedger):
-    """What the Protocol asks of every ledger, and nothing else of it."""
+    """The methods that the Protocol requires of every ledger, and no others."""
 
     block_size = World.block_size
     device_total = World.device_blocks
@@ -127,7 +127,7 @@ class CountingLedger(BlockLedger):
 
 
 def plain(part: Any) -> Any:
-    """A part of an event, without block numbers and with ids in place of requests: equal for equal runs."""
+    """Return a part of an event without block numbers and with ids in place of requests."""
     if isinstance(part, Request):
         return part.id
     if isinstance(part, StepPlan):
@@ -135,8 +135,8 @@ def plain(part: Any) -> Any:
     return part
 
 
-def told(world: World, ledger: BlockLedger, best_effort: float) -> list[Event]:
-    """All events of 200 requests."""
+def events_of(world: World, ledger: BlockLedger, best_effort: float) -> list[Event]:
+    """Return all events of a run of 200 requests."""
     events: list[Event] = []
     core = EngineCore(Scheduler(world.policies(), ledger, depth=world.depth, overlap=world.overlap))
     requests = load(7, 200, outputs=(1, 30), best_effort=best_effort)
@@ -161,7 +161,11 @@ def told(world: World, ledger: BlockLedger, best_effort: float) -> list[Event]:
 def test_a_ledger_that_only_counts_gives_the_same_plans(world: World) -> None:
     world = replace(world, host_blocks=0)
     runs = [
-        [(type(event), *map(plain, event)) for event in told(world, ledger, 0.3) if not isinstance(event, Computed)]
+        [
+            (type(event), *map(plain, event))
+            for event in events_of(world, ledger, 0.3)
+            if not isinstance(event, Computed)
+        ]
         for ledger in (KVLedger(world.device_blocks, 0, world.block_size), CountingLedger())
     ]
     assert runs[0] == runs[1]

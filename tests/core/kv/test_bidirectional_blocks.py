@@ -1,4 +1,4 @@
-"""Blocks that two requests fill from both ends: whatever happens, the KV that a request reads is its own."""
+"""Bidirectional block sharing: each request reads its own KV, in any order of calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skipjoin.core.step import Direction, Move, Slice, Span, StepPlan, StepResul
 from support.load import make
 
 SIZE = 4
-DEVICE, HOST, MACHINE_SIZE = 14, 12, 6
+DEVICE, CPU, MACHINE_SIZE = 14, 12, 6
 REQUESTS, OWNERS = 5, 3
 
 
@@ -28,26 +28,28 @@ def request_of(number: int, *, reverse: bool, tokens: int = 60) -> Request:
     return request
 
 
-class EndsMachine:
-    """Requests of both directions that grow, lend, overwrite, leave and come back in any order, one after the other.
-    Moves land or fail when they are told to; a model of the device knows what lies in each slot."""
+class SharingMachine:
+    """Requests of both directions that grow, lend, overwrite and swap in any order.
+
+    Moves land or fail in `finish`; a model of the device knows what each slot holds.
+    """
 
     def __init__(self) -> None:
-        self.kv = KVLedger(DEVICE, HOST, MACHINE_SIZE)
+        self.kv = KVLedger(DEVICE, CPU, MACHINE_SIZE)
         self.device = Device(self.kv, is_exact=True, voids=True)
         self.numbers, self.plans = count(), count()
         self.requests = [self.new(number) for number in range(REQUESTS)]
         self.transit: list[Move] = []
 
-    def new(self, place: int) -> Request:
-        """The first ones grow down; some have keys."""
-        request = request_of(next(self.numbers), reverse=place < OWNERS)
-        request.prefix = ContentPrefix(MACHINE_SIZE) if place % 2 else None
+    def new(self, index: int) -> Request:
+        """Return a request; the first ones fill blocks in reverse, and every second one has prefix-cache keys."""
+        request = request_of(next(self.numbers), reverse=index < OWNERS)
+        request.prefix = ContentPrefix(MACHINE_SIZE) if index % 2 else None
         return request
 
-    def run(self, place: int, more: int) -> None:
-        """As the planner does: it comes back first, takes the slots that it needs, computes, and is offered."""
-        kv, request = self.kv, self.requests[place]
+    def run(self, index: int, more: int) -> None:
+        """Run a request as the planner does: swap it in, take slots, compute and offer its blocks to the cache."""
+        kv, request = self.kv, self.requests[index]
         held = kv.blocks_of(request)
         tokens = min(request.computed + more, request.known)
         if tokens == request.computed or kv.shortfall(request, tokens) or (held and not held.is_settled):
@@ -84,22 +86,22 @@ class EndsMachine:
         assert kv.footprint(owner) == alone - got
         assert not set(kv.sharing.in_the_way(borrower, 0))
 
-    def leave(self, place: int, keep: int) -> None:
-        request = self.requests[place]
+    def move_out(self, index: int, keep: int) -> None:
+        request = self.requests[index]
         if self.kv.can_move_out(request, keep=keep):
             move = self.kv.move_out(request, blocking=True, keep=keep)
             self.go([move] if move is not None else [])
 
-    def drop(self, place: int, keep: int) -> None:
-        request = self.requests[place]
+    def drop(self, index: int, keep: int) -> None:
+        request = self.requests[index]
         kv, held = self.kv, self.kv.blocks_of(request)
         if held is not None and held.moving is None:
             kept = kv.tokens_in(request, keep := min(keep, request.computed // MACHINE_SIZE, len(held.device)))
             kv.drop(request, keep=keep)
             request.computed = request.planned = kept
 
-    def end(self, place: int) -> None:
-        request, self.requests[place] = self.requests[place], self.new(place)
+    def end(self, index: int) -> None:
+        request, self.requests[index] = self.requests[index], self.new(index)
         if (held := self.kv.blocks_of(request)) is not None and held.moving is not None:
             self.finish(len(self.transit))
         request.finish_reason = FinishReason.ABORT
@@ -107,7 +109,7 @@ class EndsMachine:
         self.kv.release(request)
 
     def finish(self, some: int, *, fails: bool = False) -> None:
-        """The oldest moves end."""
+        """End the oldest `some` moves."""
         ended, self.transit = self.transit[:some], self.transit[some:]
         lost: dict[Request, int] = {}
         if fails:
@@ -131,11 +133,11 @@ class EndsMachine:
             request.finish_reason = FinishReason.ABORT
             self.kv.release(request)
         self.kv.check()
-        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, HOST, DEVICE)
+        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
         assert not self.kv.sharing.lent_blocks
 
 
-def test_no_request_reads_what_another_one_wrote() -> None:
+def test_no_request_reads_kv_of_another_one() -> None:
     seen = Counter[tuple[Direction, bool]]()
     for seed in range(15):
         disturb(seed, seen)
@@ -143,21 +145,21 @@ def test_no_request_reads_what_another_one_wrote() -> None:
 
 
 def disturb(seed: int, seen: Counter[tuple[Direction, bool]]) -> None:
-    """Anything in any order. seen: the moves that came of it."""
-    draw, machine = Random(seed), EndsMachine()
-    places = range(REQUESTS)
+    """Make random calls, and count the moves that they cause in `seen`."""
+    draw, machine = Random(seed), SharingMachine()
+    indices = range(REQUESTS)
     for _ in range(600):
-        match draw.choices(("run", "lend", "leave", "drop", "end", "finish"), (12, 8, 1, 0.3, 1, 6))[0]:
+        match draw.choices(("run", "lend", "move_out", "drop", "end", "finish"), (12, 8, 1, 0.3, 1, 6))[0]:
             case "run":
-                machine.run(draw.choice(places), draw.randint(1, 4))
+                machine.run(draw.choice(indices), draw.randint(1, 4))
             case "lend":
                 machine.lend(draw.randrange(OWNERS), draw.randrange(OWNERS - 1, REQUESTS), keep=draw.randint(0, 2))
-            case "leave":
-                machine.leave(draw.choice(places), draw.randint(0, 4))
+            case "move_out":
+                machine.move_out(draw.choice(indices), draw.randint(0, 4))
             case "drop":
-                machine.drop(draw.choice(places), draw.randint(0, 4))
+                machine.drop(draw.choice(indices), draw.randint(0, 4))
             case "end":
-                machine.end(draw.choice(places))
+                machine.end(draw.choice(indices))
             case "finish":
                 before = len(machine.transit)
                 seen.update((move.direction, bool(move.spans)) for move in machine.transit)
@@ -167,7 +169,7 @@ def disturb(seed: int, seen: Counter[tuple[Direction, bool]]) -> None:
 
 
 def filled(kv: KVLedger, number: int, tokens: int, *, reverse: bool) -> Request:
-    """A request whose first `tokens` tokens are computed on the device."""
+    """Return a request whose first `tokens` tokens are computed on the device."""
     request = request_of(number, reverse=reverse)
     kv.grow(request, tokens)
     request.computed = request.planned = tokens
@@ -175,7 +177,7 @@ def filled(kv: KVLedger, number: int, tokens: int, *, reverse: bool) -> Request:
 
 
 def fill(kv: KVLedger, request: Request, tokens: int) -> list[Move]:
-    """The request gets so many tokens computed; returns what that moves."""
+    """Compute the request's first `tokens` tokens, and return the moves that this causes."""
     moves = [*kv.sharing.take_back(request, tokens)]
     kv.grow(request, tokens)
     moves += kv.sharing.take_slots(request, tokens)
@@ -196,12 +198,12 @@ def test_a_borrower_fills_empty_slots_first_and_only_overwritten_slots_are_saved
     (move,) = fill(kv, borrower, 3)
     assert (move.direction, move.request, move.source, move.spans) == (Direction.OUT, owner, table, (Span(2, 1),))
     assert (kv.blocks_of(owner).room, kv.cpu_footprint(owner)) == (0, 1)
-    (more,) = fill(kv, borrower, 4)
-    assert (more.spans, more.target) == ((Span(3, 1),), move.target)
+    (second,) = fill(kv, borrower, 4)
+    assert (second.spans, second.target) == ((Span(3, 1),), move.target)
     assert kv.sharing.tokens_there(owner) == 4
 
 
-def test_slots_are_restored_in_place_after_the_borrower_has_left() -> None:
+def test_slots_are_restored_in_place_after_the_borrower_is_released() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 1, borrower)
@@ -242,7 +244,7 @@ def test_owner_and_borrower_run_in_one_block_until_it_is_full() -> None:
     kv.sharing.lend(owner, 0, borrower)
     assert [*fill(kv, borrower, 3), *fill(kv, owner, 4), *fill(kv, borrower, 4)] == []
     assert kv.blocks_of(owner).table == kv.blocks_of(borrower).table
-    (within,) = fill(kv, owner, 5)  # the owner moves, as it matters less
+    (within,) = fill(kv, owner, 5)  # the owner moves, because it ranks lower
     assert (within.direction, within.spans) == (Direction.WITHIN, (Span(4, 4),))
     assert fill(kv, borrower, 8) == []
 

@@ -1,10 +1,10 @@
-"""KV that the device has lost, and that is found on the host."""
+"""Prefix-cache hits on the CPU tier."""
 
 from __future__ import annotations
 
 import pytest
 
-from core.kv.test_prefixes import BLOCK, asking, cached
+from core.kv.test_prefixes import BLOCK, cached, request_for
 from skipjoin.core.events import Admitted, Moved
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import EvictionPolicy, Policies
@@ -22,7 +22,7 @@ DEVICE = 12
 
 
 class Overlapped(Recompute):
-    """What is on the host comes back while others run."""
+    """Swaps requests in during a step."""
 
     def returns_overlapped(self, request: Request) -> bool:
         return True
@@ -31,7 +31,7 @@ class Overlapped(Recompute):
 def stepper(
     *,
     device: int = DEVICE,
-    host: int = 40,
+    cpu: int = 40,
     is_exact: bool = True,
     eviction: EvictionPolicy | None = None,
     depth: int = 1,
@@ -39,12 +39,12 @@ def stepper(
     policies = Policies(
         Ranks(dict.fromkeys(range(100), 0)), Greedy(8, 64, chunked=True), OnDemand(0.0), eviction or Recompute()
     )
-    kv = KVLedger(device, host, BLOCK, is_exact=is_exact)
+    kv = KVLedger(device, cpu, BLOCK, is_exact=is_exact)
     return Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth == 2)))
 
 
 def text(number: int) -> range:
-    """Seven blocks, and a token."""
+    """Return the tokens of seven blocks and one token more."""
     return range(1000 * number, 1000 * number + 7 * BLOCK + 1)
 
 
@@ -53,8 +53,8 @@ def on_host(steps: Stepper) -> list[int]:
 
 
 def computed(kv: KVLedger, number: int, of: int) -> Request:
-    """A request that holds the KV of a text, which others find."""
-    request = asking(number, text(of))
+    """Return a request that holds the KV of a text and has offered it to the cache."""
+    request = request_for(number, text(of))
     kv.grow(request, 28)
     request.computed = request.planned = 28
     kv.cache.offer(request)
@@ -62,14 +62,14 @@ def computed(kv: KVLedger, number: int, of: int) -> Request:
 
 
 def serve(steps: Stepper, *texts: int) -> None:
-    """One request after the other, each of which fills more than half of the device."""
+    """Serve one request after the other, each of which fills more than half of the device."""
     for number in texts:
-        steps.add(asking(len(steps.tokens), text(number), 8))
+        steps.add(request_for(len(steps.tokens), text(number), 8))
         steps.drain()
 
 
 @pytest.mark.parametrize("late", [0, 3])
-def test_what_the_device_loses_is_found_on_the_host(late: int) -> None:
+def test_kv_that_the_device_evicts_is_found_on_the_cpu_tier(late: int) -> None:
     steps = stepper()
     steps.late = late
     serve(steps, 1, 2, 3, 1)
@@ -78,22 +78,22 @@ def test_what_the_device_loses_is_found_on_the_host(late: int) -> None:
     assert steps.tokens[3] == steps.tokens[0]
 
 
-@pytest.mark.parametrize("without", [{"host": 0}, {"is_exact": False}])
-def test_without_exact_host_blocks_nothing_is_copied(without: dict[str, int]) -> None:
+@pytest.mark.parametrize("without", [{"cpu": 0}, {"is_exact": False}])
+def test_nothing_is_copied_without_exact_cpu_blocks(without: dict[str, int]) -> None:
     steps = stepper(**without)
     serve(steps, 1, 2, 3, 1)
     assert on_host(steps) == [0, 0, 0, 0]
     assert not any(isinstance(event, Moved) for event in steps.events)
 
 
-def test_copies_that_fail_are_worth_nothing() -> None:
+def test_failed_copies_are_not_found() -> None:
     steps = stepper()
     steps.fails = lambda move: move.direction is Direction.OUT
     serve(steps, 1, 2, 3, 1)
     assert on_host(steps) == [0, 0, 0, 0]
 
 
-def test_kv_that_fails_to_come_back_is_computed_again() -> None:
+def test_kv_is_recomputed_when_its_move_in_fails() -> None:
     steps = stepper()
     serve(steps, 1, 2, 3)
     steps.fails = lambda move: move.direction is Direction.IN
@@ -102,12 +102,12 @@ def test_kv_that_fails_to_come_back_is_computed_again() -> None:
     assert steps.tokens[3] == steps.tokens[0]
 
 
-def test_where_others_run_it_comes_back_beside_them() -> None:
+def test_kv_is_swapped_in_while_others_run() -> None:
     steps = stepper(eviction=Overlapped())
     serve(steps, 1, 2, 3)
     steps.add(make(50, 4, 12))
     steps.step()
-    steps.add(asking(51, text(1), 3))
+    steps.add(request_for(51, text(1), 3))
     plan = steps.step()
     assert [piece.request.id for piece in plan.slices] == [50]
     assert [move.request.id for move in plan.overlapped if move.request is not None] == [51]
@@ -117,7 +117,7 @@ def test_where_others_run_it_comes_back_beside_them() -> None:
     assert len(steps.tokens[51]) == 3
 
 
-def test_what_was_swapped_is_found_after_its_request_has_ended() -> None:
+def test_swapped_kv_is_found_after_its_request_is_released() -> None:
     kv = KVLedger(DEVICE, 8, BLOCK)
     first = computed(kv, 0, 1)
     move = kv.move_out(first, blocking=False)
@@ -125,13 +125,13 @@ def test_what_was_swapped_is_found_after_its_request_has_ended() -> None:
     kv.land(move)
     first.finish_reason = FinishReason.ABORT
     kv.release(first)
-    kv.grow(make(1, 4), DEVICE * BLOCK)  # nothing is left of it on the device
-    assert kv.hit(asking(2, text(1)))[::3] == (28, 7)
+    kv.grow(make(1, 4), DEVICE * BLOCK)  # takes all blocks of the device
+    assert kv.hit(request_for(2, text(1)))[::3] == (28, 7)
     assert (kv.cpu_free, kv.cache.cached_cpu_blocks) == (8, 7)
     kv.check()
 
 
-def test_a_copy_whose_block_is_handed_out_meanwhile_is_worth_nothing() -> None:
+def test_a_copy_is_not_found_if_its_source_block_was_reused_meanwhile() -> None:
     kv = KVLedger(DEVICE, 40, BLOCK)
     first = computed(kv, 0, 1)
     first.finish_reason = FinishReason.STOP
@@ -139,35 +139,35 @@ def test_a_copy_whose_block_is_handed_out_meanwhile_is_worth_nothing() -> None:
     kv.grow(make(1, 4), BLOCK)
     move = kv.keep_cached(1)
     assert move is not None
-    assert kv.keep_cached(1) is None  # one at a time
+    assert kv.keep_cached(1) is None  # one copy at a time
     assert len(move.source) == 2
-    kv.grow(make(2, 4), 5 * BLOCK)  # the four that are empty, and the last one of its blocks
+    kv.grow(make(2, 4), 5 * BLOCK)  # the four empty blocks and the last cached one
     kv.land(move)
     kv.check()
     assert (kv.cache.cached_blocks, kv.cache.cached_cpu_blocks) == (6, 1)
-    assert kv.hit(asking(3, text(1))) == (24, 0, None, 0)
+    assert kv.hit(request_for(3, text(1))) == (24, 0, None, 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 6])
 @pytest.mark.parametrize(("late", "sizes"), [(0, [8, 16]), (2, [8, 16]), (4, [8, 4])])
-def test_copies_grow_that_land_soon_after_their_plan(depth: int, late: int, sizes: list[int]) -> None:
-    steps = stepper(device=200, host=600, depth=depth)
+def test_copies_that_land_quickly_are_followed_by_larger_ones(depth: int, late: int, sizes: list[int]) -> None:
+    steps = stepper(device=200, cpu=600, depth=depth)
     steps.late = late
     for number in range(2):
-        steps.add(asking(number, range(1000 * number, 1000 * number + 150 * BLOCK), 2))
+        steps.add(request_for(number, range(1000 * number, 1000 * number + 150 * BLOCK), 2))
         steps.drain()
     moves = [event.move for event in steps.events if isinstance(event, Moved) and event.move.request is None]
     assert [len(move.source) for move in moves[:2]] == sizes
 
 
-def test_requests_get_host_blocks_before_the_cache() -> None:
+def test_requests_take_cpu_blocks_from_the_cache() -> None:
     kv = KVLedger(DEVICE, 7, BLOCK)
     for number in range(2):
         request = computed(kv, number, number)
         move = kv.move_out(request, blocking=True)
         assert move is not None
         kv.land(move)
-        assert kv.hit(asking(5, text(number))).away == 0  # the request holds them
+        assert kv.hit(request_for(5, text(number))).away == 0  # the request holds them
         if number == 0:
             kv.release(request)
             assert kv.cache.cached_cpu_blocks == 7
@@ -175,7 +175,7 @@ def test_requests_get_host_blocks_before_the_cache() -> None:
     kv.check()
 
 
-def test_a_move_that_is_not_made_after_all_leaves_nothing_on_the_host() -> None:
+def test_a_recalled_move_leaves_no_cached_cpu_blocks() -> None:
     kv = KVLedger(DEVICE, 40, BLOCK)
     request = computed(kv, 0, 1)
     move = kv.move_out(request, blocking=True, keep=3)

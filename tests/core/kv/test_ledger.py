@@ -1,4 +1,4 @@
-"""Block accounting: nothing leaks, nothing doubles, and misuse is an error."""
+"""Block accounting of the ledger: no block leaks or has two owners, and misuse is an error."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from skipjoin.core.step import Direction, Move
 from support.load import make
 from support.watch import nested_in
 
-DEVICE, HOST, BLOCK = 12, 8, 4
+DEVICE, CPU, BLOCK = 12, 8, 4
 ACCOUNT = Account("prompts")
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Requests that hold, grow, share, move and go, whole or in part, in any order that the ledger allows; what it
-    forbids must raise. content: what lies in which block of a tier: the KV of a block of text that several requests
-    have, or of a block of one request.
+    """Random calls on a ledger for several requests; calls that it forbids must raise.
+
+    Attributes:
+        content: Content of each block of a tier, by tier and block. Full blocks are named by their text, which several
+            requests may share, and others by their request.
     """
 
     requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = KVLedger(DEVICE, HOST, BLOCK)
+        self.kv = KVLedger(DEVICE, CPU, BLOCK)
         self.kv.reservations.fund(ACCOUNT, 2)
         self.transit: dict[Request, tuple[Move, bool]] = {}
         self.copied: Move | None = None
@@ -45,8 +47,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(target=requests, common=st.sampled_from([0, 2, DEVICE]), tokens=st.integers(0, 4 * BLOCK))
     def new(self, common: int, tokens: int) -> Request:
-        """common: its first blocks, which other requests have too. tokens: that it has from the start, if there is
-        room."""
+        """Add a request whose first `common` blocks others share, with `tokens` tokens computed if there is room."""
         self.count += 1
         names = [place if place < common else 100 * self.count + place for place in range(DEVICE)]
         request = make(self.count, 1000, prefix=NamedPrefix(names, BLOCK, BLOCK))
@@ -68,52 +69,52 @@ class LedgerMachine(RuleBasedStateMachine):
         if kv.blocks_of(request) is not None:
             return
         tokens, held, _, away = kv.hit(request)
-        available, free, host_free = kv.available, kv.device_free, kv.cpu_free
+        available, free, cpu_free = kv.available, kv.device_free, kv.cpu_free
         taken = tokens // BLOCK - held - away
         if taken > available:
             return
         assert kv.adopt(request).tokens == tokens < request.known
         request.computed = request.planned = tokens
-        assert (kv.available, kv.device_free, kv.cpu_free) == (available - taken, free - taken, host_free - away)
+        assert (kv.available, kv.device_free, kv.cpu_free) == (available - taken, free - taken, cpu_free - away)
         assert (kv.blocks_of(request) is None) == (tokens == 0)
 
     @rule(
         request=requests,
         blocks=st.integers(0, DEVICE),
         tokens=st.none() | st.integers(0, DEVICE * BLOCK),
-        lender=st.none() | st.just(ACCOUNT) | requests,
+        parent=st.none() | st.just(ACCOUNT) | requests,
     )
-    def claim(self, request: Request, blocks: int, tokens: int | None, lender: Owner) -> None:
+    def reserve(self, request: Request, blocks: int, tokens: int | None, parent: Owner) -> None:
         kv = self.kv
         if not self.on_device(request):
             return
-        if not (lender in (None, ACCOUNT) or (isinstance(lender, Request) and kv.blocks_of(lender))):
+        if not (parent in (None, ACCOUNT) or (isinstance(parent, Request) and kv.blocks_of(parent))):
             with pytest.raises(LedgerError, match="and has no reservation"):
-                kv.reserve(request, blocks, parent=lender)
-        elif request in self.lenders(lender):
+                kv.reserve(request, blocks, parent=parent)
+        elif request in self.ancestors(parent):
             with pytest.raises(LedgerError, match="lends itself"):
-                kv.reserve(request, blocks, parent=lender)
-        elif kv.shortfall_of_reservation(request, blocks, lender) <= 0:
+                kv.reserve(request, blocks, parent=parent)
+        elif kv.shortfall_of_reservation(request, blocks, parent) <= 0:
             available = kv.available
-            kv.reserve(request, blocks, tokens=tokens, parent=lender)
+            kv.reserve(request, blocks, tokens=tokens, parent=parent)
             assert kv.available >= min(0, available)
-            assert kv.reservations.parent_of(request) == lender
-            assert lender is None or request in nested_in(kv, lender)
+            assert kv.reservations.parent_of(request) == parent
+            assert parent is None or request in nested_in(kv, parent)
             held = kv.blocks_of(request)
             assert held is not None
             assert held.room == min(len(held.device) * BLOCK, request.reserved_tokens)
 
-    def lenders(self, lender: Owner) -> set[Request]:
-        """The lender, where it is a request, and all that lend it its own claim."""
+    def ancestors(self, parent: Owner) -> set[Request]:
+        """Return the parent, if it is a request, and all requests in whose reservations its own is nested."""
         found: set[Request] = set()
-        one: Owner = lender
+        one: Owner = parent
         while isinstance(one, Request):
             found.add(one)
             one = self.kv.reservations.parent_of(one)
         return found
 
     @rule(blocks=st.integers(0, DEVICE))
-    def reserve(self, blocks: int) -> None:
+    def fund(self, blocks: int) -> None:
         available = self.kv.available
         self.kv.reservations.fund(ACCOUNT, blocks)
         assert self.kv.available >= min(0, available)
@@ -138,7 +139,7 @@ class LedgerMachine(RuleBasedStateMachine):
             held = self.kv.grow(request, tokens)
             assert len(held.device) * BLOCK >= tokens
             assert self.kv.blocks_of(request).table == tuple(held.device)
-            # Who keeps to the shortfall takes nothing that others were promised.
+            # A request that keeps to the shortfall takes no blocks that are promised to others.
             assert self.kv.available >= min(0, available)
         elif self.kv.blocks_for(tokens) > DEVICE:
             with pytest.raises(LedgerError, match="are free"):
@@ -187,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert move.source == tuple(table[keep:filled])
         assert len(move.target) == len(move.source) == self.kv.blocks_for(move.tokens)
         assert keep * BLOCK + move.tokens == min(request.computed, filled * BLOCK)
-        # Beside a step, what the copy reads stays fenced until it lands.
+        # The source of an overlapped copy stays fenced until it lands.
         assert self.kv.device_free - free == len(table) - (keep if blocking else filled) - stay
         assert self.places(request) == (table[: keep if blocking else filled], [*move.target, *rest])
         if blocking:
@@ -201,14 +202,14 @@ class LedgerMachine(RuleBasedStateMachine):
         return len(others.intersection(blocks))
 
     @rule(request=requests, freed=st.integers(0, DEVICE))
-    def trim(self, request: Request, freed: int) -> None:
-        """Blocks that hold no KV, and KV behind some that is kept, as an eviction gives it up."""
+    def evict(self, request: Request, freed: int) -> None:
+        """Free blocks without KV first, then the last ones with KV, as an eviction does."""
         kv, held = self.kv, self.kv.blocks_of(request)
         if held is None or request in self.transit:
             return
         footprint, filled, before = kv.footprint(request), kv.filled(request), self.places(request)
-        lender = kv.reservations.parent_of(request)
-        headroom = kv.reservations.headroom(lender)
+        parent = kv.reservations.parent_of(request)
+        headroom = kv.reservations.headroom(parent)
         keep = kv.filled_after(request, freed)
         if keep == filled:
             kv.trim(request)
@@ -221,16 +222,16 @@ class LedgerMachine(RuleBasedStateMachine):
         assert kv.footprint(request) <= max(0, footprint - freed)
         if not self.held_by_others(before[0], request):
             assert kv.footprint(request) == keep
-        if lender is None:
+        if parent is None:
             assert kv.available - headroom == footprint - kv.footprint(request)
 
     def places(self, request: Request) -> tuple[list[int], list[int]]:
-        """The request's blocks on the device and on the host."""
+        """Return the request's blocks on the device and on the CPU tier."""
         held = self.kv.blocks_of(request)
         return ([], []) if held is None else (list(held.device), list(held.cpu))
 
     def copy(self, move: Move) -> None:
-        tiers = ("device", "host") if move.direction is Direction.OUT else ("host", "device")
+        tiers = ("device", "cpu") if move.direction is Direction.OUT else ("cpu", "device")
         for source, target in zip(move.source, move.target, strict=True):
             self.content[tiers[1], target] = self.content[tiers[0], source]
 
@@ -242,10 +243,10 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="cannot be moved in"):
                 self.kv.move_in(request)
             return
-        host_free = self.kv.cpu_free
+        cpu_free = self.kv.cpu_free
         move = self.kv.move_in(request)
-        assert self.kv.available >= 0, "the move took blocks that others were promised"
-        assert self.kv.cpu_free == host_free, "the host blocks must stay fenced"
+        assert self.kv.available >= 0, "the move took blocks that are promised to other requests"
+        assert self.kv.cpu_free == cpu_free, "the CPU blocks must stay fenced"
         table = self.kv.blocks_of(request).table
         assert table[-len(move.target) :] == move.target
         assert (len(table) - len(move.target)) * BLOCK + move.tokens == request.computed
@@ -259,11 +260,11 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not self.kv.blocks_of(request).is_settled
         if not (blocking and move.direction is Direction.OUT):
             self.copy(move)
-        device, host = self.places(request)
+        device, cpu = self.places(request)
         self.kv.land(move)
         assert self.kv.blocks_of(request).is_settled
         if move.direction is Direction.OUT:
-            assert self.places(request) == (device if blocking else device[: -len(move.source)], host)
+            assert self.places(request) == (device if blocking else device[: -len(move.source)], cpu)
         else:
             assert self.places(request) == (device, [])
         with pytest.raises(LedgerError, match="not in transit"):
@@ -274,14 +275,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if request not in self.transit:
             return
         move, blocking = self.transit.pop(request)
-        device, host = self.places(request)
+        device, cpu = self.places(request)
         keep = self.kv.fail(move)
         assert (keep is None) == (move.direction is Direction.OUT and not blocking)
         assert self.kv.blocks_of(request).is_settled
         with pytest.raises(LedgerError, match="not in transit"):
             self.kv.fail(move)
         if keep is None:
-            assert self.places(request) == (device, host[len(move.target) :])
+            assert self.places(request) == (device, cpu[len(move.target) :])
         else:
             self.kv.drop(request, keep=keep)
             request.computed = request.planned = keep * BLOCK
@@ -298,9 +299,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def end_copy(self, fails: bool) -> None:
         if self.copied is None:
             return
-        if not fails:  # whatever lies there by now
+        if not fails:  # the copy carries whatever the source holds by now
             self.content |= {
-                ("host", target): self.content.get(("device", source))
+                ("cpu", target): self.content.get(("device", source))
                 for source, target in zip(self.copied.source, self.copied.target, strict=True)
             }
         assert (self.kv.fail if fails else self.kv.land)(self.copied) is None
@@ -318,23 +319,23 @@ class LedgerMachine(RuleBasedStateMachine):
         held = [kv.blocks_of(request) for request in kv.holders()]
         assert kv.device_free + len({block for one in held if one for block in one.device}) == DEVICE
         copied = len(self.copied.target) if self.copied else 0
-        assert kv.cpu_free + sum(len(one.cpu) for one in held if one) + copied == HOST
+        assert kv.cpu_free + sum(len(one.cpu) for one in held if one) + copied == CPU
         top = sum(self.size(one) for one in kv.holders() if kv.reservations.parent_of(one) is None)
         account = max(kv.reservations.find(ACCOUNT).promised, sum(map(self.size, nested_in(kv, ACCOUNT))))
         assert kv.available == DEVICE - top - account
 
     @invariant()
-    def kv_lies_where_it_is_looked_for(self) -> None:
+    def kv_is_where_the_ledger_finds_it(self) -> None:
         for request in self.kv.holders():
-            device, host = self.places(request)
+            device, cpu = self.places(request)
             if request in self.transit:
                 continue
-            places = [*(("device", block) for block in device), *(("host", block) for block in host)]
+            places = [*(("device", block) for block in device), *(("cpu", block) for block in cpu)]
             filled = places[: self.kv.blocks_for(request.computed)]
             assert [self.content[place] for place in filled] == [
                 self.content_of(request, n) for n in range(len(filled))
             ]
-        for tier, pool in (("device", self.kv._device), ("host", self.kv._cpu)):
+        for tier, pool in (("device", self.kv._device), ("cpu", self.kv._cpu)):
             for name, block in pool._blocks.items():
                 if tier == "device" or pool.find_free(name) is not None:
                     assert self.content[tier, block] == int.from_bytes(name[:8], "big", signed=True)
@@ -357,7 +358,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not self.kv._device._waiting
         assert not self.kv._cpu._waiting
         self.kv.reservations.fund(ACCOUNT, 0)
-        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, HOST, DEVICE)
+        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -365,7 +366,7 @@ TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, d
 
 
 def blocks_of(kv: KVLedger, number: int, tokens: int) -> Request:
-    """A request whose `tokens` tokens are computed on the device."""
+    """Return a request whose `tokens` tokens are computed on the device."""
     request = make(number, tokens)
     kv.grow(request, tokens)
     request.computed = request.planned = tokens
@@ -376,7 +377,7 @@ def leak(kv: KVLedger) -> None:
     kv._device._empty.pop()
 
 
-def leak_host(kv: KVLedger) -> None:
+def leak_cpu(kv: KVLedger) -> None:
     kv._cpu._empty.pop()
 
 
@@ -391,7 +392,7 @@ def double_between_holders(kv: KVLedger) -> None:
     one.device[0] = other.device[0]
 
 
-def swap_for_a_foreign_block(kv: KVLedger) -> None:
+def swap_for_an_unknown_block(kv: KVLedger) -> None:
     kv._device._empty[0] = DEVICE + 5
 
 
@@ -407,21 +408,21 @@ def stale_room(kv: KVLedger) -> None:
     held.room += BLOCK
 
 
-def lose_a_claim(kv: KVLedger) -> None:
+def lose_a_reservation(kv: KVLedger) -> None:
     kv.reservations.root.lent -= 1
 
 
-def claim_too_little(kv: KVLedger) -> None:
+def reserve_too_little(kv: KVLedger) -> None:
     held = kv.blocks_of(next(iter(kv.holders())))
     assert held is not None
     held.reservation.size -= 1
 
 
-def lose_a_lender(kv: KVLedger) -> None:
+def lose_a_parent(kv: KVLedger) -> None:
     kv._held.popitem()
 
 
-def claim_in_a_circle(kv: KVLedger) -> None:
+def reserve_in_a_cycle(kv: KVLedger) -> None:
     one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
     assert one is not None
     assert other is not None
@@ -435,30 +436,30 @@ def compute_beyond_the_blocks(kv: KVLedger) -> None:
     next(iter(kv.holders())).computed = 100
 
 
-def lose_count_of_transit(kv: KVLedger) -> None:
+def miscount_transit(kv: KVLedger) -> None:
     kv.blocks_in_transit[Direction.OUT] += 1
 
 
-def hold_too_much_on_the_host(kv: KVLedger) -> None:
+def hold_too_much_on_the_cpu_tier(kv: KVLedger) -> None:
     held = kv.blocks_of(next(iter(kv.holders())))
     assert held is not None
     held.cpu += kv._cpu.take(1)
 
 
-def hold_without_a_word(kv: KVLedger) -> None:
+def share_without_adoption(kv: KVLedger) -> None:
     one, other = (kv.blocks_of(request) for request in list(kv.holders())[:2])
     assert one is not None
     assert other is not None
     kv._holders.of[one.device[0]] = [one, other]
 
 
-def lose_count_of_what_is_shared(kv: KVLedger) -> None:
+def miscount_shared_blocks(kv: KVLedger) -> None:
     held = kv.blocks_of(next(iter(kv.holders())))
     assert held is not None
     held.reservation.shared += 1
 
 
-def lead_a_key_astray(kv: KVLedger) -> None:
+def point_a_key_at_an_unnamed_block(kv: KVLedger) -> None:
     kv._device._blocks[b"key"] = 0
 
 
@@ -475,28 +476,28 @@ def cache_without_a_key(kv: KVLedger) -> None:
     "corrupt",
     [
         leak,
-        leak_host,
+        leak_cpu,
         double,
         double_between_holders,
-        swap_for_a_foreign_block,
+        swap_for_an_unknown_block,
         stale_table,
         stale_room,
-        lose_a_claim,
-        claim_too_little,
-        lose_a_lender,
-        claim_in_a_circle,
+        lose_a_reservation,
+        reserve_too_little,
+        lose_a_parent,
+        reserve_in_a_cycle,
         compute_beyond_the_blocks,
-        hold_too_much_on_the_host,
-        lose_count_of_transit,
-        hold_without_a_word,
-        lose_count_of_what_is_shared,
-        lead_a_key_astray,
+        hold_too_much_on_the_cpu_tier,
+        miscount_transit,
+        share_without_adoption,
+        miscount_shared_blocks,
+        point_a_key_at_an_unnamed_block,
         key_an_empty_block,
         cache_without_a_key,
     ],
 )
-def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_check_detects_corruption(corrupt: Callable[[KVLedger], None]) -> None:
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     blocks_of(kv, 0, 9)
     kv.reserve(blocks_of(kv, 1, 5), 4)
     kv.check()
@@ -505,8 +506,8 @@ def test_the_check_finds(corrupt: Callable[[KVLedger], None]) -> None:
         kv.check()
 
 
-def test_expected_kv_is_fenced_until_it_is_there() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_expected_kv_is_fenced_until_it_is_received() -> None:
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     request = make(0, 10)
     request.computed = 10
     kv.expect(request)
@@ -525,15 +526,15 @@ def test_expected_kv_is_fenced_until_it_is_there() -> None:
 
 
 def test_blocks_are_handed_out_lowest_first_and_again_in_the_same_order() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     first = blocks_of(kv, 0, 12)
     assert kv.blocks_of(first).table == (0, 1, 2)
     kv.release(first)
     assert kv.blocks_of(blocks_of(kv, 1, 12)).table == (0, 1, 2)
 
 
-def test_a_promise_is_not_a_block() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_a_reservation_takes_available_blocks_but_no_free_ones() -> None:
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     owner, other = make(0), make(1)
     kv.reserve(owner, 10)
     assert (kv.device_free, kv.available) == (12, 2)
@@ -545,8 +546,8 @@ def test_a_promise_is_not_a_block() -> None:
     assert (kv.device_free, kv.available) == (12, 12)
 
 
-def test_a_move_before_the_step_frees_at_once_and_one_beside_it_when_it_lands() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_a_blocking_move_frees_blocks_immediately_and_an_overlapped_one_when_it_lands() -> None:
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     one, other = blocks_of(kv, 0, 8), blocks_of(kv, 1, 8)
     kv.land(kv.move_out(one, blocking=True))
     assert kv.device_free == 10
@@ -557,14 +558,14 @@ def test_a_move_before_the_step_frees_at_once_and_one_beside_it_when_it_lands() 
 
 
 def on_host(kv: KVLedger, number: int, tokens: int) -> Request:
-    """A request whose KV has moved out."""
+    """Return a request whose KV has moved out."""
     request = blocks_of(kv, number, tokens)
     kv.land(kv.move_out(request, blocking=True))
     return request
 
 
-def test_a_failed_move_out_beside_a_step_leaves_the_kv_where_it_was() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_a_failed_overlapped_move_out_leaves_the_kv_on_the_device() -> None:
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 8)
     table = kv.blocks_of(request).table
     move = kv.move_out(request, blocking=False)
@@ -577,9 +578,9 @@ def test_a_failed_move_out_beside_a_step_leaves_the_kv_where_it_was() -> None:
     kv.check()
 
 
-def test_a_failed_move_out_before_a_step_has_lost_the_kv() -> None:
-    """The step may have written where it lay."""
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_a_failed_blocking_move_out_loses_the_kv() -> None:
+    """The step may have overwritten its source."""
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 8)
     move = kv.move_out(request, blocking=True)
     assert kv.fail(move) == 0
@@ -590,9 +591,9 @@ def test_a_failed_move_out_before_a_step_has_lost_the_kv() -> None:
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_a_failed_move_in_has_lost_the_kv(grows: bool) -> None:
-    """Before a step, which may have given it more blocks, as beside one."""
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_a_failed_move_in_loses_the_kv(grows: bool) -> None:
+    """The move may be blocking, with a step that adds blocks, or overlapped."""
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     request = on_host(kv, 0, 8)
     move = kv.move_in(request)
     assert (kv.blocks_in_transit[Direction.OUT], kv.blocks_in_transit[Direction.IN]) == (0, 2)
@@ -607,16 +608,16 @@ def test_a_failed_move_in_has_lost_the_kv(grows: bool) -> None:
     kv.check()
 
 
-def test_a_move_ends_once_however_it_ends() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_a_failed_move_cannot_land() -> None:
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     move = kv.move_out(blocks_of(kv, 0, 8), blocking=False)
     kv.fail(move)
     with pytest.raises(LedgerError, match="not in transit"):
         kv.land(move)
 
 
-def test_a_move_out_takes_computed_blocks_only_and_ends_the_promise() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_a_move_out_takes_computed_blocks_only_and_ends_the_reservation() -> None:
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     request = make(0, 40)
     kv.reserve(request, 10)
     kv.grow(request, 24)
@@ -625,8 +626,8 @@ def test_a_move_out_takes_computed_blocks_only_and_ends_the_promise() -> None:
     assert (move.source, kv.device_free, kv.available) == ((0, 1), 10, 10)
 
 
-def test_a_move_in_does_not_take_what_others_were_promised() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_a_move_in_does_not_take_blocks_reserved_by_others() -> None:
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 16)
     kv.land(kv.move_out(request, blocking=True))
     kv.reserve(make(1), 9)
@@ -635,13 +636,13 @@ def test_a_move_in_does_not_take_what_others_were_promised() -> None:
 
 
 def test_a_request_in_flight_cannot_be_moved_out() -> None:
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 8)
     request.planned += 1
     assert not kv.can_move_out(request)
 
 
-def test_a_full_host_takes_nobody() -> None:
+def test_a_request_larger_than_the_free_cpu_tier_cannot_be_moved_out() -> None:
     kv = KVLedger(DEVICE, 1, BLOCK)
     assert not kv.can_move_out(blocks_of(kv, 0, 5))
     assert kv.can_move_out(blocks_of(kv, 1, 4))
@@ -653,14 +654,14 @@ def test_pool_sizes_are_checked(sizes: tuple[int, int, int]) -> None:
         KVLedger(*sizes)
 
 
-def test_blocks_that_no_account_knows_are_freed_and_no_others() -> None:
-    """Their KV cannot be found any more, that of other blocks can."""
-    kv = KVLedger(DEVICE, HOST, BLOCK)
+def test_reclaim_frees_leaked_blocks_and_no_others() -> None:
+    """The KV of leaked blocks is no longer found; that of other blocks is."""
+    kv = KVLedger(DEVICE, CPU, BLOCK)
     first, second = (make(number, 30, prefix=NamedPrefix(range(8), BLOCK, BLOCK)) for number in (1, 2))
     kv.grow(first, 3 * BLOCK)
     first.known, first.computed = 30, 3 * BLOCK
     kv.cache.offer(first)
-    device, host = kv._device.take(2), kv._cpu.take(3)
+    device, cpu = kv._device.take(2), kv._cpu.take(3)
     assert kv._device.name(device[0], b"lost")
     assert kv.adopt(second).tokens == 3 * BLOCK
     assert kv.leaked == (2, 3)
@@ -670,5 +671,5 @@ def test_blocks_that_no_account_knows_are_freed_and_no_others() -> None:
     kv.check()
     assert kv.leaked == (0, 0)
     assert kv._device.find(b"lost") is None
-    assert (kv.device_free, kv.cpu_free, kv.cache.shared_blocks) == (DEVICE - 3, HOST, 3)
-    assert (device, host) == ([3, 4], [0, 1, 2])
+    assert (kv.device_free, kv.cpu_free, kv.cache.shared_blocks) == (DEVICE - 3, CPU, 3)
+    assert (device, cpu) == ([3, 4], [0, 1, 2])

@@ -1,4 +1,4 @@
-"""The other parts of the ledger alone: block pool, holders and transfers."""
+"""Parts of the ledger alone: block pool, holders, transfers and records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 4
 
 
 def records(count: int) -> tuple[Reservations, dict[Request, RequestBlocks]]:
-    """Records of requests that hold two blocks each."""
+    """Return records of requests that hold two blocks each."""
     tree, held = Reservations(20), dict[Request, RequestBlocks]()
     for number in range(count):
         request, device = make(number), [2 * number, 2 * number + 1]
@@ -29,7 +29,7 @@ def records(count: int) -> tuple[Reservations, dict[Request, RequestBlocks]]:
 # -- block pool -------------------------------------------------------------------------------------------------------
 
 
-def test_keyed_blocks_are_reused_last_and_wanted_ones_after_them() -> None:
+def test_keyed_blocks_are_reused_after_empty_ones_and_wanted_ones_last() -> None:
     pool = BlockPool(3)
     for block, key in zip(pool.take(3), (b"a", b"b"), strict=False):
         assert pool.name(block, key)
@@ -41,7 +41,7 @@ def test_keyed_blocks_are_reused_last_and_wanted_ones_after_them() -> None:
     assert pool.find(b"a") is pool.find(b"b") is None
 
 
-def test_a_pool_frees_and_unnames_the_blocks_that_leaked() -> None:
+def test_reclaim_frees_leaked_blocks_and_removes_their_keys() -> None:
     pool = BlockPool(4)
     held = pool.take(3)
     pool.name(held[2], b"lost")
@@ -53,7 +53,7 @@ def test_a_pool_frees_and_unnames_the_blocks_that_leaked() -> None:
 
 
 @pytest.mark.parametrize("held", [[0], [0, 1, 1], [0, 2]], ids=["leaked", "held twice", "held and free"])
-def test_the_check_of_a_pool_finds_blocks_that_are_not_in_one_place(held: list[int]) -> None:
+def test_check_of_a_pool_detects_leaked_and_doubled_blocks(held: list[int]) -> None:
     pool = BlockPool(4)
     pool.check(pool.take(2))
     with pytest.raises(LedgerError, match="leaked or doubled"):
@@ -63,7 +63,7 @@ def test_the_check_of_a_pool_finds_blocks_that_are_not_in_one_place(held: list[i
 # -- holders ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_holder_counts_a_block_and_the_next_one_inherits_it() -> None:
+def test_a_shared_block_counts_for_its_first_holder_and_then_for_the_next() -> None:
     tree, held = records(3)
     holders, (one, two, three) = Holders(), held.values()
     for record in (one, two, three):
@@ -85,7 +85,7 @@ def test_the_first_holder_counts_a_block_and_the_next_one_inherits_it() -> None:
     assert not holders.of
 
 
-def test_the_check_of_holders_finds_another_holder_and_a_wrong_count() -> None:
+def test_check_of_holders_detects_an_unknown_holder_and_a_wrong_count() -> None:
     _, held = records(2)
     holders, (one, two) = Holders(), held.values()
     two.device[0] = 0
@@ -149,7 +149,7 @@ def test_a_move_of_dropped_slots_ends_without_its_request() -> None:
     assert transfers.blocks[OUT] == 0
 
 
-def test_kv_of_another_engine_is_received_once() -> None:
+def test_kv_of_another_engine_cannot_be_received_twice() -> None:
     _, held = records(1)
     (one,) = held.values()
     transfers = Transfers(held)
@@ -163,7 +163,7 @@ def test_kv_of_another_engine_is_received_once() -> None:
         transfers.receive(one)
 
 
-def test_the_check_of_transfers_finds_a_lost_move_and_a_wrong_direction() -> None:
+def test_check_of_transfers_detects_a_lost_move_and_a_wrong_direction() -> None:
     _, held = records(1)
     (one,) = held.values()
     transfers = Transfers(held)
@@ -180,7 +180,7 @@ def test_the_check_of_transfers_finds_a_lost_move_and_a_wrong_direction() -> Non
 
 
 @pytest.mark.parametrize("field", ["table", "room", "away", "moving", "is_settled"])
-def test_the_check_of_a_record_finds_a_stale_summary(field: str) -> None:
+def test_check_of_a_record_detects_a_stale_summary(field: str) -> None:
     _, held = records(1)
     (one,) = held.values()
     one.check()
@@ -189,7 +189,7 @@ def test_the_check_of_a_record_finds_a_stale_summary(field: str) -> None:
         one.check()
 
 
-def test_the_check_of_a_record_finds_too_few_blocks() -> None:
+def test_check_of_a_record_detects_too_few_blocks() -> None:
     _, held = records(1)
     (one,) = held.values()
     one.request.computed = 2 * BLOCK + 1

@@ -1,4 +1,4 @@
-"""KV that is computed once: what requests find of their prompts, and when they wait for it."""
+"""Automatic prefix caching: cache hits, waiting for KV that another request computes, and cache keys."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ TEXT = range(100, 200)
 
 
 def stepper(blocks: int = 100, *, max_tokens: int = 64, depth: int = 1) -> Stepper:
-    """Requests run by id; chunks of max_tokens."""
+    """Return a stepper that ranks requests by id and cuts prompts into chunks of `max_tokens`."""
     policies = Policies(
         Ranks(dict.fromkeys(range(100), 0)), Greedy(8, max_tokens, chunked=True), OnDemand(0.0), Recompute()
     )
     return Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK), depth=depth, overlap=depth > 1)))
 
 
-def asking(number: int, prompt: Sequence[int], max_tokens: int = 3, *, salt: bytes = b"", **rest: bool) -> Request:
-    request = make(number, 1, max_tokens, **rest)
+def request_for(
+    number: int, prompt: Sequence[int], max_tokens: int = 3, *, salt: bytes = b"", **options: bool
+) -> Request:
+    request = make(number, 1, max_tokens, **options)
     request.prompt, request.known = prompt, len(prompt)
     request.max_total_tokens = len(prompt) + max_tokens
     request.prefix = ContentPrefix(BLOCK, salt)
@@ -45,7 +47,7 @@ def asking(number: int, prompt: Sequence[int], max_tokens: int = 3, *, salt: byt
 
 
 def computed(steps: Stepper, number: int) -> int:
-    """Tokens of the request that all plans until now compute."""
+    """Return the number of the request's tokens that all plans so far compute."""
     return sum(piece[2] for _, plan in steps.core.trace for piece in plan[1] if piece[0] == number)
 
 
@@ -54,37 +56,37 @@ def cached(steps: Stepper) -> list[int]:
 
 
 @pytest.mark.parametrize(("length", "found"), [(16, 12), (17, 16), (3, 0)])
-def test_a_prompt_that_was_there_is_found_in_full_blocks_before_its_last_token(length: int, found: int) -> None:
+def test_a_cache_hit_covers_the_full_blocks_before_the_last_prompt_token(length: int, found: int) -> None:
     steps = stepper()
     for number in range(2):
-        steps.add(asking(number, TEXT[:length]))
+        steps.add(request_for(number, TEXT[:length]))
         steps.drain()
     assert cached(steps) == [0, found]
     assert steps.tokens[0] == steps.tokens[1]
 
 
-def test_what_was_generated_is_found_too() -> None:
+def test_a_cache_hit_includes_generated_tokens() -> None:
     steps = stepper()
-    first = asking(0, TEXT[:6], 20)
+    first = request_for(0, TEXT[:6], 20)
     steps.add(first)
     steps.drain()
-    steps.add(asking(1, [*first.prompt, *first.output, 7]))
+    steps.add(request_for(1, [*first.prompt, *first.output, 7]))
     steps.drain()
     assert cached(steps) == [0, 24]  # the last token of an output is never computed
 
 
 @pytest.mark.parametrize("other", [{"salt": b"other"}, {"prompt": [1, *TEXT[1:20]]}])
-def test_another_salt_or_first_token_finds_nothing(other: dict[str, Any]) -> None:
+def test_another_salt_or_first_token_is_a_cache_miss(other: dict[str, Any]) -> None:
     steps = stepper()
     for number, changed in enumerate(({}, other)):
-        steps.add(asking(number, **{"prompt": TEXT[:20]} | changed))
+        steps.add(request_for(number, **{"prompt": TEXT[:20]} | changed))
         steps.drain()
     assert cached(steps) == [0, 0]
 
 
-def test_requests_that_come_together_compute_their_prompt_once() -> None:
+def test_concurrent_requests_compute_their_common_prompt_once() -> None:
     steps = stepper(max_tokens=16)
-    steps.add(*(asking(number, TEXT[:41]) for number in range(8)))
+    steps.add(*(request_for(number, TEXT[:41]) for number in range(8)))
     steps.step()
     assert steps.core.requests[1].wait is not None
     assert steps.core.requests[1].wait.reason is WaitReason.BEHIND_PREFIX
@@ -92,20 +94,20 @@ def test_requests_that_come_together_compute_their_prompt_once() -> None:
     assert [computed(steps, number) for number in range(8)] == [43, *[3] * 7]
 
 
-def test_who_follows_goes_on_when_the_first_one_is_aborted() -> None:
+def test_requests_that_wait_for_a_prefix_compute_it_when_its_request_is_aborted() -> None:
     steps = stepper(max_tokens=16)
-    steps.add(*(asking(number, TEXT[:41]) for number in range(3)))
+    steps.add(*(request_for(number, TEXT[:41]) for number in range(3)))
     steps.step()
     steps.core.abort(0, steps.now, FinishReason.ABORT)
     steps.drain()
     assert [computed(steps, number) for number in range(3)] == [16, 27, 3]
 
 
-def test_none_waits_for_less_important_requests_or_for_long() -> None:
+def test_no_request_waits_for_the_prefix_of_a_lower_class_or_longer_than_the_limit() -> None:
     steps = stepper(max_tokens=4)
-    steps.add(asking(0, TEXT, best_effort=True))
+    steps.add(request_for(0, TEXT, best_effort=True))
     steps.step()
-    steps.add(asking(1, TEXT), asking(2, TEXT, best_effort=True))
+    steps.add(request_for(1, TEXT), request_for(2, TEXT, best_effort=True))
     steps.core.scheduler.policies.ordering.numbers |= {0: -1, 1: -2}
     steps.step()
     assert computed(steps, 1) == 4
@@ -117,28 +119,28 @@ def test_none_waits_for_less_important_requests_or_for_long() -> None:
     assert computed(steps, 2) == 4
 
 
-def test_a_step_that_was_given_up_offers_nothing() -> None:
+def test_a_failed_slice_registers_no_keys() -> None:
     steps = stepper()
-    steps.drops = lambda piece: True
-    steps.add(asking(0, TEXT[:20]))
+    steps.fails_slice = lambda piece: True
+    steps.add(request_for(0, TEXT[:20]))
     steps.step()
-    steps.drops = lambda piece: False
-    steps.add(asking(1, TEXT[:20]))
+    steps.fails_slice = lambda piece: False
+    steps.add(request_for(1, TEXT[:20]))
     steps.drain()
     assert cached(steps) == [0, 0]
 
 
-def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> None:
-    """The KV of a later chunk rests on KV that was never computed."""
+def test_slices_in_flight_of_a_failed_request_register_no_keys() -> None:
+    """The KV of a later chunk depends on KV that was never computed."""
     steps = stepper(max_tokens=4, depth=2)
-    steps.add(asking(0, TEXT[:20]))
+    steps.add(request_for(0, TEXT[:20]))
     steps.start()
     steps.start()
-    steps.drops = lambda piece: piece.start == 0
+    steps.fails_slice = lambda piece: piece.start == 0
     steps.finish()
-    steps.drops = lambda piece: False
+    steps.fails_slice = lambda piece: False
     steps.finish()
-    steps.add(asking(1, TEXT[:20]))
+    steps.add(request_for(1, TEXT[:20]))
     steps.drain()
     assert cached(steps) == [0, 0]
 
@@ -146,21 +148,21 @@ def test_slices_in_flight_of_a_request_that_was_given_up_register_no_keys() -> N
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_aborted_request_registers_the_keys_of_committed_slices_only(depth: int) -> None:
     steps = stepper(max_tokens=4, depth=depth)
-    steps.add(asking(0, TEXT[:20]))
+    steps.add(request_for(0, TEXT[:20]))
     steps.step()
     for _ in range(depth):
         steps.start()
     steps.core.abort(0, steps.now)
     for _ in range(depth):
         steps.finish()
-    steps.add(asking(1, TEXT[:20]))
+    steps.add(request_for(1, TEXT[:20]))
     steps.drain()
     assert cached(steps) == [0, 4]
 
 
-def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
+def test_blocks_that_a_waiting_request_can_use_are_reused_last() -> None:
     kv = KVLedger(6, 0, BLOCK)
-    old, new = (asking(number, range(start, start + 13)) for number, start in ((0, 100), (1, 200)))
+    old, new = (request_for(number, range(start, start + 13)) for number, start in ((0, 100), (1, 200)))
     for request in (old, new):
         request.finish_reason = None
         kv.grow(request, 12)
@@ -168,22 +170,22 @@ def test_blocks_that_a_waiting_request_can_use_are_handed_out_last() -> None:
         kv.cache.offer(request)
         request.finish_reason = FinishReason.STOP
         kv.release(request)
-    again, filler = asking(2, range(100, 113)), make(3, 12)
+    again, filler = request_for(2, range(100, 113)), make(3, 12)
     kv.cache.await_prefix(again)
     kv.grow(filler, 12)
     assert kv.hit(again).tokens == 12
-    assert kv.hit(asking(4, range(200, 213))).tokens == 0
+    assert kv.hit(request_for(4, range(200, 213))).tokens == 0
     kv.check()
 
 
-def test_a_long_prefix_costs_nothing_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither looked up nor held and released again at each step."""
+def test_the_prefix_of_a_waiting_request_is_not_looked_up_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are not held and released again at each step, either."""
     steps = stepper(1000, max_tokens=5000)
-    steps.add(asking(0, range(3600)))
+    steps.add(request_for(0, range(3600)))
     steps.drain()
     steps.add(make(1, 360, 30))
     steps.step()
-    late = asking(2, range(3800))
+    late = request_for(2, range(3800))
     steps.add(late)
     steps.step()
     calls = Counter[str]()
@@ -208,20 +210,20 @@ def test_a_long_prefix_costs_nothing_while_its_request_waits(monkeypatch: pytest
     assert cached(steps)[-1] == 3600
 
 
-def test_keys_are_the_same_by_parts_at_once_and_in_a_copy() -> None:
-    one, two = asking(0, TEXT), asking(1, TEXT)
+def test_keys_do_not_depend_on_whether_they_are_computed_in_parts_or_in_a_copy() -> None:
+    one, two = request_for(0, TEXT), request_for(1, TEXT)
     begun = list(one.keys(30))
     copy = one.prefix.copy()
     assert list(one.keys(100)) == list(two.keys(100))
-    other = asking(2, [*TEXT[:30], *range(50)])
+    other = request_for(2, [*TEXT[:30], *range(50)])
     assert [list(copy.keys(other.tokens, 80))[index] in begun for index in range(8)] == [True] * 7 + [False]
 
 
-def test_keys_of_reversed_blocks_do_not_depend_on_earlier_questions() -> None:
-    requests = [asking(number, TEXT[:4], reverse=True) for number in range(2)]
+def test_keys_of_reversed_blocks_do_not_depend_on_earlier_calls() -> None:
+    requests = [request_for(number, TEXT[:4], reverse=True) for number in range(2)]
     requests[0].keys(3)
     first, second = (list(request.keys(4)) for request in requests)
-    assert first == second != list(asking(2, TEXT[:4]).keys(4))
+    assert first == second != list(request_for(2, TEXT[:4]).keys(4))
 
 
 def test_names_of_a_trace_cover_whole_blocks() -> None:
@@ -233,12 +235,14 @@ def test_names_of_a_trace_cover_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_requests_that_share_all_they_hold_make_way_for_one_that_needs_it(depth: int) -> None:
-    """What they share comes free with the last of them, and is in no footprint. With two plans in flight one of them
-    runs at any time, unless it pauses."""
+def test_requests_that_share_all_their_blocks_can_be_evicted(depth: int) -> None:
+    """Shared blocks become free with their last holder, and count in no footprint.
+
+    With two plans in flight, one of the holders is always running unless it pauses.
+    """
     steps = stepper(8, depth=depth)
     for number in range(2):
-        steps.add(asking(number, TEXT[:17], 9))
+        steps.add(request_for(number, TEXT[:17], 9))
         steps.step()
         steps.step()
     assert [steps.core.kv.footprint(request) for request in steps.core.kv.holders()] == [1, 1]

@@ -1,4 +1,4 @@
-"""Reservations alone: blocks are numbers, and nothing is allocated."""
+"""Reservations alone: numbers of blocks, without allocation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = Account("prompts")
 
 
 def nested() -> tuple[Reservations, list[Reservation]]:
-    """Three reservations, each nested in the one before."""
+    """Return three reservations, each nested in the one before."""
     tree, requests = Reservations(BLOCKS), [make(number) for number in range(3)]
     opened = [tree.open(request, []) for request in requests]
     for request, parent, blocks in zip(requests, (None, *requests), (10, 6, 2), strict=False):
@@ -27,13 +27,13 @@ def test_nested_reservations_take_unused_blocks_of_their_parent() -> None:
     tree, (first, second, third) = nested()
     assert (tree.available, first.unused, second.unused, third.unused) == (2, 4, 4, 2)
     assert tree.headroom(third.owner) == 2 + 4 + 4 + 2
-    third.held = range(9)  # more than is promised, so that the ancestors grow as well
+    third.held = range(9)  # more than is promised, so its ancestors grow as well
     third.resize()
     assert (third.size, second.size, first.size, tree.available) == (9, 9, 10, 2)
     tree.check()
 
 
-def test_what_nested_reservations_hold_passes_to_the_parent_of_one_that_ends() -> None:
+def test_the_parent_of_a_closed_reservation_takes_over_its_nested_ones() -> None:
     tree, (first, second, third) = nested()
     tree.close(second.owner)
     assert third.parent is first
@@ -50,16 +50,16 @@ def test_a_reservation_cannot_be_nested_in_itself() -> None:
         tree.promise(first.owner, 1, make(9))
 
 
-def test_evicted_blocks_help_only_those_that_they_reach() -> None:
+def test_blocks_evicted_within_a_reservation_do_not_return_to_the_pool() -> None:
     tree, (first, second, third) = nested()
     other = tree.open(make(3))
     assert tree.beneficiaries(third.owner, second.owner) == {third.owner, second.owner, first.owner, None}
     assert tree.returns_to(third.owner, frozenset((second.owner,)))
-    # The first reservation is promised what it has, so that nothing reaches the pool.
+    # The first reservation is promised all that it has, so nothing reaches the pool.
     assert not tree.returns_to(third.owner, tree.beneficiaries(other.owner, None))
 
 
-def test_an_account_gets_what_is_available_and_can_cede_what_is_unused() -> None:
+def test_an_account_is_funded_from_available_blocks_and_cedes_unused_ones() -> None:
     tree, (_, second, _) = nested()
     tree.fund(PROMPTS, 5)
     assert (tree.unused(PROMPTS), tree.available) == (2, 0)
@@ -83,7 +83,7 @@ def test_an_account_gets_what_is_available_and_can_cede_what_is_unused() -> None
     ],
     ids=["size", "lent", "parent", "not in the tree", "unknown"],
 )
-def test_the_check_finds(corrupt: Callable[[Reservations, list[Reservation]], object]) -> None:
+def test_check_detects_corruption(corrupt: Callable[[Reservations, list[Reservation]], object]) -> None:
     tree, some = nested()
     tree.check()
     corrupt(tree, some)

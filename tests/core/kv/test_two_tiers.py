@@ -1,4 +1,4 @@
-"""KV between the tiers: moves that take longer than steps, moves that fail, and who waits for them."""
+"""Swapping between the tiers: moves that outlast steps, failed moves, and requests that wait for them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from support.watch import Stepper, WatchedCore
 OUT, IN = Direction.OUT, Direction.IN
 
 
-class OnCallBeside(OnCall):
-    """No request comes back from the host but on call."""
+class OnCallOverlapped(OnCall):
+    """Swaps requests in only during a step, and only on call."""
 
     def returns_overlapped(self, request: Request) -> bool:
         return True
 
 
 class Scene:
-    """A stepper, with an ordering and a pressure that obey. Requests have a prompt of 8 tokens, two blocks of four."""
+    """A stepper with an ordering and evictions that a test sets. Prompts have 8 tokens: two blocks of four."""
 
     def __init__(
         self,
         numbers: dict[int, int],
         *,
         blocks: int = 20,
-        host: int = 20,
+        cpu: int = 20,
         depth: int = 1,
         eviction: OnCall | None = None,
     ) -> None:
         self.eviction = eviction or OnCall()
         self.ordering = Ranks(numbers)
         policies = Policies(self.ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), self.eviction)
-        kv = KVLedger(blocks, host, 4)
+        kv = KVLedger(blocks, cpu, 4)
         self.stepper = Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1)))
         self.kv = kv
 
@@ -54,7 +54,7 @@ class Scene:
         return [piece.request.id for piece in self.stepper.step().slices]
 
     def swap_out(self, request: Request) -> None:
-        """Beside one step, landed when that is done."""
+        """Swap the request out during one step, with the move landing at its end."""
         self.eviction.out = [request]
         plan = self.stepper.step()
         assert [move.request for move in plan.overlapped] == [request]
@@ -64,7 +64,7 @@ class Scene:
         assert not held.device
 
     def story(self, request: Request) -> list[Event]:
-        """What became of the request's KV, oldest first."""
+        """Return what happened to the request's KV, oldest first."""
         kinds = Preempted | Moved | MoveFailed
         events = [event for event in self.stepper.events if isinstance(event, kinds)]
         return [e for e in events if (e.request if isinstance(e, Preempted) else e.move.request) is request]
@@ -79,17 +79,17 @@ def started(plan: StepPlan | None) -> StepPlan:
     return plan
 
 
-# -- moves that take their time ---------------------------------------------------------------------------------------
+# -- moves that outlast steps -----------------------------------------------------------------------------------------
 
 
-def test_others_run_while_a_move_is_under_way_and_its_blocks_stay_fenced() -> None:
+def test_other_requests_run_during_a_move_and_its_blocks_stay_fenced() -> None:
     scene = Scene({0: 1, 1: 2, 2: 3}, blocks=7)
     first, second = scene.add(0), scene.add(1)
     assert scene.ran() == [0, 1]
     scene.stepper.late = 3
     scene.eviction.out = [second]
     scene.add(2, prompt=5)
-    for _ in range(3):  # three blocks are free of the seven, and request 0 takes one of them
+    for _ in range(3):  # three of the seven blocks are free, and request 0 takes one of them
         assert scene.ran() == [0, 2]
         assert (scene.kv.device_free, scene.kv.is_moving) == (0, True)
     assert scene.ran() == [0, 2]
@@ -99,7 +99,7 @@ def test_others_run_while_a_move_is_under_way_and_its_blocks_stay_fenced() -> No
     scene.stepper.drain()
 
 
-def test_a_request_on_its_way_back_joins_once_it_has_landed() -> None:
+def test_a_request_runs_once_its_overlapped_move_in_has_landed() -> None:
     scene = Scene({0: 1, 1: 2})
     scene.add(0)
     mover = scene.add(1)
@@ -111,7 +111,7 @@ def test_a_request_on_its_way_back_joins_once_it_has_landed() -> None:
     scene.stepper.drain()
 
 
-def test_where_nobody_can_run_plans_without_slices_give_the_move_time() -> None:
+def test_plans_without_slices_wait_for_a_move_if_no_request_can_run() -> None:
     scene = Scene({0: 2, 1: 1})
     request = scene.add(0)
     scene.add(1)
@@ -124,7 +124,7 @@ def test_where_nobody_can_run_plans_without_slices_give_the_move_time() -> None:
     scene.stepper.drain()
 
 
-def test_with_a_plan_in_flight_there_is_no_plan_that_only_waits() -> None:
+def test_no_plan_without_slices_is_made_while_another_is_in_flight() -> None:
     scene = Scene({0: 2, 1: 1}, depth=2)
     request = scene.add(0)
     scene.add(1)
@@ -140,7 +140,7 @@ def test_with_a_plan_in_flight_there_is_no_plan_that_only_waits() -> None:
     scene.stepper.drain()
 
 
-def test_moves_outlive_the_last_request() -> None:
+def test_moves_land_after_the_last_request_has_finished() -> None:
     scene = Scene({0: 1})
     request = scene.add(0)
     scene.ran()
@@ -152,7 +152,7 @@ def test_moves_outlive_the_last_request() -> None:
     scene.stepper.drain()
 
 
-def test_who_is_chosen_to_leave_while_a_plan_runs_it_pauses_and_leaves_later() -> None:
+def test_a_request_in_flight_that_is_chosen_for_swap_out_pauses_first() -> None:
     scene = Scene({0: 1, 1: 2}, depth=2)
     scene.add(0)
     leaver = scene.add(1)
@@ -164,13 +164,13 @@ def test_who_is_chosen_to_leave_while_a_plan_runs_it_pauses_and_leaves_later() -
     scene.stepper.finish()
     scene.eviction.out = [leaver]
     assert [move.request for move in started(scene.stepper.start()).overlapped] == [leaver]
-    assert leaver.evictions == 0, "it was not evicted: nobody needed its blocks"
+    assert leaver.evictions == 0, "no request needed its blocks, so it was not evicted"
     scene.stepper.drain()
 
 
-def test_what_is_asked_for_and_impossible_is_left() -> None:
-    """The host has room for one of the two, and nobody comes back who is there."""
-    scene = Scene({0: 1, 1: 2, 2: 3}, host=3)
+def test_moves_that_are_impossible_are_not_made() -> None:
+    """The CPU tier has room for one of the two requests, and neither is on it to be swapped in."""
+    scene = Scene({0: 1, 1: 2, 2: 3}, cpu=3)
     requests = [scene.add(number) for number in range(3)]
     scene.ran()
     scene.eviction.out, scene.eviction.back = requests[1:], requests[1:]
@@ -179,8 +179,8 @@ def test_what_is_asked_for_and_impossible_is_left() -> None:
     scene.stepper.drain()
 
 
-def test_who_matters_most_does_not_leave_beside_a_step() -> None:
-    """Its turn has come: moved back and forth, it would never run."""
+def test_the_highest_ranked_request_is_not_swapped_out_during_a_step() -> None:
+    """Swapped in and out repeatedly, it would never run."""
     scene = Scene({0: 1, 1: 2})
     requests = [scene.add(0), scene.add(1)]
     scene.ran()
@@ -194,7 +194,7 @@ def test_who_matters_most_does_not_leave_beside_a_step() -> None:
 # -- moves that fail --------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_move_out_beside_a_step_leaves_the_request_where_it_was() -> None:
+def test_a_request_goes_on_after_a_failed_overlapped_move_out() -> None:
     scene = Scene({0: 1, 1: 2})
     scene.add(0)
     request = scene.add(1)
@@ -213,8 +213,8 @@ def test_a_failed_move_out_beside_a_step_leaves_the_request_where_it_was() -> No
     assert scene.stepper.tokens[1] == list(range(8, 28))
 
 
-def test_after_a_failed_move_nobody_leaves_beside_the_next_step() -> None:
-    """Who tries to leave at every step, and is in transit whenever its blocks are needed, would keep them for ever."""
+def test_no_request_is_swapped_out_during_the_step_after_a_failed_move() -> None:
+    """A request that is in transit whenever its blocks are needed would keep them forever."""
     scene = Scene({0: 1, 1: 2}, blocks=5)
     scene.add(0, 5, prompt=12)
     stubborn = scene.add(1, 5)
@@ -229,7 +229,7 @@ def test_after_a_failed_move_nobody_leaves_beside_the_next_step() -> None:
     scene.stepper.drain()
 
 
-def test_a_failed_move_out_before_a_step_is_computed_again() -> None:
+def test_kv_of_a_failed_blocking_move_out_is_recomputed() -> None:
     scene = Scene({0: 5, 1: 1}, blocks=5)
     victim = scene.add(0, 5)
     scene.ran()
@@ -237,17 +237,17 @@ def test_a_failed_move_out_before_a_step_is_computed_again() -> None:
     scene.stepper.fails = always
     plan = scene.stepper.step()
     assert [(move.direction, move.request.id) for move in plan.blocking] == [(OUT, 0)]
-    assert [piece.request.id for piece in plan.slices] == [1], "who made it leave is served all the same"
+    assert [piece.request.id for piece in plan.slices] == [1], "the request that caused the eviction runs"
     assert scene.stepper.tokens[1] == [16]
     assert (victim.computed, scene.kv.blocks_of(victim)) == (0, None)
     kinds = [event.how if isinstance(event, Preempted) else type(event) for event in scene.story(victim)]
     assert kinds == [Preemption.SWAP, MoveFailed, Preemption.DROP]
-    assert victim.evictions == 1, "only one was to make room"
+    assert victim.evictions == 1, "the failed move is not a second eviction"
     scene.stepper.drain()
     assert scene.stepper.tokens[0] == list(range(8, 13))
 
 
-def test_a_failed_move_in_beside_a_step_is_computed_again() -> None:
+def test_kv_of_a_failed_overlapped_move_in_is_recomputed() -> None:
     scene = Scene({0: 1, 1: 2})
     scene.add(0)
     request = scene.add(1)
@@ -265,7 +265,7 @@ def test_a_failed_move_in_beside_a_step_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_slices_that_read_a_failed_move_count_for_nothing(depth: int) -> None:
+def test_slices_that_read_the_kv_of_a_failed_move_are_discarded(depth: int) -> None:
     scene = Scene({0: 1, 1: 2}, depth=depth)
     scene.add(0)
     request = scene.add(1, 5)
@@ -275,7 +275,7 @@ def test_slices_that_read_a_failed_move_count_for_nothing(depth: int) -> None:
     plan = started(scene.stepper.start())
     assert [move.request for move in plan.blocking] == [request]
     assert [piece.request.id for piece in plan.slices] == [0, 1]
-    told = len(scene.stepper.tokens[0])
+    before = len(scene.stepper.tokens[0])
     core = scene.stepper.core
     failed = [move for move in plan.blocking if move.request is request]
     lost: list[set[Request]] = []
@@ -289,14 +289,14 @@ def test_slices_that_read_a_failed_move_count_for_nothing(depth: int) -> None:
     scene.stepper.fails = failed.__contains__
     scene.stepper.finish()
     assert lost == [{request}]
-    assert len(scene.stepper.tokens[0]) == told + 1
+    assert len(scene.stepper.tokens[0]) == before + 1
     assert (request.known, request.computed, request.planned, request.pending_samples) == (known, 0, 0, 0)
     scene.stepper.drain()
     assert scene.stepper.tokens[1] == list(range(8, 13))
 
 
 @pytest.mark.parametrize("direction", [OUT, IN])
-def test_a_request_that_ended_on_its_way_goes_whatever_becomes_of_the_move(direction: Direction) -> None:
+def test_a_request_aborted_in_transit_is_released_though_its_move_fails(direction: Direction) -> None:
     scene = Scene({0: 1, 1: 2})
     scene.add(0)
     request = scene.add(1)
@@ -310,15 +310,15 @@ def test_a_request_that_ended_on_its_way_goes_whatever_becomes_of_the_move(direc
     scene.stepper.finish()
     assert scene.kv.blocks_of(request) is None
     story = [event for event in scene.story(request) if isinstance(event, Preempted)]
-    assert [event.how for event in story] == [Preemption.SWAP], "it has ended: it is not preempted again"
+    assert [event.how for event in story] == [Preemption.SWAP], "a finished request is not preempted again"
     scene.stepper.drain()
 
 
-# -- who waits on the host --------------------------------------------------------------------------------------------
+# -- requests on the CPU tier -----------------------------------------------------------------------------------------
 
 
-def test_before_a_step_or_only_beside_one() -> None:
-    for eviction, before in ((OnCall(), 1), (OnCallBeside(), 0)):
+def test_the_eviction_policy_decides_whether_moves_in_block_or_overlap() -> None:
+    for eviction, before in ((OnCall(), 1), (OnCallOverlapped(), 0)):
         scene = Scene({0: 1, 1: 2}, eviction=eviction)
         scene.add(0)
         request = scene.add(1)
@@ -333,9 +333,9 @@ def test_before_a_step_or_only_beside_one() -> None:
         scene.stepper.drain()
 
 
-def test_who_matters_most_comes_back_before_the_step_though_others_wait_for_moves_overlapped() -> None:
-    """The space that a move beside a step needs may never be left over."""
-    scene = Scene({0: 1, 1: 2, 2: 3}, blocks=8, eviction=OnCallBeside())
+def test_the_highest_ranked_request_is_swapped_in_by_a_blocking_move() -> None:
+    """The blocks that an overlapped move needs may never become free."""
+    scene = Scene({0: 1, 1: 2, 2: 3}, blocks=8, eviction=OnCallOverlapped())
     scene.add(0, 9)
     away, other = scene.add(1, 9), scene.add(2, 9)
     scene.ran()
@@ -345,48 +345,48 @@ def test_who_matters_most_comes_back_before_the_step_though_others_wait_for_move
     plan = scene.stepper.step()
     assert [(move.direction, move.request) for move in plan.blocking if move.direction is IN] == [(IN, away)]
     assert away in [piece.request for piece in plan.slices]
-    assert other.evictions == 1, "it makes way"
+    assert other.evictions == 1
     scene.ordering.numbers[2] = -1
     scene.stepper.drain()
 
 
-def test_newcomers_ranked_below_leave_the_blocks_alone_that_who_is_on_the_host_needs() -> None:
-    scene = Scene({0: 1, 1: 3, 2: 4, 3: 2}, blocks=8, eviction=OnCallBeside())
+def test_lower_ranked_newcomers_do_not_take_blocks_that_a_swapped_request_needs() -> None:
+    scene = Scene({0: 1, 1: 3, 2: 4, 3: 2}, blocks=8, eviction=OnCallOverlapped())
     scene.add(0, 6, prompt=12)
     away = scene.add(1, 6)
     scene.ran()
-    scene.swap_out(away)  # 2 blocks; of the 8, request 0 holds 4
+    scene.swap_out(away)  # it has 2 blocks, and request 0 holds 4 of the 8
     scene.add(2, 1, prompt=12)
-    assert scene.ran() == [0], "with 3 of the 4 blocks it would leave 1"
+    assert scene.ran() == [0], "request 2 would leave 1 of the 4 blocks, and request 1 needs 2"
     scene.add(3, 1, prompt=12)
-    assert scene.ran() == [0, 3], "who matters more than who is away takes them"
+    assert scene.ran() == [0, 3], "request 3 outranks request 1 and takes them"
     scene.eviction.back = [away]
     scene.ran()
     assert 1 in scene.ran()
     scene.stepper.drain()
 
 
-def test_who_could_run_but_for_its_kv_is_named() -> None:
-    scene = Scene({0: 1, 1: 2, 2: 3}, eviction=OnCallBeside())
+def test_waiting_for_kv_names_the_requests_that_lack_only_kv_on_the_device() -> None:
+    scene = Scene({0: 1, 1: 2, 2: 3}, eviction=OnCallOverlapped())
     scene.add(0)
-    on_host, moving = scene.add(1), scene.add(2)
+    swapped, moving = scene.add(1), scene.add(2)
     scene.ran()
     assert scene.stepper.step().waiting_for_kv == ()
-    scene.swap_out(on_host)
+    scene.swap_out(swapped)
     scene.stepper.late = 1
     scene.eviction.out = [moving]
-    assert scene.stepper.step().waiting_for_kv == (on_host, moving)
+    assert scene.stepper.step().waiting_for_kv == (swapped, moving)
     scene.stepper.late = 0
-    scene.eviction.back = [on_host]
-    assert scene.stepper.step().waiting_for_kv == (on_host, moving)
+    scene.eviction.back = [swapped]
+    assert scene.stepper.step().waiting_for_kv == (swapped, moving)
     scene.eviction.back = [moving]
     assert scene.stepper.step().waiting_for_kv == (moving,)
     assert scene.stepper.step().waiting_for_kv == ()
     scene.stepper.drain()
 
 
-def test_without_a_host_pool_nobody_is_asked() -> None:
-    scene = Scene({0: 1}, host=0)
+def test_the_eviction_policy_is_not_asked_without_a_cpu_tier() -> None:
+    scene = Scene({0: 1}, cpu=0)
     request = scene.add(0)
     scene.ran()
     scene.eviction.out = [request]

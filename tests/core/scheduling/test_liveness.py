@@ -1,5 +1,4 @@
-"""Something runs whenever requests are there and nothing is in flight, and the request that ranks first does not wait
-for good."""
+"""Liveness: with requests and no plan in flight, a request runs, and the first in rank does not wait forever."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), 
 
 
 def sharing(depth: int, overlap: bool, *, blocks: int = 10, ranks: dict[int, int]) -> tuple[Stepper, Ranks]:
-    """Requests run by `ranks`, and best-effort ones lend their blocks."""
+    """Return a stepper in which requests rank by `ranks` and best-effort ones lend their blocks."""
     ordering = Ranks(ranks)
     policies = Policies(ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), LendAll())
     core = WatchedCore(Scheduler(policies, KVLedger(blocks, 200, 4), depth=depth, overlap=overlap))
@@ -30,8 +29,8 @@ def sharing(depth: int, overlap: bool, *, blocks: int = 10, ranks: dict[int, int
 
 
 @DEPTHS
-def test_a_promoted_owner_runs_though_its_borrower_fills_the_device(depth: int, overlap: bool) -> None:
-    """Its own contested slots need more blocks than the device has, until the borrower is evicted."""
+def test_a_promoted_owner_runs_when_its_borrower_fills_the_device(depth: int, overlap: bool) -> None:
+    """Its contested slots need more blocks than the device has, until the borrower is evicted."""
     world = World("bros", depth, overlap, device_blocks=10, host_blocks=200, max_tokens=512, best_effort_wait_s=0.015)
     stepper = Stepper(world.core())
     stepper.add(make(0, 38, 2, best_effort=True))
@@ -42,7 +41,7 @@ def test_a_promoted_owner_runs_though_its_borrower_fills_the_device(depth: int, 
 
 
 @DEPTHS
-def test_an_owner_that_ranks_first_again_does_not_wait_until_its_borrower_ends(depth: int, overlap: bool) -> None:
+def test_an_owner_that_ranks_first_again_runs_before_its_borrower_finishes(depth: int, overlap: bool) -> None:
     stepper, ordering = sharing(depth, overlap, ranks={0: 1, 1: 0})
     stepper.add(make(0, 34, 6, best_effort=True))
     while stepper.core.requests[0].pending > 1:
@@ -64,8 +63,8 @@ def test_an_owner_that_ranks_first_again_does_not_wait_until_its_borrower_ends(d
     stepper.drain()
 
 
-def test_a_request_that_the_batcher_refuses_keeps_no_blocks_from_one_that_it_takes() -> None:
-    """It ranks higher, and is evicted all the same: otherwise nothing would run."""
+def test_a_request_that_the_batcher_refuses_is_evicted_for_one_that_it_accepts() -> None:
+    """It is evicted although it ranks higher, since otherwise no request would run."""
     verdicts = Verdicts({})
     policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(0.0), Recompute())
     core = EngineCore(Scheduler(policies, KVLedger(4, 0, 4)))
@@ -83,7 +82,7 @@ def test_a_request_that_the_batcher_refuses_keeps_no_blocks_from_one_that_it_tak
 
 
 def test_a_request_does_not_wait_for_a_prefix_whose_leader_cannot_run() -> None:
-    """Plan ids stand still while nothing runs, so the leader seems to run for as long as that lasts."""
+    """Plan ids stand still while no request runs, so the leader seems to be running all that time."""
     verdicts = Verdicts({0: 4})
     policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(0.0), Recompute())
     core = EngineCore(Scheduler(policies, KVLedger(20, 0, 4)))

@@ -1,4 +1,4 @@
-"""Two plans in flight on one device: a request's next step is decided before its token is known."""
+"""Two overlapping plans on one device: a request's next step is planned before its token is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOP = 0
 
 
 def stopping(request: Request, position: int) -> int:
-    """A token that depends on request and position; one in nine is the stop token."""
+    """Return a token that depends on request and position; one in nine is the stop token."""
     return (request.id * 7 + position * 5) % 9
 
 
@@ -26,7 +26,7 @@ def stopping_load(seed: int) -> list[Request]:
 
 
 def until_stop(request: Request) -> list[int]:
-    """What the request must generate, from its definition alone."""
+    """Return the tokens that the request must generate, from its definition alone."""
     tokens: list[int] = []
     for position in range(len(request.prompt), request.max_total_tokens):
         tokens.append(stopping(request, position))
@@ -50,13 +50,13 @@ def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, sl
 
 
 def test_more_than_two_plans_do_not_overlap() -> None:
-    """A slice could await a token of an older plan than the executor keeps."""
+    """A slice could await a token of an older plan than those whose tokens the executor keeps."""
     with pytest.raises(ValueError, match="depth must be at most 2 with overlap, got 3"):
         World("fcfs", 3, True).core()
 
 
 def test_a_slice_awaits_a_token_only_if_the_plan_before_it_samples_it() -> None:
-    """`WatchedCore` checks this of every plan; here it is spelt out."""
+    """`WatchedCore` checks this for every plan; here is an example."""
     stepper = Stepper(World("sarathi", 2, True, max_tokens=10).core())
     stepper.add(make(0, 15, 3))
     plans = [stepper.start(), stepper.start()]
@@ -71,11 +71,11 @@ def test_a_slice_awaits_a_token_only_if_the_plan_before_it_samples_it() -> None:
         (16, 1, True, True),
     ]
     assert stepper.finish() is not None
-    assert stepper.start() is None, "all that it may generate is known or on its way"
+    assert stepper.start() is None, "all tokens that it may generate are known or being sampled"
     stepper.drain()
 
 
-def test_a_stop_found_late_discards_the_extra_token() -> None:
+def test_a_token_sampled_after_the_stop_token_is_discarded() -> None:
     stepper = Stepper(World("fcfs", 2, True).core(), sample=lambda request, position: STOP)
     stepper.add(make(0, 4, 9, stop_tokens=frozenset({STOP})))
     first, extra = stepper.start(), stepper.start()
@@ -87,12 +87,12 @@ def test_a_stop_found_late_discards_the_extra_token() -> None:
     assert stepper.core.kv.device_free < stepper.core.kv.device_total, "the extra slice still writes there"
     assert stepper.start() is None
     stepper.finish()
-    stepper.core.assert_home()
+    stepper.core.assert_all_free()
     assert stepper.tokens == {0: [STOP]}
     assert [e.reason for e in stepper.events if isinstance(e, Finished)] == [FinishReason.STOP]
 
 
-def test_no_extra_slice_beyond_max_tokens() -> None:
+def test_no_slice_is_planned_beyond_max_tokens() -> None:
     stepper = Stepper(World("fcfs", 2, True).core())
     stepper.add(make(0, 4, 2))
     plans = [stepper.start(), stepper.start(), stepper.start()]
@@ -102,7 +102,7 @@ def test_no_extra_slice_beyond_max_tokens() -> None:
     stepper.drain()
 
 
-def test_without_overlap_a_request_in_flight_is_not_chosen_again() -> None:
+def test_without_overlap_a_request_in_flight_is_not_planned_again() -> None:
     stepper = Stepper(World("fcfs", 2, False, max_seqs=1).core())
     stepper.add(make(0, 4, 5), make(1, 4, 5))
     assert [plan.slices[0].request.id for plan in (stepper.start(), stepper.start()) if plan] == [0, 1]
@@ -116,7 +116,7 @@ def test_without_overlap_a_request_in_flight_is_not_chosen_again() -> None:
 
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
 def test_a_request_that_needs_blocks_gets_them_while_all_others_are_in_flight(recipe: str) -> None:
-    """Whoever is in every plan can never be evicted; so it is passed over once, when its space is needed."""
+    """A request in every plan can never be evicted, so it is left out of one when its blocks are needed."""
     stepper = Stepper(World(recipe, 2, True, device_blocks=10).core())
     stepper.add(make(0, 20, 19), make(1, 12, 19))
     waits = 0
@@ -124,6 +124,6 @@ def test_a_request_that_needs_blocks_gets_them_while_all_others_are_in_flight(re
         while (plan := stepper.start()) is not None:
             ran = {piece.request.id for piece in plan.slices}
             waits = 0 if 0 in ran or 1 not in ran else waits + 1
-            assert recipe != "fcfs" or waits < 1, "the second runs where the first cannot"
+            assert recipe != "fcfs" or waits < 1, "the second request runs where the first cannot"
         stepper.finish()
     stepper.drain()

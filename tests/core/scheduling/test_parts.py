@@ -1,4 +1,4 @@
-"""A part of a request's blocks makes way: what is left, what comes back, and what fails."""
+"""Eviction of the last blocks of a request: KV that remains, is swapped in again, or is lost."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ OUT, IN = Direction.OUT, Direction.IN
 
 
 class OnCallParts(SpillAll, OnCall):
-    """Moves parts where blocks are short, and beside a step what the test asks for."""
+    """Swaps out last blocks where blocks are short, and whole requests on call during a step."""
 
 
 class Scene:
-    """A stepper over 10 blocks of four tokens, with an ordering that the test sets."""
+    """A stepper with 10 blocks of four tokens and an ordering that a test sets."""
 
-    def __init__(self, numbers: dict[int, int], eviction: EvictionPolicy, *, host: int = 20, depth: int = 1) -> None:
+    def __init__(self, numbers: dict[int, int], eviction: EvictionPolicy, *, cpu: int = 20, depth: int = 1) -> None:
         self.ordering = Ranks(numbers)
         policies = Policies(self.ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), eviction)
-        self.kv = KVLedger(10, host, 4)
+        self.kv = KVLedger(10, cpu, 4)
         self.stepper = Stepper(WatchedCore(Scheduler(policies, self.kv, depth=depth, overlap=depth > 1)))
 
     def add(self, number: int, prompt: int, max_tokens: int) -> Request:
@@ -43,16 +43,16 @@ class Scene:
         return [piece.request.id for piece in self.stepper.step().slices]
 
     def blocks(self, request: Request) -> tuple[int, int]:
-        """How many the request has on the device and on the host."""
+        """Return the numbers of blocks that the request has on the device and on the CPU tier."""
         held = self.kv.blocks_of(request)
         return (len(held.device), len(held.cpu)) if held else (0, 0)
 
-    def ways(self) -> list[tuple[int, Preemption, int]]:
-        """Each preemption: the request's id, how, and the tokens whose KV stayed."""
+    def preemptions(self) -> list[tuple[int, Preemption, int]]:
+        """Return for each preemption the request's id, its kind, and the number of tokens whose KV stayed."""
         return [(event.request.id, event.how, event.kept) for event in self.stepper.events if type(event) is Preempted]
 
 
-def test_only_what_is_short_leaves_and_it_returns_behind_what_stayed() -> None:
+def test_only_missing_blocks_are_swapped_out_and_swapped_in_again() -> None:
     scene = Scene({0: 5, 1: 1}, SpillAll())
     victim = scene.add(0, 27, 10)
     scene.ran()
@@ -68,12 +68,12 @@ def test_only_what_is_short_leaves_and_it_returns_behind_what_stayed() -> None:
     (back,) = plan.blocking
     assert (back.direction, back.source, back.tokens) == (IN, move.target, 7)
     assert scene.kv.blocks_of(victim).table[:7] == (*table[:5], *back.target)
-    assert scene.ways() == [(0, Preemption.SPILL, 20)]
+    assert scene.preemptions() == [(0, Preemption.SPILL, 20)]
     scene.stepper.drain()
     assert scene.stepper.tokens[0] == list(range(27, 37))
 
 
-def test_a_victim_gives_up_more_in_the_same_step_with_the_same_move_and_later_with_another() -> None:
+def test_further_evictions_extend_the_move_of_the_same_step_or_begin_another() -> None:
     scene = Scene({0: 5, 1: 1, 2: 2, 3: 3}, SpillAll())
     victim = scene.add(0, 38, 2)
     scene.ran()
@@ -83,7 +83,7 @@ def test_a_victim_gives_up_more_in_the_same_step_with_the_same_move_and_later_wi
     plan = scene.stepper.step()
     (move,) = plan.blocking
     assert (move.source, move.tokens) == (table[5:], 18)
-    assert scene.ways() == [(0, Preemption.SPILL, 32), (0, Preemption.SPILL, 20)]
+    assert scene.preemptions() == [(0, Preemption.SPILL, 32), (0, Preemption.SPILL, 20)]
     scene.add(3, 8, 4)
     plan = scene.stepper.step()
     assert [(move.source, move.tokens) for move in plan.blocking] == [(table[2:5], 12)]  # request 1 grows as well
@@ -93,7 +93,7 @@ def test_a_victim_gives_up_more_in_the_same_step_with_the_same_move_and_later_wi
 
 
 @pytest.mark.parametrize("fails", [OUT, IN])
-def test_a_failed_move_costs_what_it_carried_and_what_follows(fails: Direction) -> None:
+def test_a_failed_move_loses_the_kv_from_its_first_token_on(fails: Direction) -> None:
     scene = Scene({0: 5, 1: 1}, SpillAll())
     victim = scene.add(0, 27, 10)
     scene.ran()
@@ -105,14 +105,14 @@ def test_a_failed_move_costs_what_it_carried_and_what_follows(fails: Direction) 
     scene.stepper.fails = lambda move: False
     assert (victim.computed, victim.planned, scene.blocks(victim)) == (20, 20, (5, 0))
     assert scene.kv.blocks_of(victim).table == table[:5]
-    assert scene.ways() == [(0, Preemption.SPILL, 20), (0, Preemption.DROP, 20)]
+    assert scene.preemptions() == [(0, Preemption.SPILL, 20), (0, Preemption.DROP, 20)]
     scene.stepper.drain()
     assert scene.stepper.tokens[0] == list(range(27, 37))
 
 
-def test_a_dropped_tail_is_computed_again_and_takes_along_what_the_host_has() -> None:
-    """Where the host has room for one block, the second eviction drops: the block there is of no use then."""
-    scene = Scene({0: 5, 1: 1, 2: 1}, SpillAll(), host=1)
+def test_dropping_device_blocks_also_drops_later_ones_on_the_cpu_tier() -> None:
+    """The CPU tier has room for one block, so the second eviction drops KV, which makes that block useless."""
+    scene = Scene({0: 5, 1: 1, 2: 1}, SpillAll(), cpu=1)
     victim = scene.add(0, 32, 3)
     scene.ran()
     scene.add(1, 11, 2)
@@ -121,14 +121,14 @@ def test_a_dropped_tail_is_computed_again_and_takes_along_what_the_host_has() ->
     scene.add(2, 7, 2)
     scene.ran()
     assert (scene.blocks(victim), victim.computed) == ((5, 0), 20)
-    assert scene.ways() == [(0, Preemption.SPILL, 28), (0, Preemption.DROP, 20)]
+    assert scene.preemptions() == [(0, Preemption.SPILL, 28), (0, Preemption.DROP, 20)]
     assert scene.kv.cpu_free == 1
     scene.stepper.drain()
     assert scene.stepper.tokens[0] == [32, 33, 34]
 
 
-def test_blocks_without_kv_go_first_and_the_victim_pauses() -> None:
-    """It claims blocks that it does not hold yet: those are enough."""
+def test_blocks_without_kv_are_evicted_first() -> None:
+    """It has reserved blocks that it does not hold yet, and these suffice."""
     scene = Scene({0: 5, 1: 1}, SpillAll())
     victim = scene.add(0, 18, 10)
     scene.ran()
@@ -136,12 +136,12 @@ def test_blocks_without_kv_go_first_and_the_victim_pauses() -> None:
     scene.add(1, 16, 1)
     assert scene.ran() == [1]
     assert (scene.blocks(victim), scene.kv.footprint(victim)) == ((5, 0), 5)
-    assert scene.ways()[0] == (0, Preemption.SPILL, 18)
+    assert scene.preemptions()[0] == (0, Preemption.SPILL, 18)
     assert scene.ran() == [0]
     scene.stepper.drain()
 
 
-def test_what_is_left_can_move_beside_a_step_and_all_of_it_back() -> None:
+def test_remaining_blocks_can_be_swapped_out_and_all_blocks_in_during_a_step() -> None:
     eviction = OnCallParts()
     scene = Scene({0: 5, 1: 1}, eviction)
     victim = scene.add(0, 26, 10)
@@ -164,13 +164,13 @@ def test_what_is_left_can_move_beside_a_step_and_all_of_it_back() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("eviction", [SpillAll, DropTails])
-def test_equals_whose_parts_fill_the_device_do_not_wait_for_each_other(
+def test_requests_of_equal_rank_whose_kv_fills_the_device_all_finish(
     eviction: Callable[[], EvictionPolicy], depth: int
 ) -> None:
-    """Three equals that have grown while others had their blocks: none has space for the rest of its KV."""
+    """Each has grown while the others' blocks were evicted, so none has room for the rest of its KV."""
     scene = Scene(dict.fromkeys(range(3), 5) | {9: 1}, eviction(), depth=depth)
     requests = [scene.add(number, 12, 28) for number in range(3)]
-    for _ in range(3):  # each runs while the others' tails make way
+    for _ in range(3):  # each runs while the last blocks of the others are evicted
         for favorite in requests:
             scene.ordering.numbers.update({0: 5, 1: 5, 2: 5} | {favorite.id: 1})
             for _ in range(6):

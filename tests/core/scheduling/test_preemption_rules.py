@@ -1,7 +1,7 @@
-"""The rules that keep preemption from thrashing, each in the smallest scene that shows it.
+"""Rules that keep preemption from thrashing, each in a minimal example.
 
-`WatchedCore` checks on every plan of every test: victims do not run; they leave only for somebody who matters more
-and runs in that very plan; a newcomer evicts neither its equals nor anybody who runs and has no token yet.
+`WatchedCore` checks every plan of every test: victims do not run, each is evicted for a higher-ranked request in that
+plan, and a newcomer evicts neither its equals nor running requests that have no token yet.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from support.watch import Stepper, WatchedCore, World
 
 
 def scene(
-    numbers: dict[int, int], *, blocks: int, host: int = 0, slots: int = 8, chunk: int = 1000
+    numbers: dict[int, int], *, blocks: int, cpu: int = 0, slots: int = 8, chunk: int = 1000
 ) -> tuple[Stepper, Ranks]:
-    """Requests ranked by `numbers`, `chunk` tokens a step. With a host pool whoever makes way is swapped."""
+    """Rank requests by `numbers` and run `chunk` tokens a step; victims are swapped out if there is a CPU tier."""
     ordering = Ranks(numbers)
-    eviction = SwapAll() if host else Recompute()
+    eviction = SwapAll() if cpu else Recompute()
     policies = Policies(ordering, Greedy(slots, chunk, chunked=True), OnDemand(0.0), eviction)
-    core = WatchedCore(Scheduler(policies, KVLedger(blocks, host, 4)))
+    core = WatchedCore(Scheduler(policies, KVLedger(blocks, cpu, 4)))
     return Stepper(core), ordering
 
 
@@ -38,7 +38,7 @@ def ran(stepper: Stepper) -> set[int]:
     return {piece.request.id for piece in stepper.step().slices}
 
 
-def test_equals_do_not_evict_each_other() -> None:
+def test_requests_of_equal_rank_do_not_evict_each_other() -> None:
     stepper, _ = scene({0: 5, 1: 5}, blocks=4)
     stepper.add(make(0, 8, 5))
     ran(stepper)
@@ -49,7 +49,7 @@ def test_equals_do_not_evict_each_other() -> None:
     assert not any(isinstance(event, Preempted) for event in stepper.events)
 
 
-def test_strictly_higher_evicts() -> None:
+def test_a_higher_ranked_request_evicts() -> None:
     stepper, _ = scene({0: 5, 1: 4}, blocks=4)
     stepper.add(make(0, 8, 5))
     ran(stepper)
@@ -58,26 +58,26 @@ def test_strictly_higher_evicts() -> None:
     stepper.drain()
 
 
-def test_nobody_leaves_for_a_newcomer_that_would_still_not_fit() -> None:
+def test_no_request_is_evicted_for_a_newcomer_that_would_still_not_fit() -> None:
     stepper, _ = scene({0: 1, 1: 5, 2: 3}, blocks=8)
     first, low = make(0, 16, 5), make(1, 8, 5)
     stepper.add(first, low)
     ran(stepper)
-    stepper.add(make(2, 17, 5))  # 5 blocks: 2 of request 1 and 1 free are not enough
+    stepper.add(make(2, 17, 5))  # it needs 5 blocks; 2 of request 1 and 1 free block are not enough
     assert ran(stepper) == {0, 1}
     assert low.evictions == 0
     stepper.drain()
 
 
-@pytest.mark.parametrize("host", [0, 8])
-def test_who_runs_makes_way_for_a_newcomer_only_after_a_token(host: int) -> None:
-    """Every time that it has its KV again, too, whether that was computed again or swapped."""
-    stepper, _ = scene({0: 5, **dict.fromkeys(range(1, 9), 1)}, blocks=4, chunk=4, host=host)
+@pytest.mark.parametrize("cpu", [0, 8])
+def test_a_running_request_is_evicted_for_a_newcomer_only_after_a_token(cpu: int) -> None:
+    """This holds again after each eviction, whether its KV is recomputed or swapped in."""
+    stepper, _ = scene({0: 5, **dict.fromkeys(range(1, 9), 1)}, blocks=4, chunk=4, cpu=cpu)
     victim = make(0, 9, 5)
     stepper.add(victim)
     assert ran(stepper) == {0}
     for number in range(1, 4):
-        # There from the first chunk of the victim on, it gets in when the victim has a token.
+        # The newcomer waits from the victim's first chunk on, and is admitted when the victim has a token.
         stepper.add(make(number, 13, 1))
         while 0 in ran(stepper):
             assert number not in stepper.tokens
@@ -87,13 +87,13 @@ def test_who_runs_makes_way_for_a_newcomer_only_after_a_token(host: int) -> None
     stepper.drain()
 
 
-def test_who_was_passed_over_is_not_spared() -> None:
-    """Or somebody paused in its prompt would keep out for ever those who matter more."""
+def test_a_paused_request_without_a_token_can_be_evicted() -> None:
+    """Otherwise a request paused in its prompt would keep out higher-ranked ones forever."""
     stepper, _ = scene({0: 5, 1: 1, 2: 2}, blocks=8, chunk=4)
     paused = make(0, 12, 3)
     stepper.add(paused)
     assert ran(stepper) == {0}
-    stepper.add(make(1, 4, 5))  # takes all tokens of a step
+    stepper.add(make(1, 4, 5))  # it takes all tokens of a step
     assert ran(stepper) == {1}
     assert (paused.computed, paused.output) == (4, [])
     stepper.add(make(2, 16, 3))
@@ -102,8 +102,8 @@ def test_who_was_passed_over_is_not_spared() -> None:
     stepper.drain()
 
 
-def test_growth_evicts_the_tail_even_before_it_has_a_token() -> None:
-    """Somebody who runs must be able to grow: to be fresh protects from newcomers only."""
+def test_growth_evicts_the_lowest_ranked_request_even_before_its_first_token() -> None:
+    """A running request must be able to grow, so fresh requests are protected from newcomers only."""
     stepper, _ = scene({0: 1, 1: 2}, blocks=5, chunk=6)
     fresh = make(1, 12, 3)
     stepper.add(make(0, 5, 9), fresh)
@@ -116,11 +116,13 @@ def test_growth_evicts_the_tail_even_before_it_has_a_token() -> None:
 
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("eviction", [Recompute, SwapAll, SpillAll, DropTails])
-def test_two_that_outrank_each_other_in_turn_both_finish(
+def test_two_requests_that_outrank_each_other_in_turn_both_finish(
     eviction: Callable[[], EvictionPolicy], depth: int, overlap: bool
 ) -> None:
-    """The deadlock of FastServe's section 4.2: who was killed is promoted, and kills who killed it. Here the one that
-    does not run outranks the other at once, and only one of them fits."""
+    """The deadlock of FastServe's section 4.2, in which an evicted request is promoted and evicts the other in turn.
+
+    Here the request that does not run outranks the other at once, and only one of them fits.
+    """
     ordering = Ranks({0: 1, 1: 1})
     policies = Policies(ordering, Greedy(8, 5, chunked=True), OnDemand(0.0), eviction())
     stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(6, 6, 4), depth=depth, overlap=overlap)))
@@ -135,14 +137,15 @@ def test_two_that_outrank_each_other_in_turn_both_finish(
         if not stepper.core.plans:
             break
         stepper.finish()
-    stepper.core.assert_home()
+    stepper.core.assert_all_free()
     assert min(request.evictions for request in requests) > 2
     for request in requests:
         assert len(request.output) == 9
-        assert request.evictions <= (18 if eviction is DropTails else 9)  # parts of both may leave room for neither
+        # The remaining parts of both may leave room for neither.
+        assert request.evictions <= (18 if eviction is DropTails else 9)
 
 
-def test_who_defers_lets_newcomers_wait_and_growth_evict() -> None:
+def test_with_deferred_eviction_newcomers_wait_and_growth_evicts() -> None:
     policies = Policies(Ranks({0: 5, 1: 6, 2: 1}), Greedy(8, 1000, chunked=True), OnDemand(0.0), Defer())
     stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(6, 0, 4))))
     first, second = make(0, 8, 9), make(1, 8, 9)
@@ -158,17 +161,17 @@ def test_who_defers_lets_newcomers_wait_and_growth_evict() -> None:
     stepper.drain()
 
 
-def test_nobody_below_an_evicted_request_takes_new_space_in_that_step() -> None:
+def test_no_request_ranked_below_an_evicted_one_takes_new_blocks_in_that_step() -> None:
     stepper, _ = scene({0: 1, 1: 5, 2: 6}, blocks=8)
     stepper.add(make(1, 24, 3))
     ran(stepper)
-    # Request 0 needs 5 blocks and evicts request 1; the 3 blocks left would do for request 2.
+    # Request 0 needs 5 blocks and evicts request 1; request 2 would fit into the remaining 3.
     stepper.add(make(0, 20, 2), make(2, 8, 3))
     assert ran(stepper) == {0}
     stepper.drain()
 
 
-def test_a_newcomer_that_does_not_fit_keeps_out_those_behind_it() -> None:
+def test_a_newcomer_that_does_not_fit_blocks_those_behind_it() -> None:
     stepper, _ = scene({0: 1, 1: 2, 2: 3}, blocks=8)
     stepper.add(make(0, 16, 5))
     ran(stepper)
@@ -177,9 +180,9 @@ def test_a_newcomer_that_does_not_fit_keeps_out_those_behind_it() -> None:
     stepper.drain()
 
 
-def test_a_request_that_cannot_come_back_yet_keeps_out_its_equals_behind_it() -> None:
-    """Or small newcomers would take the space that it waits for, one after the other, for ever."""
-    stepper, _ = scene({0: 1, **dict.fromkeys(range(1, 40), 5)}, blocks=8, host=8)
+def test_a_request_that_cannot_be_swapped_in_yet_blocks_its_equals_behind_it() -> None:
+    """Otherwise a succession of small newcomers would take the blocks that it waits for."""
+    stepper, _ = scene({0: 1, **dict.fromkeys(range(1, 40), 5)}, blocks=8, cpu=8)
     stepper.add(make(1, 24, 6))
     ran(stepper)
     stepper.add(make(0, 20, 4))
@@ -193,27 +196,27 @@ def test_a_request_that_cannot_come_back_yet_keeps_out_its_equals_behind_it() ->
     stepper.drain()
 
 
-class NoPromise:
-    """A reservation that promises nothing: every chunk of a prompt has to find space of its own."""
+class NoReservation:
+    """An admission policy without reservations: every chunk of a prompt has to find free blocks."""
 
     def reserve(self, request: Request, target: int, kv: KVLedger) -> Allocation:
         return Allocation(now=0)
 
 
-def test_a_request_that_cannot_grow_yet_keeps_out_those_behind_it() -> None:
-    policies = Policies(Ranks({0: 1, 1: 5, 2: 6}), Greedy(8, 13, chunked=True), NoPromise(), Recompute())
+def test_a_request_that_cannot_grow_yet_blocks_those_behind_it() -> None:
+    policies = Policies(Ranks({0: 1, 1: 5, 2: 6}), Greedy(8, 13, chunked=True), NoReservation(), Recompute())
     stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(8, 0, 4))))
     stepper.add(make(0, 13, 6))
     ran(stepper)
     stepper.add(make(1, 24, 2))
-    assert ran(stepper) == {0, 1}  # 12 tokens of request 1: 3 blocks, and 1 is left
+    assert ran(stepper) == {0, 1}  # 12 tokens of request 1 take 3 blocks, and 1 is free
     stepper.add(make(2, 2, 3))
     assert ran(stepper) == {0}
     stepper.drain()
 
 
-def test_swap_falls_back_to_dropping_when_the_host_is_full() -> None:
-    stepper, _ = scene({0: 5, 1: 1}, blocks=4, host=1)
+def test_kv_is_dropped_when_the_cpu_tier_is_full() -> None:
+    stepper, _ = scene({0: 5, 1: 1}, blocks=4, cpu=1)
     stepper.add(make(0, 12, 4))
     ran(stepper)
     stepper.add(make(1, 12, 2))
@@ -222,16 +225,16 @@ def test_swap_falls_back_to_dropping_when_the_host_is_full() -> None:
     stepper.drain()
 
 
-def test_swapped_blocks_come_back_before_the_step_and_dropped_ones_are_computed_again() -> None:
-    for host in (0, 8):
-        stepper, _ = scene({0: 5, 1: 1}, blocks=4, host=host)
+def test_swapped_kv_is_swapped_in_before_the_step_and_dropped_kv_is_recomputed() -> None:
+    for cpu in (0, 8):
+        stepper, _ = scene({0: 5, 1: 1}, blocks=4, cpu=cpu)
         stepper.add(make(0, 12, 4))
         ran(stepper)
         stepper.add(make(1, 12, 1))
         assert ran(stepper) == {1}
         plan = stepper.step()
-        assert [(piece.start, piece.tokens) for piece in plan.slices] == [(12, 1) if host else (0, 13)]
-        assert len(plan.blocking) == bool(host)
+        assert [(piece.start, piece.tokens) for piece in plan.slices] == [(12, 1) if cpu else (0, 13)]
+        assert len(plan.blocking) == bool(cpu)
         stepper.drain()
 
 
@@ -251,7 +254,7 @@ def test_paused_requests_keep_their_blocks() -> None:
 
 
 @pytest.mark.parametrize(("depth", "overlap"), [(2, False), (2, True), (3, False)])
-def test_a_deeper_pipeline_delays_an_eviction_by_no_more_than_its_depth(depth: int, overlap: bool) -> None:
+def test_an_eviction_is_delayed_by_at_most_the_pipeline_depth(depth: int, overlap: bool) -> None:
     world = World("fcfs", depth, overlap, device_blocks=12)
     stepper = Stepper(world.core())
     stepper.add(*(make(number, 8, 20, priority=1) for number in range(4)))

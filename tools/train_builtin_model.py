@@ -260,7 +260,7 @@ letters.
   about 450.
 - Tokenizer: bytes, the numbers 10 to {LAST_NUMBER_TOKEN}, ", " and special tokens.
 - Training: {how}, on tasks that `tools/builtin_tasks.py` generates; nothing else was trained on.
-- Licence: Apache-2.0.
+- License: Apache-2.0.
 
 Exact match of greedy answers through the chat template, stored weights, {prompts} prompts (or as many as there are) of
 the {HELD_OUT_PERCENT} % that training never saw, per family:

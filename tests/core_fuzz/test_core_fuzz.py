@@ -54,7 +54,7 @@ def first_finding(recipes: list[str], count: int = 3000) -> tuple[Case, str]:
 def stalls(patch: pytest.MonkeyPatch) -> None:
     """Make no plan if no candidate finds space."""
     patch.setattr(StepPlanner, "_force", lambda self, builder: None)
-    patch.setattr(StepPlanner, "_begin_anew", lambda self: None)
+    patch.setattr(StepPlanner, "_restart", lambda self: None)
 
 
 def offers_planned_blocks(patch: pytest.MonkeyPatch) -> None:

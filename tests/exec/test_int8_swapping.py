@@ -185,7 +185,7 @@ def test_failed_quantization_kernel_falls_back_to_torch(caplog: pytest.LogCaptur
     for direction in Direction:
         store.copy(Move(direction, owner, (0, 1), (0, 1), 2 * BLOCK_SIZE))
     assert [record.message for record in caplog.records] == [
-        "the kernels that quantise KV fail, so torch's operations do it, slower: no such instruction"
+        "the kernels that quantize KV fail, so torch's operations do it, slower: no such instruction"
     ]
     torch.testing.assert_close(store.device.block_view()[:2], numbers, rtol=0, atol=0.02)
     with pytest.raises(ValueError, match="9 tokens do not end in the last of 2 blocks"):

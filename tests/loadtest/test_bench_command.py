@@ -238,7 +238,7 @@ def server() -> Iterator[str]:
         "--port",
         "0",
         "--recipe",
-        "orca",
+        "fcfs",
         "--threads",
         "1",
         "--profile",
@@ -273,7 +273,7 @@ def test_client_and_server_counts_agree(server: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     (record,) = load_results([out])
-    assert record["recipe"] == "orca"
+    assert record["recipe"] == "fcfs"
     assert record["settings"]["max_model_len"] == 1024
     assert record["requests"]["finished"] == 40
     lines = [json.loads(line) for line in times.read_text().splitlines()]

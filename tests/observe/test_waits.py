@@ -94,7 +94,7 @@ def test_a_request_that_lacks_a_slot_reports_it() -> None:
     # It arrives during the first step, which ends at 5 s; the first request has the only slot until 6 s.
     assert {reason: s for reason, s in facts.wait_s().items() if s} == {
         WaitReason.NOT_EXAMINED: 4.0,
-        WaitReason.NO_SEAT: 1.0,
+        WaitReason.NO_SLOT: 1.0,
     }
 
 

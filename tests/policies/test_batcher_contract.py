@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.policy import (
-    NO_SEAT,
+    NO_SLOT,
     NO_TOKENS,
     PROMPT_DOES_NOT_FIT,
     PROMPTS_ARE_FULL,
@@ -197,7 +197,7 @@ def test_prompts_are_whole_up_to_the_target_and_chunked_above_it() -> None:
 
 
 def test_greedy_stops_when_slots_or_tokens_run_out() -> None:
-    assert fill(Greedy(2, 10, chunked=False).open(StepContext()), [1, 1, 1]) == [1, 1, NO_SEAT]
+    assert fill(Greedy(2, 10, chunked=False).open(StepContext()), [1, 1, 1]) == [1, 1, NO_SLOT]
     assert fill(Greedy(9, 10, chunked=True).open(StepContext()), [5, 5, 1]) == [5, 5, NO_TOKENS]
 
 
@@ -211,7 +211,7 @@ def test_empty_budgets_are_refused(arguments: tuple[int, int]) -> None:
 
 def test_a_target_limits_prompts_but_not_decodes() -> None:
     packing = TargetForward(7, 100, COST, target=32).open(StepContext())
-    assert fill(packing, [1, 20, 20, 1, 5, 1, 1, 1, 1]) == [1, 20, 11, 1, PROMPTS_ARE_FULL, 1, 1, 1, NO_SEAT]
+    assert fill(packing, [1, 20, 20, 1, 5, 1, 1, 1, 1]) == [1, 20, 11, 1, PROMPTS_ARE_FULL, 1, 1, 1, NO_SLOT]
 
 
 def test_the_target_is_updated_with_the_cost_model() -> None:

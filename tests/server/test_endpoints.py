@@ -55,7 +55,7 @@ async def test_job_deltas_add_up_to_the_whole_response(api: Api, kind: type[Endp
         async for deltas in run:
             for choice, text in deltas.items():
                 texts[choice] += text
-        assert run.is_over
+        assert run.is_finished
     assert all(texts.values())
     assert without_id(job.format.whole(texts, run.usage())) == without_id(whole)
 

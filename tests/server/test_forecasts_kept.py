@@ -75,7 +75,7 @@ def test_learned_forecasts_survive_restarts_and_crashes(start_server: StartServe
     server = start()
     assert learn(server) > first / 2
     server.stop()
-    assert sum("begin anew" in line for line in server.errors) == 1
+    assert sum("begin again" in line for line in server.errors) == 1
     assert len(list(tmp_path.glob("*.bad-*"))) == 1
     assert state.is_dir()  # the new state
 

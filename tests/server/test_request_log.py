@@ -118,4 +118,4 @@ def test_orphaned_engine_logs_why_it_exits(tokenizer_folder: Path) -> None:
     command = [sys.executable, str(HERE / "simulated_engine.py"), str(tokenizer_folder), "0", "10", "100"]
     done = subprocess.run(command, input=setup, capture_output=True, check=False, timeout=60)
     assert done.returncode == ORPHANED
-    assert re.fullmatch(rb"\d{4}-.* ERROR \S+: the engine ends: the process that started it has ended\n", done.stderr)
+    assert re.fullmatch(rb"\d{4}-.* ERROR \S+: the engine ends: the process that started it has exited\n", done.stderr)

@@ -186,7 +186,7 @@ LATENCY = {
     "attainment": "slo.jct_attained",
     "goodput req/s": "slo.goodput_rps",
 }
-UTILISATION = {
+UTILIZATION = {
     "req/s": "throughput_rps",
     "tokens/s": "throughput_tps",
     "KV used": "kv.used_mean",

@@ -112,8 +112,8 @@ def _ours(loaded: Loaded, config: EngineConfig, load: _Load) -> float:
 
 
 class _Theirs:
-    """transformers' continuous batching with its own settings, but for a cache that all requests fit in and the tokens
-    of a step, which are ours."""
+    """transformers' continuous batching with its own settings, except for a cache that all requests fit in and our
+    tokens of a step."""
 
     def __init__(self, task: Task, folder: Path, vocab: int) -> None:
         self._device, self._vocab = task.device, vocab

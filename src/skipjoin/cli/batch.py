@@ -59,7 +59,7 @@ def submit(
     window: Annotated[
         str, typer.Option(metavar="TIME", help="Time after which the batch ends with what it has: 24h, 90m, 20s.")
     ] = "24h",
-    watch: Annotated[bool, typer.Option("--watch", help="Show the progress until the batch has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the progress until the batch has finished.")] = False,
     server: Values,
 ) -> None:
     """Upload FILE, create a batch of it and print the batch's id."""
@@ -77,7 +77,7 @@ def submit(
 @batch.command(name="watch")
 @takes(server=Section(Connection))
 def watch_batch(batch_id: BatchId, *, server: Values) -> None:
-    """Show the progress of a batch until it has ended. The exit code is 0 if it is completed."""
+    """Show the progress of a batch until it has finished. The exit code is 0 if it is completed."""
     _follow(Connection(**server), batch_id)
 
 
@@ -92,7 +92,7 @@ def fetch(
     errors: Annotated[bool, typer.Option("--errors", help="The error file in place of the output file.")] = False,
     server: Values,
 ) -> None:
-    """Download the output of a batch that has ended."""
+    """Download the output of a batch that has finished."""
     what = "error" if errors else "output"
 
     async def work(client: BatchClient) -> None:

@@ -67,7 +67,7 @@ class Watch:
         self._bars.stop()
 
     async def follow(self, client: BatchClient, batch_id: str) -> dict[str, Any]:
-        """Show a batch until it has ended, and return its final state.
+        """Show a batch until it has finished, and return its final state.
 
         An unavailable server is polled until it returns, unless it was unavailable from the start.
         """

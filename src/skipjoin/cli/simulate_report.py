@@ -136,10 +136,10 @@ class SimulationReport:
         for group, records in ordered:
             cells = [mean_text(records, field) for field in columns.values()]
             size = [str(group.replicas) for _ in clusters]
-            made_way = number_text(fmean(map(preempted, records)))
+            preemptions = number_text(fmean(map(preempted, records)))
             counts = [str(_rejected(records)) for _ in refused]
             table.add_row(
-                group.recipe, number_text(group.rate_rps), *size, finished(records), *counts, *cells, made_way
+                group.recipe, number_text(group.rate_rps), *size, finished(records), *counts, *cells, preemptions
             )
         console = Console(highlight=False, markup=False)
         if not console.is_terminal:

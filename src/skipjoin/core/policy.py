@@ -122,7 +122,7 @@ class Refusal(NamedTuple):
     reason: WaitReason
 
 
-NO_SEAT = Refusal(Scope.ALL, WaitReason.NO_SEAT)
+NO_SLOT = Refusal(Scope.ALL, WaitReason.NO_SLOT)
 NO_TOKENS = Refusal(Scope.ALL, WaitReason.TOKEN_BUDGET)
 # An unchunked prompt does not fit. Newcomers must not overtake it; running requests still decode.
 PROMPT_DOES_NOT_FIT = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)

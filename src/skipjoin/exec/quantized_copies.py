@@ -46,7 +46,7 @@ class QuantizedCopies:
         except Exception as error:  # the compiler or the driver may not support the kernels
             if isinstance(self._quantizer, TorchQuantizer):
                 raise
-            _log.warning("the kernels that quantise KV fail, so torch's operations do it, slower: %s", error)
+            _log.warning("the kernels that quantize KV fail, so torch's operations do it, slower: %s", error)
             self._quantizer = TorchQuantizer()
             work(self._quantizer)
 

@@ -140,7 +140,7 @@ def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Ar
         restore(_read(folder, identity))
     except (StateError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        _log.warning("forecasts begin anew: the state in %s cannot be used (%s)%s", folder, reason, _set_aside(folder))
+        _log.warning("forecasts begin again: the state in %s cannot be used (%s)%s", folder, reason, _set_aside(folder))
         return False
     return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from skipjoin.core.policy import (
     HELD,
     NEWCOMERS_HELD,
-    NO_SEAT,
+    NO_SLOT,
     NO_TOKENS,
     PROMPT_DOES_NOT_FIT,
     PROMPTS_ARE_FULL,
@@ -59,7 +59,7 @@ class ChunkedBuilder:
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
-            return NO_SEAT
+            return NO_SLOT
         if self._tokens <= 0:
             return NO_TOKENS
         return pending if pending <= self._tokens else self._tokens
@@ -80,7 +80,7 @@ class WholeBuilder:
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
-            return NO_SEAT
+            return NO_SLOT
         if pending == 1 or pending <= self._tokens or not self._prompts:
             return pending
         return PROMPT_DOES_NOT_FIT
@@ -134,7 +134,7 @@ class TargetBuilder(ChunkedBuilder):
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
-            return NO_SEAT
+            return NO_SLOT
         if pending == 1:
             return 1
         return min(pending, self._tokens) if self._tokens > 0 else PROMPTS_ARE_FULL

@@ -117,8 +117,8 @@ def min_bound(most: WorstCase) -> float:
       uses a whole quantum. The best holder may lose its chunks once, to a head that was admitted later:
       2 x chunks + 1 steps.
     - The head may find no space, as running requests that have not sampled since their admission are spared. In a step
-      with spare tokens all of those sample. In another one all but the last do, and the last leaves space for the head
-      if the device holds three longest requests and the blocks of the plans in flight: a step of each kind. On a
+      with spare tokens all of those sample. In another one all except the last do, and the last leaves space for the
+      head if the device holds three longest requests and the blocks of the plans in flight: a step of each kind. On a
       smaller one they compute at least max_tokens - max_seqs + 1 of its tokens per step.
     - With plans in flight each of these is noticed `depth` - 1 steps late, and victims first pause for as long.
     - While the head's KV moves, others may be admitted and run: two steps.

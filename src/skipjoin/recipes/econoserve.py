@@ -34,7 +34,7 @@ class ReservationParams(Params):
     overdue_s: Annotated[
         float,
         Option(
-            "A request that has been here for so many seconds waits no longer for others to fit better.",
+            "A request that has been here for this many seconds waits no longer for others to fit better.",
             above=0,
             high=1e9,
         ),

@@ -10,7 +10,7 @@ time: "Count from 1 to 5" and "Count from 1 to 200". For each block of 50 reques
 - `coverage`: share of lengths in the 80 % intervals of the forecasts.
 
 Then the server is stopped in order, loses its engine (and exits), and is killed; after each the next server gets 50
-more requests. At last its state is damaged, and then replaced by that of another format. `begins_anew` counts the
+more requests. At last its state is damaged, and then replaced by that of another format. `begins_again` counts the
 warnings and `set_aside` the folders that the server moved away.
 
 In `varied` few prompts occur twice: a chat counts five numbers from a random start below 20, or all from there to 200,
@@ -118,7 +118,7 @@ def after(harm: Callable[[Path], None], start: Callable[[], Skipjoin], folder: P
     harm(folder)
     with start() as server:
         record = send(server, prompts)
-    record["begins_anew"] = server.log().count("begin anew")
+    record["begins_again"] = server.log().count("begin again")
     record["set_aside"] = len(list(folder.glob("*.bad-*")))
     return record
 

@@ -133,7 +133,7 @@ def forecasts(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]
         ("5 the same, fcfs", other, "above 0", other > 0),
         ("5 first uses, forecasts too short", " ".join(first), "reserve pause", first[:2] == ["reserve", "pause"]),
         (
-            "5 the same where KV is lent: guests that overrun lose it",
+            "5 the same where KV is lent: nested reservations that overrun lose it",
             " ".join(lending),
             "reserve first",
             lending[0] == "reserve",

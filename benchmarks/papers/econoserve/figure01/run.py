@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.econoserve.setting import ABLATIONS, BASELINES, TRACES, UTILISATION, compared, known, loaded, said, system
+from papers.econoserve.setting import ABLATIONS, BASELINES, TRACES, UTILIZATION, compared, known, loaded, said, system
 from papers.econoserve.watch import watched
 from papers.figures.pictures import bars
 from papers.figures.report import main, table
@@ -52,7 +52,7 @@ def measure(options: Options) -> Result:
     return {
         "settings": said(systems, options, note="Lengths are known."),
         "tables": [
-            compared("Utilisation", records, ("lengths", "variant"), UTILISATION),
+            compared("Utilization", records, ("lengths", "variant"), UTILIZATION),
             compared("Time and lost KV", records, ("lengths", "variant"), TIMES),
             _ends(records),
         ],

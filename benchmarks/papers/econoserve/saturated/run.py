@@ -21,7 +21,7 @@ from papers.econoserve.setting import (
     DEFAULTS,
     SLO,
     TRACES,
-    UTILISATION,
+    UTILIZATION,
     compared,
     known,
     loaded,
@@ -53,7 +53,7 @@ OVERLOAD = {
     "goodput req/s": "slo.goodput_rps",
     "JCT s": "jct_s.mean",
     "s/token": "normalized_latency_s.mean",
-    **UTILISATION,
+    **UTILIZATION,
     "hosted, share of requests": lambda record: record["kv"]["hosted_requests"] / record["requests"]["finished"],
 }
 

@@ -20,7 +20,7 @@ class Evictor:
 
     Attributes:
         blocking: Blocking moves of the step; swap-outs are added.
-        evicted: Requests that lost device blocks. Policies are notified when the iteration over the ordering has ended.
+        evicted: Requests that lost device blocks. Policies are notified after the iteration over the ordering.
         takes_all: Whether victims are always evicted whole, whatever the policy decides.
     """
 
@@ -269,7 +269,7 @@ class Evictor:
         return computed - victim.computed
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
-        """Remove all but the first `keep` blocks with KV from the victim, and return what happened to their KV."""
+        """Remove the blocks with KV after the first `keep` from the victim, and return what happened to their KV."""
         kv, tiers = self._kv, self._tiers
         if keep and keep == kv.filled(victim):  # freeing blocks without KV is enough
             kv.trim(victim)

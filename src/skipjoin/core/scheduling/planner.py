@@ -56,7 +56,7 @@ class StepPlanner:
         overlapped = self._move_ahead(tiers) if tiers is not None and tiers.cpu_total else []
         self._fill_from_first(self._policies.batcher.open(self._with_candidates(context)))
         if not (self._slices or evictor.blocking or context.in_flight or self._kv.is_moving):
-            self._begin_anew()
+            self._restart()
         residency = self._residency
         overlapped += residency.overlapped
         # Last, because blocks that this step allocates lose their cached KV.
@@ -170,7 +170,7 @@ class StepPlanner:
         if last is not None:  # only holders can still run, so skip the long queue
             self._fill(self._evictor.holders_after(last), builder)
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """Restart an empty batch without candidates, because the earlier candidates found no space."""
         before, self._residency = self._residency, self._new_residency()
         self._residency.first, self._residency.reserved = before.first, before.reserved

@@ -27,7 +27,7 @@ class Residency:
         short: Number of blocks missing for the last request that got none.
         first: The most important request, or None where nothing depends on it.
         waiting_for_kv: Requests that would run if all their KV were on the device.
-        reserved: Requests that got reservations. Policies are notified when the iteration over the ordering has ended.
+        reserved: Requests that got reservations. Policies are notified after the iteration over the ordering.
         overlapped: Swap-ins of prefix-cache hits on the CPU tier, whose requests wait for them.
     """
 

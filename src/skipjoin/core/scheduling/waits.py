@@ -13,7 +13,7 @@ class WaitReason(StrEnum):
     one reason, so that a long queue costs nothing.
     """
 
-    NO_SEAT = "no_slot"  # the batch has its maximum number of requests
+    NO_SLOT = "no_slot"  # the batch has its maximum number of requests
     TOKEN_BUDGET = "token_budget"  # the batch has its maximum number of tokens
     NO_KV = "no_kv"  # too few KV blocks
     KV_ON_HOST = "kv_on_host"  # swapped out, and not yet swapped in by the eviction policy

@@ -46,7 +46,7 @@ class ProcessGuard:
 def _writers(folder: str) -> Iterator[int]:
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
-            with suppress(OSError):  # the process has ended, or belongs to another user
+            with suppress(OSError):  # the process has exited, or belongs to another user
                 if any(os.readlink(file).startswith(folder) for file in (process / "fd").iterdir()):
                     yield int(process.name)
 

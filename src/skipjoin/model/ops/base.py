@@ -11,7 +11,7 @@ class Norm(Protocol):
     """Normalization of the last dimension."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize [n, width], or [n, heads, width] that is strided in all but the last; the result is contiguous."""
+        """Normalize [n, width], or [n, heads, width] contiguous in the last dimension; the result is contiguous."""
         ...
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ class Connections:
         return len(self._open) < self._max_open + SPARE
 
     @property
-    def is_over(self) -> bool:
+    def is_exceeded(self) -> bool:
         return len(self._open) > self._max_open
 
     def assign(self, connection: Connection, kind: Kind, name: str) -> bool:

@@ -173,7 +173,7 @@ class JobRun:
         return deltas
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return not self._unfinished
 
     async def whole(self) -> bytes:

@@ -103,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         address = "" if self.client is None else self.client[0]
         self._is_proxied = address in self.proxies.trusted_hosts
         self._count_for("proxy" if self._is_proxied else "address", "" if self._is_proxied else client_of(address))
-        self._is_spare = self.pool.is_over
+        self._is_spare = self.pool.is_exceeded
         self._expect_by(self.limits.head_s, self._on_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -152,7 +152,7 @@ class StreamReply(Response):
             for choice, text in deltas.items():
                 for event in await run.events(choice, text, usage):
                     body += _event(event)
-            if body and not run.is_over:
+            if body and not run.is_finished:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         end = _event(self._job.format.usage_event(run.usage())) if self._usage_at_end else b""
         return body + end + _event(b"[DONE]")

@@ -40,7 +40,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     lines: list[LinePlace] = []
     errors: list[LineError] = []
-    is_over: bool = False
+    is_finished: bool = False
 
 
 class LineFaultError(Exception):
@@ -76,7 +76,7 @@ def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
             places = []
     if not check.count and not errors:
         errors.append(LineError(code="empty_file", message="the file has no lines"))
-    yield Report(errors=errors, is_over=True) if errors else Report(lines=places, is_over=True)
+    yield Report(errors=errors, is_finished=True) if errors else Report(lines=places, is_finished=True)
 
 
 def raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:

@@ -36,7 +36,7 @@ _RETRIED = (429, 503)
 _log = logging.getLogger(__name__)
 
 
-def most_of_a_line(max_queued_requests: int) -> int:
+def max_sequences_per_line(max_queued_requests: int) -> int:
     """Return the maximum number of sequences of a line, that of HTTP requests."""
     return min(MAX_N * MAX_PROMPTS, max_queued_requests)
 
@@ -61,7 +61,7 @@ class Runner:
         self._max_tokens = config.max_queued_tokens
         # A line starts while the counts are below the limits, and with this margin it always fits.
         self._queue = Admission(
-            most + most_of_a_line(config.max_queued_requests), 2 * config.max_queued_tokens, service.metrics
+            most + max_sequences_per_line(config.max_queued_requests), 2 * config.max_queued_tokens, service.metrics
         )
         self._endpoints = {kind.path: kind(service) for kind in ENDPOINTS}
         self._held: deque[Line] = deque()  # taken but not started

@@ -24,7 +24,7 @@ from skipjoin.server.batches.output_finalizer import OutputFinalizer
 from skipjoin.server.batches.periodic import PeriodicTask
 from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, StoreUnavailable
 from skipjoin.server.batches.result_writer import ResultWriter
-from skipjoin.server.batches.runner import Runner, most_of_a_line
+from skipjoin.server.batches.runner import Runner, max_sequences_per_line
 from skipjoin.server.batches.store import Store
 
 # Intervals of the validation and finalization of batches, the renewal of leases, and the removal of files.
@@ -55,7 +55,7 @@ class Batches:
         """Maximum number of sequences that batches add to an engine's load."""
         if self.context.folder is None:
             return 0
-        return self._most + most_of_a_line(self._service.config.max_queued_requests)
+        return self._most + max_sequences_per_line(self._service.config.max_queued_requests)
 
     @property
     def body_limits(self) -> dict[tuple[str, str], int]:

@@ -48,7 +48,7 @@ async def validate(path: Path, rules: Rules) -> AsyncGenerator[list[LinePlace], 
                 raise Refused(report.errors)
             if report.lines:
                 yield report.lines
-            if report.is_over:
+            if report.is_finished:
                 return
         if not path.is_file():
             raise BlobMissing("the content of the batch's input file is gone")

@@ -362,7 +362,7 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        logger.error("the engine ends: the process that started it has ended")
+        logger.error("the engine ends: the process that started it has exited")
         sys.exit(ORPHANED)
 
 

@@ -178,7 +178,7 @@ class ReplicaSet:
             return
         if failure is not None:
             self._fail_start(failure)
-        reason = failure or "its process or its machine has ended"
+        reason = failure or "its process or its machine has exited"
         logger.warning("replica %d died (%s); %d of its requests continue on others", number, reason, moved)
 
 

@@ -134,7 +134,7 @@ class ReplicaSupervisor:
                 self._replace(slot, str(failed.cause))
             except ray.exceptions.RayError as gone:
                 logger.debug("a replica's process was lost", exc_info=gone)
-                self._replace(slot, "its process, or its machine, has ended")
+                self._replace(slot, "its process, or its machine, has exited")
         else:
             self._wait(slot, passed_s)
 

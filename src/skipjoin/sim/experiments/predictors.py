@@ -65,7 +65,7 @@ class Fixed:
     ) -> None:
         self._lengths = list(lengths)
         self._source = source
-        self._foresee = predict
+        self._predict = predict
 
     def forecast(self, request: Request) -> Prediction:
         return Prediction(Forecast(max(1.0, self._lengths[request.id]), self._source))
@@ -74,8 +74,8 @@ class Fixed:
         pass
 
     def extend(self, jobs: Jobs, name: str) -> None:
-        assert self._foresee is not None, "checked when the predictor was made"
-        self._lengths.extend(self._foresee(jobs, name))
+        assert self._predict is not None, "checked when the predictor was made"
+        self._lengths.extend(self._predict(jobs, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class FromColumn:
         if not isinstance(workload, Replay):
             raise ConfigError(f"predictor column:{self.column} needs a trace, which has that column")
         if workload.closed:
-            raise ConfigError(f"predictor column:{self.column} foresees nothing of closed streams, which have no rows")
+            raise ConfigError(f"predictor column:{self.column} predicts nothing for closed streams, which have no rows")
         values = workload.trace.column(self.column)
         return Fixed([values[job.row or 0] for job in jobs], "column")
 

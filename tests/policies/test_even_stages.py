@@ -184,7 +184,9 @@ def test_prompts_are_not_held_back_while_a_static_batch_forms() -> None:
 @settings(max_examples=3, deadline=None)
 def test_no_request_is_skipped_for_long(recipe: str, stages: int, seed: int, context: float, slots: bool) -> None:
     """While slots and tokens remain, a runnable request with KV is skipped in at most `stages` - 1 consecutive plans,
-    however fast the cost of context grows. No stage is without a plan while a request can run."""
+    however fast the cost of context grows, and in one more if queues change the order in between. No stage is without a
+    plan while a request can run."""
+    max_skips = stages if recipe.startswith(("fastserve", "mlfq")) else stages - 1
     stepper = staged(
         recipe, stages, cost=replace(COST, context_token=context), starvation_s=1e6, max_seqs=7 if slots else 200
     )
@@ -203,7 +205,7 @@ def test_no_request_is_skipped_for_long(recipe: str, stages: int, seed: int, con
             ran = {piece.request for piece in plan.slices}
             full = len(ran) == max_seqs or sum(piece.tokens for piece in plan.slices) >= 512
             waits = Counter({r: waits[r] + 1 for r in idle if r not in ran and not full})
-            assert max(waits.values(), default=0) < stages
+            assert max(waits.values(), default=0) <= max_skips
         if core.plans:
             stepper.finish()
         else:

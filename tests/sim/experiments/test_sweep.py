@@ -243,7 +243,7 @@ def test_a_sweep_records_the_requests_of_all_runs_in_order(tmp_path: Path) -> No
         ("--rates 1 --trace missing.csv", "missing.csv"),
         ("--rates 1 --seeds 1-x", "seeds"),
         ("--rates 1,1.0", "rates must be different"),
-        ("--rates 1 --recipes fcfs,srpt,fcfs", "fcfs is named twice"),
+        ("--rates 1 --recipes fcfs,srpt,fcfs", "two are called fcfs"),
         ("--rates 1 --kv-gib 100", "--kv-gib must be"),
         ("--rates 1 --slo-ttft 0", "--slo-ttft must be above 0"),
         ("--rates 1 --slo-ttft 1 --slo-scale 3", "exclude"),

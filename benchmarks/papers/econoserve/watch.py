@@ -38,7 +38,7 @@ class Watch:
     def __init__(self, blocks: int, block_size: int, reserve: float = 0.0) -> None:
         self._blocks = blocks
         self._block_size = block_size
-        self._reserve = math.ceil(reserve * blocks)
+        self._reserve_blocks = math.ceil(reserve * blocks)
         self._live: dict[Request, None] = {}
         self._requests = 0
         self._exact: dict[Request, int] = {}  # blocks of the first reservation for the whole output
@@ -166,7 +166,7 @@ class Watch:
         self._max_reserved = max(self._max_reserved, self._reserved)
         runs = {piece.request for piece in event.plan.slices}
         waiting = next((request for request in self._fresh if request not in runs), None)
-        if waiting is not None and self._prompts + -(-len(waiting.prompt) // self._block_size) <= self._reserve:
+        if waiting is not None and self._prompts + -(-len(waiting.prompt) // self._block_size) <= self._reserve_blocks:
             self._forwards[sum(piece.tokens for piece in event.plan.slices)] += 1
         if self._plans % _EVERY:
             return

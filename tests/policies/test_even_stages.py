@@ -184,9 +184,7 @@ def test_prompts_are_not_held_back_while_a_static_batch_forms() -> None:
 @settings(max_examples=3, deadline=None)
 def test_no_request_is_skipped_for_long(recipe: str, stages: int, seed: int, context: float, slots: bool) -> None:
     """While slots and tokens remain, a runnable request with KV is skipped in at most `stages` - 1 consecutive plans,
-    however fast the cost of context grows, and in one more if queues change the order in between. No stage is without a
-    plan while a request can run."""
-    max_skips = stages if recipe.startswith(("fastserve", "mlfq")) else stages - 1
+    however fast the cost of context grows. No stage is without a plan while a request can run."""
     stepper = staged(
         recipe, stages, cost=replace(COST, context_token=context), starvation_s=1e6, max_seqs=7 if slots else 200
     )
@@ -203,9 +201,12 @@ def test_no_request_is_skipped_for_long(recipe: str, stages: int, seed: int, con
                 assert not idle or len(core.plans) == stages
                 break
             ran = {piece.request for piece in plan.slices}
-            full = len(ran) == max_seqs or sum(piece.tokens for piece in plan.slices) >= 512
+            # The slots of all stages are shared by the requests in flight, those with KV and the new ones.
+            competing = sum(len(plan.slices) for plan in core.plans) - len(ran) + len(ran.union(idle))
+            full = len(ran) == max_seqs or competing > stages * max_seqs
+            full = full or sum(piece.tokens for piece in plan.slices) >= 512
             waits = Counter({r: waits[r] + 1 for r in idle if r not in ran and not full})
-            assert max(waits.values(), default=0) <= max_skips
+            assert max(waits.values(), default=0) < stages
         if core.plans:
             stepper.finish()
         else:

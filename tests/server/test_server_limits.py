@@ -153,14 +153,14 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 }
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("slots", "lengths"), [(32, "fixed"), *((64, lengths) for lengths in LENGTHS)])
 @pytest.mark.parametrize("factor", [2, 5, 10])
-def test_retry_after_is_accurate_when_load_rises_suddenly(factor: int, lengths: str) -> None:
+def test_retry_after_is_accurate_when_load_rises_suddenly(factor: int, slots: int, lengths: str) -> None:
     """Load rises from a third of the capacity to `factor` times the capacity."""
     clock, draw = Clock(), random.Random(factor)
     live: list[tuple[int, int, AdmissionSlot]] = []  # last step, request number, slot
     made = 0
-    admission = Admission(64, 10_000, METRICS, clock, lambda: made)
+    admission = Admission(slots, 10_000, METRICS, clock, lambda: made)
     refusals: list[tuple[float, int]] = []
     admissions: list[float] = []
 
@@ -175,8 +175,8 @@ def test_retry_after_is_accurate_when_load_rises_suddenly(factor: int, lengths: 
             heappush(live, (made + LENGTHS[lengths](draw), len(admissions), slot))
 
     due = 0.0
-    while due < 60:
-        due += draw.expovariate((1 / 3 if due < 30 else factor) * 64 / (150 * 0.074))
+    while due < 75:
+        due += draw.expovariate((1 / 3 if due < 30 else factor) * slots / (150 * (0.01 + 0.001 * slots)))
         while clock.now < due:
             clock.now += (0.01 + 0.001 * len(live)) * draw.uniform(0.8, 1.2)
             made += 1
@@ -188,7 +188,7 @@ def test_retry_after_is_accurate_when_load_rises_suddenly(factor: int, lengths: 
         for when, retry_after_s in refusals
         if (at := bisect_right(admissions, when)) < len(admissions)
     ]
-    assert len(pairs) > 80
+    assert len(pairs) > 100
     assert sum(true <= predicted for true, predicted in pairs) >= 0.95 * len(pairs)
     true_median, median = (statistics.median(column) for column in zip(*pairs, strict=True))
     assert median <= 2 * true_median + 1

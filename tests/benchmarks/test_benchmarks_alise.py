@@ -22,7 +22,7 @@ from skipjoin.sim.experiments.simulation import run as simulate
 FOLDER = BENCHMARKS / "papers" / "alise"
 run, module_of = partial(run_figure, "alise"), partial(figure_module, "alise")
 # Fields of a system in settings and records.
-DECIDING = ("kv_blocks", "host_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
+DECIDING = ("kv_blocks", "cpu_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
 
 
 def test_every_simulated_figure_has_a_readme_with_its_command() -> None:
@@ -75,7 +75,7 @@ def test_int8_on_both_tiers_adds_blocks_in_proportion_to_their_size() -> None:
     whole, host, both = (int8.system(setting.NEAR_TRUE, kv) for kv in int8.KV)
     assert host.kv_blocks == whole.kv_blocks
     assert both.kv_blocks == pytest.approx(1.6 * whole.kv_blocks, rel=0.01)
-    assert both.host_blocks == host.host_blocks == pytest.approx(1.6 * whole.host_blocks, rel=0.01)
+    assert both.cpu_blocks == host.cpu_blocks == pytest.approx(1.6 * whole.cpu_blocks, rel=0.01)
     assert both.describe()["kv_gib"] == pytest.approx(whole.describe()["kv_gib"], rel=0.01)
 
 

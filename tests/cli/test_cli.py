@@ -217,7 +217,7 @@ def test_simulate_passes_memory_and_objective_options(tmp_path: Path) -> None:
     # Sizes are rounded to blocks of 12.5 MiB.
     assert [one["settings"]["swap_gib"] for one in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)
     assert [one["settings"]["starvation_s"] for one in (plain, chosen, none)] == [30.0, 50.0, 7.0]
-    assert none["settings"]["host_blocks"] == 0
+    assert none["settings"]["cpu_blocks"] == 0
     assert chosen["slo"]["ttft_s"] == 9.0
 
 

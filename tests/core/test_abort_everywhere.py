@@ -173,7 +173,7 @@ def on_the_cpu_tier() -> Scene:
 
 
 def dropped() -> Scene:
-    scene = Scene.begin(device_blocks=14, host_blocks=0)
+    scene = Scene.begin(device_blocks=14, cpu_blocks=0)
     scene.stepper.step()
     scene.outrank(37)
     scene.stepper.start()

@@ -61,7 +61,7 @@ def world_of(draw: random.Random, recipes: Sequence[str]) -> World:
         overlap,
         stages,
         device_blocks=draw.choice((2, 3, 4, 5, 6, 8, 10, 14, 20)),
-        host_blocks=draw.choice((0, 1, 3, 8, 20, 50, 50)),
+        cpu_blocks=draw.choice((0, 1, 3, 8, 20, 50, 50)),
         block_size=draw.choice((1, 2, 4, 4, 4, 8)),
         max_seqs=draw.choice((1, 2, 3, 8)),
         max_tokens=draw.choice((1, 4, 7, 16, 64, 512)),
@@ -82,7 +82,7 @@ def with_promotions(draw: random.Random, world: World) -> World:
     """
     return replace(
         world,
-        host_blocks=50,
+        cpu_blocks=50,
         max_seqs=8,
         max_tokens=512,
         best_effort_wait_s=draw.choice((0.03, 0.05, 0.08)),

@@ -42,7 +42,7 @@ class World:
     overlap: bool = False
     stages: int = 1
     device_blocks: int = 10
-    host_blocks: int = 0
+    cpu_blocks: int = 0
     block_size: int = 4
     max_seqs: int = 8
     max_tokens: int = 64
@@ -60,7 +60,7 @@ class World:
             requests=None,
             max_len=self.device_blocks * self.block_size,
             device_blocks=self.device_blocks,
-            host_blocks=self.host_blocks,
+            cpu_blocks=self.cpu_blocks,
             block_size=self.block_size,
             depth=self.depth,
         )
@@ -74,7 +74,7 @@ class World:
             lossless_swap=self.is_exact,
             limits=limits if self.fair else None,
         )
-        kv = KVLedger(self.device_blocks, self.host_blocks, self.block_size, is_exact=self.is_exact)
+        kv = KVLedger(self.device_blocks, self.cpu_blocks, self.block_size, is_exact=self.is_exact)
         policies = build(self.recipe, settings, dict(self.params))
         if self.eviction:
             policies = replace(policies, eviction=EVICTIONS[self.eviction]())

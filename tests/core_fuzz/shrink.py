@@ -25,7 +25,7 @@ _SIMPLER: dict[str, tuple[Any, ...]] = {
     "best_effort_wait_s": (60.0, 0.1),
     "max_seqs": (8, 2, 1),
     "max_tokens": (64,),
-    "host_blocks": (0, 1, 2, 4, 8, 100),
+    "cpu_blocks": (0, 1, 2, 4, 8, 100),
     "device_blocks": tuple(range(2, 21)),
     "block_size": (4, 1, 2),
 }
@@ -169,7 +169,7 @@ def script(case: Case) -> str:
     if w.fair:
         rest += (
             f", fair_output_weight=2.0, limits=EngineLimits(requests=None, max_len={w.device_blocks * w.block_size}, "
-            f"device_blocks={w.device_blocks}, host_blocks={w.host_blocks}, block_size={w.block_size}, depth={w.depth})"
+            f"device_blocks={w.device_blocks}, cpu_blocks={w.cpu_blocks}, block_size={w.block_size}, depth={w.depth})"
         )
     imports = _IMPORTS
     if w.eviction:
@@ -181,7 +181,7 @@ def script(case: Case) -> str:
         f"settings = Settings(LinearCost({cost}), max_seqs={w.max_seqs}, max_tokens={w.max_tokens}{rest})",
         f"policies = build({SPELLED[w.recipe]!r}, settings, {dict(w.params)})",
         *[f"policies = replace(policies, eviction=EVICTIONS[{w.eviction!r}]())"] * bool(w.eviction),
-        f"kv = KVLedger({w.device_blocks}, {w.host_blocks}, {w.block_size}{exact})",
+        f"kv = KVLedger({w.device_blocks}, {w.cpu_blocks}, {w.block_size}{exact})",
         f"core = EngineCore(Scheduler(policies, kv, depth={w.depth}, overlap={w.overlap}))",
         *log[:MAX_LINES],
         *[f"# ... and {len(log) - MAX_LINES} more calls"] * (len(log) > MAX_LINES),

@@ -24,7 +24,7 @@ from skipjoin.core.step import StepResult
 from skipjoin.engine.build import EngineInfo, assemble
 from skipjoin.engine.forecasting import Predicted
 from skipjoin.engine.load import model_folder
-from skipjoin.engine.sizing import host_blocks
+from skipjoin.engine.sizing import cpu_blocks
 from skipjoin.engine.text import Choice
 from skipjoin.exec import rank_spec
 from skipjoin.exec.rank_spec import MemoryBudget
@@ -354,8 +354,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
         monkeypatch.setattr(rank_spec, "free_ram", lambda: int(free_gib * GIB))
         engine = assemble(EngineConfig(threads=1, device="cpu", profile="off", **settings))
         engine.executor.close()
-        host = engine.executor.store.host
-        assert engine.info.host_blocks == engine.core.kv.cpu_total == (host.num_blocks if host else 0)
+        host = engine.executor.store.cpu
+        assert engine.info.cpu_blocks == engine.core.kv.cpu_total == (host.num_blocks if host else 0)
         return engine.info
 
     return started
@@ -368,14 +368,14 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
 def test_default_cpu_pool_is_a_share_of_free_ram(
     start: Callable[..., EngineInfo], free_gib: float, kv_gib: float, cpu_gib: float
 ) -> None:
-    blocks = start(free_gib, kv_cache_gib=kv_gib).host_blocks
+    blocks = start(free_gib, kv_cache_gib=kv_gib).cpu_blocks
     assert blocks == pytest.approx(cpu_gib * GIB / BLOCK_BYTES, abs=1)
 
 
 def test_cpu_pool_has_the_requested_size(start: Callable[..., EngineInfo]) -> None:
-    assert start(3, kv_cache_gib=0.1, swap_space_gib=0).host_blocks == 0
-    assert start(3, kv_cache_gib=0.1, swap_space_gib=0.5).host_blocks == GIB // 2 // BLOCK_BYTES
-    assert start(3, kv_cache_gib=0.1, swap_space_gib=0.5, block_size=64).host_blocks == GIB // 8 // BLOCK_BYTES
+    assert start(3, kv_cache_gib=0.1, swap_space_gib=0).cpu_blocks == 0
+    assert start(3, kv_cache_gib=0.1, swap_space_gib=0.5).cpu_blocks == GIB // 2 // BLOCK_BYTES
+    assert start(3, kv_cache_gib=0.1, swap_space_gib=0.5, block_size=64).cpu_blocks == GIB // 8 // BLOCK_BYTES
 
 
 def test_error_of_a_too_large_cpu_pool_names_a_size_that_fits(start: Callable[..., EngineInfo]) -> None:
@@ -386,7 +386,7 @@ def test_error_of_a_too_large_cpu_pool_names_a_size_that_fits(start: Callable[..
         start(2, kv_cache_gib=0.7, swap_space_gib=0.5)
     found = re.fullmatch(text, str(refused.value))
     assert found, refused.value
-    assert start(2, kv_cache_gib=0.7, swap_space_gib=float(found[1])).host_blocks == int(0.3 * GIB) // BLOCK_BYTES
+    assert start(2, kv_cache_gib=0.7, swap_space_gib=float(found[1])).cpu_blocks == int(0.3 * GIB) // BLOCK_BYTES
     with pytest.raises(ConfigError, match="at most 0 "):
         start(1, kv_cache_gib=0.7, swap_space_gib=0.5)
 
@@ -395,16 +395,16 @@ def test_int8_cpu_pool_has_more_blocks(start: Callable[..., EngineInfo]) -> None
     plain, small = (
         start(3, kv_cache_gib=0.1, swap_space_gib=0.5, dtype="bfloat16", swap_dtype=name) for name in ("auto", "int8")
     )
-    assert (plain.host_block_bytes, plain.swap_dtype) == (plain.block_bytes, "auto")
-    assert (small.host_block_bytes, small.swap_dtype) == (int(0.625 * plain.block_bytes), "int8")
-    assert small.host_blocks == int(1.6 * plain.host_blocks)
+    assert (plain.cpu_block_bytes, plain.swap_dtype) == (plain.block_bytes, "auto")
+    assert (small.cpu_block_bytes, small.swap_dtype) == (int(0.625 * plain.block_bytes), "int8")
+    assert small.cpu_blocks == int(1.6 * plain.cpu_blocks)
     # The default size gives the same number of blocks.
-    assert start(2, kv_cache_gib=0.1, dtype="bfloat16", swap_dtype="int8").host_blocks == small.host_blocks
+    assert start(2, kv_cache_gib=0.1, dtype="bfloat16", swap_dtype="int8").cpu_blocks == small.cpu_blocks
     for swap_space_gib, text in (
         (0, "swap_space_gib must be above 0, got 0"),
         (None, r"no room for it: .* 1.0 GiB free"),
     ):
-        with pytest.raises(ConfigError, match=f"swap_dtype int8 is for KV on the host.* {text}"):
+        with pytest.raises(ConfigError, match=f"swap_dtype int8 is for KV in CPU memory.* {text}"):
             start(1, kv_cache_gib=0.1, swap_space_gib=swap_space_gib, swap_dtype="int8")
 
 
@@ -412,7 +412,7 @@ def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
     parts = [llm.engine.executor.rank_specs[0]._replace(device_kind="cuda")]
 
     def blocks(gib: float | None) -> int:
-        return host_blocks(EngineConfig(swap_space_gib=gib), parts, [MemoryBudget(0, 100 * GIB)], 10**9)
+        return cpu_blocks(EngineConfig(swap_space_gib=gib), parts, [MemoryBudget(0, 100 * GIB)], 10**9)
 
     assert [blocks(gib) for gib in (None, 99)] == [4 * GIB // BLOCK_BYTES, 99 * GIB // BLOCK_BYTES]
     with pytest.raises(ConfigError, match=r"at most 99 \(the machine has 100.0 GiB free\), got 99.5"):

@@ -79,7 +79,7 @@ def test_blocks_evicted_from_the_device_are_found_in_the_cpu_tier(pair: Pair) ->
     caching.generate(prompt_of(16, 1000), GREEDY)
     (again,) = caching.generate(prompt, GREEDY)
     has_all = again.cached_tokens == full_blocks(prompt)
-    assert has_all == (caching.engine.info.host_blocks > 0)
+    assert has_all == (caching.engine.info.cpu_blocks > 0)
     assert again.token_ids == plain.generate(prompt, GREEDY)[0].token_ids
 
 

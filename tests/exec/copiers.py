@@ -28,7 +28,7 @@ def spoil(rows: torch.Tensor, blocks: Sequence[int] | slice) -> None:
 Keeps = Callable[[int, bool, bool], bool]
 
 
-def keeps_nothing(block: int, is_part: bool, on_host: bool) -> bool:
+def keeps_nothing(block: int, is_part: bool, on_cpu: bool) -> bool:
     return False
 
 
@@ -49,9 +49,9 @@ class HarshStore(KVStore):
 
     def copy(self, move: Move) -> None:
         time.sleep(self.delay_s)
-        assert self.host is not None
-        source = self.host if move.direction is Direction.IN else self.device
-        target = self.host if move.direction is Direction.OUT else self.device
+        assert self.cpu is not None
+        source = self.cpu if move.direction is Direction.IN else self.device
+        target = self.cpu if move.direction is Direction.OUT else self.device
         if self.fails(move):
             self._spoil(target, move.target, move)
             raise CopyError(f"request {move.request.id}" if move.request is not None else "the cache")
@@ -67,13 +67,13 @@ class HarshStore(KVStore):
         keeps: Keeps = keeps_nothing,
     ) -> None:
         """Overwrite the slots of `blocks` that the move covers."""
-        on_host = pool is self.host
+        on_cpu = pool is self.cpu
         if not move.spans:
-            spoil(pool.block_view(), [block for block in blocks if not keeps(block, False, on_host)])
+            spoil(pool.block_view(), [block for block in blocks if not keeps(block, False, on_cpu)])
             return
         assert isinstance(pool, PagedKV)
         for block, (first, count) in zip(blocks, move.spans, strict=True):
-            if not keeps(block, True, on_host):
+            if not keeps(block, True, on_cpu):
                 spoil(pool.head_view()[block].transpose(0, 1), slice(first, first + count))
 
 

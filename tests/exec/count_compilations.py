@@ -101,7 +101,7 @@ def some_step(chance: random.Random, number: int) -> StepPlan:
 def count(family: str) -> None:
     seen.clear()
     model = loader.random_model(CONFIGS[family] | {"max_position_embeddings": POSITIONS}, seed=3)
-    store = KVStore(model.config, model.dtype, model.device, device_blocks=BLOCKS, host_blocks=0, block_size=BLOCK_SIZE)
+    store = KVStore(model.config, model.dtype, model.device, device_blocks=BLOCKS, cpu_blocks=0, block_size=BLOCK_SIZE)
     worker, largest = Worker(model, store), LargestStep(TOKENS, SEQS, POSITIONS)
     view, chance = store.device.block_view(), random.Random(7)
     for step in largest_steps(largest, BLOCK_SIZE):

@@ -90,7 +90,7 @@ class Rotating(Callbacks):
     def outranks(self, one: Request, other: Request) -> bool:
         return self.rank(one)[:2] < self.rank(other)[:2]
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[:2], request) for request in sorted(requests, key=self.rank)]
 
 
@@ -123,7 +123,7 @@ class RestlessParts(SpillAll, Restless):
 def make_store(
     model: CausalLM,
     device_blocks: int,
-    host_blocks: int = 0,
+    cpu_blocks: int = 0,
     *,
     delay_s: float = 0.0,
     fails: Callable[[Move], bool] = lambda move: False,
@@ -142,13 +142,13 @@ def make_store(
         torch.float32,
         torch.device("cpu"),
         device_blocks=device_blocks,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         block_size=BLOCK_SIZE,
         shard=model.shard,
         swap_dtype=swap_dtype,
     )
     store.delay_s, store.fails, store.keeps = delay_s, fails, keeps
-    for pool in filter(None, (store.device, store.host)):
+    for pool in filter(None, (store.device, store.cpu)):
         spoil(pool.tensor, slice(None))
     return store
 
@@ -157,7 +157,7 @@ def make_core(
     eviction: EvictionPolicy,
     *,
     device_blocks: int,
-    host_blocks: int = 0,
+    cpu_blocks: int = 0,
     slots: int = 2,
     chunk: int | None = None,
     depth: int = 1,
@@ -176,7 +176,7 @@ def make_core(
         cost, cuts = LinearCost(floor=2.0, prefill_token=1.0, decode=0.5), chunk is not None
         batcher = EvenStages(batcher, cost, stages, max_seqs=slots * stages, max_tokens=tokens * stages, cuts=cuts)
     policies = Policies(Rotating(has_classes=eviction.lends), batcher, OnDemand(), eviction)
-    ledger = KVLedger(device_blocks, host_blocks, BLOCK_SIZE)
+    ledger = KVLedger(device_blocks, cpu_blocks, BLOCK_SIZE)
     return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))
 
 
@@ -185,7 +185,7 @@ def engine(
     eviction: EvictionPolicy,
     *,
     device_blocks: int,
-    host_blocks: int = 0,
+    cpu_blocks: int = 0,
     slots: int = 2,
     chunk: int | None = None,
     depth: int = 1,
@@ -202,7 +202,7 @@ def engine(
     core = make_core(
         eviction,
         device_blocks=device_blocks,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         slots=slots,
         chunk=chunk,
         depth=depth,
@@ -211,7 +211,7 @@ def engine(
     store = make_store(
         model,
         device_blocks,
-        host_blocks,
+        cpu_blocks,
         delay_s=delay_s,
         fails=fails,
         keeps=findable(core),
@@ -238,8 +238,8 @@ def findable(core: EngineCore) -> Keeps:
 
     core.start_step = start_and_note  # type: ignore[method-assign]
 
-    def keeps(block: int, is_part: bool, on_host: bool) -> bool:
-        if on_host:
+    def keeps(block: int, is_part: bool, on_cpu: bool) -> bool:
+        if on_cpu:
             return any(block in keyed for _, keyed, _ in tuple(recent))
         return any(block in keyed or (block in shared and not is_part) for keyed, _, shared in tuple(recent))
 

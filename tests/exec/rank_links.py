@@ -56,7 +56,7 @@ def make_rank(
     family: str,
     *,
     device_blocks: int,
-    host_blocks: int = 0,
+    cpu_blocks: int = 0,
     late: int | None = None,
     fails: Sequence[str] = (),
     keeps: Keeps = keeps_nothing,
@@ -70,7 +70,7 @@ def make_rank(
         recorder: Recorder of decode graphs; with one, attention supports padding.
     """
     model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3, group=group)
-    store = make_store(model, device_blocks, host_blocks, fails=EverySecond(fails), keeps=keeps, swap_dtype=swap_dtype)
+    store = make_store(model, device_blocks, cpu_blocks, fails=EverySecond(fails), keeps=keeps, swap_dtype=swap_dtype)
     graphs = None
     if recorder is not None:
         from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415

@@ -52,10 +52,10 @@ def interpreted(family: str):
 @pytest.mark.parametrize(("family", "depth", "eviction"), [("qwen3", 2, SwapAll), ("llama", 1, SpillAll)])
 def test_graphs_produce_the_tokens_of_eager_steps(family: str, depth: int, eviction: type[Recompute]) -> None:
     plain, graphed = mixed_requests()[:4], mixed_requests()[:4]
-    core, executor = engine(tiny_model(family), eviction(), device_blocks=15, host_blocks=40, slots=3, depth=depth)
+    core, executor = engine(tiny_model(family), eviction(), device_blocks=15, cpu_blocks=40, slots=3, depth=depth)
     run(core, executor, plain)
     model, recorder = interpreted(family), FunctionRecorder()
-    core, _ = engine(model, eviction(), device_blocks=15, host_blocks=40, slots=3, depth=depth)
+    core, _ = engine(model, eviction(), device_blocks=15, cpu_blocks=40, slots=3, depth=depth)
     store = make_store(model, 15, 40)
     graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=28)
     run(core, LocalExecutor(model, store, graphs=graphs), graphed)

@@ -51,15 +51,15 @@ def outputs(
     eviction: EvictionPolicy,
     *,
     blocks: int,
-    host_blocks: int,
+    cpu_blocks: int,
     depth: int,
     graphs: bool,
     chunk: int | None = None,
 ) -> list[list[int]]:
-    store = make_store(model, blocks, host_blocks, BLOCK_SIZE)
+    store = make_store(model, blocks, cpu_blocks, BLOCK_SIZE)
     store.device.tensor.fill_(torch.nan)
-    if store.host is not None:
-        store.host.tensor.fill_(torch.nan)
+    if store.cpu is not None:
+        store.cpu.tensor.fill_(torch.nan)
     recorded: DecodeGraphs | None = None
     if graphs:
         recorded = record_graphs(model, store.device, graph_batch_sizes(4), 64)
@@ -68,7 +68,7 @@ def outputs(
     core = make_core(
         eviction,
         device_blocks=blocks,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         slots=4,
         chunk=chunk,
         depth=depth,
@@ -90,7 +90,7 @@ def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 @pytest.mark.parametrize("graphs", [False, True])
 def test_gpu_produces_the_tokens_of_the_cpu(family: str, graphs: bool) -> None:
-    got = outputs(model_on_gpu(family), mixed_requests(), SwapAll(), blocks=200, host_blocks=0, depth=2, graphs=graphs)
+    got = outputs(model_on_gpu(family), mixed_requests(), SwapAll(), blocks=200, cpu_blocks=0, depth=2, graphs=graphs)
     assert got == on_cpu(family, mixed_requests())
 
 
@@ -105,7 +105,7 @@ def test_preemption_changes_no_tokens_on_gpu(
         mixed_requests(),
         EVICTIONS[eviction](),
         blocks=16,
-        host_blocks=60,
+        cpu_blocks=60,
         depth=depth,
         graphs=graphs,
         chunk=chunk,
@@ -115,7 +115,7 @@ def test_preemption_changes_no_tokens_on_gpu(
 
 def test_torch_backend_produces_the_tokens_of_the_cpu() -> None:
     got = outputs(
-        model_on_gpu("qwen3", "torch"), mixed_requests(), SwapAll(), blocks=16, host_blocks=60, depth=2, graphs=False
+        model_on_gpu("qwen3", "torch"), mixed_requests(), SwapAll(), blocks=16, cpu_blocks=60, depth=2, graphs=False
     )
     assert got == on_cpu("qwen3", mixed_requests())
 
@@ -153,5 +153,5 @@ def test_out_of_memory_fails_one_request() -> None:
         return forward(batch, kv)
 
     model.forward = greedy  # type: ignore[method-assign]
-    got = outputs(model, [*small, large], Recompute(), blocks=200, host_blocks=0, depth=2, graphs=False)
+    got = outputs(model, [*small, large], Recompute(), blocks=200, cpu_blocks=0, depth=2, graphs=False)
     assert got == [*expected, []]

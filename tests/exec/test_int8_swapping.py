@@ -77,7 +77,7 @@ def served(
     Args:
         fails: Directions in which half of the moves fail.
     """
-    pools = options["device_blocks"], options.get("host_blocks", 0)
+    pools = options["device_blocks"], options.get("cpu_blocks", 0)
     store = make_store(model, *pools, fails=Fails(*fails), swap_dtype=swap_dtype)
     executor = LocalExecutor(model, store, copier=None if late is None else LateCopier(store, late))
     return scores(run(make_core(eviction(), **options), executor, requests(model.config.vocab_size)))
@@ -108,13 +108,13 @@ def errors(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> li
 
 
 FORCED = {
-    "overlapped": dict(eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, slots=3, chunk=9),
+    "overlapped": dict(eviction=lambda: RestlessHalf(5), device_blocks=90, cpu_blocks=90, slots=3, chunk=9),
     "overlapped, landing late": dict(
-        eviction=lambda: RestlessHalf(5), device_blocks=90, host_blocks=90, slots=3, chunk=9, late=4
+        eviction=lambda: RestlessHalf(5), device_blocks=90, cpu_blocks=90, slots=3, chunk=9, late=4
     ),
-    "blocking": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, slots=2),
-    "blocking, in parts": dict(eviction=SpillAll, device_blocks=14, host_blocks=90, slots=2),
-    "blocking, copies fail": dict(eviction=SwapAll, device_blocks=14, host_blocks=90, slots=2, fails=tuple(Direction)),
+    "blocking": dict(eviction=SwapAll, device_blocks=14, cpu_blocks=90, slots=2),
+    "blocking, in parts": dict(eviction=SpillAll, device_blocks=14, cpu_blocks=90, slots=2),
+    "blocking, copies fail": dict(eviction=SwapAll, device_blocks=14, cpu_blocks=90, slots=2, fails=tuple(Direction)),
 }
 
 
@@ -135,7 +135,7 @@ def test_int8_changes_only_swapped_requests_and_only_slightly(case: str) -> None
     assert same >= 6
 
 
-POOLS = dict(device_blocks=20, host_blocks=60)
+POOLS = dict(device_blocks=20, cpu_blocks=60)
 
 
 def check_ranks(executor: ShardedExecutor, stages: int) -> None:
@@ -163,7 +163,7 @@ def test_every_rank_quantizes_its_own_share(tp: int, pp: int) -> None:
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_int8_blocks_take_less_than_two_thirds_of_bfloat16(block_size: int) -> None:
     spec = rank_spec_of(tiny_model("llama"), block_size, 1, "int8")
-    assert 0.56 <= spec.host_block_bytes / (spec.block_bytes / 2) <= 0.63
+    assert 0.56 <= spec.cpu_block_bytes / (spec.block_bytes / 2) <= 0.63
 
 
 class Broken:

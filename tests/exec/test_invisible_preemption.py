@@ -52,8 +52,8 @@ class Fails:
 OUT, IN = Direction.OUT, Direction.IN
 SLOTS = {OUT: "saved slots", Direction.WITHIN: "moved slots", IN: "restored slots"}
 # No moves are needed here; the policy makes them anyway.
-_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, slots=2, chunk=5)
-_SWAPPED = dict(eviction=SwapAll, device_blocks=8, host_blocks=60, slots=1)
+_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, cpu_blocks=40, slots=2, chunk=5)
+_SWAPPED = dict(eviction=SwapAll, device_blocks=8, cpu_blocks=60, slots=1)
 _SPILLED = _SWAPPED | dict(eviction=SpillAll)
 _SHARED = _SWAPPED | dict(eviction=LendAll, slots=3, chunk=5)
 _PARTS = _RESTLESS | dict(eviction=lambda: RestlessParts(5), device_blocks=10, chunk=4, late=3)
@@ -64,16 +64,16 @@ FORCED = {
     "dropped at every step": dict(eviction=Recompute, device_blocks=8, slots=1),
     "swapped at every step": _SWAPPED,
     "swapped at every step of a prompt": _SWAPPED | dict(chunk=3),
-    "swapped, host too small": dict(eviction=SwapAll, device_blocks=8, host_blocks=6, slots=2),
+    "swapped, host too small": dict(eviction=SwapAll, device_blocks=8, cpu_blocks=6, slots=2),
     "swapped, copies out fail": _SWAPPED | dict(fails=lambda: Fails(OUT)),
     "swapped, copies in fail": _SWAPPED | dict(fails=lambda: Fails(IN)),
     "spilled at every step": _SPILLED,
     "spilled at every step of a prompt": _SPILLED | dict(chunk=3),
-    "spilled, host too small": _SPILLED | dict(host_blocks=3, slots=2),
+    "spilled, host too small": _SPILLED | dict(cpu_blocks=3, slots=2),
     "spilled, copies out fail": _SPILLED | dict(fails=lambda: Fails(OUT)),
     "spilled, copies in fail": _SPILLED | dict(fails=lambda: Fails(IN)),
     "shared at every step": _SHARED,
-    "shared, host too small": _SHARED | dict(host_blocks=3),
+    "shared, host too small": _SHARED | dict(cpu_blocks=3),
     "shared, copies out fail": _SHARED | dict(fails=lambda: Fails(OUT)),
     "shared, copies in fail": _SHARED | dict(fails=lambda: Fails(IN)),
     "tails dropped at every step": dict(eviction=DropTails, device_blocks=8, slots=1),
@@ -89,7 +89,7 @@ FORCED = {
     "moved concurrently, late copies fail": _RESTLESS | dict(late=4, fails=lambda: Fails(OUT, IN)),
     "overlapped": dict(eviction=Recompute, device_blocks=60, slots=3, depth=2),
     "overlapped, dropped": dict(eviction=Recompute, device_blocks=12, slots=2, depth=2),
-    "overlapped, swapped, chunks": dict(eviction=SwapAll, device_blocks=14, host_blocks=60, slots=2, depth=2, chunk=7),
+    "overlapped, swapped, chunks": dict(eviction=SwapAll, device_blocks=14, cpu_blocks=60, slots=2, depth=2, chunk=7),
     "overlapped, swapped, copies fail": _SWAPPED
     | dict(device_blocks=14, depth=2, chunk=7, fails=lambda: Fails(OUT, IN)),
     "overlapped, spilled, copies fail": _SPILLED
@@ -275,19 +275,19 @@ def test_aborts_change_no_tokens_of_other_requests(case: str) -> None:
             assert request.output == alone[number]
 
 
-@pytest.mark.parametrize("host_blocks", [0, 60])
+@pytest.mark.parametrize("cpu_blocks", [0, 60])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preemption_changes_no_tokens_under_exact_allocation(depth: int, host_blocks: int) -> None:
+def test_preemption_changes_no_tokens_under_exact_allocation(depth: int, cpu_blocks: int) -> None:
     """Requests are nested, vacated and stopped at the end of reservations that were forecast too small."""
     model, params = tiny_model("llama"), {"padding": 0.0, "reserve": 0.1, "buffer": 0.0}
     policies = build("econoserve", Settings(LinearCost(floor=1.0, prefill_token=1.0), 8, 64), params)
-    ledger = KVLedger(9, host_blocks, BLOCK_SIZE)
+    ledger = KVLedger(9, cpu_blocks, BLOCK_SIZE)
     core = EngineCore(Scheduler(policies, ledger, depth=depth, overlap=depth > 1))
     requests = mixed_requests(has_classes=False)
     for request in requests:
         request.forecast = Forecast((2, request.max_tokens)[request.id % 2], "test")
-    events = run(core, LocalExecutor(model, make_store(model, 9, host_blocks)), requests)
+    events = run(core, LocalExecutor(model, make_store(model, 9, cpu_blocks)), requests)
     assert outputs(requests) == outputs_alone("llama")
     assert any(isinstance(event, Reserved) and isinstance(event.parent, Request) for event in events)
     assert happened(events)[Preemption.PAUSE] >= MIN_COUNT
-    assert happened(events)[Preemption.SWAP if host_blocks else Preemption.DROP] > 0
+    assert happened(events)[Preemption.SWAP if cpu_blocks else Preemption.DROP] > 0

@@ -91,9 +91,9 @@ class Run:
         longest: Maximum number of steps during which one move was in flight.
     """
 
-    def __init__(self, recipe: str, depth: int, host_blocks: int, executor: SimulatedExecutor) -> None:
+    def __init__(self, recipe: str, depth: int, cpu_blocks: int, executor: SimulatedExecutor) -> None:
         policies = system(recipe)
-        kv = KVLedger(BLOCKS, host_blocks, BLOCK_SIZE)
+        kv = KVLedger(BLOCKS, cpu_blocks, BLOCK_SIZE)
         core = EngineCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1))
         self.made: list[tuple[object, ...]] = []
         self.moved = self.longest = 0
@@ -119,9 +119,9 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("recipes", "host_blocks"), [(list(RECIPES), 0), ([*SWAPPING, SPILLING, FAIR], 40)], ids=["drop", "swap"]
+    ("recipes", "cpu_blocks"), [(list(RECIPES), 0), ([*SWAPPING, SPILLING, FAIR], 40)], ids=["drop", "swap"]
 )
-def test_simulator_and_engine_make_the_same_plans(recipes: list[str], host_blocks: int) -> None:
+def test_simulator_and_engine_make_the_same_plans(recipes: list[str], cpu_blocks: int) -> None:
     model = tiny_model("llama")
     outputs = []
     for recipe in recipes:
@@ -131,18 +131,18 @@ def test_simulator_and_engine_make_the_same_plans(recipes: list[str], host_block
                 torch.float32,
                 torch.device("cpu"),
                 device_blocks=BLOCKS,
-                host_blocks=host_blocks,
+                cpu_blocks=cpu_blocks,
                 block_size=BLOCK_SIZE,
             )
             local = LocalExecutor(model, store)
-            real = Run(recipe, depth, host_blocks, LocalOnVirtualClock(local))
+            real = Run(recipe, depth, cpu_blocks, LocalOnVirtualClock(local))
             local.close()
-            assert real.made == Run(recipe, depth, host_blocks, SimulatedExecutor(COST)).made, (recipe, depth)
+            assert real.made == Run(recipe, depth, cpu_blocks, SimulatedExecutor(COST)).made, (recipe, depth)
             assert len(real.made) > 50
             outputs.append(real.outputs)
-            if host_blocks and recipe not in EXACT:
+            if cpu_blocks and recipe not in EXACT:
                 assert real.moved > 10, (recipe, depth)
-            if host_blocks and recipe == "fastserve":
+            if cpu_blocks and recipe == "fastserve":
                 assert real.longest > 2
     # Sampling is greedy, so that every recipe yields the same tokens, whatever it moved or dropped.
     assert all(other == outputs[0] for other in outputs)

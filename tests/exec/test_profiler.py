@@ -62,7 +62,7 @@ def executor() -> Iterator[RecordingExecutor]:
         torch.float32,
         torch.device("cpu"),
         device_blocks=LIMITS.kv_tokens // BLOCK_SIZE,
-        host_blocks=0,
+        cpu_blocks=0,
         block_size=BLOCK_SIZE,
     )
     watched = RecordingExecutor(model, store)

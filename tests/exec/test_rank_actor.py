@@ -50,5 +50,5 @@ def test_a_rank_generates_dummy_weights(tmp_path: Path, monkeypatch: pytest.Monk
         assert rank._graphs == found
     rank.forget_graphs()
     assert rank._graphs is None
-    with pytest.raises(RankError, match=r"cannot allocate .* GiB and, on the host, 0 GiB of KV"):
+    with pytest.raises(RankError, match=r"cannot allocate .* GiB and, in CPU memory, 0 GiB of KV"):
         rank.make_pools(1 << 40, 0)

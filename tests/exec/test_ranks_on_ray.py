@@ -86,7 +86,7 @@ class Session:
         self.events: list[Any] = []
         self.outputs: Outputs = {}
         self.metrics = EngineMetrics(
-            device_blocks=engine.info.device_blocks, block_size=16, block_bytes=engine.info.host_block_bytes
+            device_blocks=engine.info.device_blocks, block_size=16, block_bytes=engine.info.cpu_block_bytes
         )
         for number in range(12):
             params = SamplingParams(
@@ -245,9 +245,9 @@ def test_profile_measures_the_ranks() -> None:
         assert [part.stage for part in engine.executor.rank_specs] == [0, 1]
         whole = assemble(config(1, 1, swap_dtype="int8"))
         assert sum(part.block_bytes for part in engine.executor.rank_specs) == whole.info.block_bytes
-        assert sum(part.host_block_bytes for part in engine.executor.rank_specs) == whole.info.host_block_bytes
+        assert sum(part.cpu_block_bytes for part in engine.executor.rank_specs) == whole.info.cpu_block_bytes
         # Blocks of 16 float32 tokens take 20 bytes on the CPU tier in place of 64.
-        assert (engine.info.device_blocks, engine.info.host_blocks) == (80, 192) == whole.executor.pools[:2]
+        assert (engine.info.device_blocks, engine.info.cpu_blocks) == (80, 192) == whole.executor.pools[:2]
         engine.executor.touch(4)
         transfers = engine.executor.transfers(0.05)
         assert all(transfer.block > 0 for transfer in transfers.values())

@@ -178,7 +178,7 @@ def test_an_abort_frees_the_state_of_the_aborted_request_only(case: str, probes:
 def test_choices_of_one_prompt_have_separate_states(depth: int, probes: list[Probe]) -> None:
     params = SamplingParams(temperature=1.0, frequency_penalty=1.0, repetition_penalty=1.2, max_tokens=12)
     requests = [Request(number, 0.0, [5, 6, 7], 12, sampling=Sampling(params, number, ())) for number in range(3)]
-    drive(*engine(tiny_model("llama"), SwapAll(), device_blocks=8, host_blocks=20, depth=depth), requests)
+    drive(*engine(tiny_model("llama"), SwapAll(), device_blocks=8, cpu_blocks=20, depth=depth), requests)
     check(*probes, requests)
     assert len({tuple(request.output) for request in requests}) == 3
 
@@ -204,14 +204,14 @@ def test_each_rank_that_samples_has_its_own_states(
 @pytest.mark.parametrize("after", [1, 6, 28])
 def test_states_are_recreated_after_a_restart(after: int, tp: int, pp: int, probes: list[Probe]) -> None:
     requests = mixed_requests()
-    core = make_core(SwapAll(), device_blocks=16, host_blocks=60, slots=2, depth=pp)
-    lost = thread_executor(tp, pp, "llama", device_blocks=16, host_blocks=60)
+    core = make_core(SwapAll(), device_blocks=16, cpu_blocks=60, slots=2, depth=pp)
+    lost = thread_executor(tp, pp, "llama", device_blocks=16, cpu_blocks=60)
     drive(core, lost, requests, stop_after=after)
     finished = [request for request in requests if request.finish_reason is not None]
     core.restart(0.0)
     lost.close()
     probes.clear()
-    drive(core, thread_executor(tp, pp, "llama", device_blocks=16, host_blocks=60), ())
+    drive(core, thread_executor(tp, pp, "llama", device_blocks=16, cpu_blocks=60), ())
     assert [request.output for request in requests] == outputs_of_one_rank("llama")
     unfinished = [request for request in requests if request not in finished]
     assert unfinished

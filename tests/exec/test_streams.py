@@ -27,7 +27,7 @@ from support.policies import EVICTIONS
 from support.watch import WatchedCore, World
 
 OUT, IN = Direction.OUT, Direction.IN
-DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 28, 40, 4
+DEVICE_BLOCKS, CPU_BLOCKS, BLOCK_SIZE = 28, 40, 4
 
 
 class Streams:
@@ -127,13 +127,13 @@ def lazy_store(streams: Streams) -> LazyStore:
         torch.float32,
         torch.device("cpu"),
         device_blocks=DEVICE_BLOCKS,
-        host_blocks=HOST_BLOCKS,
+        cpu_blocks=CPU_BLOCKS,
         block_size=BLOCK_SIZE,
     )
     store.streams = streams
     store.device.tensor.fill_(torch.nan)
-    assert store.host is not None
-    store.host.tensor.fill_(torch.nan)
+    assert store.cpu is not None
+    store.cpu.tensor.fill_(torch.nan)
     return store
 
 
@@ -205,9 +205,7 @@ def test_requests_read_their_own_kv_in_any_order_of_streams(
 ) -> None:
     streams = Streams(monkeypatch, seed)
     device = Device(streams)
-    world = World(
-        "fastserve", depth, overlap, EVICTIONS[eviction], device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS
-    )
+    world = World("fastserve", depth, overlap, EVICTIONS[eviction], device_blocks=DEVICE_BLOCKS, cpu_blocks=CPU_BLOCKS)
     core = world.core()
     moves = serve(core, device, load(seed, 14, rate=200.0), streams)
     assert device.wrong == []
@@ -253,8 +251,8 @@ def test_overlapped_moves_in_wait_for_earlier_moves_out(monkeypatch: pytest.Monk
     streams = Streams(monkeypatch, seed)
     device = Device(streams)
     store, copier = device.store, device.copier
-    assert store.host is not None
-    pool, host = store.device.block_view(), store.host.block_view()
+    assert store.cpu is not None
+    pool, host = store.device.block_view(), store.cpu.block_view()
     pool[4], host[5] = 1.0, 2.0
     streams.model.work.append(lambda: pool[7].fill_(3.0))
     copier.run_blocking([Move(OUT, Request(0, 0.0, [0], 1), (4,), (4,), 1)])
@@ -291,10 +289,10 @@ def test_kernel_copies_short_runs_only(monkeypatch: pytest.MonkeyPatch, caplog: 
         torch.float32,
         torch.device("cpu"),
         device_blocks=20,
-        host_blocks=20,
+        cpu_blocks=20,
         block_size=BLOCK_SIZE,
     )
-    assert store.host is not None
+    assert store.cpu is not None
     monkeypatch.setattr(kv_store, "_MIN_RUN_BYTES", 2 * store.device.block_bytes + 1)
     kernel = store._kernel = Kernel()
     draw = torch.Generator().manual_seed(0)
@@ -303,8 +301,8 @@ def test_kernel_copies_short_runs_only(monkeypatch: pytest.MonkeyPatch, caplog: 
 
     def copied(rows: list[int], to: list[int]) -> bool:
         """Return whether exactly these blocks were copied."""
-        assert store.host is not None
-        pool = store.host.block_view()
+        assert store.cpu is not None
+        pool = store.cpu.block_view()
         pool.fill_(-1)
         expected = pool.clone()
         expected[to] = source[rows]

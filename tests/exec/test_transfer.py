@@ -25,24 +25,24 @@ from skipjoin.sampling import SamplingParams
 
 StoreT = TypeVar("StoreT", bound=KVStore)
 OUT, IN = Direction.OUT, Direction.IN
-DEVICE_BLOCKS, HOST_BLOCKS = 24, 20
+DEVICE_BLOCKS, CPU_BLOCKS = 24, 20
 # Generous timeout for conditions that must become true.
 LONG_S = 30.0
 OWNER = Request(0, 0.0, [0], 1)
 
 
-def make_store(kind: type[StoreT] = HarshStore, device: str = "cpu", *, host_blocks: int = HOST_BLOCKS) -> StoreT:
+def make_store(kind: type[StoreT] = HarshStore, device: str = "cpu", *, cpu_blocks: int = CPU_BLOCKS) -> StoreT:
     """Return a store with random numbers in both pools."""
     store = kind(
         ModelConfig.from_dict(CONFIGS["llama"]),
         torch.float32,
         torch.device(device),
         device_blocks=DEVICE_BLOCKS,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         block_size=BLOCK_SIZE,
     )
     generator = torch.Generator().manual_seed(1)
-    for pool in filter(None, (store.device, store.host)):
+    for pool in filter(None, (store.device, store.cpu)):
         pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=generator))
     return store
 
@@ -53,8 +53,8 @@ def move(direction: Direction, source: list[int], target: list[int]) -> Move:
 
 def pools(store: KVStore) -> dict[Direction, torch.Tensor]:
     """Return the source pool of each direction."""
-    assert store.host is not None
-    return {OUT: store.device.block_view(), IN: store.host.block_view()}
+    assert store.cpu is not None
+    return {OUT: store.device.block_view(), IN: store.cpu.block_view()}
 
 
 def wait_for(copier: Copier, count: int) -> Ended:
@@ -92,7 +92,7 @@ def copy_random_moves(store: KVStore, copier: Copier) -> None:
     expected = {direction: pool.clone() for direction, pool in pools(store).items()}
     for _ in range(40):
         direction = draw.choice([OUT, IN])
-        count = draw.randint(1, HOST_BLOCKS)
+        count = draw.randint(1, CPU_BLOCKS)
         other = IN if direction is OUT else OUT
         source, target = (random_blocks(draw, len(expected[pool]), count) for pool in (direction, other))
         expected[other][target] = expected[direction][source]
@@ -129,8 +129,8 @@ def test_moves_that_overlap_compute_equal_plain_indexing(block_size: int) -> Non
     """Even blocks move out and odd blocks move in continuously."""
     config = ModelConfig.from_dict(CONFIGS["llama"] | {"num_hidden_layers": 4, "head_dim": 64})
     device = torch.device("cuda")
-    store = KVStore(config, torch.float32, device, device_blocks=64, host_blocks=64, block_size=block_size)
-    host = store.host
+    store = KVStore(config, torch.float32, device, device_blocks=64, cpu_blocks=64, block_size=block_size)
+    host = store.cpu
     assert host is not None
     assert host.tensor.is_pinned()
     draw, copier = random.Random(5), StreamCopier(store)
@@ -161,9 +161,9 @@ def test_moves_that_overlap_compute_equal_plain_indexing(block_size: int) -> Non
 def test_moves_are_ordered_with_steps_on_streams(block_size: int) -> None:
     config = ModelConfig.from_dict(CONFIGS["llama"] | {"num_hidden_layers": 4, "head_dim": 64})
     device = torch.device("cuda")
-    store = KVStore(config, torch.float32, device, device_blocks=8, host_blocks=8, block_size=block_size)
-    assert store.host is not None
-    copier, pool, host = StreamCopier(store), store.device.block_view(), store.host.block_view()
+    store = KVStore(config, torch.float32, device, device_blocks=8, cpu_blocks=8, block_size=block_size)
+    assert store.cpu is not None
+    copier, pool, host = StreamCopier(store), store.device.block_view(), store.cpu.block_view()
     for value in range(20):
         host[3] = -1.0 - value
         pool[2] = float("nan")
@@ -188,8 +188,8 @@ def test_moves_are_ordered_with_steps_on_streams(block_size: int) -> None:
 def test_spans_keep_their_slots_in_all_directions() -> None:
     """One step moves blocks in all directions: sources are read before they are overwritten, and moves in come last."""
     store = make_store(KVStore)
-    assert store.host is not None
-    device, host = store.device.head_view(), store.host.head_view()
+    assert store.cpu is not None
+    device, host = store.device.head_view(), store.cpu.head_view()
     was = device.clone(), host.clone()
     incoming = Move(IN, OWNER, (2,), (4,), 2, (Span(0, 2),))
     within = Move(Direction.WITHIN, OWNER, (3,), (4,), BLOCK_SIZE - 2, (Span(2, BLOCK_SIZE - 2),))
@@ -205,7 +205,7 @@ def test_spans_keep_their_slots_in_all_directions() -> None:
 def test_invalid_moves_are_rejected(store: HarshStore) -> None:
     for wrong, message in (
         (move(OUT, [DEVICE_BLOCKS], [0]), rf"source of a move must lie in \[0, {DEVICE_BLOCKS}\), got block 24"),
-        (move(OUT, [0], [HOST_BLOCKS]), rf"target of a move must lie in \[0, {HOST_BLOCKS}\), got block 20"),
+        (move(OUT, [0], [CPU_BLOCKS]), rf"target of a move must lie in \[0, {CPU_BLOCKS}\), got block 20"),
         (move(IN, [-1], [0]), r"source of a move .* got block -1"),
         (move(IN, [1, 2], [0]), "2 blocks in source and 1 in target"),
         (Move(OUT, OWNER, (1,), (0,), 2, (Span(BLOCK_SIZE - 1, 2),)), r"spans of a move must lie in \[0, "),
@@ -213,8 +213,8 @@ def test_invalid_moves_are_rejected(store: HarshStore) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             store.copy(wrong)
-    with pytest.raises(ValueError, match="no host pool"):
-        make_store(KVStore, host_blocks=0).copy(move(OUT, [0], [0]))
+    with pytest.raises(ValueError, match="no CPU pool"):
+        make_store(KVStore, cpu_blocks=0).copy(move(OUT, [0], [0]))
 
 
 # -- the copier -----------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_close_waits_for_the_running_copy_and_drops_the_rest(store: HarshStore) 
     closing.join(LONG_S)
     assert not closing.is_alive()
     changed = (pools(store)[IN] != before).any(dim=1)
-    assert changed.tolist() == [True] + [False] * (HOST_BLOCKS - 1)
+    assert changed.tolist() == [True] + [False] * (CPU_BLOCKS - 1)
 
 
 # -- the executor ---------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_plans_without_slices_end_when_a_move_completes(store: HarshStore) -> No
 def test_closing_the_executor_during_a_copy_does_not_hang(store: HarshStore) -> None:
     store.delay_s = 0.05
     steps = Steps(store)
-    steps.run(overlapped=[move(OUT, [i % DEVICE_BLOCKS], [i % HOST_BLOCKS]) for i in range(10_000)])
+    steps.run(overlapped=[move(OUT, [i % DEVICE_BLOCKS], [i % CPU_BLOCKS]) for i in range(10_000)])
     begin = time.perf_counter()
     steps.executor.close()
     assert time.perf_counter() - begin < LONG_S
@@ -413,9 +413,9 @@ def test_closing_the_executor_during_a_copy_does_not_hang(store: HarshStore) -> 
 
 def test_without_a_cpu_tier_there_is_no_copy_thread() -> None:
     before = set(threading.enumerate())
-    steps = Steps(make_store(KVStore, host_blocks=0))
+    steps = Steps(make_store(KVStore, cpu_blocks=0))
     assert steps.run().landed == []
-    with pytest.raises(ValueError, match="plan 1 moves KV blocks, but there is no host pool"):
+    with pytest.raises(ValueError, match="plan 1 moves KV blocks, but there is no CPU pool"):
         steps.run(overlapped=[move(OUT, [0], [0])])
     begun = {thread.name for thread in set(threading.enumerate()) - before}
     assert not [name for name in begun if name.startswith("skipjoin-copy")]

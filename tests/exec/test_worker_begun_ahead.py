@@ -53,7 +53,7 @@ def ahead(model: CausalLM, requests: list[Request], *, depth: int, **options: in
     """Run the requests and return the events and the maximum number of plans in flight."""
     store = make_store(model, 12, 40)
     executor = Ahead(Worker(model, store))
-    core = make_core(SwapAll(), device_blocks=12, host_blocks=40, slots=3, depth=depth, overlap=True, **options)
+    core = make_core(SwapAll(), device_blocks=12, cpu_blocks=40, slots=3, depth=depth, overlap=True, **options)
     return run(core, executor, requests), executor.max_begun
 
 
@@ -153,7 +153,7 @@ def test_chunks_after_a_failed_chunk_are_neither_computed_nor_cached() -> None:
     model = limited_model(1)
     model.__class__ = OnceLimitedMemoryModel
     worker = Worker(model, make_store(model, 12, 40))
-    core = make_core(SwapAll(), device_blocks=12, host_blocks=40, slots=3, depth=2, overlap=True, chunk=8)
+    core = make_core(SwapAll(), device_blocks=12, cpu_blocks=40, slots=3, depth=2, overlap=True, chunk=8)
     lost, second = adopting(0), adopting(1)
     core.add(lost, 0.0)
     flying = [worker.begin(plan) for plan in (core.start_step(0.0), core.start_step(0.0)) if plan is not None]

@@ -88,7 +88,7 @@ def check_same_request(ours: Request, theirs: Request, end: int) -> None:
 @pytest.mark.parametrize("eviction", [SwapAll, lambda: Restless(3)])
 def test_ranks_decode_the_original_plans(eviction: Callable, depth: int) -> None:
     model = tiny_model("llama")
-    options = dict(device_blocks=14, host_blocks=60, slots=2, chunk=7)
+    options = dict(device_blocks=14, cpu_blocks=60, slots=2, chunk=7)
     core, local = engine(model, eviction(), depth=depth, **options)
     executor = MirroringExecutor(local)
     requests = mixed_requests()

@@ -27,8 +27,8 @@ from skipjoin.policies.eviction import Recompute
 pytestmark = pytest.mark.timeout(240)
 LAYOUTS = {"tp 2": (2, 1), "pp 2": (1, 2), "tp 2 x pp 2": (2, 2)}
 # How requests are forced off the device. A pipeline keeps as many plans in flight as it has stages.
-SWAPPED = dict(eviction=SwapAll, device_blocks=14, host_blocks=60, slots=3, chunk=7)
-MOVED = dict(eviction=lambda: Restless(5), device_blocks=20, host_blocks=40, slots=3, chunk=9)
+SWAPPED = dict(eviction=SwapAll, device_blocks=14, cpu_blocks=60, slots=3, chunk=7)
+MOVED = dict(eviction=lambda: Restless(5), device_blocks=20, cpu_blocks=40, slots=3, chunk=9)
 FORCED = {"swapped": SWAPPED, "moved concurrently": MOVED}
 EXPECTED = {
     "swapped": {"moved out blocking", "moved in blocking"},
@@ -56,7 +56,7 @@ def test_several_processes_produce_the_tokens_of_one(ranks: Processes, family: s
     case = list(FORCED)[(list(CONFIGS).index(family) + ranks.tp) % 2]
     options = dict(FORCED[case])
     core = make_core(options.pop("eviction")(), **options, depth=ranks.pp)
-    executor = ranks.executor(family, device_blocks=options["device_blocks"], host_blocks=options["host_blocks"])
+    executor = ranks.executor(family, device_blocks=options["device_blocks"], cpu_blocks=options["cpu_blocks"])
     requests = mixed_requests()
     events = run(core, executor, requests)
     assert [request.output for request in requests] == outputs_of_one_process(family)
@@ -75,7 +75,7 @@ def test_collectives_support_every_type(ranks: Processes) -> None:
 
 @pytest.mark.parametrize("how", ["overlapped", "late copies fail"])
 def test_several_processes_produce_the_tokens_of_one_with_all_features(ranks: Processes, how: str) -> None:
-    store: dict = {"device_blocks": 20, "host_blocks": 40}
+    store: dict = {"device_blocks": 20, "cpu_blocks": 40}
     depth, overlap = ranks.pp, False
     if how == "overlapped":
         depth, overlap = 2, ranks.pp == 1
@@ -90,7 +90,7 @@ def test_several_processes_produce_the_tokens_of_one_with_all_features(ranks: Pr
 
 
 def _only_blocks(store: dict) -> dict:
-    return {name: store[name] for name in ("device_blocks", "host_blocks")}
+    return {name: store[name] for name in ("device_blocks", "cpu_blocks")}
 
 
 # -- failing ranks: each test has processes of its own ----------------------------------------------------------------

@@ -22,7 +22,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StageTime, StepPlan
 from skipjoin.exec import worker
 from skipjoin.exec.base import RankError
-from skipjoin.exec.clocks import HostClock
+from skipjoin.exec.clocks import CpuClock
 from skipjoin.exec.graphs import Run
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.ranks.messages import Done, RankFailed
@@ -37,14 +37,14 @@ from skipjoin.sampling import SamplingParams
 from support.policies import LendAll, SpillAll
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))
-_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, host_blocks=40, slots=2, chunk=5)
-_SWAPPED = dict(eviction=SwapAll, device_blocks=16, host_blocks=60, slots=2)
+_RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, cpu_blocks=40, slots=2, chunk=5)
+_SWAPPED = dict(eviction=SwapAll, device_blocks=16, cpu_blocks=60, slots=2)
 FORCED = {
     "dropped": dict(eviction=Recompute, device_blocks=16, slots=3),
     "swapped": _SWAPPED,
     "swapped, copies fail": _SWAPPED | dict(fails=["OUT", "IN"], chunk=7),
     "spilled, copies fail": _SWAPPED | dict(eviction=SpillAll, fails=["OUT", "IN"], chunk=7),
-    "shared": dict(eviction=LendAll, device_blocks=8, host_blocks=60, slots=3, chunk=5),
+    "shared": dict(eviction=LendAll, device_blocks=8, cpu_blocks=60, slots=3, chunk=5),
     "moved concurrently": _RESTLESS,
     "moved concurrently, landing late": _RESTLESS | dict(late=4),
     "moved concurrently, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),
@@ -80,7 +80,7 @@ def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, 
     """Return a case's core and executor over threads; see `make_core` for `stages`."""
     options = dict(FORCED[case])
     store = {name: options.pop(name) for name in ("late", "fails") if name in options}
-    store |= {name: options[name] for name in ("device_blocks", "host_blocks") if name in options}
+    store |= {name: options[name] for name in ("device_blocks", "cpu_blocks") if name in options}
     depth = 2 if overlap else pp
     core = make_core(options.pop("eviction")(), **options, depth=depth, overlap=overlap, stages=stages)
     return core, thread_executor(tp, pp, family, keeps=findable(core), **store)
@@ -156,14 +156,14 @@ def test_clock_skew_between_ranks_has_no_effect(tp: int, pp: int, monkeypatch: p
     """Ranks report durations, and no rank compares its clock with another's."""
     alone = outputs_alone("llama")
     skews: dict[int, float] = {}
-    mark = HostClock.mark
+    mark = CpuClock.mark
 
-    def skewed(clock: HostClock) -> float:
+    def skewed(clock: CpuClock) -> float:
         now = mark(clock)
         assert isinstance(now, float)
         return now + 1e5 * skews.setdefault(threading.get_ident(), len(skews) + 1)
 
-    monkeypatch.setattr(HostClock, "mark", skewed)
+    monkeypatch.setattr(CpuClock, "mark", skewed)
     requests = mixed_requests()
     events = run(*sharded("moved concurrently", "llama", tp, pp), requests)
     assert outputs(requests) == alone
@@ -303,7 +303,7 @@ def test_later_stages_move_blocks_while_waiting_and_exclude_waits_from_seconds()
             super().copy(move)
             self.copies.append(move)
 
-    pools = dict(device_blocks=4, host_blocks=4, block_size=BLOCK_SIZE)
+    pools = dict(device_blocks=4, cpu_blocks=4, block_size=BLOCK_SIZE)
     store = Store(model.config, model.dtype, model.device, shard=model.shard, **pools)  # type: ignore[arg-type]
     worker = Worker(model, store)
     begin = time.perf_counter()
@@ -346,7 +346,7 @@ def test_stages_on_gpus_are_timed_by_gpu_events(monkeypatch: pytest.MonkeyPatch)
     """The plan is queued without waiting for the GPU."""
     monkeypatch.setattr(worker, "DeviceClock", Events)
     model = random_model(CONFIGS["llama"], group=LaterStageOnCard(lambda: None))  # type: ignore[arg-type]
-    pools = dict(device_blocks=4, host_blocks=0, block_size=BLOCK_SIZE, shard=model.shard)
+    pools = dict(device_blocks=4, cpu_blocks=0, block_size=BLOCK_SIZE, shard=model.shard)
     store = KVStore(model.config, model.dtype, model.device, **pools)  # type: ignore[arg-type]
     monkeypatch.setattr(model, "device", torch.device("cuda"))
     stage = Worker(model, store)

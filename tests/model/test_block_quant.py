@@ -81,7 +81,7 @@ def test_block_size_relative_to_bfloat16(block_size: int, ratio: float) -> None:
     assert host.block_bytes == ratio * kv.block_bytes
     assert host.tensor.shape == (BLOCKS, host.block_bytes)
     shape = model_shape("opt-13b")
-    simulated = [shape.host_block_bytes(block_size, swap_dtype) for swap_dtype in ("int8", "auto")]
+    simulated = [shape.cpu_block_bytes(block_size, swap_dtype) for swap_dtype in ("int8", "auto")]
     assert simulated[0] == ratio * simulated[1]
 
 

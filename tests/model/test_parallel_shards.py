@@ -145,7 +145,7 @@ def test_read_and_random_parts_equal_slices_of_whole_tensors(tmp_path, part):
     assert not torch.equal(bias.take("b", 9), bias.take("c", 9))
 
 
-class HostCopy:
+class CpuCopy:
     """File that counts the elements read of each tensor.
 
     Args:
@@ -190,7 +190,7 @@ def test_ranks_read_only_their_own_weights(tmp_path, monkeypatch, name):
     read: Counter[str] = Counter()
     wholes: set[str] = set()
     monkeypatch.setattr(
-        loader, "safe_open", lambda path, framework: HostCopy(safe_open(path, framework=framework), read, wholes)
+        loader, "safe_open", lambda path, framework: CpuCopy(safe_open(path, framework=framework), read, wholes)
     )
     tied = name in ("llama-tied-mha", "opt")
     total: Counter[str] = Counter()

@@ -405,10 +405,10 @@ def test_prefix_hits_count_at_the_first_admission() -> None:
     metrics.observe(
         [Admitted(first, 0.0, 32, 12), Admitted(resumed, 0.0, 32), Admitted(unprefixed, 0.0), Admitted(first, 1.0, 16)]
     )
-    metrics.shares(cached=3, cached_on_host=4, shared=2, lent=1)
+    metrics.shares(cached=3, cached_on_cpu=4, shared=2, lent=1)
     found = metrics.snapshot()
     assert (found.row("prefix_cache_queries_total"), found.row("prefix_cache_hits_total")) == ([40], [20, 12])
-    assert (found.row("kv_cached_blocks"), found.row("kv_host_cached_blocks")) == ([3], [4])
+    assert (found.row("kv_cached_blocks"), found.row("kv_cpu_cached_blocks")) == ([3], [4])
     assert found.row("kv_shared_blocks") == [2]
 
 

@@ -163,7 +163,7 @@ def test_wait_reasons_of_swapped_out_kv() -> None:
     eviction.out = [setup.stepper.core.requests[1]]
     assert setup.reasons() == [None, "kv_in_transit"]
     setup.reasons()
-    assert setup.reasons() == [None, "kv_on_host"]
+    assert setup.reasons() == [None, "kv_on_cpu"]
 
 
 def test_requests_that_are_not_examined_share_the_reason_of_the_tail() -> None:

@@ -82,7 +82,7 @@ def test_a_drop_share_that_is_not_positive_is_refused(share: float) -> None:
 def test_pacing_saves_work_and_time_above_capacity_with_a_full_cpu_tier(recipe: str, depth: int) -> None:
     drops, ends = {}, {}
     for paced in (True, False):
-        world = World(recipe, device_blocks=60, host_blocks=30, depth=depth)
+        world = World(recipe, device_blocks=60, cpu_blocks=30, depth=depth)
         policies = build(recipe, Settings(world.cost, world.max_seqs, world.max_tokens), {"paced": paced})
         requests = load(300, 200, rate=200.0, prompts=(4, 40), outputs=(1, 60))
         done = run(world, requests, core=world.core(policies))

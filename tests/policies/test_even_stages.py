@@ -23,7 +23,7 @@ from support.policies import COST, SYSTEMS, SwapAll
 from support.recipes import RECIPES
 from support.watch import Stepper, World
 
-ROOMY = World(device_blocks=1000, host_blocks=0, block_size=16, max_seqs=200, max_tokens=4096)
+ROOMY = World(device_blocks=1000, cpu_blocks=0, block_size=16, max_seqs=200, max_tokens=4096)
 # These recipes compute whole prompts or reserve KV, so the load alone does not determine what runs.
 COUPLED = {"multires", "synccoupled"}
 CLAIMING = COUPLED | {recipe for recipe in RECIPES if recipe.startswith("econoserve")}

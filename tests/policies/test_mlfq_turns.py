@@ -52,7 +52,7 @@ def test_next_turns_match_the_paper(seed: int, hysteresis_s: float) -> None:
             queues.mlfq.on_finished(finished, queues.now)
     expected = enst(queues, live, starvation_s, last)
     asked = draw.sample(live, len(live) * 3 // 4)
-    turns = queues.mlfq.next_turns(asked, queues.now)
+    turns = queues.mlfq.expected_order(asked, queues.now)
     assert sorted(request.id for _, request in turns) == sorted(request.id for request in asked)
     assert [turn for turn, _ in turns] == sorted(turn for turn, _ in turns)
     for turn, request in turns:
@@ -68,20 +68,20 @@ def test_the_time_of_higher_queues_is_divided_by_the_batch_size() -> None:
     queues = Queues(hysteresis_s=1.0)
     low = queues.arrive(60)  # the seventh queue, below quanta of 63 seconds
     above = [queues.arrive(1) for _ in range(8)]
-    assert [turn for turn, _ in queues.mlfq.next_turns([low], 0.0)] == [8 * 63]
+    assert [turn for turn, _ in queues.mlfq.expected_order([low], 0.0)] == [8 * 63]
     pieces = [Slice(request, 0, 1, True, False, ()) for request in above]
     for _ in range(200):  # converge to steps of eight requests without any other change
         queues.mlfq._batch += 0.05 * (len(pieces) - queues.mlfq._batch)
-    assert [turn for turn, _ in queues.mlfq.next_turns([low], 0.0)] == pytest.approx([63], abs=1)
+    assert [turn for turn, _ in queues.mlfq.expected_order([low], 0.0)] == pytest.approx([63], abs=1)
 
 
 def test_a_step_without_slices_does_not_change_the_batch_size() -> None:
     queues = Queues(hysteresis_s=1.0)
     low, _ = queues.arrive(60), queues.arrive(1)
-    before = queues.mlfq.next_turns([low], 0.0)
+    before = queues.mlfq.expected_order([low], 0.0)
     for _ in range(10_000):
         queues.mlfq.on_scheduled((), 0.0)
-    assert queues.mlfq.next_turns([low], 0.0) == before
+    assert queues.mlfq.expected_order([low], 0.0) == before
 
 
 def test_turns_of_paced_promotions_are_spaced() -> None:
@@ -90,7 +90,7 @@ def test_turns_of_paced_promotions_are_spaced() -> None:
     requests = [queues.arrive(2000 + number) for number in range(3)]
     queues.arrive(1)
     queues.now = 10.0
-    turns = queues.mlfq.next_turns(requests, queues.now)
+    turns = queues.mlfq.expected_order(requests, queues.now)
     assert [(turn * 0.001, request) for turn, request in turns] == [
         (pytest.approx(20.0 * number), request) for number, request in enumerate(requests)
     ]

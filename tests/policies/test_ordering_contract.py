@@ -287,11 +287,11 @@ def test_next_turns_are_sorted_and_have_no_side_effects(
         apply(simulation, operation, number)
     asked = [request for number, request in enumerate(simulation.live) if chosen >> number & 1]
     before = {request: simulation.ordering.rank(request) for request in simulation.live}
-    turns = simulation.ordering.next_turns(iter(asked), simulation.now + later)
+    turns = simulation.ordering.expected_order(iter(asked), simulation.now + later)
     assert {request.id for _, request in turns} == {request.id for request in asked}
     assert len(turns) == len(asked)
     assert all(not other < one for (one, _), (other, _) in pairwise(turns))
-    assert simulation.ordering.next_turns(reversed(asked), simulation.now + later) == turns
+    assert simulation.ordering.expected_order(reversed(asked), simulation.now + later) == turns
     assert {request: simulation.ordering.rank(request) for request in simulation.live} == before
 
 
@@ -303,7 +303,7 @@ def test_turns_agree_with_ranks_where_time_does_not_change_them(name: str, opera
     for operation, number in operations:
         apply(simulation, operation, number)
     ordering = simulation.ordering
-    turns = ordering.next_turns(simulation.live, simulation.now)
+    turns = ordering.expected_order(simulation.live, simulation.now)
     assert [request for _, request in turns] == sorted(simulation.live, key=ordering.rank)
     for (one_turn, one), (other_turn, other) in pairwise(turns):
         assert (one_turn < other_turn) == ordering.outranks(one, other)

@@ -145,6 +145,6 @@ def test_a_turn_is_the_work_ahead_unless_aging_makes_it_sooner(aging_s: float, t
     for request in (first, second, last):
         ordering.on_arrived(request, 0.0)
     ordering.on_scheduled([Slice(first, 9, 1, True, False, ())], 0.0)
-    found = ordering.next_turns([last, first, second], 0.0)
+    found = ordering.expected_order([last, first, second], 0.0)
     assert [request for _, request in found] == [first, second, last]
     assert [turn * 0.1 for turn, _ in found] == pytest.approx(turns, abs=0.1)

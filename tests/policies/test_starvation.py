@@ -19,7 +19,7 @@ WORST = WorstCase(
     max_seqs=4,
     max_tokens=64,
     device_blocks=100,
-    host_blocks=0,
+    cpu_blocks=0,
     block_size=4,
     depth=1,
     moves_overlapped=False,
@@ -46,13 +46,13 @@ def test_chunks_and_a_small_device_lengthen_turns() -> None:
 
 
 def test_blocking_moves_swap_the_whole_device_out_and_in() -> None:
-    reactive = replace(WORST, host_blocks=100)
+    reactive = replace(WORST, cpu_blocks=100)
     assert reactive.stay_s == pytest.approx(8 * 7 * (0.1 + 2.0))
     assert reactive.around_s == pytest.approx(3 * (0.1 + 2.0))
 
 
 def test_overlapped_moves_cost_part_of_the_steps_and_the_wait_for_the_link() -> None:
-    proactive = replace(WORST, host_blocks=100, moves_overlapped=True)
+    proactive = replace(WORST, cpu_blocks=100, moves_overlapped=True)
     assert proactive.stay_s == pytest.approx(8 * ((7 + 3) * 0.25 + 6 * 0.16) + 2.0)
 
 
@@ -62,7 +62,7 @@ def test_overlapped_moves_cost_part_of_the_steps_and_the_wait_for_the_link() -> 
         {"requests": 9},
         {"max_len": 128},
         {"max_tokens": 32},
-        {"host_blocks": 1},
+        {"cpu_blocks": 1},
         {"depth": 2},
         {"cost": LinearCost(floor=0.11, prefill_token=0.0)},
         {"cost": LinearCost(floor=0.1, prefill_token=1e-3)},

@@ -97,7 +97,7 @@ class Scenario:
 
 def small(recipe: str, eviction: str | None = None, **settings: object) -> World:
     """Return a world in which half of the requests fit on the device; None keeps the recipe's own eviction."""
-    own = {"device_blocks": 20, "host_blocks": 30, "max_seqs": 5}
+    own = {"device_blocks": 20, "cpu_blocks": 30, "max_seqs": 5}
     return World(recipe, eviction=EVICTIONS[eviction] if eviction else None, **own | settings)  # type: ignore[arg-type]
 
 
@@ -141,8 +141,8 @@ def _lines(event: Event, blocks: dict[Request, Sequence[int]]) -> Iterator[str]:
         case Arrived(request=request):
             size = f"{len(request.prompt)} tokens, at most {request.max_tokens} more"
             yield f"arrive {request.id}: {size}{_options(request)}"
-        case Admitted(request=request, cached=cached, on_host=on_host) if cached:
-            yield f"find {cached} tokens of {request.id} in the prefix cache, {on_host} of them on the CPU tier"
+        case Admitted(request=request, cached=cached, on_cpu=on_cpu) if cached:
+            yield f"find {cached} tokens of {request.id} in the prefix cache, {on_cpu} of them on the CPU tier"
         case Reserved(request=request, parent=parent, blocks=count) if parent is not None:
             owner = parent.id if isinstance(parent, Request) else parent.name
             yield f"reserve {count} blocks for {request.id} out of those of {owner}"

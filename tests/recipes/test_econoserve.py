@@ -128,7 +128,7 @@ def seen(
     extent: Extent = OVERLOAD,
     *,
     kv_blocks: int = 1200,
-    host_blocks: int = 0,
+    cpu_blocks: int = 0,
     predictor: str = "oracle",
     slo: Slo = NO_SLO,
     **params: float | str,
@@ -138,7 +138,7 @@ def seen(
         SYSTEM,
         recipe=SPELLED[recipe],
         kv_blocks=kv_blocks,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         max_num_seqs=256,
         predictor=predictor,
         recipe_params={"padding": 0.0} | params,
@@ -176,7 +176,7 @@ def test_hosting_reduces_latency(order: dict[str, str], share: float) -> None:
 
 def test_hosted_requests_that_exceed_their_forecast_are_evicted_and_finish() -> None:
     """`seen` compares the lengths of all outputs with the true ones."""
-    wrong = seen("econoserve", predictor="noise:.5", host_blocks=1200)
+    wrong = seen("econoserve", predictor="noise:.5", cpu_blocks=1200)
     assert len(wrong.vacated) >= 3
     assert wrong.hosted >= 0.2
     assert wrong.record["kv"]["swapped_in_bytes"] == wrong.record["kv"]["swapped_out_bytes"] > 0
@@ -307,7 +307,7 @@ WORLDS = dict(
     eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
     seed=st.integers(0, 10**6),
     device_blocks=st.integers(25, 80),
-    host_blocks=st.sampled_from([0, 20, 80]),
+    cpu_blocks=st.sampled_from([0, 20, 80]),
     sigma=st.sampled_from([0.0, 0.5, 2.0]),
     reserve=st.sampled_from([0.0, 0.1, 0.5]),
     padding=st.sampled_from([0.0, 0.5]),
@@ -322,7 +322,7 @@ def disturbed(
     eviction: str | None,
     seed: int,
     device_blocks: int,
-    host_blocks: int,
+    cpu_blocks: int,
     sigma: float,
     reserve: float,
     padding: float,
@@ -340,7 +340,7 @@ def disturbed(
         overlap,
         EVICTIONS[eviction] if eviction else None,
         device_blocks,
-        host_blocks,
+        cpu_blocks,
         max_seqs=10,
         stages=stages,
         params=params,

@@ -32,7 +32,7 @@ MAX_TTFT_S = 1.0
 def world(recipe: str, weight: float | None) -> World:
     """Return a world with room for few of the requests at a time, and objectives that never limit a step."""
     params = (("ttft_s", 1000.0), ("tpot_s", 1000.0))
-    return World(recipe, device_blocks=80, host_blocks=80, fair_output_weight=weight, params=params)
+    return World(recipe, device_blocks=80, cpu_blocks=80, fair_output_weight=weight, params=params)
 
 
 def flood(client: str, count: int, first_id: int, *, output: int, at: float = 0.0) -> list[Request]:

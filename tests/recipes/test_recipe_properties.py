@@ -140,7 +140,7 @@ def failing(seed: int, share: float) -> Callable[[Move], bool]:
     seed=st.integers(0, 10**6),
     best_effort=st.sampled_from([0.0, 0.5]),
     device_blocks=st.integers(25, 70),  # the largest request of the load has 100 tokens, 25 blocks
-    host_blocks=st.integers(0, 80),
+    cpu_blocks=st.integers(0, 80),
     max_seqs=st.integers(1, 10),
     max_tokens=st.integers(1, 80),
     starvation_s=st.sampled_from([0.05, 0.3, 100.0]),
@@ -156,7 +156,7 @@ def test_all_requests_finish_in_any_world(
     seed: int,
     best_effort: float,
     device_blocks: int,
-    host_blocks: int,
+    cpu_blocks: int,
     max_seqs: int,
     max_tokens: int,
     starvation_s: float,
@@ -169,7 +169,7 @@ def test_all_requests_finish_in_any_world(
         pipeline,
         None if eviction in OTHERS else eviction,
         device_blocks=device_blocks,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         max_seqs=max_seqs,
         # These stop a third of all holders at every step, so prompts in chunks of one token would rarely finish.
         max_tokens=max(8, max_tokens) if eviction in ("chaos", "patchwork") else max_tokens,
@@ -232,15 +232,15 @@ def test_other_requests_run_during_slow_moves(eviction: str) -> None:
 
 
 @pytest.mark.parametrize("eviction", ["swap", "spill", "proactive", "chaos"])
-@pytest.mark.parametrize("host_blocks", range(6))
-def test_kv_is_recomputed_when_the_cpu_tier_is_full(eviction: str, host_blocks: int) -> None:
-    world = World(eviction=EVICTIONS[eviction], device_blocks=12, host_blocks=host_blocks)
+@pytest.mark.parametrize("cpu_blocks", range(6))
+def test_kv_is_recomputed_when_the_cpu_tier_is_full(eviction: str, cpu_blocks: int) -> None:
+    world = World(eviction=EVICTIONS[eviction], device_blocks=12, cpu_blocks=cpu_blocks)
     done = run(world, load(3, 20, prompts=(1, 20), outputs=(1, 20)))
     assert_served(done)
     ways = Counter(event.how for event in done.events if isinstance(event, Preempted))
     assert ways[Preemption.DROP] > 0
     moved = ways[Preemption.SWAP] + ways[Preemption.SPILL]
-    assert host_blocks == 1 or (moved > 0) == (host_blocks > 0)  # one block may be too small for all
+    assert cpu_blocks == 1 or (moved > 0) == (cpu_blocks > 0)  # one block may be too small for all
 
 
 # -- composition of batches -------------------------------------------------------------------------------------------

@@ -69,8 +69,8 @@ def test_a_failure_shows_the_first_divergent_step_and_the_lines_around_it() -> N
 
 def mechanisms(event: Event) -> Iterator[object]:
     match event:
-        case Admitted(cached=cached, on_host=on_host) if cached:
-            yield "a prefix-cache hit on the CPU tier" if on_host else "a prefix-cache hit"
+        case Admitted(cached=cached, on_cpu=on_cpu) if cached:
+            yield "a prefix-cache hit on the CPU tier" if on_cpu else "a prefix-cache hit"
         case Reserved(parent=Request()):
             yield "a reservation out of another request's"
         case Reserved(parent=parent, drawn=drawn) if parent is not None or drawn:

@@ -37,7 +37,7 @@ LIMITS = WorstCase(
     max_seqs=2,
     max_tokens=64,
     device_blocks=20,
-    host_blocks=0,
+    cpu_blocks=0,
     block_size=BLOCK_SIZE,
     depth=1,
     moves_overlapped=False,
@@ -107,7 +107,7 @@ class Duel:
         limits = self.limits
         settings = Settings(limits.cost, limits.max_seqs, limits.max_tokens, stages=limits.stages)
         policies = build(self.recipe, settings, {"starvation_s": self.starvation_s, "paced": False})
-        kv = KVLedger(limits.device_blocks, limits.host_blocks, limits.block_size)
+        kv = KVLedger(limits.device_blocks, limits.cpu_blocks, limits.block_size)
         scheduler = Scheduler(policies, kv, depth=limits.depth, overlap=limits.depth > limits.stages)
         self.core = EngineCore(scheduler)
         self.longest = self.now = 0.0
@@ -156,8 +156,8 @@ class Duel:
 
 
 def extremes(mode: str, depth: int, requests: int, slots: int, stages: int = 1) -> tuple[str, WorstCase]:
-    recipe, cost, host_blocks, overlapped = MODES[mode]
-    limits = replace(LIMITS, cost=cost, host_blocks=host_blocks, moves_overlapped=overlapped, stages=stages)
+    recipe, cost, cpu_blocks, overlapped = MODES[mode]
+    limits = replace(LIMITS, cost=cost, cpu_blocks=cpu_blocks, moves_overlapped=overlapped, stages=stages)
     return recipe, replace(limits, depth=depth, requests=requests, max_seqs=slots)
 
 
@@ -216,7 +216,7 @@ def test_swapped_requests_run_though_running_ones_leave_no_room_for_overlapped_m
 ) -> None:
     """Short requests, each replaced when finished, always hold some blocks, and run no later than the long one."""
     cost = replace(COST, attention_pair=3e-5, block=5e-4)
-    limits = replace(LIMITS, cost=cost, requests=3, device_blocks=blocks, host_blocks=20, moves_overlapped=True)
+    limits = replace(LIMITS, cost=cost, requests=3, device_blocks=blocks, cpu_blocks=20, moves_overlapped=True)
     assert Duel("fastserve", limits, lambda sent, *_: long if sent == 0 else short, 1.0).run(15.0) < 1.5
 
 

@@ -26,7 +26,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import TokenDetail, TokenLogprob
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.auth import AccessGuard
-from skipjoin.server.api.length_server import LengthServer, Questions
+from skipjoin.server.api.length_server import ForecastRequests, LengthServer
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
 from skipjoin.server.engines.messages import (
@@ -52,10 +52,10 @@ READY = Ready(
     max_model_len=tiny.CONTEXT,
     vocab_size=tiny.VOCAB,
     device_blocks=BLOCKS,
-    host_blocks=0,
+    cpu_blocks=0,
     block_size=16,
     block_bytes=1024,
-    host_block_bytes=1024,
+    cpu_block_bytes=1024,
     swap_dtype="auto",
     recipe="fcfs",
     dtype="none",
@@ -173,7 +173,7 @@ class Api:
         for engine in self.engines:
             engine.join(ready)
         tokenizer = load_tokenizer(folder)
-        self.questions = Questions(LengthServer(config), self.metrics) if config.forecast_url else None
+        self.questions = ForecastRequests(LengthServer(config), self.metrics) if config.forecast_url else None
         ask = self.questions and partial(self.questions.ask, tokenizer.decode)
         self.service.open(ready, tokenizer, keeper, ask)
         self.app: AccessGuard = build_app(self.service)

@@ -21,7 +21,7 @@ from skipjoin.server.engines import crash_isolation
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError
 from skipjoin.server.engines.messages import Ready, Refused, StepOutputs
-from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
+from skipjoin.server.engines.sequences import EngineSequence, OnEnd, OutputQueue
 from skipjoin.server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +48,7 @@ class World:
         self.metrics = Metrics()
         self.client = EngineClient(self.metrics, wanted=engines, clock=self.clock, **settings)
         self.engines = [self.new_engine() for _ in range(engines)]
-        self.mailbox = Mailbox()
+        self.mailbox = OutputQueue()
         self.ended: list[int] = []
 
     def new_engine(self) -> ScriptedEngine:

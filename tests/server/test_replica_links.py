@@ -29,7 +29,7 @@ from skipjoin.server.engines.engine_program import ORPHANED
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError
 from skipjoin.server.engines.link import EngineLink, EngineListener, NoAnswerError, connect
 from skipjoin.server.engines.messages import Add, ListenerKey, Setup
-from skipjoin.server.engines.sequences import Mailbox
+from skipjoin.server.engines.sequences import OutputQueue
 
 pytestmark = pytest.mark.anyio
 
@@ -40,7 +40,7 @@ async def generate(
     replicas: LocalReplicas, tokens: int, options: RequestOptions = DEFAULT_OPTIONS, **fields: Any
 ) -> list[int]:
     """Run one request and return its tokens."""
-    mailbox, found = Mailbox(), []
+    mailbox, found = OutputQueue(), []
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, **fields)
     replicas.client.submit(mailbox, 0, PROMPT, params, options=options)
     while True:

@@ -35,7 +35,7 @@ from support.watch import Stepper, World
 
 def state(number: int, **fields: Any) -> RequestState:
     """Return the state of a new request, with changed fields."""
-    empty = {"computed_tokens": 0, "device_blocks": 0, "host_blocks": 0, "wait_reason": None, "wait_s": None}
+    empty = {"computed_tokens": 0, "device_blocks": 0, "cpu_blocks": 0, "wait_reason": None, "wait_s": None}
     rank = {"service": ServiceClass.REAL_TIME, "is_urgent": False, "priority": 0}
     base = {"state": "waiting", **rank, "place": 0, "prompt_tokens": 8, "output_tokens": 0, **empty}
     return RequestState(number=number, **{**base, **fields})
@@ -67,8 +67,8 @@ def test_request_states_and_order() -> None:
         (3, "swapped", "no_slot"),
         (0, "waiting", "no_slot"),
     ]
-    assert (rows[2].device_blocks, rows[2].host_blocks) == (blocks(8), 0)
-    assert (rows[3].device_blocks, rows[3].host_blocks) == (0, blocks(8))
+    assert (rows[2].device_blocks, rows[2].cpu_blocks) == (blocks(8), 0)
+    assert (rows[3].device_blocks, rows[3].cpu_blocks) == (0, blocks(8))
     stepper.drain()
     assert describe(core, stepper.now) == []
 

@@ -22,7 +22,7 @@ from server_worlds import JSON, Api, MakeApi, StartServer
 from skipjoin.engine.text import Output
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.sampling import TokenDetail, TokenLogprob
-from skipjoin.server.engines.sequences import MAX_OF_SEQUENCE, MAX_WAITING, Mailbox
+from skipjoin.server.engines.sequences import MAX_OF_SEQUENCE, MAX_WAITING, OutputQueue
 from support.pace import STALL_S, max_stall_s, slowness
 
 pytestmark = pytest.mark.anyio
@@ -388,7 +388,7 @@ async def test_unread_output_ends_the_stream(api: Api) -> None:
 
 async def test_mailbox_is_bounded_and_read_in_parts() -> None:
     full = []
-    mailbox = Mailbox(lambda: full.append(1))
+    mailbox = OutputQueue(lambda: full.append(1))
     detail = TokenDetail(TokenLogprob(1, -1.0, ((1, -1.0),) * 14))
     max_outputs = (MAX_WAITING + MAX_OF_SEQUENCE) // 16
     for number in range(2 * max_outputs):

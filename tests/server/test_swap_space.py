@@ -32,7 +32,7 @@ def test_startup_line_and_metrics_report_the_cpu_pool(command: list[str]) -> Non
             device, cpu = (int(words[words.index(word) - 1]) for word in ("KV", "on"))
             # The CPU pool is twice as large, and its blocks take five eighths of a device block.
             assert cpu == pytest.approx(2 * device / 0.625, abs=3), ready
-            assert " on the host as int8, " in ready
+            assert " in CPU memory as int8, " in ready
             text = httpx.get(f"{ready.split(' at ')[1].split()[0]}/metrics").text
         finally:
             server.terminate()

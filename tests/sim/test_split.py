@@ -29,7 +29,7 @@ from support.watch import World
 
 order = attrgetter("request.id")
 TOKEN_BYTES, BYTES_PER_S = 1000, 1e6
-WORLD = World("fcfs", host_blocks=400)
+WORLD = World("fcfs", cpu_blocks=400)
 
 
 @dataclass
@@ -82,7 +82,7 @@ def split(
 
     def core(one: World, policies: Any) -> EngineCore:
         return EngineCore(
-            Scheduler(policies, KVLedger(one.device_blocks, one.host_blocks, one.block_size), depth=one.depth)
+            Scheduler(policies, KVLedger(one.device_blocks, one.cpu_blocks, one.block_size), depth=one.depth)
         )
 
     other = decode_world or world

@@ -72,7 +72,7 @@ class Ranks(Callbacks):
     def outranks(self, one: Request, other: Request) -> bool:
         return self.numbers[one.id] < self.numbers[other.id]
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.numbers[request.id], request) for request in sorted(requests, key=self.rank)]
 
 

@@ -47,7 +47,7 @@ class World:
     overlap: bool = False
     eviction: Callable[[], EvictionPolicy] | None = None
     device_blocks: int = 40
-    host_blocks: int = 60
+    cpu_blocks: int = 60
     block_size: int = 4
     max_seqs: int = 6
     max_tokens: int = 64
@@ -65,7 +65,7 @@ class World:
             requests=None,
             max_len=self.device_blocks * self.block_size,
             device_blocks=self.device_blocks,
-            host_blocks=self.host_blocks,
+            cpu_blocks=self.cpu_blocks,
             block_size=self.block_size,
             depth=self.depth,
         )
@@ -84,7 +84,7 @@ class World:
 
     def core(self, policies: Policies | None = None) -> WatchedCore:
         """Return a watched core of this world."""
-        kv = KVLedger(self.device_blocks, self.host_blocks, self.block_size)
+        kv = KVLedger(self.device_blocks, self.cpu_blocks, self.block_size)
         return WatchedCore(Scheduler(policies or self.policies(), kv, depth=self.depth, overlap=self.overlap))
 
 

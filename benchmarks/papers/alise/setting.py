@@ -21,7 +21,7 @@ A100 = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.
 KEPT = (
     *(
         f"settings.{name}"
-        for name in ("kv_blocks", "host_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
+        for name in ("kv_blocks", "cpu_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
     ),
 )
 

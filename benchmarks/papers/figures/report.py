@@ -95,7 +95,7 @@ def settings_of(
     groups: dict[str, Result] = {}
     for of in systems:
         name = f"{of.model} on {of.hardware}, cap {of.max_num_seqs}, {of.kv_blocks} blocks"
-        name += "" if of.swap_dtype == "auto" else f", {of.swap_dtype} on the host"
+        name += "" if of.swap_dtype == "auto" else f", {of.swap_dtype} in CPU memory"
         name += f", {of.max_tokens} tokens asked for" if isinstance(of.max_tokens, int) else ""
         recipes = groups.setdefault(name, {"recipes": [], **of.describe()})["recipes"]
         label = label_of(of.recipe)

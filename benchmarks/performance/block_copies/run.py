@@ -71,15 +71,15 @@ def make_store(block_kib: int, blocks: int, swap_dtype: str) -> KVStore:
         torch.bfloat16,
         torch.device("cpu"),
         device_blocks=blocks,
-        host_blocks=blocks,
+        cpu_blocks=blocks,
         block_size=BLOCK_TOKENS,
         swap_dtype=swap_dtype,
     )
-    assert store.host is not None
+    assert store.cpu is not None
     assert store.device.block_bytes == block_kib << 10
     # Untouched memory maps to one page of zeros, which is read faster than any other.
     store.device.tensor.fill_(1)
-    store.host.tensor.fill_(1)
+    store.cpu.tensor.fill_(1)
     return store
 
 
@@ -87,13 +87,13 @@ def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
     """Measure both directions with blocks of one size."""
     blocks = TOTAL_BYTES // (block_kib << 10)
     store, small = (make_store(block_kib, 2 * blocks, swap_dtype) for swap_dtype in ("auto", "int8"))
-    assert store.host is not None
+    assert store.cpu is not None
     draw, owner = random.Random(0), Request(0, 0.0, [0], 1)
     results = []
     for direction in LINK:
         source, target = (tuple(draw.sample(range(2 * blocks), blocks)) for _ in range(2))
         move = Move(direction, owner, source, target, blocks * BLOCK_TOKENS)
-        device, host = store.device.tensor.data_ptr(), store.host.tensor.data_ptr()
+        device, host = store.device.tensor.data_ptr(), store.cpu.tensor.data_ptr()
         to, rows = (host, device) if direction is Direction.OUT else (device, host)
         in_blocks: list[float] = []
         in_one: list[float] = []
@@ -137,13 +137,13 @@ class Decoder:
             model.dtype,
             model.device,
             device_blocks=own + spare,
-            host_blocks=spare,
+            cpu_blocks=spare,
             block_size=BLOCK_TOKENS,
             swap_dtype=swap_dtype,
         )
-        assert store.host is not None
+        assert store.cpu is not None
         store.device.tensor.fill_(0.01)
-        store.host.tensor.fill_(0 if swap_dtype == "int8" else 0.01)
+        store.cpu.tensor.fill_(0 if swap_dtype == "int8" else 0.01)
         self.executor = LocalExecutor(model, store)
         self.move_bytes = MOVE_BLOCKS * store.device.block_bytes
         self.landed = self.on_way = 0

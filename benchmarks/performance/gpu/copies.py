@@ -160,13 +160,13 @@ def make_store(device: str, block_bytes: int, blocks: int, swap_dtype: str = "au
         torch.bfloat16,
         torch.device(device),
         device_blocks=blocks,
-        host_blocks=blocks,
+        cpu_blocks=blocks,
         block_size=_BLOCK_TOKENS,
         swap_dtype=swap_dtype,
     )
     assert store.device.block_bytes == block_bytes
-    assert store.host is not None
-    for pool in (store.device, store.host):
+    assert store.cpu is not None
+    for pool in (store.device, store.cpu):
         pool.tensor.fill_(1)
     return store
 

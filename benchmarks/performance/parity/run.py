@@ -68,7 +68,7 @@ def real_run(engine: Engine, jobs: list[WorkloadRequest], cost: LinearCost) -> t
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
     taken_s = expected_s = 0.0
-    usage = EngineUsage(device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.host_block_bytes)
+    usage = EngineUsage(device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.cpu_block_bytes)
     begin = loop.clock()
     left = deque(enumerate(jobs))
     while left or not loop.idle:

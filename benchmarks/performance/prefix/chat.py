@@ -91,7 +91,7 @@ def start_servers(stack: ExitStack, args: argparse.Namespace, kv_gib: float, mod
     ours = ("--recipe", "fcfs", "--max-num-seqs", MAX_SEQS, "--kv-cache-gib", kv_gib, "--max-model-len", 1024)
     kinds = {
         "skipjoin": ("--swap-space", CPU_GIB),
-        "skipjoin, no host pool": ("--swap-space", 0),
+        "skipjoin, no CPU pool": ("--swap-space", 0),
         "skipjoin, no caching": ("--swap-space", CPU_GIB, "--no-enable-prefix-caching"),
     }
     found: dict[str, Server] = {

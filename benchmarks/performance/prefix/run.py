@@ -74,9 +74,9 @@ def _names(group: int, conversation: int, tokens: int) -> tuple[int, ...]:
     return tuple(index + 1000 * (group if index < common else 10 + conversation) for index in range(tokens // PART))
 
 
-def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000, host_gib: float = 0) -> System:
+def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20_000, cpu_gib: float = 0) -> System:
     """Return a GPU with `blocks` of KV; without a CPU pool, preempted requests are recomputed."""
-    machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=host_gib)
+    machine = Machine(hardware="a100-80gb", model="qwen3-8b", block_size=block_size, swap_gib=cpu_gib)
     (found,) = machine.systems(SPELLED[recipe])
     return replace(found, kv_blocks=blocks, max_model_len=length, max_num_batched_tokens=8192)
 
@@ -142,10 +142,10 @@ def tiers() -> Result:
     for name, rate, pools in (("sizes", 0.6, (1017, 2034)), ("twice the load", 1.2, (800,))):
         trace = conversations(0, 1500, rate=rate)
         rows = []
-        for recipe, blocks, host_gib in product(("fcfs", "fastserve"), pools, (0, 8, 64)):
-            record = run(Cell(system(recipe, blocks, host_gib=host_gib), Replay(trace), WHOLE))
-            use = {"recipe": recipe, "kv_blocks": blocks, "host_gib": host_gib, **found(record)}
-            use["hit_rate_on_host"] = record["prefix"]["hit_on_host_tokens"] / record["prefix"]["queried_tokens"]
+        for recipe, blocks, cpu_gib in product(("fcfs", "fastserve"), pools, (0, 8, 64)):
+            record = run(Cell(system(recipe, blocks, cpu_gib=cpu_gib), Replay(trace), WHOLE))
+            use = {"recipe": recipe, "kv_blocks": blocks, "cpu_gib": cpu_gib, **found(record)}
+            use["hit_rate_on_cpu"] = record["prefix"]["hit_on_cpu_tokens"] / record["prefix"]["queried_tokens"]
             use["saved_gb"] = record["prefix"]["saved_bytes"] / 1e9
             use["swapped_out_gb"] = record["kv"]["swapped_out_bytes"] / 1e9
             rows.append(use)

@@ -112,7 +112,7 @@ class Profile:
     host_s: float
     block_size: int
     kv_bytes_per_block: int
-    host_bytes_per_block: int
+    cpu_bytes_per_block: int
     weight_bytes: int
     vocab_size: int
     max_positions: int
@@ -197,7 +197,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def _check(profile: Profile) -> None:
-    sizes = ("block_size", "kv_bytes_per_block", "host_bytes_per_block", "weight_bytes", "vocab_size", "max_positions")
+    sizes = ("block_size", "kv_bytes_per_block", "cpu_bytes_per_block", "weight_bytes", "vocab_size", "max_positions")
     for name in sizes:
         if getattr(profile, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(profile, name)}")

@@ -84,7 +84,7 @@ def base_url(field: str, given: str) -> str:
 def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
     """Raise `ConfigError` for int8 swapping without a CPU tier."""
     if swap_dtype == "int8" and size == 0:
-        raise ConfigError(f"swap_dtype int8 is for KV on the host: {field} must be above 0, got {size:g}")
+        raise ConfigError(f"swap_dtype int8 is for KV in CPU memory: {field} must be above 0, got {size:g}")
 
 
 def check_not_one_card(device: str) -> None:

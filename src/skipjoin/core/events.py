@@ -16,8 +16,8 @@ class Preemption(Enum):
     """What happened to the KV of a preempted request."""
 
     PAUSE = "kept on the device"
-    SPILL = "moved to the host in part"
-    SWAP = "moved to the host"
+    SPILL = "moved to CPU memory in part"
+    SWAP = "moved to CPU memory"
     DROP = "dropped, to be recomputed"
 
 
@@ -33,13 +33,13 @@ class Admitted(NamedTuple):
 
     Attributes:
         cached: Prefix-cache hit in tokens.
-        on_host: Number of the hit's last tokens that were on the CPU tier.
+        on_cpu: Number of the hit's last tokens that were on the CPU tier.
     """
 
     request: Request
     now: float
     cached: int = 0
-    on_host: int = 0
+    on_cpu: int = 0
 
 
 class Reserved(NamedTuple):

@@ -98,7 +98,7 @@ class Ordering(Protocol):
         """Return whether `one` may evict `other` to be admitted: it is strictly more important."""
         ...
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """Return the requests in the order in which they are expected to run next, soonest first.
 
         Returns:

@@ -32,10 +32,10 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     device_blocks: int
-    host_blocks: int
+    cpu_blocks: int
     block_size: int
     block_bytes: int
-    host_block_bytes: int
+    cpu_block_bytes: int
     swap_dtype: str
     recipe: str
     recipe_params: dict[str, Value]
@@ -71,13 +71,13 @@ def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share:
 def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
     """Build an engine on a loaded model. Engines may share it one after the other, once the previous one is idle."""
     executor = loaded.executor
-    blocks, host_blocks, block_size = executor.pools
+    blocks, cpu_blocks, block_size = executor.pools
     spec = executor.rank_specs[0]
     cost = LearningCost(start_cost(config, loaded, on_progress))
     recipe = find(config.recipe)
     settings = recipe_settings(config, cost, engine_limits(config, loaded))
     params = recipe.resolve(settings, config.recipe_params)
-    ledger = KVLedger(blocks, host_blocks, block_size, is_exact=spec.swap_dtype == "auto")
+    ledger = KVLedger(blocks, cpu_blocks, block_size, is_exact=spec.swap_dtype == "auto")
     scheduler = make_scheduler(config, recipe.make(settings, params), ledger, depth_of(config, executor))
     info = EngineInfo(
         model=config.model,
@@ -86,10 +86,10 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
         device_blocks=blocks,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         block_size=block_size,
         block_bytes=sum(spec.block_bytes for spec in executor.rank_specs),
-        host_block_bytes=sum(spec.host_block_bytes for spec in executor.rank_specs),
+        cpu_block_bytes=sum(spec.cpu_block_bytes for spec in executor.rank_specs),
         swap_dtype=spec.swap_dtype,
         recipe=recipe.name,
         recipe_params=asdict(params),

@@ -13,7 +13,7 @@ from skipjoin.builtin import MODEL_NAME, builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.config.profile import ProfileKey
 from skipjoin.engine.profiling.profiler import profile_key
-from skipjoin.engine.sizing import device_blocks, host_blocks
+from skipjoin.engine.sizing import cpu_blocks, device_blocks
 from skipjoin.exec.base import RankError
 from skipjoin.exec.graphs import graph_batch_sizes, graph_bytes, record_graphs, replays
 from skipjoin.exec.local import LocalExecutor
@@ -83,8 +83,8 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     graphs_take = graph_bytes(model, sizes, peak.decodes)
     budget = memory_budget_of(model, config.gpu_memory_utilization, peak=peak.all, graph_bytes=graphs_take)
     rank_specs = (rank_spec_of(model, config.block_size, threads, config.swap_dtype),)
-    blocks, host_blocks = _pools(config, rank_specs, (budget,), max_len)
-    store = make_store(model, blocks, host_blocks, config.block_size, config.swap_dtype)
+    blocks, cpu_blocks = _pools(config, rank_specs, (budget,), max_len)
+    store = make_store(model, blocks, cpu_blocks, config.block_size, config.swap_dtype)
     warm_up(model, store.device, largest, partial(on_progress, "compiling kernels"))
     on_record = partial(on_progress, "recording decode steps")
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
@@ -138,7 +138,7 @@ def _pools(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
 ) -> tuple[int, int]:
     blocks = device_blocks(config, rank_specs, budgets, max_len)
-    return blocks, host_blocks(config, rank_specs, budgets, blocks)
+    return blocks, cpu_blocks(config, rank_specs, budgets, blocks)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -39,12 +39,12 @@ def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits 
 
 def engine_limits(config: EngineConfig, loaded: Loaded) -> EngineLimits:
     """Return the maximum load of an engine on this model."""
-    blocks, host_blocks, block_size = loaded.executor.pools
+    blocks, cpu_blocks, block_size = loaded.executor.pools
     return EngineLimits(
         requests=config.max_live_requests,
         max_len=loaded.max_len,
         device_blocks=blocks,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         block_size=block_size,
         depth=depth_of(config, loaded.executor),
     )

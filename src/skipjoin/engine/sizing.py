@@ -66,25 +66,25 @@ def _what_is_left(
     )
 
 
-def host_blocks(
+def cpu_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], device_blocks: int
 ) -> int:
     """Return the number of CPU KV blocks: the configured size, or a fraction of the free RAM."""
-    block_bytes = sum(spec.host_block_bytes for spec in rank_specs)
+    block_bytes = sum(spec.cpu_block_bytes for spec in rank_specs)
     pairs = list(zip(rank_specs, budgets, strict=True))
     spec, budget = min(
-        pairs, key=lambda pair: _max_host_bytes(pair[0], pair[1], device_blocks) // pair[0].host_block_bytes
+        pairs, key=lambda pair: _max_cpu_bytes(pair[0], pair[1], device_blocks) // pair[0].cpu_block_bytes
     )
-    left = _max_host_bytes(spec, budget, device_blocks)
+    left = _max_cpu_bytes(spec, budget, device_blocks)
     asked = config.swap_space_gib
     if asked is None:
-        blocks = min(_SWAP_MOST // block_bytes, min(int(budget.ram * _SWAP_SHARE), left) // spec.host_block_bytes)
+        blocks = min(_SWAP_MOST // block_bytes, min(int(budget.ram * _SWAP_SHARE), left) // spec.cpu_block_bytes)
         if not blocks and config.swap_dtype == "int8":
             have = _have(spec, budget, device_blocks, len(rank_specs))
-            raise ConfigError(f"swap_dtype int8 is for KV on the host, which has no room for it: {have}")
+            raise ConfigError(f"swap_dtype int8 is for KV in CPU memory, which has no room for it: {have}")
         return blocks
     # Over the pools of all ranks.
-    scale = block_bytes / spec.host_block_bytes
+    scale = block_bytes / spec.cpu_block_bytes
     size, most = int(asked * _GIB), int(left * scale)
     if size > most:
         # Rounded to a value that works, here and below.
@@ -100,7 +100,7 @@ def _usual(spec: RankSpec, budget: MemoryBudget) -> int:
     return budget.device if spec.device_kind == "cuda" else min(_CPU_MOST, int(budget.device * _CPU_SHARE))
 
 
-def _max_host_bytes(spec: RankSpec, budget: MemoryBudget, device_blocks: int) -> int:
+def _max_cpu_bytes(spec: RankSpec, budget: MemoryBudget, device_blocks: int) -> int:
     # A CPU's device pool is in RAM too, but its untouched blocks still count as free.
     taken = 0 if spec.device_kind == "cuda" else device_blocks * spec.block_bytes
     return max(0, budget.ram - taken - _SWAP_SPARE)

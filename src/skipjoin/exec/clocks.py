@@ -23,7 +23,7 @@ class Clock(Protocol):
     def is_past(self, mark: Mark) -> bool: ...
 
 
-class HostClock:
+class CpuClock:
     """CPU clock."""
 
     def mark(self) -> Mark:

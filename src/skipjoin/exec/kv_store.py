@@ -29,7 +29,7 @@ class KVStore:
     """KV blocks of both tiers in the same block-major layout, so that a block moves as one contiguous copy.
 
     Args:
-        host_blocks: 0 allocates no CPU pool.
+        cpu_blocks: 0 allocates no CPU pool.
         shard: This rank's; block numbers are the same on all ranks.
         swap_dtype: auto, or int8 for 8 bits per number in the CPU tier.
     """
@@ -41,7 +41,7 @@ class KVStore:
         device: torch.device,
         *,
         device_blocks: int,
-        host_blocks: int,
+        cpu_blocks: int,
         block_size: int,
         shard: Shard = WHOLE,
         swap_dtype: str = "auto",
@@ -51,29 +51,29 @@ class KVStore:
         self._quantized: QuantizedCopies | None = None
         self._spans: SpanCopies | None = None
         self.device = PagedKV(device_blocks, block_size, config, dtype, device, shard=shard)
-        self.host: PagedKV | QuantizedKV | None = None
+        self.cpu: PagedKV | QuantizedKV | None = None
         is_cuda = device.type == "cuda"
-        if host_blocks and swap_dtype == "int8":
-            self.host = QuantizedKV(host_blocks, block_size, config, pin=is_cuda, shard=shard)
-            self._quantized = QuantizedCopies(self.device, self.host)
-        elif host_blocks:
-            self.host = PagedKV(host_blocks, block_size, config, dtype, "cpu", pin=is_cuda, shard=shard)
-            self._spans = SpanCopies(self.device, self.host)
+        if cpu_blocks and swap_dtype == "int8":
+            self.cpu = QuantizedKV(cpu_blocks, block_size, config, pin=is_cuda, shard=shard)
+            self._quantized = QuantizedCopies(self.device, self.cpu)
+        elif cpu_blocks:
+            self.cpu = PagedKV(cpu_blocks, block_size, config, dtype, "cpu", pin=is_cuda, shard=shard)
+            self._spans = SpanCopies(self.device, self.cpu)
             if device.type == "cpu":
                 # Requested here because it may have to be compiled first.
                 self._copy_blocks = block_copy()
-            elif is_cuda and self.host.tensor.is_pinned():
+            elif is_cuda and self.cpu.tensor.is_pinned():
                 self._kernel = _blocks_kernel()
                 if self.device.block_bytes < _MIN_RUN_BYTES:
                     # Compiled here rather than in the first step that needs it. Both blocks are zeros.
-                    self._launch(self.host.block_view(), self.device.block_view(), (0,), (0,))
+                    self._launch(self.cpu.block_view(), self.device.block_view(), (0,), (0,))
 
     def copy(self, move: Move) -> None:
         """Execute a move on the calling thread, without the GIL, or on CUDA queue it on the current stream."""
-        if self.host is None:
-            raise ValueError("a plan moves KV blocks, but there is no host pool")
-        source = self.host if move.direction is Direction.IN else self.device
-        target = self.host if move.direction is Direction.OUT else self.device
+        if self.cpu is None:
+            raise ValueError("a plan moves KV blocks, but there is no CPU pool")
+        source = self.cpu if move.direction is Direction.IN else self.device
+        target = self.cpu if move.direction is Direction.OUT else self.device
         if len(move.source) != len(move.target):
             raise ValueError(f"a move has {len(move.source)} blocks in source and {len(move.target)} in target")
         if not move.spans and -(-move.tokens // self.device.block_size) != len(move.source):

@@ -74,7 +74,7 @@ class LocalExecutor:
     @property
     def pools(self) -> tuple[int, int, int]:
         store = self.store
-        return store.device.num_blocks, store.host.num_blocks if store.host else 0, store.device.block_size
+        return store.device.num_blocks, store.cpu.num_blocks if store.cpu else 0, store.device.block_size
 
     def touch(self, blocks: int) -> None:
         touch(self.store.device, blocks)

@@ -65,7 +65,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
             model.dtype,
             model.device,
             device_blocks=1,
-            host_blocks=0,
+            cpu_blocks=0,
             block_size=block_size,
             shard=shard,
         )

@@ -10,7 +10,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.sampler import PromptLogprob, prompt_logprobs
-from skipjoin.model.transfer import HostCopy
+from skipjoin.model.transfer import CpuCopy
 from skipjoin.sampling import TokenLogprob
 
 
@@ -22,7 +22,7 @@ def wants_scores(slice_: Slice) -> bool:
 
 def score_prompt(
     slice_: Slice, rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
-) -> HostCopy[list[PromptLogprob]]:
+) -> CpuCopy[list[PromptLogprob]]:
     """Score the prompt tokens that the slice's `CausalLM.wanted_rows` predict."""
     targets = _targets(slice_)
     return prompt_logprobs(rows[: len(targets)], targets, _asked(slice_.request) or 0, logits_of)

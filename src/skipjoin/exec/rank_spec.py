@@ -43,7 +43,7 @@ class RankSpec(NamedTuple):
     stage: int
     weight_bytes: int
     block_bytes: int
-    host_block_bytes: int
+    cpu_block_bytes: int
     attention_width: int
     dtype: str
     swap_dtype: str
@@ -110,7 +110,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         stage=shard.pp_rank,
         weight_bytes=model.weight_bytes,
         block_bytes=block_bytes,
-        host_block_bytes=QuantizedKV.bytes_per_block(config, block_size, shard) if is_quantized else block_bytes,
+        cpu_block_bytes=QuantizedKV.bytes_per_block(config, block_size, shard) if is_quantized else block_bytes,
         attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
         dtype=str(model.dtype).removeprefix("torch.") + ("" if quantization == "none" else f", {quantization} weights"),
         swap_dtype=swap_dtype,
@@ -159,7 +159,7 @@ def _free_here() -> int:
 
 
 def make_store(
-    model: CausalLM, device_blocks: int, host_blocks: int, block_size: int, swap_dtype: str = "auto"
+    model: CausalLM, device_blocks: int, cpu_blocks: int, block_size: int, swap_dtype: str = "auto"
 ) -> KVStore:
     """Allocate the KV pools of a rank."""
     return KVStore(
@@ -167,7 +167,7 @@ def make_store(
         model.dtype,
         model.device,
         device_blocks=device_blocks,
-        host_blocks=host_blocks,
+        cpu_blocks=cpu_blocks,
         block_size=block_size,
         shard=model.shard,
         swap_dtype=swap_dtype,

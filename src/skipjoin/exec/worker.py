@@ -10,7 +10,7 @@ import torch
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import PAUSE_S, Slice, StageTime, StepPlan, StepResult
-from skipjoin.exec.clocks import DeviceClock, HostClock, Mark
+from skipjoin.exec.clocks import CpuClock, DeviceClock, Mark
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.prompt_scores import keep_scores, score_prompt, wants_scores
@@ -21,7 +21,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, SamplingState, joined
-from skipjoin.model.transfer import HostCopy, send
+from skipjoin.model.transfer import CpuCopy, send
 from skipjoin.sampling import TokenDetail, TokenLogprob
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class InFlightStep:
     states: Sequence[RequestState] = ()
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
-    scores: list[tuple[int, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
+    scores: list[tuple[int, CpuCopy[list[PromptLogprob]]]] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     end: Mark | None = None
     waited: float = 0.0
@@ -53,7 +53,7 @@ class InFlightStep:
 class _Part:
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
-    scores: list[tuple[int, HostCopy[list[PromptLogprob]]]] = field(default_factory=list)
+    scores: list[tuple[int, CpuCopy[list[PromptLogprob]]]] = field(default_factory=list)
 
 
 class Worker:
@@ -80,10 +80,10 @@ class Worker:
         self.model = model
         self.store = store
         self._graphs = graphs
-        self._copier = copier or (copier_for(store) if store.host is not None else None)
+        self._copier = copier or (copier_for(store) if store.cpu is not None else None)
         self._sampler = _sampler(model)
         self._alone = model.shard.ranks == 1
-        self._clock = DeviceClock(model.device) if model.device.type == "cuda" else HostClock()
+        self._clock = DeviceClock(model.device) if model.device.type == "cuda" else CpuClock()
         # Tokens sampled by the latest plan and the row of each request, for slices of the next plan that await them.
         self._sampled: SampledTokens | None = None
         self._rows: dict[Request, int] = {}
@@ -102,7 +102,7 @@ class Worker:
             GroupError: If another rank is lost.
         """
         if self._copier is None and (plan.blocking or plan.overlapped):
-            raise ValueError(f"plan {plan.id} moves KV blocks, but there is no host pool")
+            raise ValueError(f"plan {plan.id} moves KV blocks, but there is no CPU pool")
         waited = self.model.group.waited_s
         in_flight = InFlightStep(plan, self._clock.mark(), Ended([], []))
         if self._copier is not None and plan.blocking:

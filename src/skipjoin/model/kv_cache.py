@@ -39,7 +39,7 @@ class PagedKV:
         shape = (num_blocks, layers, 2, kv_heads, block_size, config.head_dim)
         if torch.device(device).type == "cpu":
             size = num_blocks * self.bytes_per_block(config, block_size, dtype, shard)
-            self.tensor = _host_bytes(self, size, pin=pin).view(dtype).view(shape)
+            self.tensor = _cpu_bytes(self, size, pin=pin).view(dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         # Per layer [num_blocks, block_size, kv_heads, head_dim]: kernels use the strides.
@@ -92,7 +92,7 @@ class QuantizedKV:
         self.num_blocks = num_blocks
         self.shape = (_heads(config, shard), block_size, config.head_dim)
         self.block_bytes = self.bytes_per_block(config, block_size, shard)
-        self.tensor = _host_bytes(self, num_blocks * self.block_bytes, pin=pin).view(num_blocks, self.block_bytes)
+        self.tensor = _cpu_bytes(self, num_blocks * self.block_bytes, pin=pin).view(num_blocks, self.block_bytes)
 
     def block_view(self) -> torch.Tensor:
         return self.tensor
@@ -113,7 +113,7 @@ def _heads(config: ModelConfig, shard: Shard) -> int:
     return len(shard.layers(config)) * 2 * len(shard.kv_heads(config))
 
 
-def _host_bytes(pool: PagedKV | QuantizedKV, size: int, *, pin: bool) -> torch.Tensor:
+def _cpu_bytes(pool: PagedKV | QuantizedKV, size: int, *, pin: bool) -> torch.Tensor:
     if not pin:
         return large_page_bytes(size)
     memory, unlock = page_locked_bytes(size)

@@ -31,7 +31,8 @@ def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
         with contextlib.suppress(RuntimeError):
             return torch.zeros(size, dtype=torch.uint8, pin_memory=True), lambda: None
     _log.warning(
-        "%.2f GiB for KV on the host cannot be page-locked: steps will wait for copies to and from it", size / (1 << 30)
+        "%.2f GiB for KV in CPU memory cannot be page-locked: steps will wait for copies to and from it",
+        size / (1 << 30),
     )
     return _mapped(size), lambda: None
 

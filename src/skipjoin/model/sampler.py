@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from skipjoin.model.logits_processors import LogitsProcessor, ProcessorState, default_processors
-from skipjoin.model.transfer import HostCopy, send
+from skipjoin.model.transfer import CpuCopy, send
 from skipjoin.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -84,7 +84,7 @@ class SampledTokens(NamedTuple):
     """Tokens of all rows, int64 [rows] on the device, and their report in transit to the CPU."""
 
     tokens: torch.Tensor
-    report: HostCopy[list[Sampled]]
+    report: CpuCopy[list[Sampled]]
 
 
 def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
@@ -95,10 +95,10 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
     return SampledTokens(tokens, JoinedReports([part.report for part in parts]))
 
 
-class JoinedReports(HostCopy[list[Sampled]]):
+class JoinedReports(CpuCopy[list[Sampled]]):
     """Samples of several copies, concatenated."""
 
-    def __init__(self, parts: Sequence[HostCopy[list[Sampled]]]) -> None:
+    def __init__(self, parts: Sequence[CpuCopy[list[Sampled]]]) -> None:
         self._parts = parts
 
     def read(self) -> list[Sampled]:
@@ -167,7 +167,7 @@ class Sampler:
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
         if not rows:
-            return SampledTokens(logits.new_empty(0, dtype=torch.int64), HostCopy([], lambda _: []))
+            return SampledTokens(logits.new_empty(0, dtype=torch.int64), CpuCopy([], lambda _: []))
         adjusted = self._adjusted(logits, rows)
         params = [row.state.params for row in rows]
         random = [i for i, one in enumerate(params) if one.temperature > 0]
@@ -213,14 +213,14 @@ def prompt_logprobs(
     targets: Sequence[int],
     k: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
-) -> HostCopy[list[PromptLogprob]]:
+) -> CpuCopy[list[PromptLogprob]]:
     """Compute the logprobs of `targets` and `k` alternatives, one target per row.
 
     Args:
         logits_of: Maps at most `_SCORED_ROWS` rows to logits [rows, vocab]; by default the rows are logits.
     """
     if not len(targets):
-        return HostCopy([], lambda _: [])
+        return CpuCopy([], lambda _: [])
     index = send(targets, rows.device, torch.int64)[:, None]
     parts = zip(rows.split(_SCORED_ROWS), index.split(_SCORED_ROWS), strict=True)
     scored = [_scored(logits_of(part), wanted, k) for part, wanted in parts]
@@ -230,7 +230,7 @@ def prompt_logprobs(
         rows = zip(chosen.tolist(), _alternatives(ids, values), ranks.tolist(), strict=True)
         return [PromptLogprob(logprob, top, rank) for logprob, top, rank in rows]
 
-    return HostCopy([torch.cat(parts) for parts in zip(*scored, strict=True)], build)
+    return CpuCopy([torch.cat(parts) for parts in zip(*scored, strict=True)], build)
 
 
 def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
@@ -269,10 +269,10 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
-def _report(logits: torch.Tensor, tokens: torch.Tensor, params: Sequence[SamplingParams]) -> HostCopy[list[Sampled]]:
+def _report(logits: torch.Tensor, tokens: torch.Tensor, params: Sequence[SamplingParams]) -> CpuCopy[list[Sampled]]:
     wanted = [i for i, one in enumerate(params) if one.logprobs is not None]
     if not wanted:
-        return HostCopy([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
+        return CpuCopy([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
     if len(wanted) == len(params):
         scored, reported = logits, tokens
     else:
@@ -290,7 +290,7 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, params: Sequence[Samplin
             sampled[i] = Sampled(sampled[i].token, logprob, top[:count])
         return sampled
 
-    return HostCopy([tokens, chosen, best, logprobs.gather(1, best)], build)
+    return CpuCopy([tokens, chosen, best, logprobs.gather(1, best)], build)
 
 
 def _alternatives(ids: torch.Tensor, values: torch.Tensor) -> list[Alternatives]:

@@ -20,7 +20,7 @@ def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None 
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
-class HostCopy(Generic[T]):
+class CpuCopy(Generic[T]):
     """Value that `make` builds from tensors being copied to the CPU.
 
     The copy is queued on the current stream, so later work may overwrite the device tensors.

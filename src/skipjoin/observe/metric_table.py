@@ -75,7 +75,7 @@ _OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 PREEMPTIONS = tuple(how.name.lower() for how in Preemption)
 _PROACTIVE = ("false", "true")
-_TIERS = ("device", "host")
+_TIERS = ("device", "cpu")
 # The index is `is_best_effort`.
 CLASSES = (ServiceClass.REAL_TIME.value, ServiceClass.BEST_EFFORT.value)
 # Values of `Forecast.source`.
@@ -129,7 +129,7 @@ ENGINE_METRICS = (
         in_vllm=True,
     ),
     Metric("kv_cached_blocks", "gauge", "Number of free device blocks in the prefix cache."),
-    Metric("kv_host_cached_blocks", "gauge", "Number of free blocks of the CPU tier in the prefix cache."),
+    Metric("kv_cpu_cached_blocks", "gauge", "Number of free blocks of the CPU tier in the prefix cache."),
     Metric("kv_shared_blocks", "gauge", "Number of device blocks that several requests hold."),
     Metric("kv_lent_blocks", "gauge", "Number of bidirectional blocks, which two requests fill."),
     Metric(

@@ -164,7 +164,7 @@ class EngineMetrics:
         self._live: set[Request] = set()
         self._new: set[Request] = set()  # not admitted yet
         self._running: set[Request] = set()
-        self._on_host: dict[Request, int] = {}  # blocks
+        self._on_cpu: dict[Request, int] = {}  # blocks
         self._in_flight = 0
         self._held = 0
         self._now = 0.0  # time of the last event
@@ -213,17 +213,17 @@ class EngineMetrics:
                 self._classes[is_best_effort].next(gap, count)
             gaps.clear()
 
-    def shares(self, *, cached: int, cached_on_host: int, shared: int, lent: int) -> None:
+    def shares(self, *, cached: int, cached_on_cpu: int, shared: int, lent: int) -> None:
         """Set the block gauges that no event reports.
 
         Args:
             cached: Free device blocks with cached KV.
-            cached_on_host: Free CPU blocks with cached KV.
+            cached_on_cpu: Free CPU blocks with cached KV.
             shared: Device blocks with several owners.
             lent: Bidirectional blocks, in which each owner has its own slots.
         """
         self._rows["kv_cached_blocks"][0] = cached
-        self._rows["kv_host_cached_blocks"][0] = cached_on_host
+        self._rows["kv_cpu_cached_blocks"][0] = cached_on_cpu
         self._rows["kv_shared_blocks"][0] = shared
         self._rows["kv_lent_blocks"][0] = lent
 
@@ -246,8 +246,8 @@ class EngineMetrics:
         rows["stage_busy_seconds_total"][0] = sum(self._stages.busy)
         rows["stage_idle_seconds_total"][0] = sum(self._stages.idle)
         rows["engine_resident_memory_bytes"][0] = self._resident_bytes()
-        rows["num_requests_swapped"][0] = len(self._on_host)
-        rows["kv_compressed_bytes"][0] = self._compressed_bytes * sum(self._on_host.values())
+        rows["num_requests_swapped"][0] = len(self._on_cpu)
+        rows["kv_compressed_bytes"][0] = self._compressed_bytes * sum(self._on_cpu.values())
         # No event reports blocks that are freed after the last step.
         is_busy = self._live or self._in_flight
         rows["kv_cache_usage_perc"][0] = self._held / self._device_blocks if is_busy else 0
@@ -295,16 +295,16 @@ class EngineMetrics:
     def _restart(self, event: Restarted) -> None:
         self._restarts[0] += 1
         self._in_flight = self._held = 0
-        self._on_host.clear()
+        self._on_cpu.clear()
 
     def _move(self, event: Moved) -> None:
         move = event.move
         if move.request is None:
             self._saved[0] += len(move.source) * self._block_bytes
         elif move.direction is Direction.IN:
-            self._on_host.pop(move.request, None)
+            self._on_cpu.pop(move.request, None)
         elif move.request in self._live:
-            self._on_host[move.request] = self._on_host.get(move.request, 0) + len(move.target)
+            self._on_cpu[move.request] = self._on_cpu.get(move.request, 0) + len(move.target)
 
     def _arrive(self, event: Arrived) -> None:
         self._live.add(event.request)
@@ -318,20 +318,20 @@ class EngineMetrics:
         self._new.remove(request)
         if request.prefix is not None and not request.resumed_tokens:  # otherwise another engine has counted them
             self._rows["prefix_cache_queries_total"][0] += len(request.prompt)
-            on_device, on_host = range(2)
+            on_device, on_cpu = range(2)
             hits = self._rows["prefix_cache_hits_total"]
-            hits[on_device] += event.cached - event.on_host
-            hits[on_host] += event.on_host
+            hits[on_device] += event.cached - event.on_cpu
+            hits[on_cpu] += event.on_cpu
 
     def _start(self, event: Started) -> None:
         self._running.add(event.request)
-        self._on_host.pop(event.request, None)  # its KV is swapped in before it runs
+        self._on_cpu.pop(event.request, None)  # its KV is swapped in before it runs
 
     def _preempt(self, event: Preempted) -> None:
         self._running.discard(event.request)
         self._classes[event.request.is_best_effort].preempted(event.how)
         if event.how is Preemption.DROP:
-            self._on_host.pop(event.request, None)
+            self._on_cpu.pop(event.request, None)
 
     def _forget(self, event: Finished) -> None:
         request = event.request
@@ -339,7 +339,7 @@ class EngineMetrics:
         self._live.discard(request)
         self._new.discard(request)
         self._running.discard(request)
-        self._on_host.pop(request, None)
+        self._on_cpu.pop(request, None)
 
     # -- requests -----------------------------------------------------------------------------------------
 

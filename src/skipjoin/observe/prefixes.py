@@ -31,7 +31,7 @@ class PrefixUse:
         self.counts = counts._replace(
             queried=counts.queried + len(request.prompt),
             hit=counts.hit + event.cached,
-            hit_on_host=counts.hit_on_host + event.on_host,
+            hit_on_cpu=counts.hit_on_cpu + event.on_cpu,
         )
 
     def saved(self, copied: int) -> None:
@@ -53,12 +53,12 @@ class PrefixCounts(NamedTuple):
         queried: Prompt tokens of requests at their first admission.
         hit: Those that were cached.
         regained: Cached tokens at later admissions, after an eviction.
-        hit_on_host: Part of `hit` that was in CPU memory.
+        hit_on_cpu: Part of `hit` that was in CPU memory.
         saved_bytes: Cached KV copied to CPU memory before the device evicted it.
     """
 
     queried: int = 0
     hit: int = 0
     regained: int = 0
-    hit_on_host: int = 0
+    hit_on_cpu: int = 0
     saved_bytes: int = 0

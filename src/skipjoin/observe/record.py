@@ -156,7 +156,7 @@ def _prefix(counts: Sequence[PrefixCounts]) -> Record | None:
         "queried_tokens": total.queried,
         "hit_tokens": total.hit,
         "hit_rate": rounded(total.hit / total.queried),
-        "hit_on_host_tokens": total.hit_on_host,
+        "hit_on_cpu_tokens": total.hit_on_cpu,
         "regained_tokens": total.regained,
         "saved_bytes": total.saved_bytes,
     }

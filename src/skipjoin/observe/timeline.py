@@ -152,7 +152,7 @@ class Timeline:
         self._shown: dict[str, int] = {}
         self._trace.group(_ENGINE, "Engine")
         self._trace.lane(_STEPS, "Steps")
-        self._trace.lane(_OUT, "Copies out, to the host")
+        self._trace.lane(_OUT, "Copies out, to CPU memory")
         self._trace.lane(_IN, "Copies in, to the device")
         self._trace.group(_BATCH, "Batch")
 

@@ -78,7 +78,7 @@ class EngineUsage:
         self._spilled: set[Request] = set()  # in the current decision
         self._live: set[Request] = set()
         self._resident: dict[Request, int] = {}  # tokens on the device
-        self._on_host: dict[Request, int] = {}  # tokens on both tiers, of requests with KV in CPU memory
+        self._on_cpu: dict[Request, int] = {}  # tokens on both tiers, of requests with KV in CPU memory
         self._used = 0
         self._dropped: dict[Request, int] = {}  # tokens that must be recomputed
         self._now = 0.0
@@ -139,7 +139,7 @@ class EngineUsage:
 
         No events may be observed afterwards.
         """
-        for known in (self._live, self._resident, self._on_host, self._dropped, self._spilled):
+        for known in (self._live, self._resident, self._on_cpu, self._dropped, self._spilled):
             known.clear()
         self.reservations.close()
         self.shared_ends.close()
@@ -178,12 +178,12 @@ class EngineUsage:
         self._spilled.add(request)
         self.reservations.lost_kv(request, blocks_left=-(-kept // self._block_size))
         # KV in CPU memory is a suffix, so KV before it may still be on the device.
-        tokens = max(self._leave(request), self._on_host.pop(request, 0))
+        tokens = max(self._leave(request), self._on_cpu.pop(request, 0))
         if how is Preemption.DROP:
             self.shared_ends.lost(request)
             self._dropped[request] = max(tokens, self._dropped.get(request, 0))
         elif tokens > kept or not kept:
-            self._on_host[request] = tokens
+            self._on_cpu[request] = tokens
         if kept:
             self._reside(request, kept)
 
@@ -192,7 +192,7 @@ class EngineUsage:
         self._live.discard(request)
         if not request.keeps_kv:
             self._leave(request)
-        self._on_host.pop(request, None)
+        self._on_cpu.pop(request, None)
         self._dropped.pop(request, None)
         self.reservations.finished(request)
         self.shared_ends.lost(request)
@@ -251,7 +251,7 @@ class EngineUsage:
             self.swapped_out_bytes += moved_bytes
             return
         self.swapped_in_bytes += moved_bytes
-        self._reside(move.request, self._on_host.pop(move.request, 0))
+        self._reside(move.request, self._on_cpu.pop(move.request, 0))
 
     def _fail(self, event: MoveFailed) -> None:
         """Restore the KV of a failed overlapped swap-out.
@@ -259,10 +259,10 @@ class EngineUsage:
         Other failed moves lose KV, and the request is preempted next.
         """
         move, request = event.move, event.move.request
-        if move.direction is Direction.OUT and request is not None and request in self._on_host:
+        if move.direction is Direction.OUT and request is not None and request in self._on_cpu:
             self._reside(request, self._resident.get(request, 0) + move.tokens)
-            if self._resident.get(request) == self._on_host[request]:
-                del self._on_host[request]
+            if self._resident.get(request) == self._on_cpu[request]:
+                del self._on_cpu[request]
 
     def _reside(self, request: Request, tokens: int) -> None:
         """Raise the number of the request's tokens on the device to at least `tokens`.

@@ -225,7 +225,7 @@ class HoldersFirst(Callbacks):
     def outranks(self, one: Request, other: Request) -> bool:
         return False
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
     def _wait(self, request: Request, now: float) -> None:

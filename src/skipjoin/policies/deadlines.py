@@ -114,7 +114,7 @@ class ByDeadline(Callbacks):
         # requests would make those in time miss their deadlines, too.
         return self._tier[one] < self._tier[other] == _LATE
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self._tier[request], request) for request in sorted(requests, key=self.rank)]
 
     def _follow_time(self, now: float) -> None:
@@ -188,7 +188,7 @@ class StartedFirst(Callbacks):
     def outranks(self, one: Request, other: Request) -> bool:
         return False
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self._stages[request], request) for request in sorted(requests, key=self.rank)]
 
     def _put(self, request: Request, stage: int) -> None:

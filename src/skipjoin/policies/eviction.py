@@ -250,7 +250,7 @@ class ProactiveSwap(Swap):
         if not still or (short <= 0 and tiers.cpu_free == tiers.cpu_total):
             return (), ()
         exchange = _Exchange(self, kv, tiers, spare)
-        return exchange.choose(ordering.next_turns(still, now)) if exchange.is_possible else ((), ())
+        return exchange.choose(ordering.expected_order(still, now)) if exchange.is_possible else ((), ())
 
     def _finds_moves_cheap(self, holders: int, kv: KVAccounts, tiers: Tiered) -> bool:
         """Return whether moving an average request's KV is negligible next to a decode step of all KV on the device.
@@ -307,7 +307,7 @@ class _Exchange:
         return max(self._room.values()) > 0
 
     def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Return the requests to swap out and in, given the result of `Ordering.next_turns`."""
+        """Return the requests to swap out and in, given the result of `Ordering.expected_order`."""
         on_cpu: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
         for one in turns:

@@ -150,7 +150,7 @@ class Fair(Callbacks):
             return mine.is_apart and mine.ordering.outranks(one, other)
         return mine.distance < theirs.distance
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """Compare by distance first, so that KV does not move for less than a lead."""
         self._standings()
         by_client: dict[_Client, list[Request]] = {}
@@ -159,7 +159,7 @@ class Fair(Callbacks):
         turns = [
             ((client.distance, turn), client.number, place, request)
             for client, theirs in by_client.items()
-            for place, (turn, request) in enumerate(client.ordering.next_turns(theirs, now))
+            for place, (turn, request) in enumerate(client.ordering.expected_order(theirs, now))
         ]
         return [(turn, request) for turn, _, _, request in sorted(turns)]
 

@@ -154,7 +154,7 @@ class SkipJoinMlfq(Callbacks):
     def outranks(self, one: Request, other: Request) -> bool:
         return self._jobs[one].level < self._jobs[other].level
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """Order by estimated next scheduled time (section 4.2), in units of the hysteresis.
 
         This is the earlier of the time to promotion and the time in which requests in higher queues descend to this

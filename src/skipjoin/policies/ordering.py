@@ -44,7 +44,7 @@ class FixedKey(Callbacks):
         smaller: bool = self.rank(one)[0] < self.rank(other)[0]
         return smaller
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
 
@@ -145,16 +145,16 @@ class Prioritized(Callbacks):
         band, theirs = self.band(one), self.band(other)
         return self._bands[band].outranks(one, other) if band == theirs else band < theirs
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         if len(self._sorted) == 1:
-            return self._sorted[0].next_turns(requests, now)
+            return self._sorted[0].expected_order(requests, now)
         by_band: dict[Band, list[Request]] = {}
         for request in requests:
             by_band.setdefault(self.band(request), []).append(request)
         return [
             ((band, turn), request)
             for band in sorted(by_band)
-            for turn, request in self._bands[band].next_turns(by_band[band], now)
+            for turn, request in self._bands[band].expected_order(by_band[band], now)
         ]
 
     def _lift_oldest(self, now: float) -> None:

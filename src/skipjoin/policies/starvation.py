@@ -32,7 +32,7 @@ class WorstCase:
         requests: Maximum number of unfinished requests.
         max_len: Maximum tokens of a request, at most the device's capacity.
         max_seqs, max_tokens: Limits of a step.
-        device_blocks, host_blocks: KV blocks of `block_size` tokens on the device and CPU tiers; `host_blocks` is 0
+        device_blocks, cpu_blocks: KV blocks of `block_size` tokens on the device and CPU tiers; `cpu_blocks` is 0
             where KV is never swapped.
         depth: Plans in flight.
         moves_overlapped: Whether transfers may overlap with steps.
@@ -45,7 +45,7 @@ class WorstCase:
     max_seqs: int
     max_tokens: int
     device_blocks: int
-    host_blocks: int
+    cpu_blocks: int
     block_size: int
     depth: int
     moves_overlapped: bool
@@ -73,7 +73,7 @@ class WorstCase:
         if self.device_blocks < 3 * self.blocks + self.depth * step_blocks:
             prefill = max(1, self.max_tokens - self.max_seqs + 1)
             spared = -(-self.device_blocks * self.block_size // prefill)
-        moves = 2 if self.host_blocks else 0
+        moves = 2 if self.cpu_blocks else 0
         return self.stages * (2 * chunks + spared + moves + 2 * self.depth + 2 * (self.depth - 1))
 
     @property
@@ -93,7 +93,7 @@ class WorstCase:
     @property
     def _all_moves_s(self) -> float:
         """Time to swap out all KV on the device and swap in as much."""
-        return 2 * self.cost.transfer(self.device_blocks) if self.host_blocks else 0.0
+        return 2 * self.cost.transfer(self.device_blocks) if self.cpu_blocks else 0.0
 
 
 def min_bound(most: WorstCase) -> float:

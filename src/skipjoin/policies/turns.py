@@ -60,7 +60,7 @@ class ByTurn(Callbacks):
     def outranks(self, one: Request, other: Request) -> bool:
         return False
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
 

@@ -114,7 +114,7 @@ class Valued(Callbacks):
     def outranks(self, one: Request, other: Request) -> bool:
         return bool(self.rank(one)[0] < self.rank(other)[0])
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
     def _place(self, request: Request, now: float) -> None:

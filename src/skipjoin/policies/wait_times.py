@@ -79,7 +79,7 @@ class ShortestWithWaits(Valued):
     until aging ranks the request before all future arrivals.
 
     Requests that have not run since their arrival or eviction have stable keys and are in a `Backlog`. Of the others,
-    those passed to `next_turns` count.
+    those passed to `expected_order` count.
 
     Args:
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
@@ -109,7 +109,7 @@ class ShortestWithWaits(Valued):
         if request in self._waiting:
             self._backlog.remove(*self._waiting.pop(request))
 
-    def next_turns(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         rank, value = self._ranking.key, self._remaining
         asked = sorted([(rank(request), request) for request in requests])
         keys = [key[0][0] for key, _ in asked]

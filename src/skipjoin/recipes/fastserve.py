@@ -102,7 +102,7 @@ def _worst_case(s: Settings, limits: EngineLimits, eviction: EvictionPolicy) -> 
         max_seqs=s.max_seqs,
         max_tokens=s.max_tokens,
         device_blocks=limits.device_blocks,
-        host_blocks=limits.host_blocks if isinstance(eviction, Swap) else 0,
+        cpu_blocks=limits.cpu_blocks if isinstance(eviction, Swap) else 0,
         block_size=limits.block_size,
         depth=limits.depth,
         moves_overlapped=isinstance(eviction, ProactiveSwap),

@@ -37,14 +37,14 @@ class EngineLimits:
     Attributes:
         requests: Maximum number of unfinished requests; None is unlimited.
         max_len: Maximum tokens of a request.
-        device_blocks, host_blocks: KV blocks of `block_size` tokens on the device and CPU tiers.
+        device_blocks, cpu_blocks: KV blocks of `block_size` tokens on the device and CPU tiers.
         depth: Plans in flight.
     """
 
     requests: int | None
     max_len: int
     device_blocks: int
-    host_blocks: int
+    cpu_blocks: int
     block_size: int
     depth: int
 
@@ -176,7 +176,7 @@ class Recipe:
         """
         if self.needs_lossless_swap and not s.lossless_swap:
             raise ConfigError(
-                f"recipe {self.name} needs KV that returns from the host as it left: swap_dtype must be auto"
+                f"recipe {self.name} needs KV that returns from CPU memory as it left: swap_dtype must be auto"
             )
         return self.function(s) if self.params is Params else self.function(s, params)
 

@@ -51,7 +51,7 @@ from skipjoin.server.progress import ProgressDisplay
 from skipjoin.server.settings import Settings, check_settings
 
 if TYPE_CHECKING:
-    from skipjoin.server.api.length_server import Questions
+    from skipjoin.server.api.length_server import ForecastRequests
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Server:
         limits = connection_limits(config)
         proxies = config.forwarded_allow_ips
         self._http = [HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies) for app in apps]
-        self._questions: Questions | None = None
+        self._questions: ForecastRequests | None = None
         self._signals = 0
         self._stop = asyncio.Event()
 
@@ -244,10 +244,10 @@ class Server:
 
     async def _try_questions(self) -> bool:
         # Imported only when needed, because it imports aiohttp.
-        from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, Questions  # noqa: PLC0415
+        from skipjoin.server.api.length_server import KEY_VARIABLE, ForecastRequests, LengthServer  # noqa: PLC0415
 
         server = LengthServer(self._config, os.environ.get(KEY_VARIABLE))
-        self._questions = Questions(server, self._service.metrics)
+        self._questions = ForecastRequests(server, self._service.metrics)
         check = asyncio.create_task(server.check())
         if not await self._unless_stopped(check):
             check.cancel()
@@ -261,7 +261,7 @@ class Server:
         print(
             f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, "
             f"context {info.max_model_len} tokens, "
-            f"{info.device_blocks} KV blocks of {info.block_size} and {info.host_blocks} on the host"
+            f"{info.device_blocks} KV blocks of {info.block_size} and {info.cpu_blocks} in CPU memory"
             f"{'' if info.swap_dtype == 'auto' else f' as {info.swap_dtype}'}, "
             f"{info.dtype} on {info.device})\n"
             f"Try: {self._example(url)}" + (f"\nMetrics: {metrics_url}/metrics" if metrics_url else ""),

@@ -90,7 +90,7 @@ class Metrics(Collector):
         self._config = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.device_blocks),
-            "num_cpu_blocks": str(info.host_blocks),
+            "num_cpu_blocks": str(info.cpu_blocks),
             "swap_dtype": info.swap_dtype,
             "recipe": info.recipe,
         }

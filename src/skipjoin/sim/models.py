@@ -54,7 +54,7 @@ class ModelShape:
         """Bytes of one token's KV in all layers (FastServe section 4.2)."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.parameter_bytes
 
-    def host_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
+    def cpu_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
         """Return the size of a KV block in CPU memory; int8 adds 4 bytes per channel (ALISE section 3.2)."""
         if swap_dtype == "int8":
             return 2 * self.layers * self.kv_heads * self.head_dim * (block_size + 4)

@@ -102,7 +102,7 @@ class RooflineCost:
 
         # Each GPU copies its shard of a block over its own link.
         host_bytes_per_s = device.host_bytes_per_s * share.link * group.gpus
-        self._block_s = model.host_block_bytes(block_size, swap_dtype) / host_bytes_per_s
+        self._block_s = model.cpu_block_bytes(block_size, swap_dtype) / host_bytes_per_s
         self._transfer_s = share.transfer_s
 
     def step(self, shape: StepShape) -> float:

@@ -159,7 +159,7 @@ def events_of(world: World, ledger: BlockLedger, best_effort: float) -> list[Eve
     ids=lambda world: f"{world.recipe}-{world.depth}",
 )
 def test_a_ledger_that_only_counts_gives_the_same_plans(world: World) -> None:
-    world = replace(world, host_blocks=0)
+    world = replace(world, cpu_blocks=0)
     runs = [
         [
             (type(event), *map(plain, event))

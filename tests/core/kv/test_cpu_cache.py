@@ -48,8 +48,8 @@ def text(number: int) -> range:
     return range(1000 * number, 1000 * number + 7 * BLOCK + 1)
 
 
-def on_host(steps: Stepper) -> list[int]:
-    return [event.on_host for event in steps.events if isinstance(event, Admitted)]
+def on_cpu(steps: Stepper) -> list[int]:
+    return [event.on_cpu for event in steps.events if isinstance(event, Admitted)]
 
 
 def computed(kv: KVLedger, number: int, of: int) -> Request:
@@ -74,7 +74,7 @@ def test_kv_that_the_device_evicts_is_found_on_the_cpu_tier(late: int) -> None:
     steps.late = late
     serve(steps, 1, 2, 3, 1)
     assert [tokens > 0 for tokens in cached(steps)] == [False, False, False, True]
-    assert on_host(steps)[-1] > 0
+    assert on_cpu(steps)[-1] > 0
     assert steps.tokens[3] == steps.tokens[0]
 
 
@@ -82,7 +82,7 @@ def test_kv_that_the_device_evicts_is_found_on_the_cpu_tier(late: int) -> None:
 def test_nothing_is_copied_without_exact_cpu_blocks(without: dict[str, int]) -> None:
     steps = stepper(**without)
     serve(steps, 1, 2, 3, 1)
-    assert on_host(steps) == [0, 0, 0, 0]
+    assert on_cpu(steps) == [0, 0, 0, 0]
     assert not any(isinstance(event, Moved) for event in steps.events)
 
 
@@ -90,7 +90,7 @@ def test_failed_copies_are_not_found() -> None:
     steps = stepper()
     steps.fails = lambda move: move.direction is Direction.OUT
     serve(steps, 1, 2, 3, 1)
-    assert on_host(steps) == [0, 0, 0, 0]
+    assert on_cpu(steps) == [0, 0, 0, 0]
 
 
 def test_kv_is_recomputed_when_its_move_in_fails() -> None:
@@ -98,7 +98,7 @@ def test_kv_is_recomputed_when_its_move_in_fails() -> None:
     serve(steps, 1, 2, 3)
     steps.fails = lambda move: move.direction is Direction.IN
     serve(steps, 1)
-    assert on_host(steps)[3] > 0
+    assert on_cpu(steps)[3] > 0
     assert steps.tokens[3] == steps.tokens[0]
 
 

@@ -557,7 +557,7 @@ def test_a_blocking_move_frees_blocks_immediately_and_an_overlapped_one_when_it_
     assert kv.device_free == 12
 
 
-def on_host(kv: KVLedger, number: int, tokens: int) -> Request:
+def on_cpu(kv: KVLedger, number: int, tokens: int) -> Request:
     """Return a request whose KV has moved out."""
     request = blocks_of(kv, number, tokens)
     kv.land(kv.move_out(request, blocking=True))
@@ -594,7 +594,7 @@ def test_a_failed_blocking_move_out_loses_the_kv() -> None:
 def test_a_failed_move_in_loses_the_kv(grows: bool) -> None:
     """The move may be blocking, with a step that adds blocks, or overlapped."""
     kv = KVLedger(DEVICE, CPU, BLOCK)
-    request = on_host(kv, 0, 8)
+    request = on_cpu(kv, 0, 8)
     move = kv.move_in(request)
     assert (kv.blocks_in_transit[Direction.OUT], kv.blocks_in_transit[Direction.IN]) == (0, 2)
     if grows:

@@ -31,7 +31,7 @@ def sharing(depth: int, overlap: bool, *, blocks: int = 10, ranks: dict[int, int
 @DEPTHS
 def test_a_promoted_owner_runs_when_its_borrower_fills_the_device(depth: int, overlap: bool) -> None:
     """Its contested slots need more blocks than the device has, until the borrower is evicted."""
-    world = World("bros", depth, overlap, device_blocks=10, host_blocks=200, max_tokens=512, best_effort_wait_s=0.015)
+    world = World("bros", depth, overlap, device_blocks=10, cpu_blocks=200, max_tokens=512, best_effort_wait_s=0.015)
     stepper = Stepper(world.core())
     stepper.add(make(0, 38, 2, best_effort=True))
     stepper.step()

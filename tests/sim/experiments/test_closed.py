@@ -30,7 +30,7 @@ STREAM = parse_closed(f"name=be,lengths=uniform:8-200,4-64,size={SIZE},class=bes
 SYSTEMS = {
     "one replica": SYSTEM,
     "three replicas": replace(SYSTEM, replicas=3, dispatch="least-work"),
-    "prefill apart": replace(SYSTEM, replicas=3, prefill_replicas=1, host_blocks=300),
+    "prefill apart": replace(SYSTEM, replicas=3, prefill_replicas=1, cpu_blocks=300),
     "forecasts": replace(SYSTEM, recipe="alise", predictor="regress:0.5"),
 }
 every_mode = pytest.mark.parametrize("mode", ClosedMode)
@@ -52,7 +52,7 @@ def closed_facts(one: Cell) -> list[RequestFacts]:
 
 def test_slots_are_checkpointed_only_with_shared_blocks_and_short_kv() -> None:
     def kv(recipe: str, blocks: int) -> dict[str, Any]:
-        system = replace(SYSTEM, recipe=recipe, kv_blocks=blocks, host_blocks=3 * blocks)
+        system = replace(SYSTEM, recipe=recipe, kv_blocks=blocks, cpu_blocks=3 * blocks)
         found: dict[str, Any] = run(cell(system, rate_rps=8.0))["kv"]
         return found
 

@@ -23,7 +23,7 @@ ORACLES = {name for name, recipe in RECIPES.items() if recipe.forecasts is Forec
 SHORT, LONG = 50, 1500
 SCALED = Slo(jct_scale=2.0)
 # The KV has space for about six requests, which is too little for the arrivals.
-SMALL = replace(SYSTEM, kv_blocks=110, host_blocks=40, max_num_seqs=8)
+SMALL = replace(SYSTEM, kv_blocks=110, cpu_blocks=40, max_num_seqs=8)
 
 
 class ShortOutputEndsError(Exception):

@@ -254,7 +254,7 @@ def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
         SYSTEM,
         recipe=SPELLED[recipe],
         kv_blocks=120,
-        host_blocks=60,
+        cpu_blocks=60,
         max_model_len=500,
         max_tokens=300,
         predictor="oracle",
@@ -295,7 +295,7 @@ def test_a_trace_is_replayed_with_scaled_rate(tmp_path) -> None:
         ("max_tokens", 0),
         ("max_tokens", "all"),
         ("decision_s", -1.0),
-        ("host_blocks", -1),
+        ("cpu_blocks", -1),
         ("dispatch", "random"),
         ("slo_s", float("nan")),
         ("recipe", "lifo"),
@@ -323,9 +323,9 @@ def settings_of(machine: Machine, **settings: Any) -> dict[str, Any]:
 
 
 def test_the_record_reports_the_size_of_the_cpu_tier() -> None:
-    described = replace(SYSTEM, host_blocks=250, block_bytes=GIB // 100).describe()
-    assert (described["host_blocks"], described["swap_gib"]) == (250, 2.5)
-    assert run(CELL)["settings"]["host_blocks"] == 0
+    described = replace(SYSTEM, cpu_blocks=250, block_bytes=GIB // 100).describe()
+    assert (described["cpu_blocks"], described["swap_gib"]) == (250, 2.5)
+    assert run(CELL)["settings"]["cpu_blocks"] == 0
 
 
 @pytest.mark.parametrize(
@@ -344,13 +344,13 @@ def test_the_default_cpu_tier_is_half_of_the_ram_per_gpu(hardware: str, gib: int
     described = settings_of(Machine(hardware=hardware, model="opt-13b", kv_gib=1.0))
     # A block has 16 tokens of OPT-13B, with 4 x 40 layers x 5120 bytes each.
     block_bytes = 16 * 4 * 40 * 5120
-    assert described["host_blocks"] == gib * GIB // block_bytes
+    assert described["cpu_blocks"] == gib * GIB // block_bytes
     assert described["swap_gib"] == pytest.approx(gib, abs=block_bytes / GIB)
 
 
 def test_the_cpu_tier_has_the_requested_size() -> None:
     described = [settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=gib)) for gib in (0, 8.0)]
-    assert [one["host_blocks"] for one in described] == [0, 8 * GIB // (16 * 4 * 40 * 5120)]
+    assert [one["cpu_blocks"] for one in described] == [0, 8 * GIB // (16 * 4 * 40 * 5120)]
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=r"swap_gib must be in \[0, 1e\+06\], got"):
             settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=wrong))
@@ -362,7 +362,7 @@ def test_int8_kv_takes_less_of_the_cpu_tier_and_the_link(block_size: int, ratio:
     (plain,), (small,) = (
         replace(machine, swap_dtype=name).systems("fastserve", max_num_seqs=24) for name in ("auto", "int8")
     )
-    assert small.host_blocks == pytest.approx(plain.host_blocks / ratio, abs=2)
+    assert small.cpu_blocks == pytest.approx(plain.cpu_blocks / ratio, abs=2)
     assert small.kv_blocks == plain.kv_blocks
     seconds = [one.cost.transfer(101) - one.cost.transfer(1) for one in (small, plain)]
     assert seconds[0] == pytest.approx(ratio * seconds[1])
@@ -374,9 +374,9 @@ def test_int8_kv_takes_less_of_the_cpu_tier_and_the_link(block_size: int, ratio:
 def test_int8_kv_needs_a_cpu_tier() -> None:
     for settings, text in (
         ({"swap_gib": 0.0}, "swap_gib must be above 0, got 0"),
-        ({"swap_gib": 1e-6}, "host_blocks must be above 0, got 0"),
+        ({"swap_gib": 1e-6}, "cpu_blocks must be above 0, got 0"),
     ):
-        with pytest.raises(ConfigError, match=f"swap_dtype int8 is for KV on the host: {text}"):
+        with pytest.raises(ConfigError, match=f"swap_dtype int8 is for KV in CPU memory: {text}"):
             settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_dtype="int8", **settings))
 
 
@@ -390,7 +390,7 @@ def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) ->
         host_s=0.0,
         block_size=16,
         kv_bytes_per_block=65536,
-        host_bytes_per_block=65536,
+        cpu_bytes_per_block=65536,
         weight_bytes=3_000_000,
         vocab_size=500,
         max_positions=1024,
@@ -403,14 +403,14 @@ def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) ->
     path = tmp_path / "profile.json"
     write_profile(profile, path)
     described = settings_of(Machine(hardware=str(path), kv_gib=0.5))
-    assert described["host_blocks"] == described["kv_blocks"] == GIB // 2 // 65536
+    assert described["cpu_blocks"] == described["kv_blocks"] == GIB // 2 // 65536
     described = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_gib=0.25))
-    assert described["host_blocks"] == described["kv_blocks"] // 2
+    assert described["cpu_blocks"] == described["kv_blocks"] // 2
     with pytest.raises(ConfigError, match="was measured with swap_dtype auto, not int8"):
         settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
-    write_profile(replace(profile, key=replace(profile.key, swap_dtype="int8"), host_bytes_per_block=32768), path)
+    write_profile(replace(profile, key=replace(profile.key, swap_dtype="int8"), cpu_bytes_per_block=32768), path)
     described = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
-    assert described["host_blocks"] == 2 * described["kv_blocks"]
+    assert described["cpu_blocks"] == 2 * described["kv_blocks"]
     with pytest.raises(ConfigError, match=r"kv_gib must be in \(0,"):
         settings_of(Machine(hardware=str(path), kv_gib=float("inf")))
 

@@ -16,7 +16,7 @@ from skipjoin.workload.workload import synthetic
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
 
 # Requests have 62.5 bytes of KV per token: a mean prompt of 104 tokens takes 52 ms.
-SPLIT = replace(SYSTEM, replicas=4, prefill_replicas=2, host_blocks=300, network_gbps=0.001)
+SPLIT = replace(SYSTEM, replicas=4, prefill_replicas=2, cpu_blocks=300, network_gbps=0.001)
 BYTES_PER_S = 125e3
 
 
@@ -115,7 +115,7 @@ def test_prefill_replicas_may_have_other_hardware() -> None:
         ({"prefill_replicas": 0, "network_gbps": None, "prefill": SYSTEM}, "prefill_hardware needs prefill_replicas"),
         ({"network_gbps": 0.0}, r"network_gbps must be in \(0, 1e\+06\], got 0"),
         ({"network_gbps": float("nan")}, "network_gbps must be in"),
-        ({"host_blocks": 0}, "prefill_replicas needs a host pool"),
+        ({"cpu_blocks": 0}, "prefill_replicas needs a CPU pool"),
         ({"prefill": replace(SYSTEM, block_size=32)}, "prefill_hardware must have the KV blocks of hardware"),
     ],
 )

@@ -42,7 +42,7 @@ def test_prefix_hits_are_full_blocks_before_the_last_token() -> None:
         "queried_tokens": 544,
         "hit_tokens": hits,
         "hit_rate": pytest.approx(hits / 544, rel=1e-5),
-        "hit_on_host_tokens": 0,
+        "hit_on_cpu_tokens": 0,
         "regained_tokens": 0,
         "saved_bytes": 0,
     }
@@ -61,7 +61,7 @@ def test_a_workload_without_prefixes_has_no_prefix_record() -> None:
 
 @pytest.mark.parametrize("recipe", ["bros", "econoserve", "fastserve[eviction=recompute]", "sarathi"])
 def test_prefix_caching_is_deterministic_and_has_hits(recipe: str) -> None:
-    system = replace(SYSTEM, recipe=recipe, kv_blocks=120, host_blocks=60)
+    system = replace(SYSTEM, recipe=recipe, kv_blocks=120, cpu_blocks=60)
     workload = with_closed(
         SHARED, [parse_closed("name=be,lengths=fixed:30,40,size=4,mode=refill,class=best-effort,prefix=64:2")]
     )
@@ -76,7 +76,7 @@ def test_prefix_caching_is_deterministic_and_has_hits(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["fcfs", "econoserve", "fastserve"])
 def test_only_prefill_replicas_use_prefixes(recipe: str) -> None:
-    split = replace(SYSTEM, recipe=recipe, replicas=2, prefill_replicas=1, host_blocks=300)
+    split = replace(SYSTEM, recipe=recipe, replicas=2, prefill_replicas=1, cpu_blocks=300)
     cell = Cell(split, SHARED, Extent(8.0, 8.0, 0))
     record = run(cell)
     queried = sum(job.prompt_tokens for job in cell.jobs() if job.parts is not None)

@@ -28,7 +28,7 @@ from skipjoin.report.plots import style
 from skipjoin.sim.experiments.system import System
 
 FCFS = plain("fcfs")[0]
-KV = ("16-bit", "int8 on the host", "int8 on both tiers")
+KV = ("16-bit", "int8 in CPU memory", "int8 on both tiers")
 CELLS = ((FCFS, KV[0]), (FCFS, KV[2]), (NEAR_TRUE, KV[0]), (NEAR_TRUE, KV[1]), (NEAR_TRUE, KV[2]))
 # First rates of the searches, and a rate above the capacity of `fcfs` for the comparison of latencies.
 STARTS = {"sharegpt": (3.4, 4.6, 6.5, 6.5, 8.0), "alpaca": (80.0, 90.0, 120.0, 120.0, 125.0)}

@@ -46,7 +46,7 @@ MODEL, RATE, SEEDS = "opt-13b", 8.0, 5
 MIN_TTFT_KEPT = 0.95
 COMPARED = (*VARIANTS, UNSHARED)
 MOVED = {
-    "GB to the host": lambda record: record["kv"]["swapped_out_bytes"] / 1e9,
+    "GB to CPU memory": lambda record: record["kv"]["swapped_out_bytes"] / 1e9,
     "slots saved": "kv.checkpointed_slots",
     "shared blocks": "kv.shared_blocks_mean",
     "recomputed tokens": "kv.recomputed_tokens",

@@ -235,7 +235,7 @@ class Residency:
         if held.cpu and not is_hasty and self._policies.eviction.returns_overlapped(request):
             self._owed += len(held.cpu)
             self._miss(request, len(held.device))
-            return WaitReason.KV_ON_HOST
+            return WaitReason.KV_ON_CPU
         if self._evictor.is_below_floor(request):
             return WaitReason.BEHIND_MEMORY
         # A swapped-in request is not evicted until a plan that runs it commits. With several plans in flight, one of

@@ -16,7 +16,7 @@ class WaitReason(StrEnum):
     NO_SLOT = "no_slot"  # the batch has its maximum number of requests
     TOKEN_BUDGET = "token_budget"  # the batch has its maximum number of tokens
     NO_KV = "no_kv"  # too few KV blocks
-    KV_ON_HOST = "kv_on_host"  # swapped out, and not yet swapped in by the eviction policy
+    KV_ON_CPU = "kv_on_cpu"  # swapped out, and not yet swapped in by the eviction policy
     KV_IN_TRANSIT = "kv_in_transit"  # a swap is in progress
     TOKEN_PENDING = "token_pending"  # scheduled, behind earlier plans in flight
     BEHIND_MEMORY = "behind_memory"  # ranked behind a request that waits for KV blocks

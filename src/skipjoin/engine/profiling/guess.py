@@ -48,6 +48,6 @@ def _guess(spec: RankSpec, block_size: int) -> LinearCost:
         decode=token,
         context_token=spec.block_bytes / block_size / rates.memory,
         # Only codes cross a GPU's link, but a CPU reads the numbers to make the codes.
-        block=(spec.host_block_bytes if spec.device_kind == "cuda" else spec.block_bytes) / rates.link,
+        block=(spec.cpu_block_bytes if spec.device_kind == "cuda" else spec.block_bytes) / rates.link,
         transfer_floor=1e-4,
     )

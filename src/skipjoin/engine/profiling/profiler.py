@@ -140,7 +140,7 @@ def measure_profile(
         host_s=host_s,
         block_size=block_size,
         kv_bytes_per_block=sum(spec.block_bytes for spec in rank_specs),
-        host_bytes_per_block=sum(spec.host_block_bytes for spec in rank_specs),
+        cpu_bytes_per_block=sum(spec.cpu_block_bytes for spec in rank_specs),
         weight_bytes=sum(spec.weight_bytes for spec in rank_specs),
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,

@@ -149,21 +149,21 @@ class RankActor:
     def progress(self) -> float:
         return self._share
 
-    def make_pools(self, device_blocks: int, host_blocks: int) -> bool:
+    def make_pools(self, device_blocks: int, cpu_blocks: int) -> bool:
         """Allocate the KV pools and capture CUDA graphs; return False if no rank may use graphs.
 
         On a CPU the system may overcommit, and kill the process when the memory is used.
         """
         model = self._loaded
         try:
-            self._store = make_store(model, device_blocks, host_blocks, self._block_size, self._swap_dtype)
+            self._store = make_store(model, device_blocks, cpu_blocks, self._block_size, self._swap_dtype)
         except (RuntimeError, OSError) as error:  # from torch and from mmap
             spec = rank_spec_of(model, self._block_size, self._threads, self._swap_dtype)
             here, there = (
                 blocks * size / (1 << 30)
-                for blocks, size in ((device_blocks, spec.block_bytes), (host_blocks, spec.host_block_bytes))
+                for blocks, size in ((device_blocks, spec.block_bytes), (cpu_blocks, spec.cpu_block_bytes))
             )
-            pools = f"{here:.4g} GiB and, on the host, {there:.4g} GiB"
+            pools = f"{here:.4g} GiB and, in CPU memory, {there:.4g} GiB"
             why = str(error).partition("\n")[0]
             raise RankError(f"{model.shard.name} cannot allocate {pools} of KV: {why}") from None
         assert self._largest is not None

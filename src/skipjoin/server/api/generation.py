@@ -29,7 +29,7 @@ from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.responses import PromptDetails, Usage
 from skipjoin.server.api.service import Service
-from skipjoin.server.engines.sequences import EngineSequence, Mailbox
+from skipjoin.server.engines.sequences import EngineSequence, OutputQueue
 
 # More tokens with log-probabilities than this are formatted in a thread, so that streams do not stall.
 _MANY_SCORED = 64
@@ -105,7 +105,7 @@ class JobRun:
         self.job = job
         self._service = service
         self._client = service.client
-        self._mailbox = Mailbox(self._fail_slow_reader, len(job.choices))
+        self._mailbox = OutputQueue(self._fail_slow_reader, len(job.choices))
         self._sequences: list[EngineSequence] = []
         self._unfinished = len(job.choices)
         self.first_token_at: float | None = None

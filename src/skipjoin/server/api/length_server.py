@@ -104,7 +104,7 @@ class LengthServer:
         await self._session.close()
 
 
-class Questions:
+class ForecastRequests:
     """Concurrent requests to a length server, which it owns. Used on the event loop."""
 
     def __init__(self, server: LengthServer, metrics: Metrics) -> None:

@@ -34,7 +34,7 @@ from skipjoin.server.engines.messages import (
     StepOutputs,
     ToEngine,
 )
-from skipjoin.server.engines.sequences import EngineSequence, Mailbox, OnEnd
+from skipjoin.server.engines.sequences import EngineSequence, OnEnd, OutputQueue
 from skipjoin.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class EngineClient:
 
     def submit(
         self,
-        mailbox: Mailbox,
+        mailbox: OutputQueue,
         index: int,
         prompt: list[int],
         params: SamplingParams,
@@ -448,7 +448,7 @@ def _without_engine(sequence: EngineSequence) -> RequestState:
         output_tokens=len(request.output),
         computed_tokens=0,
         device_blocks=0,
-        host_blocks=0,
+        cpu_blocks=0,
         wait_reason="no_replica",
         wait_s=None,
         predicted_tokens=request.forecast and request.forecast.tokens,

@@ -161,7 +161,7 @@ def _describe(core: EngineCore, request: Request, place: int, now: float) -> Req
         output_tokens=len(request.output),
         computed_tokens=request.computed,
         device_blocks=len(held.device) if held is not None else 0,
-        host_blocks=len(held.cpu) if held is not None else 0,
+        cpu_blocks=len(held.cpu) if held is not None else 0,
         wait_reason=wait.reason.value if wait is not None else None,
         wait_s=now - wait.since if wait is not None else None,
         short_blocks=wait.short if wait is not None else 0,
@@ -347,7 +347,7 @@ class EngineServer:
         metrics.recovered(recover_blocks(loop.core.scheduler.kv, is_idle=loop.idle))
         metrics.shares(
             cached=cache.cached_blocks if cache is not None else 0,
-            cached_on_host=cache.cached_cpu_blocks if cache is not None else 0,
+            cached_on_cpu=cache.cached_cpu_blocks if cache is not None else 0,
             shared=cache.shared_blocks if cache is not None else 0,
             lent=kv.sharing.lent_blocks if kv.sharing is not None else 0,
         )
@@ -421,7 +421,7 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
     metrics = EngineMetrics(
         device_blocks=ready.device_blocks,
         block_size=ready.block_size,
-        block_bytes=ready.host_block_bytes,
+        block_bytes=ready.cpu_block_bytes,
         is_compressed=ready.swap_dtype != "auto",
         resident_bytes=resident_bytes,
     )

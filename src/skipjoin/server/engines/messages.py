@@ -107,8 +107,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
         folder: Folder of the tokenizer.
         max_model_len: Maximum number of prompt and output tokens of a request.
         device_blocks: Number of KV blocks on the device, each of `block_size` tokens.
-        host_blocks: Number of KV blocks on the CPU tier.
-        host_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
+        cpu_blocks: Number of KV blocks on the CPU tier.
+        cpu_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
     """
 
     model: str
@@ -116,10 +116,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     max_model_len: int
     vocab_size: int
     device_blocks: int
-    host_blocks: int
+    cpu_blocks: int
     block_size: int
     block_bytes: int
-    host_block_bytes: int
+    cpu_block_bytes: int
     swap_dtype: str
     recipe: str
     dtype: str
@@ -130,7 +130,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     @property
     def cache_blocks(self) -> int:
         """Number of KV blocks that can cache prefixes. CPU blocks can only if swapped copies are exact."""
-        return self.device_blocks + (self.host_blocks if self.swap_dtype == "auto" else 0)
+        return self.device_blocks + (self.cpu_blocks if self.swap_dtype == "auto" else 0)
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
@@ -217,7 +217,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int
     computed_tokens: int
     device_blocks: int
-    host_blocks: int
+    cpu_blocks: int
     wait_reason: str | None
     wait_s: float | None
     short_blocks: int = 0

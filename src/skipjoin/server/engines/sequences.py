@@ -22,7 +22,7 @@ MAX_WAITING, MAX_OF_SEQUENCE = 1 << 15, 1 << 12
 _TAKEN = 256
 
 
-class Mailbox:
+class OutputQueue:
     """Bounded queue of the outputs of one job.
 
     When the bound is exceeded, `on_full` is called on the event loop, and further outputs are dropped.
@@ -110,7 +110,9 @@ class EngineSequence:
         "stuck",
     )
 
-    def __init__(self, request: Request, params: SamplingParams, mailbox: Mailbox, index: int, label: str = "") -> None:
+    def __init__(
+        self, request: Request, params: SamplingParams, mailbox: OutputQueue, index: int, label: str = ""
+    ) -> None:
         self.request = request
         self.params = params
         self.mailbox = mailbox

@@ -120,16 +120,16 @@ class Machine:
         shape = model_shape(self.model)
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
-        host_block_bytes = shape.host_block_bytes(size, self.swap_dtype)
+        cpu_block_bytes = shape.cpu_block_bytes(size, self.swap_dtype)
         swap_bytes = group.device.host_memory_bytes * group.gpus * _SWAP_SHARE
         return {
             "model": shape.name,
             "hardware": group.name,
             "cost": RooflineCost(shape, group, block_size=size, swap_dtype=self.swap_dtype),
             "kv_blocks": blocks,
-            "host_blocks": self._host_blocks(host_block_bytes, swap_bytes),
+            "cpu_blocks": self._cpu_blocks(cpu_block_bytes, swap_bytes),
             "block_bytes": size * shape.kv_bytes_per_token,
-            "host_block_bytes": host_block_bytes,
+            "cpu_block_bytes": cpu_block_bytes,
             "swap_dtype": self.swap_dtype,
             "block_size": size,
             "max_model_len": self._context(shape.max_positions),
@@ -155,9 +155,9 @@ class Machine:
             "hardware": profile.key.device,
             "cost": profile.cost,
             "kv_blocks": int(self.kv_gib * _GIB) // profile.kv_bytes_per_block,
-            "host_blocks": self._host_blocks(profile.host_bytes_per_block, self.kv_gib * _GIB),
+            "cpu_blocks": self._cpu_blocks(profile.cpu_bytes_per_block, self.kv_gib * _GIB),
             "block_bytes": profile.kv_bytes_per_block,
-            "host_block_bytes": profile.host_bytes_per_block,
+            "cpu_block_bytes": profile.cpu_bytes_per_block,
             "swap_dtype": self.swap_dtype,
             "block_size": profile.block_size,
             "max_model_len": self._context(profile.max_positions),
@@ -166,7 +166,7 @@ class Machine:
             "decision_s": profile.host_s,
         }
 
-    def _host_blocks(self, block_bytes: int, usual_bytes: float) -> int:
+    def _cpu_blocks(self, block_bytes: int, usual_bytes: float) -> int:
         return int(usual_bytes if self.swap_gib is None else self.swap_gib * _GIB) // block_bytes
 
     def _context(self, most: int) -> int:

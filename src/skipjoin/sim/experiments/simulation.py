@@ -420,7 +420,7 @@ def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv
     policies = build(system.recipe, system.settings, system.own_params)
     if keeps_kv:
         policies = replace(policies, eviction=KeepKv())
-    kv = KVLedger(system.kv_blocks, system.host_blocks, system.block_size)
+    kv = KVLedger(system.kv_blocks, system.cpu_blocks, system.block_size)
     core = EngineCore(Scheduler(policies, kv, depth=system.stages))
     alike = _alike(lengths) if together else none
     executor = SimulatedExecutor(

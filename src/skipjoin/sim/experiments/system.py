@@ -50,8 +50,8 @@ class System:
     Attributes:
         recipe_params: Parameters of any recipes; those that this recipe lacks, or has in its name, are ignored.
         stage_shares: Share of each stage in a step's computation; empty if all are equal.
-        kv_blocks, host_blocks: Blocks per replica on the device and in CPU memory.
-        host_block_bytes: None if the size is the same as on the device.
+        kv_blocks, cpu_blocks: Blocks per replica on the device and in CPU memory.
+        cpu_block_bytes: None if the size is the same as on the device.
         swap_dtype: Format of blocks in CPU memory, for the record.
         max_model_len: Maximum number of prompt and output tokens.
         decision_s: Virtual time of each scheduling decision.
@@ -67,8 +67,8 @@ class System:
     max_model_len: int
     recipe_params: Mapping[str, Value] = field(default_factory=dict)
     block_size: Annotated[int, Option("Tokens per KV block.", low=1)] = 16
-    host_blocks: Annotated[int, Option("KV blocks of the CPU tier.", low=0)] = 0
-    host_block_bytes: int | None = None
+    cpu_blocks: Annotated[int, Option("KV blocks of the CPU tier.", low=0)] = 0
+    cpu_block_bytes: int | None = None
     swap_dtype: SwapType = "auto"
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
     max_num_batched_tokens: MaxBatchedTokens = 2048
@@ -144,7 +144,7 @@ class System:
         check(self)
         if len(self.stage_shares) not in (0, self.stages):
             raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
-        check_swap_type(self.swap_dtype, "host_blocks", self.host_blocks)
+        check_swap_type(self.swap_dtype, "cpu_blocks", self.cpu_blocks)
         self._check_split()
         find(self.recipe).build(self.settings, self.own_params)
         if self.predictor is not None:
@@ -158,9 +158,9 @@ class System:
             return
         if self.prefill_replicas >= self.replicas:
             raise ConfigError(f"prefill_replicas must be below replicas, {self.replicas}, got {self.prefill_replicas}")
-        if not self.host_blocks:
+        if not self.cpu_blocks:
             raise ConfigError(
-                "prefill_replicas needs a host pool (swap_gib), to which decode replicas move what they evict"
+                "prefill_replicas needs a CPU pool (swap_gib), to which decode replicas move what they evict"
             )
         prefill = self.prefill_system
         if (prefill.block_size, prefill.block_bytes) != (self.block_size, self.block_bytes):
@@ -189,7 +189,7 @@ class System:
     @property
     def cache_blocks(self) -> int:
         """Blocks per replica that can cache prefixes. CPU blocks cache only exact copies."""
-        return self.kv_blocks + (self.host_blocks if self.swap_dtype == "auto" else 0)
+        return self.kv_blocks + (self.cpu_blocks if self.swap_dtype == "auto" else 0)
 
     def predictor_for(self, workload: Workload) -> str | None:
         match find(self.recipe).forecasts:
@@ -202,7 +202,7 @@ class System:
 
     @property
     def moved_bytes(self) -> int:
-        return self.block_bytes if self.host_block_bytes is None else self.host_block_bytes
+        return self.block_bytes if self.cpu_block_bytes is None else self.cpu_block_bytes
 
     @property
     def settings(self) -> Settings:
@@ -210,7 +210,7 @@ class System:
             requests=None,
             max_len=self.max_model_len,
             device_blocks=self.kv_blocks,
-            host_blocks=self.host_blocks,
+            cpu_blocks=self.cpu_blocks,
             block_size=self.block_size,
             depth=self.stages,
         )
@@ -240,8 +240,8 @@ class System:
             "block_size": self.block_size,
             "kv_blocks": self.kv_blocks,
             "kv_gib": round(self.kv_blocks * self.block_bytes / 2**30, 3),
-            "host_blocks": self.host_blocks,
-            "swap_gib": round(self.host_blocks * self.moved_bytes / 2**30, 3),
+            "cpu_blocks": self.cpu_blocks,
+            "swap_gib": round(self.cpu_blocks * self.moved_bytes / 2**30, 3),
             "swap_dtype": self.swap_dtype,
             "max_model_len": self.max_model_len,
             # Always present, for compatibility with earlier records.

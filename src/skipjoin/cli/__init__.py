@@ -40,7 +40,7 @@ def _print_version(value: bool) -> None:
 
 
 @app.callback()
-def main(  # noqa: D103  # Typer would show a docstring in place of the help
+def main(  # Typer would show a docstring in place of the help
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,

@@ -11,19 +11,17 @@ Key = bytes
 
 
 class LedgerError(AssertionError):
-    """Inconsistent block accounting: a block leaked, was allocated twice, or was used out of order."""
+    """A block leaked, was allocated twice, or was used out of order."""
 
 
 class BlockPool:
     """Block pool of one memory tier.
 
-    A block is *free* while no request's KV is in it. KV may have a *key*. A free block whose KV has a key is *cached*:
-    its KV stays until the block is reused, which happens only when no other block is free. Reuse is in LRU order, and
-    blocks that waiting requests want come last. Blocks without a key are allocated in a fixed order, so that traces are
-    reproducible.
+    A block is *free* while no request's KV is in it. A free block whose KV has a key is *cached*: the KV stays until
+    the block is reused. Empty blocks are reused first, then cached ones in LRU order, those that waiting requests want
+    last.
 
     Attributes:
-        total: Number of blocks.
         changes: Number of times that KV which requests wait for was lost, allocated or freed.
     """
 
@@ -41,26 +39,24 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks that can be allocated, including cached ones."""
+        """Number of blocks without a holder, including cached ones."""
         return len(self._empty) + len(self._cached) + len(self._wanted)
 
     @property
     def cached(self) -> int:
-        """Number of free blocks whose KV has a key."""
         return len(self._cached) + len(self._wanted)
 
     @property
     def empty(self) -> int:
-        """Number of free blocks whose KV has no key."""
         return len(self._empty)
 
     def take(self, count: int) -> list[int]:
-        """Allocate blocks. Their old KV is lost. Check `free` first."""
+        """Allocate blocks, whose old KV is lost. Check `free` first."""
         empty = self._empty
         return [empty.pop() if empty else self._take_cached() for _ in range(count)]
 
     def put(self, blocks: Sequence[int]) -> None:
-        """Free blocks of a request, given in the order of its tokens.
+        """Free blocks, given in token order.
 
         The first ones are reused first, cached ones last.
         """
@@ -77,7 +73,7 @@ class BlockPool:
                 self._cached[block] = None
 
     def reclaim(self, held: Collection[int]) -> list[int]:
-        """Free the leaked blocks, which are neither free nor in `held`, and return them."""
+        """Free and return the blocks that are neither free nor in `held`."""
         lost = sorted(set(range(self.total)).difference(held, self.free_blocks()))
         for block in lost:
             if block in self._keys:
@@ -88,16 +84,15 @@ class BlockPool:
     # -- keys ---------------------------------------------------------------------------------------------
 
     def find(self, key: Key) -> int | None:
-        """Return the block with this KV, or None."""
         return self._blocks.get(key)
 
     def find_free(self, key: Key) -> int | None:
-        """Return the cached block with this KV, or None."""
+        """Return the block with this KV if it is free."""
         block = self._blocks.get(key)
         return block if block in self._cached or block in self._wanted else None
 
     def next_cached(self, count: int) -> Iterator[tuple[int, Key]]:
-        """Iterate over the `count` cached blocks that are reused next, with their keys."""
+        """Iterate over the `count` cached blocks that are reused next."""
         keys = self._keys
         return ((block, keys[block]) for block in islice(chain(self._cached, self._wanted), count))
 
@@ -112,24 +107,22 @@ class BlockPool:
         return True
 
     def unname(self, block: int) -> None:
-        """Remove the key of an allocated block."""
         key = self._keys.pop(block)
         del self._blocks[key]
         self._read.discard(block)
         self.changes += key in self._waiting
 
     def begin_read(self, blocks: Iterable[int]) -> None:
-        """Mark blocks with keys as being copied."""
         self._read.update(blocks)
 
     def end_read(self, block: int) -> bool:
-        """Unmark a block; return False if it was reused or lost its key, so that the copy may be invalid."""
+        """Unmark a copied block; return False if its KV was lost, so that the copy may be invalid."""
         was_there = block in self._read
         self._read.discard(block)
         return was_there
 
     def revive(self, block: int) -> bool:
-        """Allocate a cached block together with its KV; return False if it is already allocated."""
+        """Allocate a cached block with its KV; return False if it is already allocated."""
         if block in self._wanted:
             del self._wanted[block]
             self.changes += 1
@@ -143,7 +136,6 @@ class BlockPool:
             self._move(key, self._cached, self._wanted)
 
     def unwant(self, keys: Iterable[Key]) -> None:
-        """Undo `want`."""
         for key in keys:
             self._waiting[key] -= 1
             if not self._waiting[key]:
@@ -168,7 +160,6 @@ class BlockPool:
     # -- consistency check --------------------------------------------------------------------------------
 
     def check(self, held: Iterable[int]) -> None:
-        """Raise `LedgerError` unless each block is either free or once in `held`, and all keys are consistent."""
         if sorted(chain(self.free_blocks(), held)) != list(range(self.total)):
             raise LedgerError("a block leaked or doubled")
         if self._blocks != {key: block for block, key in self._keys.items()}:

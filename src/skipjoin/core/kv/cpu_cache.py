@@ -19,12 +19,11 @@ _SOON, _AFTER = 3, 2
 class CpuCache:
     """Prefix cache in the free blocks of the CPU tier.
 
-    When few other device blocks are free, the cached device blocks that are reused next are copied in advance. They
-    stay cached on the device, and nothing waits for a copy. A copy is discarded if its source is reused before it has
-    landed. One copy is in transit at a time; its size adapts to what the link transfers in a few steps.
+    When few other device blocks are free, the cached blocks that are reused next are copied in advance. A copy is
+    discarded if its source is reused before it lands. One copy is in transit at a time; its size adapts to what the
+    link transfers in a few steps.
 
     Args:
-        block_size: Tokens per block.
         is_exact: Whether swapping preserves KV exactly; otherwise nothing is cached.
     """
 
@@ -46,18 +45,17 @@ class CpuCache:
         return self._copy.target if self._copy is not None else ()
 
     def name(self, block: int, key: Key) -> None:
-        """Assign a key to a held CPU-tier block, which can be found once it is free."""
+        """Assign a key to a held block, so that it is found once it is free."""
         if self._is_on:
             self._cpu.name(block, key)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Remove the keys of blocks whose content is invalid."""
         for block in blocks:
             if self._cpu.has_key(block):
                 self._cpu.unname(block)
 
     def begin(self, depth: int) -> Move | None:
-        """Start a copy; return None if there is nothing to copy or a copy is in transit.
+        """Start a copy, unless there is nothing to copy or a copy is in transit.
 
         Args:
             depth: Maximum number of plans in flight.

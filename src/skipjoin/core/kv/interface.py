@@ -1,8 +1,7 @@
 """Interface of the KV ledger to the planner and the policies.
 
-`KVAccounts` has the queries; `BlockLedger` adds the operations. This is what any engine's account of KV blocks can
-answer, so the scheduler also runs on the blocks of another engine. What only some ledgers can do is in the capabilities
-`Tiered`, `Cached`, `Shared` and `Reserving`, which the ledger returns, or None without them.
+It is what any engine's account of KV blocks can answer, so the scheduler also runs on the blocks of another engine. A
+ledger returns its capabilities `Tiered`, `Cached`, `Shared` and `Reserving`, or None.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Hit(NamedTuple):
 
     Attributes:
         tokens: Number of cached tokens, always less than the number of known tokens.
-        held: Number of hit blocks that other requests hold. The others are taken from the available blocks.
+        held: Number of hit blocks that other requests hold.
         leader: Request that is about to compute the block after the hit.
         away: Number of hit blocks on the CPU tier; they are the last ones.
     """
@@ -37,8 +36,8 @@ MISS = Hit(0, 0)
 class HeldBlocks(Protocol):
     """Read-only view of the blocks that one request holds.
 
-    It is one record, not a set of queries, because each step reads it for each request. The fields from `cpu` on are
-    constant with a single tier.
+    It is one record because each step reads it for each request. The fields from `cpu` on are constant with a single
+    tier.
 
     Attributes:
         device: Blocks on the device; only their number is used.
@@ -70,9 +69,9 @@ class HeldBlocks(Protocol):
 
 
 class Tiered(Protocol):
-    """KV that moves: between the device and a CPU tier, or here from another engine.
+    """KV that moves between the device and a CPU tier, or here from another engine.
 
-    Moves are in transit until `land` or `fail`. What they read or write is fenced until then.
+    Moves are in transit until `land` or `fail`. Until then, what they read or write is fenced.
     """
 
     @property
@@ -90,17 +89,16 @@ class Tiered(Protocol):
         """Return the number of blocks with KV of the request that must be swapped in before it runs."""
 
     def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
-        """Return whether the request's KV after its first `keep` device blocks can be swapped out now."""
+        """Return whether the KV after the first `keep` device blocks can be swapped out now."""
 
     def can_move_in(self, request: Request) -> bool:
-        """Return whether the request's swapped-out KV fits on the device now, within its own and unreserved blocks."""
+        """Return whether the swapped-out KV fits on the device now, within the request's own and unreserved blocks."""
 
     def move_out(self, request: Request, *, blocking: bool, keep: int = 0, before: Move | None = None) -> Move | None:
-        """Start swapping out the request's computed KV after its first `keep` device blocks, and trim the request.
+        """Start swapping out the KV after the first `keep` device blocks, and trim the request.
 
         Args:
-            blocking: If True, the copy precedes the plan's slices, and the device blocks are free at once. Otherwise
-                they are fenced until `land`.
+            blocking: If True, the copy precedes the plan's slices, and the device blocks are free at once.
             before: Recalled blocking move of the same plan for the blocks that follow; the new move includes it.
 
         Returns:
@@ -108,13 +106,13 @@ class Tiered(Protocol):
         """
 
     def recall(self, move: Move) -> None:
-        """Cancel a blocking swap-out of the plan that is being built. Another one replaces it, or its KV is dropped."""
+        """Cancel a blocking swap-out of the unfinished plan, because another one replaces it or its KV is dropped."""
 
     def move_in(self, request: Request) -> Move:
-        """Start swapping in the request's KV. The CPU-tier blocks are fenced until `land`."""
+        """Start swapping in all of the request's KV."""
 
     def restore(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Start blocking moves that swap in all of the request's KV. Check `shortfall` for `tokens` tokens first."""
+        """Start blocking moves that swap in all KV. Check `shortfall` for `tokens` tokens first."""
 
     def land(self, move: Move) -> int | None:
         """Lift the fence of a completed move.
@@ -127,8 +125,8 @@ class Tiered(Protocol):
         """Handle a failed move.
 
         Returns:
-            The number of the request's first device blocks that still hold KV; the rest must be dropped. None if no KV
-                is lost, or while other moves of the request are in transit.
+            The number of first device blocks that still hold KV; the rest must be dropped. None if no KV is lost, or
+            while other moves of the request are in transit.
         """
 
     def keep_cached(self, depth: int) -> Move | None:
@@ -136,32 +134,26 @@ class Tiered(Protocol):
 
         Args:
             depth: Maximum number of plans in flight.
-
-        Returns:
-            A move without a request, or None if nothing is copied now.
         """
 
     def expect(self, request: Request) -> None:
-        """Allocate device blocks for the request's computed tokens, whose KV arrives from another engine.
-
-        The blocks are fenced until `receive`.
-        """
+        """Allocate and fence device blocks for the computed tokens, whose KV arrives from another engine."""
 
     def receive(self, request: Request) -> None:
-        """Lift the fence of a request whose expected KV has arrived."""
+        """Lift the fence of the KV that has arrived."""
 
 
 class Cached(Protocol):
-    """Prefix cache that learns of computed blocks, waiting requests and running leaders from the scheduler."""
+    """Prefix cache. The scheduler reports computed blocks, waiting requests and running leaders."""
 
     def announce(self, request: Request) -> None:
         """Register the request as the leader of the blocks that it is about to compute."""
 
     def offer(self, request: Request, /) -> None:
-        """Add the full computed blocks of the request to the prefix cache."""
+        """Add the full computed blocks of the request to the cache."""
 
     def await_prefix(self, request: Request) -> None:
-        """Prefer to keep the cached blocks that this waiting request could use, until it holds blocks."""
+        """Keep the cached blocks that this waiting request could use for as long as possible."""
 
     def forget_prefix(self, request: Request) -> None:
         """Undo `await_prefix`; no effect if it was not called."""
@@ -171,11 +163,11 @@ class Cached(Protocol):
 
     @property
     def cached_blocks(self) -> int:
-        """Number of free device blocks in the prefix cache."""
+        """Number of free device blocks in the cache."""
 
     @property
     def cached_cpu_blocks(self) -> int:
-        """Number of free CPU-tier blocks in the prefix cache."""
+        """Number of free CPU-tier blocks in the cache."""
 
     @property
     def shared_blocks(self) -> int:
@@ -203,10 +195,7 @@ class Shared(Protocol):
         """Return the owners of slots that must be saved before the request can have `tokens` tokens."""
 
     def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
-        """Return how many fewer device blocks the request needs for `tokens` tokens if `others` hold nothing.
-
-        These blocks would replace blocks that it lends to the others.
-        """
+        """Return how many fewer device blocks the request needs for `tokens` tokens if `others` hold nothing."""
 
     def tokens_there(self, request: Request) -> int:
         """Return the number of the request's computed tokens whose KV is on the device."""
@@ -227,10 +216,10 @@ class Shared(Protocol):
 
 
 class Reserving(Protocol):
-    """Nested reservations: a request or an account lends unused blocks of its reservation."""
+    """Nested reservations: a request or an account lends blocks that it reserves and does not use."""
 
     def parent_of(self, request: Request) -> Owner:
-        """Return the parent of the request's reservation; None for the shared pool or without a reservation."""
+        """Return the parent reservation; None for the shared pool or without a reservation."""
 
     def beneficiaries(self, request: Request, parent: Owner) -> frozenset[Owner]:
         """Return the owners whose freed blocks help a reservation of the request from `parent`.
@@ -254,7 +243,7 @@ class Reserving(Protocol):
         """Remove unused blocks from the account permanently."""
 
     def disband(self) -> None:
-        """Leave all accounts without blocks to lend until the next `fund`. The shared pool takes over their loans."""
+        """Leave all accounts empty until the next `fund`. The shared pool takes over their loans."""
 
 
 class KVAccounts(Protocol):
@@ -275,7 +264,6 @@ class KVAccounts(Protocol):
 
     @property
     def is_moving(self) -> bool:
-        """True if any KV is in transit."""
         return False
 
     @property
@@ -310,31 +298,25 @@ class KVAccounts(Protocol):
         """Return the number of device blocks that evicting the request would free, its reservation included."""
 
     def filled(self, request: Request) -> int:
-        """Return the number of the request's device blocks with computed KV; they are its first ones."""
+        """Return the number of the request's first device blocks with computed KV."""
 
     def filled_after(self, request: Request, freed: int) -> int:
-        """Return what `filled` would be after `freed` blocks were freed of its footprint.
+        """Return what `filled` would be after `freed` blocks of the footprint were freed.
 
-        Reserved blocks that it does not hold go first, then blocks without KV, then the last ones with KV.
+        Reserved blocks that the request does not hold go first, then blocks without KV, then the last ones with KV.
         """
 
     def shortfall(self, request: Request, tokens: int) -> int:
         """Return how many device blocks must become available before the request can hold `tokens` tokens."""
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
-        """Return how many free blocks the request lacks to hold `tokens` tokens, regardless of reservations.
-
-        The result is negative if more than enough blocks are free.
-        """
+        """Return how many free blocks the request lacks for `tokens` tokens, regardless of reservations."""
 
     def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner) -> int:
-        """Return how many blocks must become available before the request can reserve `blocks` in total from `parent`.
-
-        The result is negative if more than enough blocks are available.
-        """
+        """Return how many available blocks the request lacks to reserve `blocks` in total. May be negative."""
 
     def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
-        """Return how many unreserved blocks each of the next `steps` decode-only steps of these requests needs.
+        """Return how many unreserved blocks each of the next `steps` decode-only steps needs.
 
         Returns:
             None if that is unknown, or if the steps need another decision.
@@ -342,7 +324,7 @@ class KVAccounts(Protocol):
         return None
 
     def hit(self, request: Request, /) -> Hit:
-        """Return the prefix-cache hit of a request that holds nothing: full blocks from the first one on."""
+        """Return the hit of a request that holds nothing: full blocks from the first one on."""
         return MISS
 
     @property
@@ -355,10 +337,7 @@ class KVAccounts(Protocol):
 
 
 class BlockLedger(KVAccounts, Protocol):
-    """Operations of plans and their outcomes on the KV ledger.
-
-    Only the scheduler calls them, and only where the queries allow it.
-    """
+    """Operations of plans and their outcomes. Only the scheduler calls them, and only where the queries allow it."""
 
     def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
         """Replace the request's reservation. Check `shortfall_of_reservation` first.
@@ -370,24 +349,23 @@ class BlockLedger(KVAccounts, Protocol):
         """
 
     def adopt(self, request: Request) -> Hit:
-        """Give a request that holds nothing the blocks of its prefix-cache hit, and return the hit."""
+        """Give a request that holds nothing the blocks of its prefix-cache hit."""
         return MISS
 
     def grow(self, request: Request, tokens: int) -> HeldBlocks:
         """Allocate device blocks for `tokens` tokens in total. Check `shortfall` first."""
 
     def trim(self, request: Request) -> None:
-        """Cancel the request's reservation and free its device blocks without KV."""
+        """Cancel the reservation and free the device blocks without KV."""
 
     def drop(self, request: Request, *, keep: int = 0) -> None:
-        """Drop the request's KV and reservation, except its first `keep` device blocks, which must be full."""
+        """Drop the KV and the reservation, except the first `keep` device blocks, which must be full."""
 
     def release(self, request: Request) -> None:
-        """Free everything the request holds and reserves; no effect if it has nothing."""
+        """Free everything the request holds and reserves, if anything."""
 
     def clear(self) -> None:
-        """Reset the ledger: nothing is held, reserved or in transit, and all KV is lost."""
+        """Lose all KV, holdings, reservations and moves."""
 
     def reclaim(self) -> int:
-        """Free leaked blocks and return their number."""
         return 0

@@ -1,4 +1,4 @@
-"""KV block accounting on both tiers; the planner and the policies see it as `BlockLedger` (`core.kv.interface`)."""
+"""KV block accounting on both tiers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from skipjoin.core.step import Direction, Move, Span
 class KVLedger:
     """Ledger of the KV blocks that each request holds and reserves, and of the moves in transit.
 
-    It is composed of a block pool per tier, reservations, the holders of blocks, a prefix cache, shared blocks and
-    transfers. Each has its own state and its own `check`; what concerns several of them stands here.
+    Each part has its own state and its own `check`; what concerns several parts stands here.
 
-    The first blocks of a request are on the device and the rest on the CPU tier; usually all are on one tier. While one
-    of its moves is in transit, a request cannot be moved again or released. Blocks that the move still reads are
-    *fenced*: neither free nor usable until `land`. Blocks are allocated in a fixed order, so that traces are
-    reproducible.
+    The first blocks of a request are on the device and the rest on the CPU tier. While one of its moves is in transit,
+    a request cannot be moved again or released. Blocks that the move still reads are *fenced*: neither free nor usable
+    until `land`. Blocks are allocated in a fixed order, so that traces are reproducible.
 
     Args:
         is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV is neither cached nor shared.
@@ -42,7 +40,6 @@ class KVLedger:
         self._compose()
 
     def _compose(self) -> None:
-        """Make all parts, in which nothing is held."""
         size, held = self.block_size, dict[Request, RequestBlocks]()
         self._held = held
         self._device, self._cpu = device, cpu = BlockPool(self.device_total), BlockPool(self.cpu_total)
@@ -243,20 +240,19 @@ class KVLedger:
             reservation.join(self.reservations.root)
 
     def _give_back(self, held: RequestBlocks, blocks: Sequence[int]) -> None:
-        """Remove the request, whose reservation the caller resizes, from the holders of blocks; free those without."""
+        """Remove the holder of blocks and free those without another. The caller resizes its reservation."""
         if self._holders.of or self._shared.of:
             remove = self._shared.remove if self._shared.of else self._holders.remove
             blocks = [block for block in blocks if not remove(block, held)]
         self._device.put(blocks)
 
     def _free_cpu(self, held: RequestBlocks, blocks: int | None = None) -> None:
-        """Free the first `blocks` CPU-tier blocks of the request, or all if None."""
         self._cpu.put(held.cpu[:blocks])
         del held.cpu[:blocks]
         held.refresh_room()
 
     def _copies(self) -> Iterable[int]:
-        """Iterate over the CPU-tier blocks with KV that no request holds and that are not in the prefix cache."""
+        """Iterate over the CPU-tier blocks with KV that are neither held nor cached."""
         return chain(self._shared.copies(), self.cache.cpu.targets)
 
     # -- moves in transit ---------------------------------------------------------------------------------
@@ -302,7 +298,7 @@ class KVLedger:
         return Move(Direction.OUT, request, tuple(source), tuple(target), tokens)
 
     def _out_of_shared(self, held: RequestBlocks, keep: int) -> Move | None:
-        """Return the move for a request that lends blocks; slots that are saved already are left out."""
+        """Return the move for a request that lends blocks, without the slots that are already saved."""
         copies, target, size = list[Copy](), list[int](), self.block_size
         for index in range(keep, len(held.device)):
             shared, saved, copy = held.sharing.lends.get(index), 0, None
@@ -317,7 +313,6 @@ class KVLedger:
         return move_of(Direction.OUT, held.request, copies) if copies else None
 
     def _joined(self, first: Move, second: Move) -> Move:
-        """Return one move for two moves of adjacent blocks."""
         if first.spans or second.spans:
             first, second = self._spanned(first), self._spanned(second)
         return first._replace(
@@ -328,7 +323,6 @@ class KVLedger:
         )
 
     def _spanned(self, move: Move) -> Move:
-        """Return the move with explicit spans."""
         if move.spans:
             return move
         assert move.request is not None
@@ -412,7 +406,6 @@ class KVLedger:
     # -- consistency check --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise `LedgerError` unless the state of every part and of every request's record is consistent."""
         held = self._held.values()
         self._device.check(chain.from_iterable(map(self._holders.counted, held)))
         self._cpu.check(chain(self._copies(), *(one.cpu for one in held)))

@@ -1,4 +1,4 @@
-"""Prefix cache: full blocks that several requests share, and cached KV of requests that have left."""
+"""Prefix cache: full blocks that several requests share, and cached KV of finished requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from skipjoin.core.step import Move
 class _Search:
     """Incremental prefix-cache lookup of one waiting request.
 
-    `update` only looks up the first missing key, unless a pool reports changes. A long prefix therefore costs nothing
-    in each step.
+    `update` only looks up the first missing key, unless a pool reports changes.
 
     Attributes:
         blocks: Number of hit blocks on the device.
@@ -33,7 +32,6 @@ class _Search:
         self._changes = (-1, -1)
 
     def update(self, device: BlockPool, cpu: BlockPool, holders: Container[int]) -> Key | None:
-        """Follow changes of the pools. Return the first key that neither has, or None."""
         changes = device.changes, cpu.changes
         if changes != self._changes:
             self._changes = changes
@@ -55,11 +53,9 @@ class PrefixCache:
     swaps them in, after which the CPU-tier blocks are free and can be found again.
 
     Args:
-        requests: Records of all holders.
         is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV gets no keys.
 
     Attributes:
-        cpu: CPU tier of the cache.
         awaited: Lookups of requests that hold nothing.
     """
 
@@ -107,7 +103,6 @@ class PrefixCache:
         return self._holders.within({held for one in requests if (held := self._requests.get(one)) is not None})
 
     def adopt(self, held: RequestBlocks, hit: Hit) -> None:
-        """Give a request that holds nothing the blocks of its hit."""
         device, cpu = self._pools
         keys = list(islice(self._usable(held.request), hit.tokens // self._block_size))
         held.keyed = len(keys) - hit.away
@@ -171,13 +166,11 @@ class PrefixCache:
             self._coming.setdefault(key, request)
 
     def retract(self, request: Request) -> None:
-        """Unregister the request as a leader."""
         for key in self._announced.pop(request, ()):
             if self._coming.get(key) is request:
                 del self._coming[key]
 
     def check(self) -> None:
-        """Raise `LedgerError` unless waiting requests hold nothing, and each announced key has a leader that does."""
         if not self.awaited.keys().isdisjoint(self._requests):
             raise LedgerError("a request holds blocks and still waits for cached ones")
         for key, leader in self._coming.items():

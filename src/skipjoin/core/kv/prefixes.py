@@ -1,4 +1,4 @@
-"""Keys of KV blocks, by which requests find KV that others have computed."""
+"""Keys by which requests find KV blocks that others have computed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Prefix(Protocol):
     """Keys of one request's blocks. Equal keys mean equal tokens up to the end of the block."""
 
     def keys(self, read: ReadTokens, tokens: int, *, reverse: bool = False) -> Sequence[Key]:
-        """Return the keys of the full blocks in the first `tokens` tokens, as far as they have keys.
+        """Return the keys of the full blocks in the first `tokens` tokens, all of which must be known.
 
-        All these tokens must be known. The sequence may contain further keys. Callers must not keep it.
+        The sequence may contain further keys, or fewer if blocks have none. Callers must not keep it.
 
         Args:
             read: Reads the tokens; always the same ones for one object.
@@ -33,8 +33,8 @@ class Prefix(Protocol):
 class ContentPrefix:
     """Keys that are hashes of the tokens.
 
-    Each key is the hash of the previous key and the block's tokens, so equal keys mean equal prompts from the first
-    token on. Requests share no keys if their salts differ, or if they fill their blocks from different ends.
+    Each key is the hash of the previous key and the block's tokens. Requests share no keys if their salts differ, or if
+    they fill their blocks from different ends.
     """
 
     __slots__ = ("_block_size", "_keys", "_last")
@@ -94,5 +94,4 @@ class NamedPrefix:
 
 
 def _reversed(key: Key) -> Key:
-    """Return the key of the same content in a block that is filled from its last slot down."""
     return blake2b(key + b"<", digest_size=_KEY_BYTES).digest()

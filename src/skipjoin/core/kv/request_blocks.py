@@ -1,4 +1,4 @@
-"""What one request holds, with one part for each part of the ledger, and which requests hold one block."""
+"""Record of what one request holds, and the holders of each block."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class SharedBlock:
 
     Attributes:
         index: Index in the owner's table.
-        copy: CPU-tier block with the saved slots at the same positions; None once it is part of the owner's swapped-out
-            blocks.
+        copy: CPU-tier block with the saved slots; None once it is part of the owner's swapped-out blocks.
         borrower: None after it left while some of the owner's slots are still saved.
         at: Index in the borrower's table.
         split: The borrower may fill the slots below, the owner the slots from here on.
@@ -42,7 +41,7 @@ class Sharing:
     Attributes:
         lends: Blocks that it owns.
         borrows: Blocks of others that it fills.
-        overwritten: Number of lent blocks in which the borrower overwrites some of its slots.
+        overwritten: Number of lent blocks in which the borrower overwrites slots.
     """
 
     lends: dict[int, SharedBlock] = field(default_factory=dict)
@@ -55,7 +54,6 @@ class Transit:
     """Moves of one request in transit; changed by `Transfers`.
 
     Attributes:
-        direction: Direction of its KV in transit.
         move: Move between the tiers; None while KV arrives from another engine.
         aside: Move to other device blocks.
         saves: Moves that save slots which a borrower overwrites, with the index of their block.
@@ -71,14 +69,13 @@ class Transit:
 
 @dataclass(eq=False, slots=True)
 class RequestBlocks:
-    """Blocks of one request and its part of each part of the ledger.
+    """Blocks of one request, with one part for each part of the ledger.
 
-    `table` to `is_settled` summarize the rest, because each step reads them for each request; see `HeldBlocks`.
+    The fields from `table` to `is_settled` summarize the rest; see `HeldBlocks`.
 
     Attributes:
         keyed: Number of the first device blocks that were offered to the prefix cache.
-        is_private: Whether KV computed from here on is excluded from the prefix cache, because inexact KV was swapped
-            in.
+        is_private: Whether new KV is excluded from the prefix cache, because inexact KV was swapped in.
     """
 
     request: Request
@@ -98,13 +95,12 @@ class RequestBlocks:
     is_settled: bool = True
 
     def refresh(self) -> None:
-        """Update the summaries and the reservation after a change of the device blocks."""
+        """Update the summaries and the reservation after the device blocks changed."""
         self.table = tuple(self.device)
         self.reservation.resize()
         self.refresh_room()
 
     def refresh_room(self) -> None:
-        """Update all summaries but the table."""
         self.room, self.away, self.moving, self.is_settled = self._summary()
 
     def _summary(self) -> tuple[int, int, Direction | None, bool]:
@@ -124,7 +120,6 @@ class RequestBlocks:
         return room
 
     def check(self) -> None:
-        """Raise `LedgerError` unless the blocks carry the computed tokens and the summaries are current."""
         request, move, direction = self.request, self.transit.move, self.transit.direction
         need, there = -(-request.computed // self.block_size), len(self.device) + len(self.cpu)
         if move is not None and (direction is not Direction.OUT or self.holds_source(move)):
@@ -139,14 +134,14 @@ class RequestBlocks:
             raise LedgerError(f"request {request.id} has a stale summary of its blocks")
 
     def holds_source(self, move: Move) -> bool:
-        """Return whether the request still holds the source of a swap-out, as it does if the move is overlapped."""
+        """Return whether the request still holds the source of an overlapped swap-out."""
         return bool(self.device) and self.device[-1] == move.source[-1]
 
 
 class Holders:
     """Holders of blocks with keys and of bidirectional blocks.
 
-    The first holder of a block counts it in its reservation; the others adopt it.
+    The first holder counts a block in its reservation; the others adopt it.
 
     Attributes:
         of: Holders of each block, at least one; blocks without keys that one request holds are left out.
@@ -156,7 +151,7 @@ class Holders:
         self.of: dict[int, list[RequestBlocks]] = {}
 
     def add(self, block: int, held: RequestBlocks) -> None:
-        """Add a holder, and resize no reservation."""
+        """Add a holder without resizing reservations."""
         if (holders := self.of.get(block)) is None:
             self.of[block] = [held]
             return
@@ -191,7 +186,7 @@ class Holders:
         return len(self.of.get(block, ())) > 1
 
     def within(self, some: Collection[RequestBlocks]) -> int:
-        """Return the number of blocks with several holders, all of which are in the set `some`."""
+        """Return the number of blocks with several holders, all of them in `some`."""
         if not any(held.reservation.shared for held in some):
             return 0
         return sum(len(holders) > 1 and set(some).issuperset(holders) for holders in self.of.values())
@@ -203,7 +198,6 @@ class Holders:
         return [block for block in held.device if self.of.get(block, (held,))[0] is held]
 
     def check(self, requests: Collection[RequestBlocks]) -> None:
-        """Raise `LedgerError` unless these requests are the recorded holders, and all counts are right."""
         found: dict[int, list[RequestBlocks]] = {block: [] for block in self.of}
         for held in requests if found else ():
             for block in held.device:

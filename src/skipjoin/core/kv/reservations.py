@@ -24,13 +24,11 @@ Owner = Request | Account | None
 class Reservation:
     """Reservation of a number of blocks; concrete blocks are assigned on allocation.
 
-    Reservations form a tree: unused blocks of one can be lent to nested ones, whatever blocks these then get
-    (EconoServe section 3.2 lends regions).
+    Reservations form a tree: nested ones use blocks that their parent does not use (EconoServe section 3.2).
 
     Attributes:
         owner: None for the root, whose nested reservations hold everything that is reserved.
         held: Blocks that the owner holds. The ledger changes them and then calls `resize`.
-        parent: None only for the root.
         promised: Number of blocks that the owner may have in total, including those that it holds and lends.
         adopted: Number of held blocks that are counted in the reservation of another holder.
         shared: Number of blocks counted here that others hold too.
@@ -50,26 +48,21 @@ class Reservation:
 
     @property
     def unused(self) -> int:
-        """Number of blocks taken from the parent that are neither held nor lent."""
         return self.size + self.adopted - len(self.held) - self.lent
 
     @property
     def alone(self) -> int:
-        """Number of blocks that return to the parent when this reservation ends.
-
-        Lent and shared blocks stay with their users.
-        """
+        """Number of blocks that return to the parent when this reservation ends; lent and shared ones stay in use."""
         return self.size - self.lent - self.shared
 
     def ancestors(self) -> Iterator[Reservation]:
-        """Iterate from the parent to the root."""
         parent = self.parent
         while parent is not None:
             yield parent
             parent = parent.parent
 
     def resize(self) -> None:
-        """Update `size` and the ancestors after a change of what is promised, held or lent."""
+        """Update `size` here and in the ancestors."""
         this = self
         while (parent := this.parent) is not None:
             promised, used = this.promised, len(this.held) + this.lent
@@ -96,7 +89,7 @@ class Reservation:
             nested.join(self.parent)
 
     def leave(self) -> None:
-        """Remove this reservation from the tree; its nested ones move to the parent."""
+        """Remove this reservation; its nested ones move to the parent."""
         self.hand_over()
         self._part()
 
@@ -129,7 +122,6 @@ class Reservations:
 
     @property
     def available(self) -> int:
-        """Number of unreserved blocks. Negative if the reservations exceed the pool."""
         return self._blocks - self.root.lent
 
     def open(self, owner: Request | Account, held: Sized = ()) -> Reservation:
@@ -139,7 +131,6 @@ class Reservations:
         return reservation
 
     def close(self, request: Request) -> None:
-        """Remove the request's reservation; its nested ones move to the parent."""
         self._of.pop(request).leave()
 
     def find(self, parent: Owner) -> Reservation:
@@ -162,7 +153,7 @@ class Reservations:
         return blocks - this.adopted - self._freed(this, self.find(parent)) - self.headroom(parent)
 
     def headroom(self, parent: Owner) -> int:
-        """Return the number of unused blocks of the parent and its ancestors, and of the available ones."""
+        """Return the number of blocks that a nested reservation of the parent can get."""
         return self.available + self.unused_in_all(self.find(parent))
 
     def unused(self, owner: Request | Account) -> int:
@@ -193,7 +184,6 @@ class Reservations:
         return True
 
     def unused_in_all(self, reservation: Reservation) -> int:
-        """Return the number of unused blocks of the reservation and its ancestors below the root."""
         unused = 0
         while reservation.parent is not None:
             unused += reservation.unused
@@ -203,8 +193,7 @@ class Reservations:
     def _freed(self, this: Reservation, parent: Reservation) -> int:
         """Return how many blocks `parent` and its ancestors gain when the reservation ends.
 
-        An ancestor in between that is promised all it has keeps them; one that lends more than it is promised passes
-        them on.
+        Ancestors in between keep the blocks that they are promised, and pass on the rest.
         """
         theirs = (parent, *parent.ancestors())
         one, freed = this.parent, this.size
@@ -243,7 +232,6 @@ class Reservations:
                 this.resize()
 
     def check(self) -> None:
-        """Raise `LedgerError` unless the reservations form a tree in which all sizes add up."""
         left, found = [self.root], set[Owner]()
         while left:
             reservation = left.pop()

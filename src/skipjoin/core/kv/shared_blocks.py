@@ -15,7 +15,6 @@ Copy = tuple[int, int, Span]
 
 
 def move_of(direction: Direction, request: Request, copies: Sequence[Copy]) -> Move:
-    """Return the move that makes these copies of blocks."""
     source, target, spans = zip(*copies, strict=True)
     return Move(direction, request, source, target, sum(span.slots for span in spans), spans)
 
@@ -32,7 +31,6 @@ class SharedBlocks:
     key, so no third request holds it.
 
     Args:
-        requests: Records of all holders.
         hold: Returns the record of a request, a new one if it holds nothing.
 
     Attributes:
@@ -80,7 +78,7 @@ class SharedBlocks:
                 yield shared.owner.request
 
     def extra(self, held: RequestBlocks, tokens: int) -> int:
-        """Return how many more device blocks the request needs, for those in which a borrower has taken slots."""
+        """Return how many more device blocks the request needs because borrowers took slots."""
         return sum(self._is_contested(shared, tokens) for shared in held.sharing.lends.values())
 
     def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
@@ -208,7 +206,7 @@ class SharedBlocks:
         return self._size - self.filled_slots(shared.owner, shared.index) + shared.saved
 
     def _slots(self, index: int, tokens: int) -> int:
-        """Return how many slots of the block at `index` a request with `tokens` tokens fills; negative before it."""
+        """Return how many slots of block `index` the first `tokens` tokens fill; negative if they do not reach it."""
         return min(self._size, tokens - index * self._size)
 
     def _taken(self, shared: SharedBlock) -> int:
@@ -231,7 +229,6 @@ class SharedBlocks:
         return stays
 
     def _leave(self, shared: SharedBlock, held: RequestBlocks) -> None:
-        """Remove one of the two requests from the block."""
         owner, borrower = shared.owner, shared.borrower
         if borrower is not None:
             del borrower.sharing.borrows[shared.at]
@@ -254,7 +251,6 @@ class SharedBlocks:
             self._cpu.put([shared.copy])
 
     def check(self) -> None:
-        """Raise `LedgerError` unless each shared block has one owner and at most one borrower, with disjoint slots."""
         known = set[int]()
         for request, held in self._requests.items():
             sharing = held.sharing

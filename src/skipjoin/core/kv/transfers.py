@@ -1,4 +1,4 @@
-"""Moves of KV in transit."""
+"""KV moves in transit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from skipjoin.core.step import Direction, Move
 
 
 class Transfers:
-    """Moves in transit, each of a request or of none.
-
-    Attributes:
-        blocks: Number of blocks in transit in each direction.
-    """
+    """Moves in transit, each of a request or of none."""
 
     def __init__(self, requests: Mapping[Request, RequestBlocks]) -> None:
         self.blocks = dict.fromkeys(Direction, 0)
@@ -61,7 +57,7 @@ class Transfers:
 
         Returns:
             What its request holds, and the index of the block if the move saved slots. (None, None) if no request
-                depends on the move.
+            depends on the move.
         """
         held, index = None, None
         if move in self._detached:
@@ -100,7 +96,6 @@ class Transfers:
         return min(keep, len(held.device))
 
     def check(self) -> None:
-        """Raise `LedgerError` unless all moves are counted, and each request knows its direction."""
         moves = list(self._detached)
         for held in self._requests.values():
             transit = held.transit

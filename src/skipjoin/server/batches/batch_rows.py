@@ -111,8 +111,8 @@ class BatchRows(Base):
     async def take_unvalidated(self, model: str | None = None, *, runs: bool = True) -> BatchRow | None:
         """Hold and return the oldest batch to validate, after deleting lines of an earlier validation.
 
-        A batch that this server already holds was interrupted while the database was unavailable, and is returned
-        again. Without `runs`, return only cancelled batches, because the error file lists their lines.
+        A batch that this server already holds was interrupted, and is returned again. Without `runs`, return only
+        cancelled batches, because the error file lists their lines.
         """
         is_new = sa.and_(batches.c.status == BatchStatus.VALIDATING, is_for(model), sa.true() if runs else sa.false())
         waiting = sa.select(batches).where(sa.or_(is_new, _CANCELLED_EARLY), self._is_free())
@@ -196,7 +196,7 @@ class BatchRows(Base):
             return BatchStatus.EXPIRED if expired else BatchStatus.COMPLETED
 
     async def results(self, batch_id: str, *, failed: bool) -> AsyncGenerator[bytes, None]:
-        """Yield lines of the error file if `failed`, else of the output file, in input order without line ends."""
+        """Yield lines of the error file if `failed`, else of the output file, in input order."""
         states = _IN_ERROR_FILE if failed else (LineState.DONE,)
         columns = (lines.c.custom_id, lines.c.state, results.c.body)
         same = sa.and_(results.c.batch_id == lines.c.batch_id, results.c.number == lines.c.number)
@@ -265,7 +265,6 @@ class BatchRows(Base):
 
 
 def is_for(model: str | None) -> sa.ColumnElement[bool]:
-    """Match batches that may run on `model`, or all for None."""
     return sa.true() if model is None else sa.or_(batches.c.model.is_(None), batches.c.model == model)
 
 

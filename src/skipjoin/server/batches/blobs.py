@@ -39,7 +39,6 @@ class Blobs:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def path(self, file_id: str) -> Path:
-        """Return the path of a file, or raise `ValueError` for a malformed id."""
         if not is_id(file_id):
             raise ValueError(f"not the id of a file: {file_id!r}")
         return self._folder / file_id
@@ -81,7 +80,7 @@ class Blobs:
         await self._run(self.path(file_id).unlink, True)
 
     async def sweep(self, known: set[str], min_age_s: float = 0) -> int:
-        """Delete unknown and incomplete files older than `min_age_s`. Another server may be writing younger ones."""
+        """Delete unknown and incomplete files. Another server may be writing files younger than `min_age_s`."""
         return await self._run(_sweep, self._folder, known, time.time() - min_age_s)
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -92,8 +91,7 @@ class Blobs:
 class _OpenFile:
     """File that threads open, use and close, one call at a time.
 
-    It is closed only when no thread uses the descriptor, even if its task is cancelled: otherwise another file or
-    connection could get the same number.
+    Only an unused descriptor is closed, because another file could get the same number.
     """
 
     def __init__(self, threads: ThreadPoolExecutor, path: Path, flags: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class SteadyClock:
-    """Unix clock that follows the system clock forward but never back, so that windows have their full length."""
+    """Unix clock that follows the system clock forward but never back."""
 
     def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -19,5 +19,5 @@ class SteadyClock:
         return self._offset + self._monotonic()
 
     def observe(self, seen: float) -> None:
-        """Advance the clock to at least `seen`, a time from the database."""
+        """Advance the clock to a time from the database."""
         self._offset = max(self._offset, seen - self._monotonic())

@@ -61,13 +61,12 @@ class BatchContext:
 
 
 def owner_of(request: Request) -> str:
-    """Return a hash of the request's API key, the owner of its files and batches."""
+    """Return a hash of the request's API key."""
     owner: str = request.state.owner
     return owner
 
 
 def as_api_error(error: StoreError) -> ApiError:
-    """Return the response to an error of the store."""
     if isinstance(error, NoSpace):
         return unavailable(str(error), NO_SPACE_CODE, _RETRY_S)
     if isinstance(error, QuotaExceeded):
@@ -79,8 +78,6 @@ def as_api_error(error: StoreError) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Install the exception handler for errors of the store."""
-
     async def on_store_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, StoreError)
         return as_api_error(error).response()

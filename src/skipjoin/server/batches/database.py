@@ -1,4 +1,4 @@
-"""Transactions on SQLite or PostgreSQL, with errors of the store."""
+"""Transactions on SQLite or PostgreSQL."""
 
 from __future__ import annotations
 
@@ -50,12 +50,10 @@ T = TypeVar("T")
 
 
 class Conflict(StoreUnavailable):
-    """Deadlock or serialization failure. The transaction can be repeated."""
+    """Deadlock or serialization failure, after which the transaction can be repeated."""
 
 
 def repeated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Repeat a transaction that ends with `Conflict`."""
-
     @wraps(method)
     async def run(*args: P.args, **kwargs: P.kwargs) -> T:
         for _ in range(_ATTEMPTS - 1):
@@ -94,7 +92,7 @@ class Database:
 
     @classmethod
     def on_sqlite(cls, path: Path) -> Database:
-        """Open a SQLite file, created with access for this user only."""
+        """Open a SQLite file to which only this user has access."""
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         # `_begin` begins transactions, not the driver.
         url = URL.create("sqlite+aiosqlite", database=str(path))
@@ -122,7 +120,6 @@ class Database:
 
     @property
     def is_sqlite(self) -> bool:
-        """True for SQLite, whose file no other server uses."""
         return self._path is not None
 
     @property
@@ -151,7 +148,6 @@ class Database:
                     yield connection
 
     async def migrate(self) -> None:
-        """Migrate the tables, or raise `StoreError` if a newer version has."""
         from alembic.util import CommandError  # noqa: PLC0415 (servers without batches do without)
 
         try:
@@ -204,7 +200,6 @@ def _upgrade(connection: sa.Connection) -> None:
 
 
 def alembic_config() -> Config:
-    """Return Alembic's configuration, without a connection."""
     from alembic.config import Config  # noqa: PLC0415 (as above)
 
     config = Config()
@@ -248,7 +243,7 @@ def _postgres_url(text: str) -> URL:
 
 @contextmanager
 def _errors(path: Path | None) -> Iterator[None]:
-    """Convert database errors to errors of the store, except those of invalid statements."""
+    """Convert database errors, except those of invalid statements."""
     try:
         yield
     except (IntegrityError, ProgrammingError):

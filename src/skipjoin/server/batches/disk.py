@@ -18,19 +18,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_space(folder: Path) -> NoSpace:
-    """Return the error of a full disk."""
     return NoSpace(f"disk full: no space is left for the batches' folder {folder}")
 
 
 def as_store_error(error: OSError, folder: Path) -> StoreError:
-    """Convert an `OSError` of the folder to a `StoreError`."""
     if error.errno in _FULL:
         return no_space(folder)
     return StoreUnavailable(f"the batches' folder cannot be used: {error.strerror}")
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether a folder's disk has almost no space or inodes left."""
+    """Return whether almost no space or inodes are left."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -27,7 +27,6 @@ def request_id(batch_id: str, custom_id: str) -> str:
 
 
 def closed_line(batch_id: str, custom_id: str, state: LineState) -> bytes:
-    """Return the JSON of an expired or cancelled line."""
     line = {
         "id": request_id(batch_id, custom_id),
         "custom_id": custom_id,

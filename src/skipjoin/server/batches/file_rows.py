@@ -77,7 +77,6 @@ class FileRows(Base):
             return await usage_of(connection, owner)
 
     async def removable(self) -> list[str]:
-        """Return ids of deleted and expired files that no batch reads."""
         reading = sa.select(batches.c.input_file_id).where(batches.c.status.in_(ACTIVE))
         gone = sa.or_(files.c.deleted_at.is_not(None), files.c.expires_at <= self.now())
         async with self._db.reading() as connection:
@@ -90,7 +89,6 @@ class FileRows(Base):
                 await connection.execute(sa.delete(files).where(files.c.id.in_(ids[start : start + 1000])))
 
     async def known_files(self) -> set[str]:
-        """Return the ids of all files."""
         async with self._db.reading() as connection:
             return set(await connection.scalars(sa.select(files.c.id)))
 
@@ -105,7 +103,6 @@ ACTIVE = [status for status in BatchStatus if not status.is_final]
 
 
 async def seq_of(connection: AsyncConnection, table: sa.Table, owner: str, row_id: str | None) -> int | None:
-    """Return the sequence number of a row of the owner."""
     if row_id is None or not is_id(row_id):
         return None
     query = sa.select(table.c.seq).where(table.c.id == row_id, table.c.owner == owner)
@@ -116,7 +113,6 @@ async def seq_of(connection: AsyncConnection, table: sa.Table, owner: str, row_i
 def page(
     table: sa.Table, shown: sa.ColumnElement[bool], last: int | None, count: int, order: str = "desc"
 ) -> sa.Select[Any]:
-    """Select the rows `shown` that follow sequence number `last`."""
     seq, query = table.c.seq, sa.select(table).where(shown)
     if last is not None:
         query = query.where(seq > last if order == "asc" else seq < last)
@@ -124,7 +120,6 @@ def page(
 
 
 def check_usage(used: int, most: int | None, unit: str) -> None:
-    """Raise `QuotaExceeded` if an owner would use more than `most` bytes or files."""
     if most is not None and used > most:
         raise QuotaExceeded(
             f"this key would have {used} {unit} with the outputs of its batches, and may have {most}: delete files"
@@ -132,7 +127,6 @@ def check_usage(used: int, most: int | None, unit: str) -> None:
 
 
 async def usage_of(connection: AsyncConnection, owner: str) -> OwnerUsage:
-    """Return the files and bytes of an owner."""
     own = sa.select(sa.func.sum(files.c.bytes), sa.func.count()).where(files.c.owner == owner)
     size, count = (await connection.execute(own)).one()
     results = sa.select(sa.func.sum(batches.c.result_bytes)).where(batches.c.owner == owner)

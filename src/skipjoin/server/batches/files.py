@@ -30,12 +30,10 @@ _MAX_LISTED = 10_000
 
 
 def body_limits(max_bytes: int) -> dict[tuple[str, str], int]:
-    """Return the maximum body size of uploads."""
     return {("POST", "/v1/files"): max_bytes + FORM_BYTES}
 
 
 def add_routes(app: FastAPI, context: BatchContext) -> None:
-    """Add the routes of files."""
     uploads = Uploads(context)
 
     @app.post("/v1/files")
@@ -84,14 +82,14 @@ def add_routes(app: FastAPI, context: BatchContext) -> None:
 
 
 class Uploads:
-    """Writes uploads to the disk. Arriving bytes count towards the owner's quota."""
+    """Writer of uploads. Arriving bytes count toward the owner's quota."""
 
     def __init__(self, context: BatchContext) -> None:
         self._context = context
         self._arriving: Counter[str] = Counter()  # bytes by owner
 
     async def read(self, request: Request) -> FileRow:
-        """Store the file of a request and return its row. Nothing is left after an error."""
+        """Store the file of a request. Nothing is left after an error."""
         context, owner, file_id = self._context, owner_of(request), new_file_id()
         store, blobs = context.store, context.blobs
         max_bytes, max_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
@@ -162,7 +160,6 @@ def read_fields(fields: Mapping[str, str]) -> int:
 
 
 def expiry_of(anchor: object, seconds: object, field: str) -> int:
-    """Return the seconds of OpenAI's expires_after."""
     low, high = EXPIRY_S
     if anchor != "created_at":
         raise bad_request(f"{field}.anchor must be created_at", field)
@@ -173,7 +170,6 @@ def expiry_of(anchor: object, seconds: object, field: str) -> int:
 
 
 def shown(row: FileRow) -> dict[str, Any]:
-    """Return OpenAI's file object."""
     return {
         "id": row.id,
         "object": "file",
@@ -188,13 +184,11 @@ def shown(row: FileRow) -> dict[str, Any]:
 
 
 def listed(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """OpenAI's page of objects."""
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return {"object": "list", "data": data, "has_more": has_more, **ends}
 
 
 def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default: str | None) -> str | None:
-    """Return a query parameter in `known`, or raise 400."""
     if name not in query:
         return default
     if query[name] not in known:
@@ -203,7 +197,6 @@ def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default:
 
 
 def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
-    """Return the page size of a query in [1, most], or raise 400."""
     text = query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
         raise bad_request(f"limit must be an integer in [1, {most}], got {text!r}", "limit")
@@ -211,7 +204,6 @@ def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
 
 
 async def find(store: Store, request: Request, file_id: str) -> FileRow:
-    """Return a file of the request's API key, or raise 404."""
     row = await store.file(owner_of(request), file_id)
     if row is None:
         raise not_found(file_id)
@@ -224,7 +216,6 @@ def not_found(file_id: str) -> ApiError:
 
 
 async def sweep(store: Store, blobs: Blobs) -> None:
-    """Delete the content of deleted and expired files."""
     ids = await store.removable()
     for file_id in ids:
         await blobs.delete(file_id)

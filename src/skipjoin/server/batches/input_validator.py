@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InputValidator:
-    """Reads input files in another process, and queues their lines or rejects the batch."""
+    """Reader of input files in another process, which queues their lines or rejects the batch."""
 
     service: Service
     store: Store

@@ -44,7 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineFaultError(Exception):
-    """Error of a line."""
+    """Error in a line of the input file."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -80,7 +80,7 @@ def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
 
 
 def raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, offset and bytes of each line, empty for blank lines and cut after the limit for long ones."""
+    """Yield the number, offset and bytes of each line; long lines are cut after the limit."""
     number = offset = 0
     while line := file.readline(max_line_bytes + 2):
         number += 1
@@ -157,7 +157,6 @@ def _short(found: Any) -> str:
 
 
 def main(path: str, rules: str) -> None:
-    """Write the reports of a file to standard output."""
     os.nice(NICENESS)
     with open(path, "rb") as file:
         for report in reports(file, msgspec.json.decode(rules, type=Rules)):

@@ -91,7 +91,7 @@ class LineRows(Base):
 
     @repeated
     async def finish(self, ended: Sequence[LineResult]) -> int:
-        """Write results and counts of lines still RUNNING here at this attempt, and return their number."""
+        """Write the results of lines still RUNNING here at this attempt, and return their number."""
         unique = {result.line.key: result for result in ended}
         async with self._db.writing() as connection:
             held = await self._running_of(connection, [result.line for result in unique.values()])
@@ -149,7 +149,6 @@ def deal(waiting: dict[str, list[Waiting]], running: Counter[str], limit: int) -
 
 
 def in_turns(taken: Sequence[Line], turns: Iterable[str]) -> list[Line]:
-    """Return the lines in the order of `turns`, skipping batches without another line."""
     queues: dict[str, deque[Line]] = defaultdict(deque)
     for line in taken:
         queues[line.batch_id].append(line)

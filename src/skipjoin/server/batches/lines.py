@@ -51,7 +51,6 @@ async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: floa
 
 
 def body_of(data: bytes) -> bytes:
-    """Return the request body of a line, or raise 400."""
     try:
         return bytes(msgspec.json.decode(data, type=_Fields).body)
     except msgspec.DecodeError as error:
@@ -84,7 +83,6 @@ def seeded(line: Line, params: Sequence[SamplingParams]) -> list[SamplingParams]
 
 
 def seed_of(line: Line, choice: int) -> int:
-    """Derive a seed from the batch, the line's custom_id and the choice."""
     text = "\n".join((line.batch_id, str(choice), line.custom_id))
     return SEED_MIN + int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
@@ -105,6 +103,5 @@ def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> Lin
 
 
 def over_quota(line: Line, max_bytes: int) -> LineResult:
-    """Return the error result of a response over the owner's quota."""
     why = f"the answer does not fit into the files of this key, which may have {max_bytes} bytes: delete files"
     return ended(line, 429, ApiError(429, why, code="quota_exceeded").body())

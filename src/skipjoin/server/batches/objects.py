@@ -24,7 +24,7 @@ MetadataValue = Annotated[str, Field(max_length=_LONGEST_VALUE)]
 
 
 class ExpiresAfter(Body):
-    """Expiry of output and error files, from the time that they are written."""
+    """Expiry of output and error files, counted from their creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=_SHORTEST_S, le=_LONGEST_S)]
@@ -41,7 +41,7 @@ class BatchRequest(Body):
 
 
 def window_s(text: str) -> int:
-    """Return the seconds of a completion window such as 24h, 90m or 20s, or raise 400."""
+    """Return the seconds of a window such as 24h, 90m or 20s."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
     if not 1 <= seconds <= _MAX_WINDOW_S:
@@ -117,7 +117,7 @@ class BatchObject(msgspec.Struct, frozen=True):
 
 
 class BatchList(msgspec.Struct, frozen=True):
-    """Page of batches, with the ids of its first and last batch."""
+    """Page of batches."""
 
     data: list[BatchObject]
     has_more: bool
@@ -132,7 +132,6 @@ _CHANGED = ("metadata", "errors")
 
 
 def batch_object(row: BatchRow) -> BatchObject:
-    """Return the batch object of a row."""
     same = {name: getattr(row, name) for name in _SAME if name not in _CHANGED}
     tokens = row.prompt_tokens, row.completion_tokens
     return BatchObject(
@@ -145,6 +144,5 @@ def batch_object(row: BatchRow) -> BatchObject:
 
 
 def batch_list(rows: list[BatchRow], has_more: bool) -> BatchList:
-    """Return a page of batch objects."""
     first, last = (rows[0].id, rows[-1].id) if rows else (None, None)
     return BatchList([batch_object(row) for row in rows], has_more, first, last)

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class PeriodicTask:
-    """Periodic task. The first of consecutive failures is logged, and the pauses grow meanwhile."""
+    """Periodic task, which logs the first of consecutive failures and pauses longer after each."""
 
     def __init__(self, name: str, work: Callable[[], Awaitable[None]], every_s: float) -> None:
         self._name = name

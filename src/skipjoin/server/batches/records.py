@@ -53,7 +53,7 @@ class FileRow:
     Attributes:
         owner: Hash of its API key.
         filename: Label, never a path.
-        deleted_at: Time from which no request sees the file. Its blob stays while an unfinished batch reads it.
+        deleted_at: Time from which requests no longer find the file. Its blob stays while an unfinished batch reads it.
     """
 
     id: str
@@ -78,12 +78,12 @@ class LineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """Batch. Token counts are those of all finished lines.
+    """Batch of requests. Token counts are those of finished lines.
 
     Attributes:
         failed: Number of failed lines, without expired and cancelled ones.
         output_expires_after_s: None keeps the output files.
-        model: Required model. None allows any.
+        model: Required model; None allows any.
     """
 
     id: str
@@ -165,7 +165,6 @@ class LineResult:
 
     @property
     def bytes(self) -> int:
-        """Size of the line in its file, including the newline."""
         return len(self.body) + 1
 
 
@@ -194,7 +193,7 @@ class NoSpace(StoreError):  # noqa: N818 -- the same
 
 
 class BlobMissing(StoreUnavailable):
-    """The content of a file is missing from the folder."""
+    """The content of a file is missing."""
 
 
 class FolderLocked(StoreError):  # noqa: N818 -- the same
@@ -202,19 +201,16 @@ class FolderLocked(StoreError):  # noqa: N818 -- the same
 
 
 class QuotaExceeded(StoreError):  # noqa: N818 -- the same
-    """The owner has reached its limit."""
+    """The owner has reached its storage limit."""
 
 
 def is_id(text: str) -> bool:
-    """Return whether a client's text is a well-formed id."""
     return _ID.fullmatch(text) is not None
 
 
 def new_file_id() -> str:
-    """Return a unique id, which is safe as a file name."""
     return f"file-{uuid.uuid4().hex}"
 
 
 def new_batch_id() -> str:
-    """Return a unique id of a batch."""
     return f"batch_{uuid.uuid4().hex}"

@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 
 class ResultWriter:
-    """Writes finished and requeued lines to the store in groups.
+    """Group commit of finished and requeued lines.
 
-    While the store fails, they are kept and retried. Writes are idempotent. A response over the owner's `max_bytes`
+    While the store fails, lines are kept and retried. Writes are idempotent. A response over the owner's `max_bytes`
     becomes an error.
     """
 

@@ -37,7 +37,6 @@ _log = logging.getLogger(__name__)
 
 
 def max_sequences_per_line(max_queued_requests: int) -> int:
-    """Return the maximum number of sequences of a line, that of HTTP requests."""
     return min(MAX_N * MAX_PROMPTS, max_queued_requests)
 
 
@@ -47,9 +46,9 @@ def is_folder_gone(blobs: Blobs, file_id: str) -> bool:
 
 
 class Runner:
-    """Takes lines from the store and runs them, keeping between 3/4 of `most` and `most` sequences at the engine.
+    """Executor of lines, which keeps between 3/4 of `most` and `most` sequences at the engine.
 
-    Lines have their own admission queue, so that they do not affect HTTP requests. A line returns to the store if its
+    Lines have their own admission queue, so that they do not affect HTTP requests. A line returns to the store if the
     queue is full, the server accepts no requests, or its engine crashes. After `SUSPECT_LOST` crashes it runs alone,
     and after `MAX_LOST` it fails.
     """
@@ -152,7 +151,7 @@ class Runner:
                 self._held.append(line)
 
     async def _owners_at(self, max_bytes: int, owners: Collection[str]) -> set[str]:
-        """Return the owners at their quota, or none while the store fails, because `ResultWriter` checks again."""
+        """Return the owners at their quota. None while the store fails, because `ResultWriter` checks again."""
         with suppress(StoreError):
             return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= max_bytes}
         return set()

@@ -67,10 +67,10 @@ class Batches:
         return routes.add_routes(app, self._service, self.context)
 
     async def open(self) -> None:
-        """Open the store and start. Lines run once the service is open.
+        """Open the store and start. If the disk is full or the database unreachable, retry in the background.
 
-        Raises `ConfigError` if the configured folder or database cannot be used. If the disk is full, the database is
-        unreachable, or the default folder cannot be used, this retries in the background.
+        Raises:
+            ConfigError: If the configured folder or database cannot be used.
         """
         folder = self.context.folder
         if folder is None:
@@ -191,7 +191,7 @@ def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
 
 @dataclass(slots=True)
 class Leases:
-    """Renews this server's leases and updates the metrics of batches."""
+    """Task that renews this server's leases and updates the metrics of batches."""
 
     service: Service
     store: Store

@@ -1,9 +1,9 @@
 """Durable store of files, batches, lines and results in SQLite or PostgreSQL.
 
-A running line, and a batch in validation or finalization, belong to a server in the table of servers. On PostgreSQL a
-server's row is a lease of `LEASE_S` by the database's clock. On SQLite the only server holds the folder's lock. Lines
-and batches of servers without a row are free again. A result counts only for the current attempt of its line, so a
-server that was wrongly taken for dead cannot change anything.
+A running line, and a batch in validation or finalization, belong to a row in the table of servers. On PostgreSQL the
+row is a lease of `LEASE_S` by the database's clock; on SQLite the only server holds the folder's lock. Lines and
+batches of servers without a row are free again. A result counts only for the current attempt of its line, so a server
+that lost its lease cannot change anything.
 """
 
 from __future__ import annotations
@@ -45,12 +45,15 @@ class Store(FileRows, BatchRows, LineRows):
 
     @classmethod
     async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
-        """Open and migrate the database, or raise `FolderLocked`.
+        """Open and migrate the database.
 
         Args:
             url: postgresql://..., which servers can share if they share `place`. None uses SQLite in `place`, which
                 this process then owns.
             place: Folder of the files.
+
+        Raises:
+            FolderLocked: If another server holds the folder.
         """
         lock, reserve = FolderLock(place, shared=url is not None), Reserve(place)
         try:
@@ -106,7 +109,7 @@ class Store(FileRows, BatchRows, LineRows):
         await self._drop_leftovers()
 
     async def close(self) -> None:
-        """Release this server's lines, which become READY, and close the database."""
+        """Make this server's lines READY and close the database."""
         try:
             # If the database is unreachable, this server's lease expires.
             with contextlib.suppress(StoreError):
@@ -120,7 +123,8 @@ class Store(FileRows, BatchRows, LineRows):
     async def renew(self) -> frozenset[tuple[str, int, int]]:
         """Renew this server's lease, and make the lines of dead servers READY. Call every few seconds.
 
-        Returns the lines (`Line.key`) that this server still holds. Stop all others, because their results are ignored.
+        Returns:
+            The keys of the lines that this server still holds. Stop all others, because their results are ignored.
         """
         if not self._db.is_sqlite:  # on SQLite the lock is the lease
             await self._sign()
@@ -130,7 +134,7 @@ class Store(FileRows, BatchRows, LineRows):
 
     @repeated
     async def _sign(self) -> None:
-        """Give a sign of life; strike off the servers without one for too long, and free what they hold.
+        """Renew the lease, delete servers whose lease has expired, and free what they hold.
 
         A lease from before the database's clock was set back is longer than any, and void.
         """
@@ -158,7 +162,6 @@ _TIMES = (
 
 
 async def _claim(connection: AsyncConnection, place: Path) -> None:
-    """Bind the database to the folder of its files."""
     await connection.execute(sa.text("LOCK TABLE folder IN EXCLUSIVE MODE"))
     known = await connection.scalar(sa.select(folder.c.id))
     file = place / FOLDER_FILE

@@ -20,7 +20,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 class Form:
-    """Body of type multipart/form-data: complete `fields` by name, and a `filename`, None until the file begins."""
+    """Parser of multipart/form-data; `filename` is None until the file begins."""
 
     def __init__(self, content_type: str | None) -> None:
         kind, options = parse_options_header(content_type)
@@ -122,7 +122,6 @@ def label(name: bytes) -> str:
 
 
 def too_large(max_bytes: int) -> ApiError:
-    """Return the error for a file above the limit."""
     return ApiError(413, f"file must have at most {max_bytes} bytes", param=FILE)
 
 

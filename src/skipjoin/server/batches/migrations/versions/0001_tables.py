@@ -13,7 +13,6 @@ _TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expir
 
 
 def upgrade() -> None:
-    """Create the tables."""
     op.create_table("servers", sa.Column("id", sa.Text, primary_key=True), sa.Column("lease_until", sa.Double))
     op.create_table("folder", sa.Column("id", sa.Text, primary_key=True))
     op.create_table(

@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Earlier batches get no tokens and no key, and may run on any model."""
+    """Add the columns. Earlier batches get no tokens and no key, and may run on any model."""
     for name in ("prompt_tokens", "completion_tokens"):
         op.add_column("batches", sa.Column(name, sa.BigInteger, nullable=False, server_default="0"))
     for name in ("model", "idempotency_key"):

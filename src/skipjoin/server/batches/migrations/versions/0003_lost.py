@@ -10,5 +10,4 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Add the column."""
     op.add_column("lines", sa.Column("lost", sa.Integer, nullable=False, server_default="0"))

@@ -10,5 +10,4 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
-    """Add the column."""
     op.add_column("batches", sa.Column("cached_tokens", sa.BigInteger, nullable=False, server_default="0"))

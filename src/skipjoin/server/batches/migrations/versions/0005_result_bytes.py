@@ -10,7 +10,7 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Add the column with the size of existing results."""
+    """Add the column, and fill it from existing results."""
     op.add_column("batches", sa.Column("result_bytes", sa.BigInteger, nullable=False, server_default="0"))
     op.execute(
         "UPDATE batches SET result_bytes = COALESCE("

@@ -1,4 +1,4 @@
-"""Event loop integration of a ZeroMQ socket to one engine."""
+"""Event loop integration of a ZeroMQ socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TURN_S = 0.005
 
 
 class Channel:
-    """Messages to and from one engine, without blocking. Create it on the event loop."""
+    """Non-blocking messages to and from one engine. Create it on the event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[FromEngine], None]) -> None:
         self._socket = socket
@@ -45,7 +45,7 @@ class Channel:
         return True
 
     def read(self, max_s: float = _TURN_S) -> None:
-        """Handle messages, for at most `max_s` seconds between yields to the event loop."""
+        """Handle messages, yielding to the event loop every `max_s` seconds."""
         end = self._loop.time() + max_s
         while not self._socket.closed:
             if self._loop.time() > end:
@@ -61,7 +61,6 @@ class Channel:
                 logger.exception("a message from the engine was not handled")
 
     def read_last(self) -> None:
-        """Handle all remaining messages without yielding."""
         self.read(math.inf)
 
     def close(self) -> None:
@@ -71,5 +70,4 @@ class Channel:
 
 
 def signal_of(socket: zmq.Socket[bytes]) -> int:
-    """Return the file descriptor that signals changes of the socket's state."""
     return int(socket.getsockopt(zmq.FD))

@@ -1,4 +1,4 @@
-"""Client of the engines in the API process, whatever the transport."""
+"""Client of the engines in the API process."""
 
 from __future__ import annotations
 
@@ -99,8 +99,7 @@ class EngineLoad(NamedTuple):
 class EngineClient:
     """Submits sequences to engines, delivers their tokens and moves them to another engine after a crash.
 
-    `PrefixAware` chooses the engine. A moved sequence continues after the tokens that it has, so its output does not
-    change. Suspects of a crash are resubmitted one at a time (see `CrashIsolation`).
+    A moved sequence continues after the tokens that it has, so its output does not change.
 
     Args:
         seed: Seed from which requests without their own seed derive one.
@@ -241,7 +240,6 @@ class EngineClient:
         """Submit a sequence.
 
         Args:
-            params: Resolved parameters.
             index: Index of the choice, which each output carries.
             label: Id of the response.
             owner: Hash of the client's API key.

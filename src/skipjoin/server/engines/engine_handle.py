@@ -1,4 +1,4 @@
-"""Single engine process on this machine."""
+"""Single engine process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EngineStartError(RuntimeError):
 
 
 class EngineHandle:
-    """Engine process as a child of this process."""
+    """Engine process on this machine, a child of this process."""
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ _OTHER_FACTS = {"cost", "caches_prefixes"}
 
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
-    """Build the engine loop and its description."""
     engine = assemble(setup.config, on_progress)
     if engine.info.notice:
         logger.info("%s", engine.info.notice)

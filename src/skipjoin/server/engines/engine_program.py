@@ -43,7 +43,6 @@ def describe_end(code: int, *, is_out_of_memory: bool = False) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the error and its remedy for the operator."""
     text = f"{type(error).__name__}: {error}"
     return f"{text}; {LESS_MEMORY}" if _is_out_of_memory(error) else text
 

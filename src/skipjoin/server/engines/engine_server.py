@@ -100,9 +100,9 @@ LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
 class Digest:
-    """Builds the `StepOutputs` messages of engine steps.
+    """Builder of the `StepOutputs` messages of engine steps.
 
-    A step that starts requests has a message before it too, which names the suspects if the step crashes the engine.
+    Before a step that starts requests, it sends their ids, which are the suspects if the engine crashes.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ def _state_name(core: EngineCore, request: Request) -> str:
 
 
 class TimelineWriter:
-    """Writes a timeline. A failed write is logged once and ends the timeline, not the engine."""
+    """Writer of a timeline. A failed write is logged once and ends the timeline, not the engine."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -251,7 +251,7 @@ class EngineServer:
             self._is_cut = True
 
     def progress(self, what: str, share: float) -> None:
-        """Report progress of the startup, or of a restart of ranks between two steps."""
+        """Report progress of the startup, or of a restart of ranks."""
         self.heartbeat.turned()
         self.send(LoadProgress(what, share))
 
@@ -370,8 +370,7 @@ def serve_engine(load: LoadEngine) -> int:
     """Run the engine process with the `Setup` on standard input.
 
     Returns:
-        Exit code: 0 after a `Shutdown` message, 1 after a failure or a broken link, `ORPHANED` if the API process does
-        not answer or has exited.
+        Exit code: 0 after a `Shutdown` message, 1 after a failure or a broken link, `ORPHANED` without an API process.
     """
     logs.configure_engine()
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)

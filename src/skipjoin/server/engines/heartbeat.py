@@ -1,7 +1,7 @@
 """Heartbeat of an engine process: bytes on a pipe to its parent while the engine loop makes progress.
 
-A thread writes them, so that a long step does not look like a hang. It pauses while an iteration takes longer than
-`HangLimits.step_s`. After `HangLimits.hang_s` without one, the process prints its stacks and is killed.
+A thread writes them, except while an iteration takes longer than `HangLimits.step_s`. After `HangLimits.hang_s` without
+one, the process prints its stacks and is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Heartbeat:
         self._turned_at = time.monotonic()
 
     def start(self) -> None:
-        """Start the thread. Call once, when the loop begins."""
         if self._fd is not None:
             self.turned()
             self._beat(self._fd)
@@ -68,7 +67,6 @@ class HeartbeatReader:
         self._silent_s = 0.0
 
     def started(self) -> None:
-        """Close this process's copy of `engine_fd` after the engine has inherited it."""
         os.close(self.engine_fd)
 
     def wait(self) -> bool:
@@ -106,7 +104,6 @@ def ask_for_stacks(pid: int) -> None:
 
 
 def end_hung(process: subprocess.Popen[bytes]) -> None:
-    """Make a child process print its stacks, and kill it."""
     ask_for_stacks(process.pid)
     time.sleep(DUMP_S)
     process.kill()
@@ -114,7 +111,6 @@ def end_hung(process: subprocess.Popen[bytes]) -> None:
 
 
 def describe_hang(limits: HangLimits) -> str:
-    """Return the error text for an engine that hung."""
     return (
         f"the engine process gave no sign of life for {limits.hang_s:g} s (--hang-timeout), or computed a step for "
         f"more than {limits.step_s:g} s (--step-timeout), and was killed; the log above has the stacks of its threads"

@@ -1,11 +1,10 @@
-"""Encrypted TCP links between the API process and engines on any machine of a cluster.
+"""Encrypted TCP links between the API process and the engines of a cluster.
 
-Each engine gets its own `EngineLink`. CurveZMQ encrypts and authenticates both sides with keys that each start
-generates, because prompts cross the network. The exit of a process is noticed within milliseconds, the loss of a
-machine or the network within `SILENCE_S`.
+CurveZMQ encrypts and authenticates both sides with keys generated at each start. The exit of a process is noticed
+within milliseconds, the loss of a machine or the network within `SILENCE_S`.
 
-A broken link is never restored: its socket is closed and its engine exits. Otherwise a lost engine could return with
-tokens that another engine generates by then.
+A broken link is never restored: its engine exits. Otherwise a lost engine could return with tokens that another engine
+generates by then.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ENDS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class EngineListener:
-    """Accepts connections of engines at `host`, an address of this machine that reaches them."""
+    """Listener for engines at `host`, an address of this machine that reaches them."""
 
     def __init__(self, host: str, on_link: Callable[[EngineLink], None]) -> None:
         self._host = host
@@ -95,7 +94,7 @@ class EngineListener:
 
 
 class EngineLink:
-    """Connection to one engine. The owner sets `on_message`, and `on_lost`, called after the last message."""
+    """Connection to one engine. `on_lost` is called after the last message."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, on_end: Callable[[EngineLink], None]) -> None:
         self.on_message: Callable[[FromEngine], None] = lambda message: None
@@ -116,7 +115,6 @@ class EngineLink:
             self._loop.call_soon(self._lose)
 
     def close(self) -> None:
-        """Close the link, which makes the engine exit, without calling `on_lost`."""
         if self._channel.closed:
             return
         self._timer.cancel()
@@ -175,7 +173,8 @@ class NoAnswerError(Exception):
 def connect(context: zmq.Context[zmq.Socket[bytes]], key: ListenerKey) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
     """Connect to the API process, or raise `NoAnswerError` after `CONNECT_S`.
 
-    Returns the socket and a function that returns whether it is connected.
+    Returns:
+        The socket and a function that returns whether it is connected.
     """
     listener = context.socket(zmq.REQ)
     _lock(listener, key)

@@ -16,7 +16,7 @@ from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
 
 class ListenerKey(msgspec.Struct, frozen=True):
-    """Address and public key of the listener, and the engines' key pair, all keys in Z85. See `link`."""
+    """Address and public key of the listener, and the engines' key pair, all keys in Z85."""
 
     host: str
     port: int
@@ -31,7 +31,7 @@ class Setup(msgspec.Struct, frozen=True):
     Attributes:
         at: Address of the API process's local socket, or the key to its listener.
         parent: Process id of the parent. The engine exits when the parent does.
-        heartbeat_fd: Heartbeat pipe. None disables the heartbeat.
+        heartbeat_fd: None disables the heartbeat.
     """
 
     config: EngineConfig
@@ -107,7 +107,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
         folder: Folder of the tokenizer.
         max_model_len: Maximum number of prompt and output tokens of a request.
         device_blocks: Number of KV blocks on the device, each of `block_size` tokens.
-        cpu_blocks: Number of KV blocks on the CPU tier.
         cpu_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
     """
 
@@ -144,7 +143,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
     Attributes:
         ids: Distinct ids of the requests that generated a token.
-        details: Token details by index into `ids`, without log-probabilities of prompts sent as `PromptScores`.
+        details: Token details by index into `ids`.
         ended: (id, `FinishReason`) of requests that finished after this step's token.
         started: Ids of requests that run for the first time, sent before the step runs.
         errors: Error text for the client, by id of the failed request.

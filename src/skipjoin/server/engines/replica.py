@@ -15,9 +15,9 @@ from skipjoin.system.container import oom_kills
 
 
 class EngineReplica:
-    """Replica of the engine. Call `place`, `start` and then `check_health`, all from one thread.
+    """Replica of the engine, which is a child of this process with its own link to the API process.
 
-    The engine is a child of this process and exits with it. It has its own link to the API process.
+    Call `place`, `start` and then `check_health`, all from one thread.
     """
 
     def place(self) -> str:
@@ -25,7 +25,7 @@ class EngineReplica:
         return node
 
     def start(self, command: tuple[str, ...], setup: bytes) -> None:
-        """Start the engine with a `Setup` as JSON, of which `parent` and `heartbeat_fd` are filled in here."""
+        """Start the engine with a `Setup` as JSON, of which `parent` and `heartbeat_fd` are set here."""
         self._oom_kills = oom_kills()
         self._heartbeat = HeartbeatReader()
         notify = self._heartbeat.engine_fd

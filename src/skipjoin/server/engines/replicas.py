@@ -1,4 +1,4 @@
-"""Data parallel engines behind one server, placed by Ray. Tokens do not pass through Ray (see `link`)."""
+"""Data parallel engines behind one server, placed by Ray. Tokens do not pass through Ray."""
 
 from __future__ import annotations
 

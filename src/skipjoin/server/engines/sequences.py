@@ -23,10 +23,7 @@ _TAKEN = 256
 
 
 class OutputQueue:
-    """Bounded queue of the outputs of one job.
-
-    When the bound is exceeded, `on_full` is called on the event loop, and further outputs are dropped.
-    """
+    """Bounded queue of the outputs of one job. At the bound, it calls `on_full` and drops further outputs."""
 
     __slots__ = ("_error", "_items", "_most", "_on_full", "_size", "_waiter")
 

@@ -1,6 +1,6 @@
-"""Detection of a stalled engine: requests wait although nothing is in flight that they could wait for.
+"""Detection of a stalled engine, whose requests wait although nothing is in flight.
 
-The scheduler always finds something to run, so a stall is a bug of the scheduler or a policy.
+A stall is a bug of the scheduler or a policy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StallWatch:
         self._has_restarted = False
 
     def check(self, core: EngineCore) -> None:
-        """Check the core. Call after the pipeline was filled."""
+        """Check the core after the pipeline was filled."""
         if not core.is_stalled:
             self._since, self._has_restarted = None, False
             return

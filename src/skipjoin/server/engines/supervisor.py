@@ -1,7 +1,6 @@
 """Supervision of replicas, which are Ray actors.
 
-Ray does not restart them itself, because it does not notice a hung engine, and notices an unreachable machine only
-after a minute or more.
+Ray does not restart them, because it does not notice a hung engine, and notices an unreachable machine late.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ class _Slot:
 
 
 class ReplicaSupervisor:
-    """Keeps replicas running in the Ray cluster that this process has joined.
-
-    Call `check` every `CHECK_S`. All methods block and must be called from one thread.
-    """
+    """Keeps replicas running in a Ray cluster. All methods block and must be called from one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -96,7 +92,7 @@ class ReplicaSupervisor:
             self._start(slot)
 
     def check(self) -> str | None:
-        """Replace failed replicas. Return why replicas cannot start, if so."""
+        """Replace failed replicas, and return why replicas cannot start, if so. Call every `CHECK_S`."""
         now = self._clock()
         # Time in which this process itself did not run does not count.
         passed_s = min(now - self._checked_at, 2 * CHECK_S)

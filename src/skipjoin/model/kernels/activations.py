@@ -1,4 +1,4 @@
-"""Fused operations between the two products of an MLP, in one pass over memory."""
+"""Fused operations between the two products of an MLP."""
 
 from __future__ import annotations
 
@@ -42,11 +42,7 @@ def bias_and_activation_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute the activation in place; a program has one row and BLOCK columns.
-
-    Args:
-        ACTIVATION: A `ModelConfig.activation`.
-    """
+    """Compute the activation in place; a program has one row and BLOCK columns."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     held = x + tl.program_id(0).to(tl.int64) * x_stride + column

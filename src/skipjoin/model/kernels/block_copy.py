@@ -29,7 +29,6 @@ def _copy(
     source_stride: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Copy blocks, whose chunks are split among the programs."""
     chunks = tl.cdiv(words, CHUNK)
     for work in range(tl.program_id(0), blocks * chunks, tl.num_programs(0)):
         block = work // chunks
@@ -76,7 +75,6 @@ def _copy_slots(
     head_words: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Copy spans [4, count], whose heads are split among the programs."""
     for work in range(tl.program_id(0), count * heads, tl.num_programs(0)):
         span, head = work // heads, work % heads
         first = head * head_words + tl.load(spans + 2 * count + span) * slot_words

@@ -36,7 +36,6 @@ def _cut(x: tl.tensor, UP: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _head_of(work: tl.tensor, heads: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the block and the head of a work item."""
     return tl.load(ids + work // heads).to(tl.int64), (work % heads).to(tl.int64)
 
 
@@ -110,11 +109,6 @@ def _dequantize(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Dequantize heads as `_quantize` does.
-
-    Args:
-        most: Largest number of the device's type.
-    """
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
     row_bytes = heads * DIM * (TOKENS + 4)

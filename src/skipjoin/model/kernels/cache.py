@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def protect_triton_cache() -> None:
-    """Move Triton's cache to a folder of this process if another user can change the usual one."""
+    """Move Triton's cache to a folder of this process if another user can change it."""
     if not is_trusted(_triton_cache(), "Triton's cache"):
         folder = _own_folder().path
         os.environ["TRITON_CACHE_DIR"] = str(folder)

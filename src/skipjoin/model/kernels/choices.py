@@ -1,4 +1,4 @@
-"""Size choices of the attention kernels, and the measurement that makes them."""
+"""Size choices of the attention kernels, and their measurement."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], 
 
 
 def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[object], list[dict[str, int]]]:
-    """Return the arguments of `TunedTable.find` for other segments, the longest of which has `longest` tokens."""
+    """Return the arguments of `TunedTable.find` for other segments of up to `longest` tokens."""
     rows = longest * shape.group
     configs = prefill.prefill_configs(shape.group, shape.dim, shape.dtype.itemsize, rows, wgmma=shape.wgmma)
     return "prefill", _SOURCES, (*shape.key, "short" if rows <= prefill.SHORT_ROWS else "long"), configs
@@ -71,11 +71,7 @@ def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[objec
 def distinct_batches(
     group: int, kv_heads: int, block_size: int, seqs: int, positions: int
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Return batches as in `AttentionBackend.versions`, whatever the table chooses, on any GPU.
-
-    They are the fewest decodes that share a choice, with tables of several chunks, and decodes mixed with other
-    segments.
-    """
+    """Return the fewest batches that use all versions of the kernels; see `AttentionBackend.versions`."""
     widest = -(-positions // block_size)
     bucket, most = 1, 0
     batches: list[tuple[int, ...]] = []
@@ -95,7 +91,7 @@ def tune_attention(
 ) -> None:
     """Measure the choices for this shape that `table` lacks, on CUDA devices.
 
-    Takes seconds, mostly for compilation. With too little memory it logs a warning, and the default sizes are used.
+    Takes seconds, mostly for compilation. With too little memory, the default sizes are used.
 
     Args:
         cache_bytes: Size of the device's L2 cache.
@@ -176,15 +172,10 @@ class _Bench:
 
     @property
     def _token_bytes(self) -> int:
-        """Bytes of one token's KV."""
         return 2 * self._kv_heads * self._shape.dim * self._shape.dtype.itemsize
 
     def _turns(self, tokens: int) -> tuple[int, int]:
-        """Return the number of calls timed together, and the number of cache slices that they read in rotation.
-
-        Args:
-            tokens: Number of tokens that a call reads.
-        """
+        """Return the number of calls timed together, and the number of cache slices that they read in rotation."""
         size = tokens * self._token_bytes
         turns = min(_MAX_CALLS, max(_CALLS, -(-_CACHES_FILLED * self._cache_bytes // size)))
         return turns, max(1, min(turns, _POOL_BYTES // size))

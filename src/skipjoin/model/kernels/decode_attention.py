@@ -1,8 +1,8 @@
 """Attention of one query token per sequence over the paged cache.
 
-The keys of a sequence are split into chunks by its own length alone, whatever else is in the batch. A kernel lists all
-chunks on the device, and programs take their items from the list by number. A second kernel combines the partial
-results of each sequence in chunk order.
+The keys of a sequence are split into chunks by its own length alone, so results do not depend on the batch. Programs
+take their chunks from a list made on the device. A second kernel combines the partial results of each sequence in chunk
+order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LENGTHS, _PARTS = tl.constexpr(128), tl.constexpr(16)
 
 
 class WorkList(NamedTuple):
-    """Work of the programs for a batch of decodes, made by `share_out`. Tensors are int32 on the device.
+    """Work of the programs for a batch of decodes. Tensors are int32 on the device.
 
     Attributes:
         items: Shape [maximum, 8], a record per chunk, sorted by keys, descending: (segment, token, first index, end,
@@ -55,7 +55,7 @@ def max_chunks(slots: int) -> int:
 
 @triton.jit
 def _chunks(context: tl.tensor, window: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return (first key, keys, keys per chunk, chunks) of sequences of these lengths, with at least one chunk."""
+    """Return (first key, keys, keys per chunk, chunks), with at least one chunk."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     keys = context - low
     size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MAX_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
@@ -76,7 +76,7 @@ def _share_out(
     window: tl.tensor,
     INDEXED: tl.constexpr,
 ) -> None:
-    """Write the items of a sequence to their position among those of all `count` sequences. Each program has one."""
+    """Write the items of the program's sequence to their position among those of all `count` sequences."""
     own = tl.program_id(0)
     segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
     token = tl.load(query_start + segment).to(tl.int32) if INDEXED else own
@@ -146,15 +146,14 @@ def _decode(
     """Attend for all query heads of a group, over a strided subset of the items.
 
     A program is (key-value head, number). Heads are the first grid axis because the keys of a block's heads are
-    adjacent, so programs that start together read contiguous memory. The only chunk of a sequence is its result.
-    Several chunks are kept for `_reduce`.
+    adjacent, so programs that start together read contiguous memory. A sequence with one chunk is written to `out`,
+    partial results to `sums` and `stats`.
 
     Args:
         DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add. Every row of
             the tile then has its own softmax, so that threads exchange data only at the end.
-        STAGES: Number of tiles of keys and values in flight, minus one. With DOT it is a launch option. Set on the
-            loop, it would also apply to the block table, and loads of the next tile's table would wait for this tile.
-            Without DOT, only a loop that sets it is pipelined, including the table.
+        STAGES: Number of tiles of keys and values in flight, minus one. With DOT it is a launch option, because a loop
+            option would also delay loads of the block table. Without DOT, only a loop that sets it is pipelined.
     """
     kv_head = tl.program_id(0)
     tokens = tl.arange(0, BLOCK_N)
@@ -303,8 +302,7 @@ def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
 def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, window: int) -> WorkList:
     """Return the work list of the segments of length one.
 
-    The launch grid depends on shapes only, so a graph can replay it. The list is then that of the lengths that the
-    batch's index tensors hold at that time.
+    Shapes do not depend on lengths, so a graph can replay it after the batch's index tensors have changed.
 
     Args:
         segments: int64 indexes; None for all segments of a batch of decodes.
@@ -340,7 +338,6 @@ def decode_attention(
         out: Shape [T, heads, head_dim], contiguous; only the segments' rows are written.
         query: Shape [T, heads, head_dim].
         keys: One layer of the cache, with the new tokens written, as `values`.
-        tables: The batch's block tables.
         processors: Number of multiprocessors to share the work.
         config: One of `decode_configs`.
     """

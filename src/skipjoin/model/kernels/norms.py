@@ -1,4 +1,4 @@
-"""Row normalization on a GPU, fused with the preceding addition to the residual stream."""
+"""Row normalization, fused with the preceding addition to the residual stream."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Normalize ROWS rows of WIDTH values in a program.
+    """Normalize ROWS rows of WIDTH values in a program; see `normalize`.
 
     Args:
         x: Row r begins at (r // HEADS) * x_stride + (r % HEADS) * head_stride.
         product: Contiguous, as `out`.
-        ADD: Add `product` to `x` first, in place.
-        CENTRE: Normalize by mean and variance instead of the root mean square.
+        ADD: Whether there is a `product`.
         BLOCK: Next power of two from WIDTH.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -119,5 +118,5 @@ def normalize(
 
 
 def warps_of(values: int) -> int:
-    """Return the number of warps of a program for this many values, a power of two."""
+    """Return the number of warps for a program of this many values, a power of two."""
     return min(max(values // (32 * _PER_THREAD), 1), _MAX_WARPS)

@@ -1,4 +1,4 @@
-"""Helpers of the attention kernels: addresses of a token's row in the cache, and loads of rows."""
+"""Addresses and loads of tokens' rows in the cache, for the attention kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Return the next power of two, at least `least`, as required of a tile's side and an operand of tl.dot."""
+    """Return the next power of two, at least `least`, as tl.dot requires of an operand."""
     return max(least, triton.next_power_of_2(size))
 
 
@@ -48,7 +48,7 @@ def jit(kernel: Callable[..., R]) -> triton.JITFunction[R]:
 
 @triton.jit
 def token_blocks(table: tl.tensor, index: tl.tensor, last: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Return the blocks of a sequence's tokens at logical indexes `index`, int32; `last`'s block for those after it."""
+    """Return the blocks of tokens at logical indexes `index`, int32; `last`'s block for those after it."""
     return tl.load(table + tl.minimum(index, last) // BLOCK_SIZE).to(tl.int32)
 
 
@@ -66,8 +66,8 @@ def token_rows(
     Tokens after `last` get its row, which holds finite values, so that their loads need no mask.
 
     Args:
-        slot_step: Elements between consecutive slots in the sequence's direction. The caller's base pointer is at a
-            block's first slot in that direction.
+        slot_step: Elements between consecutive slots in the sequence's direction. The base pointer is at a block's
+            first slot in that direction.
     """
     slot = tl.minimum(index, last) % BLOCK_SIZE
     return blocks.to(tl.int64) * block_stride + slot * slot_step

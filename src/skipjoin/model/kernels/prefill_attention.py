@@ -1,4 +1,4 @@
-"""Causal attention of segments of any length over the paged cache, including new tokens."""
+"""Causal attention of segments of any length over the paged cache."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bo
 
     Args:
         rows: Queries of the longest segment times heads of a group.
-        wgmma: Whether products read their operands from shared memory, as on compute capability 9.0. Elsewhere operands
+        wgmma: Whether products read their operands from shared memory, as on compute capability 9.0. Otherwise operands
             are in registers too, and the same tiles would spill.
     """
     if itemsize > 2:  # exact products without tensor cores
@@ -183,9 +183,9 @@ def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bo
 
 
 def query_tiles(batch: PackedBatch, segments: Sequence[int], per_tile: int) -> np.ndarray:
-    """Return int64 [tiles, 2]: (segment, its first token in the tile), sorted by number of keys, descending.
+    """Return int64 [tiles, 2]: (segment, its first token in the tile).
 
-    The last programs to start are thus the shortest.
+    Tiles with the most keys are first, so that the last programs to start are the shortest.
     """
     parts = [np.arange(0, batch.lengths[i], per_tile) for i in segments]
     owners = np.repeat(np.asarray(segments, np.int64), [len(p) for p in parts])

@@ -1,7 +1,6 @@
 """Batch-invariant matrix products: rows do not depend on the number of rows.
 
-One version of the kernel, with one tile size and one order of additions, serves all batches. cuBLAS chooses different
-kernels for different batch sizes.
+One tile size and one order of additions serve all batches, unlike in cuBLAS.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def product_kernel(
 
 
 def tiles(outs: int, itemsize: int) -> dict[str, int]:
-    """Return the tile sizes for a weight with `outs` rows."""
     if itemsize > 2:  # exact products without tensor cores
         return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
     return {"BLOCK_M": 64, "BLOCK_N": 64 if outs >= _WIDE else 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}

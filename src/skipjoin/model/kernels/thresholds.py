@@ -1,4 +1,4 @@
-"""Thresholds of top_k and top_p for a row of logits, found without a sort and without the CPU."""
+"""Thresholds of top_k and top_p, found without a sort and without the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = {"num_warps": 16, "maxnreg": 128}
 
 @triton.jit
 def _magnitudes(row: tl.tensor, start: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the next values of a row and the bits of their magnitudes, infinite beyond the row's end."""
+    """Return the next values and the bits of their magnitudes, infinite beyond the row's end."""
     at = start + tl.arange(0, BLOCK)
     values = tl.load(row + at, mask=at < vocab, other=float("-inf"))
     return values, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -110,7 +110,6 @@ def thresholds_kernel(
 
 
 def bisected_thresholds(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Triton implementation of `FindThresholds`."""
     rows, vocab = scaled.shape
     out = torch.empty((rows, 1), dtype=torch.float32, device=scaled.device)
     thresholds_kernel[(rows,)](scaled, scaled.stride(0), top_k, top_p, out, vocab, BLOCK=BLOCK, **OPTIONS)

@@ -1,6 +1,6 @@
 """Kernel size tuning: measured once per device and kept on disk.
 
-Not triton.autotune, which cannot run in the interpreter, and measures inside the step that first needs a kernel.
+triton.autotune cannot run in the interpreter, and measures inside the step that first needs a kernel.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ _WARM_UP, _RUNS = 3, 15
 
 
 def cuda_ms(call: Call, turns: int) -> float:
-    """Return the median time of a call in milliseconds, from replays of a graph of all turns.
-
-    Launched from Python, calls would take longer than the kernels that they launch.
-    """
+    """Return the median time of a call in milliseconds, from a graph, because launches from Python take longer."""
     for turn in range(_WARM_UP):
         call(turn % turns)
     graph = torch.cuda.CUDAGraph()
@@ -56,7 +53,6 @@ def cuda_ms(call: Call, turns: int) -> float:
 
 
 def source_hash(*files: str) -> str:
-    """Return a hash of the kernels' sources: choices measured with other sources are ignored."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(Path(file).read_bytes())

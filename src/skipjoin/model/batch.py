@@ -20,7 +20,7 @@ class Segment(NamedTuple):
         start: Position of the first token.
         blocks: Block table for at least offset + start + length slots.
         sample: Compute the logits of the last token, or of every token with `all_logits`.
-        awaits: Row of the previous step's sampled tokens with the id of one more token; None if there is none.
+        awaits: Row of the previous step's sampled tokens that holds one more token.
         offset: Slots skipped at the end of the first block where the sequence begins, in [0, block_size).
         reverse: Fill blocks from the last slot down, so that two sequences can share a block bidirectionally.
     """
@@ -42,8 +42,6 @@ class Segment(NamedTuple):
 class GraphBuffers:
     """Fixed device tensors for up to `capacity` decodes, so that CUDA graphs can be replayed with new contents.
 
-    Only the table columns that a batch uses are written, since `width`, in blocks, may be far longer than any request.
-
     Args:
         tables: Block tables, int64 [capacity or more, width]. Several buffers may share them if no batch is used after
             one of another buffer was built.
@@ -58,7 +56,7 @@ class GraphBuffers:
         self._parts = _Parts(*(self.buffer[a:b] for a, b in pairwise(bounds)))
 
     def place(self, flat: torch.Tensor, tables: torch.Tensor) -> tuple[_Parts, torch.Tensor]:
-        """Copy in a batch's buffer, without the tables at its end, and its tables; return the fixed ones."""
+        """Copy in a batch's buffer and its tables, and return the fixed ones."""
         self.buffer.copy_(flat[: len(self.buffer)])
         self.tables[:, : tables.shape[1]].copy_(tables)
         return self._parts, self.tables
@@ -136,7 +134,7 @@ class PackedBatch:
         *,
         graph_buffers: GraphBuffers | None = None,
     ) -> PackedBatch:
-        """Pack segments in the given order, in `graph_buffers` if given; raise ValueError if they do not fit."""
+        """Pack segments in the given order; raise ValueError if they do not fit `graph_buffers`."""
         n = len(segments)
         if n and graph_buffers is None and all(map(_is_plain_decode, segments)):
             return cls._of_decodes(segments, block_size, torch.device(device))
@@ -205,7 +203,7 @@ class PackedBatch:
 
     @classmethod
     def _of_decodes(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> PackedBatch:
-        """Build a batch of plain decodes, the common case, in which plain Python is faster than array operations."""
+        """Build a batch of plain decodes in plain Python, which is faster than array operations for them."""
         n = len(segments)
         width = max(len(segment.blocks) for segment in segments)
         tokens, starts, slots, sources = [], [], [], []

@@ -16,7 +16,7 @@ from skipjoin.model.parallel import Group, check_shards
 
 
 class CausalLM:
-    """Loaded model, or one rank's shard of it, on one device with an attention back end."""
+    """Loaded model, or one rank's shard of it, on one device."""
 
     def __init__(
         self,
@@ -115,6 +115,6 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size] of rows of `wanted_rows`; all ranks of the stage call it alike."""
+        """Return the logits [n, vocab_size] of rows of `wanted_rows`; all ranks of the stage must call it."""
         assert self._output is not None
         return self.group.gather(self._output(rows), self._vocabulary)

@@ -1,7 +1,6 @@
-"""Chat templates: Jinja programs in model folders that format a conversation as in the model's training.
+"""Chat templates: Jinja programs in model folders that format a conversation.
 
-A separate process (`template_program`) renders them, with CPU time and memory limited by the kernel. The caller gets
-its text or an error, and releases the GIL while it waits.
+A separate process (`template_program`) renders them, with CPU time and memory limited by the kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the template source from chat_template.jinja or tokenizer_config.json (`settings`)."""
+    """Return the template of chat_template.jinja or of `settings`, the contents of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_template(file)
@@ -44,7 +43,6 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def read_template(file: Path) -> str:
-    """Read a template."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -52,7 +50,7 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """Chat template, rendered by a process that starts on demand, and again after it reached a limit."""
+    """Chat template, rendered by a process that starts on demand."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         self._special = dict(special)
@@ -64,11 +62,11 @@ class ChatTemplate:
         self._renderer.start()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return the conversation as text.
+        """Return the conversation as text. Releases the GIL.
 
         Raises:
-            ModelError: If the template rejects the conversation, with its message, or fails or reaches a limit. The
-                exception of a failure may hold any text, so it is only logged, once per type.
+            ModelError: If the template rejects the conversation, fails or reaches a limit. The exception of a failure
+                may hold any text, so it is only logged.
         """
         context = {"tools": None, "documents": None, **self._special, "messages": messages, **variables}
         try:

@@ -1,4 +1,4 @@
-"""Configuration of a model folder as one frozen value."""
+"""Configuration of a model folder."""
 
 from __future__ import annotations
 
@@ -144,7 +144,6 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a model folder."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face format")
     try:
@@ -200,14 +199,12 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def activation(name: str) -> str:
-    """Return our name of an activation in config.json."""
     if name not in _ACTIVATIONS:
         raise ModelError(f"activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
-    """Return the rotary embedding that config.json describes."""
     try:
         return parse_rope(raw, head_dim, max_positions, default_share)
     except ValueError as error:

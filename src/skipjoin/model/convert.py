@@ -1,7 +1,6 @@
 """Convert weights from PyTorch's older files (`pytorch_model*.bin`) to safetensors, at a user's request.
 
-The older files are pickles. torch reads them here in its restricted mode, which accepts only tensors and plain
-containers; nothing else in this package opens them.
+The older files are pickles, which torch reads in its restricted mode. Nothing else in this package opens them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _NEW_INDEX = "model.safetensors.index.json"
 
 
 def convert_folder(source: str | Path, target: str | Path, progress: Progress | None = None) -> Path:
-    """Write a copy of the model folder `source`, with its weights as safetensors, to the empty or new `target`.
+    """Write a copy of `source`, with its weights as safetensors, to the empty or new folder `target`.
 
     Needs memory for one weight file at a time.
     """

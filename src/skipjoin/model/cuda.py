@@ -1,4 +1,4 @@
-"""Facts about this machine's NVIDIA GPUs, and decisions that follow from them."""
+"""Facts about this machine's NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class CudaFacts:
 
     Attributes:
         runtime: CUDA version of torch; empty without CUDA.
-        cards: GPUs that torch can use.
         present: Whether the machine has a GPU, usable by torch or not.
         archs: Compiled targets of torch's kernels, such as "sm_90".
         compiler: C compiler with which Triton builds launchers.
@@ -201,7 +200,7 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
 def expand_segments() -> None:
     """Let the allocator grow its segments, so that steps of different sizes leave no unusable gaps.
 
-    Must be called before the first tensor on a GPU; respects the user's allocator settings.
+    Call it before the first tensor on a GPU; the user's allocator settings take precedence.
     """
     if any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         return
@@ -220,14 +219,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def use_device(device: torch.device) -> None:
-    """Make this GPU the calling thread's current device, where Triton launches kernels: GPU 0 in new threads."""
+    """Make this GPU the calling thread's current device, on which Triton launches kernels."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, once per process."""
     _log.warning("%s", text)
 
 

@@ -20,7 +20,7 @@ class Decoder(Protocol):
     def __init__(self, builder: Builder, device: torch.device | str) -> None: ...
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the embeddings [T, hidden], on the first stage."""
+        """Return the embeddings [T, hidden]. Only called on the first stage."""
         ...
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
@@ -28,5 +28,5 @@ class Decoder(Protocol):
         ...
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [rows, hidden] to the input of the output projection, on the last stage."""
+        """Map [rows, hidden] to the input of the output projection. Only called on the last stage."""
         ...

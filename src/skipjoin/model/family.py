@@ -75,7 +75,6 @@ def family(
 
 
 def family_named(name: str) -> Family:
-    """Return a registered family."""
     _register_own()
     return _families[name]
 

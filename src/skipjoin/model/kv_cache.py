@@ -1,4 +1,4 @@
-"""KV cache tensors: blocks of tokens, with all layers of a block contiguous."""
+"""Paged KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipjoin.model.parallel import WHOLE, Shard
 
 
 class PagedKV:
-    """Paged KV cache: `num_blocks` blocks of `block_size` tokens, with a rank's layers and KV heads.
+    """Paged KV cache of a rank's layers and KV heads.
 
     `tensor` is contiguous, [num_blocks, layers, 2, kv_heads, block_size, head_dim], so that a move is one copy per
     block. Blocks are not cleared on reuse, so attention must not read slots beyond a sequence's length.
@@ -52,10 +52,7 @@ class PagedKV:
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of one layer's keys and values, [num_blocks, block_size, kv_heads, head_dim], strided.
-
-        `index` counts from this cache's first layer.
-        """
+        """Return keys and values of this cache's layer `index`, [num_blocks, block_size, kv_heads, head_dim]."""
         return self._layers[index]
 
     def block_view(self) -> torch.Tensor:
@@ -80,8 +77,8 @@ class QuantizedKV:
     """Blocks in CPU memory with 8 bits per number, in the format of `model.ops.block_quant`.
 
     `tensor` is uint8 [num_blocks, block_bytes]. A row holds the scales and minima of all channels, bfloat16 [heads, 2,
-    head_dim], then the codes, uint8 [heads, block_size, head_dim]. The heads are those of keys and values of all layers
-    of the rank. `shape` is (heads, block_size, head_dim).
+    head_dim], then the codes, uint8 [heads, block_size, head_dim]. The heads are those of keys and values of all
+    layers. `shape` is (heads, block_size, head_dim).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""CPU memory in huge pages, for memory that a step reads entirely: weights and the KV cache.
+"""CPU memory in huge pages, for weights and the KV cache.
 
-With pages of 4 kB, address translation takes much of the time of such a read.
+With pages of 4 kB, address translation takes much of the time of reading them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALIGN = 64
 
 
 def large_page_bytes(size: int) -> torch.Tensor:
-    """Return `size` zero bytes as a uint8 tensor, in huge pages if possible."""
+    """Return `size` zero bytes, in huge pages if possible."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -28,14 +28,14 @@ def large_page_bytes(size: int) -> torch.Tensor:
 
 
 class Arena:
-    """Allocates byte tensors from large chunks, each freed with the arena and its last tensor."""
+    """Allocator of byte tensors from large chunks, each freed with the arena and its last tensor."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """Return `size` zero bytes as a uint8 tensor, aligned to a cache line."""
+        """Return `size` zero bytes, aligned to a cache line."""
         if self._used + size > len(self._buffer):
             self._buffer = large_page_bytes(max(size, _BUFFER_BYTES))
             self._used = 0

@@ -36,7 +36,7 @@ class LayerInputs:
 
 
 class Builder:
-    """Makes layers from a model's weights for the shard of `group`'s rank, and counts their bytes."""
+    """Builder of a rank's layers, which counts their bytes."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: LayerOps, group: Group) -> None:
         self.config = config
@@ -125,8 +125,7 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 class SummedLinear:
     """`Linear` that is summed over the ranks of a stage.
 
-    Consecutive products added to the same total, which is not read in between, share one all-reduce: the first `begins`
-    and the last `ends` it.
+    Consecutive products added to the same total share one all-reduce: the first `begins` and the last `ends` it.
     """
 
     def __init__(self, linear: Linear, group: Group, begins: bool, ends: bool) -> None:
@@ -148,7 +147,7 @@ class SummedLinear:
 
 
 class Embedding:
-    """Vocabulary-parallel embedding: a rank has the rows `own` and gets other tokens' from other ranks."""
+    """Vocabulary-parallel embedding: a rank has the rows `own`."""
 
     def __init__(self, table: torch.Tensor, own: range, vocab_size: int, group: Group) -> None:
         self.table = table

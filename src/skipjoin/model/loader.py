@@ -222,8 +222,7 @@ def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -
 class RandomWeights:
     """Random tensors, small enough that activations stay finite.
 
-    A tensor's values depend only on the seed, its name and the kind of device, so every rank gets its shard of the same
-    model.
+    They depend only on the seed, the name and the kind of device, so ranks get shards of the same model.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:

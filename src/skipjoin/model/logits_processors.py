@@ -1,6 +1,6 @@
 """Logits processors: adjustments of a request's logits before temperature and filters.
 
-Each request has its own state, so that a step costs what the new tokens cost and not what the whole output costs.
+Each request has its own state, so that a step costs what its new tokens cost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class LogitsProcessor(Protocol):
 
 
 def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
-    """Return the processors of `SamplingParams`, in the order in which they apply."""
     return LogitBias(vocab_size), RepetitionPenalty(), OutputPenalties(), MinTokens(vocab_size)
 
 

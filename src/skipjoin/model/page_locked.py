@@ -1,4 +1,4 @@
-"""Page-locked CPU memory, which a GPU copies from and to without the CPU, overlapped with kernels."""
+"""Page-locked CPU memory, which a GPU copies without the CPU, overlapped with kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REGISTER_FLAGS = 1 | 2
 
 
 def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Return `size` zero bytes, uint8, and a function that unlocks them once no copy uses them.
+    """Return `size` zero bytes, and a function that unlocks them once no copy uses them.
 
     Locks memory in place if possible, else uses torch's page-locked memory, whose size is rounded up to a power of two.
     As a last resort, memory is not locked, which makes steps wait for copies.

@@ -1,9 +1,7 @@
 """Model sharding over ranks, and the communication of the ranks during a step.
 
 Tensor parallelism follows Megatron-LM: every rank of a stage has some heads, some columns of the MLP and some of the
-vocabulary, and the stage sums the ranks' results. A pipeline stage has some consecutive layers.
-
-Does not import torch.
+vocabulary. A pipeline stage has some consecutive layers. Does not import torch.
 """
 
 from __future__ import annotations
@@ -20,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`.
-
-    A rank owns a range of heads, columns, token ids and layers. `check_shards` defines which sizes fit a model.
-    """
+    """Tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -70,11 +65,7 @@ class Shard:
         return _part(config.num_heads, self.tp_rank, self.tp_size)
 
     def kv_heads(self, config: ModelConfig) -> range:
-        """Return the KV heads of the rank.
-
-        With more ranks than heads, several ranks have the same head, so that a model with two KV heads can use eight
-        devices.
-        """
+        """Return the KV heads of the rank. With more ranks than heads, several ranks have the same head."""
         first = self.tp_rank * config.num_kv_heads // self.tp_size
         return range(first, first + max(1, config.num_kv_heads // self.tp_size))
 
@@ -101,7 +92,6 @@ WHOLE = Shard()
 
 
 def scaled(part: range, size: int) -> range:
-    """Return the rows of consecutive items that have `size` rows each."""
     return range(part.start * size, part.stop * size)
 
 
@@ -163,7 +153,7 @@ class Group(Protocol):
         ...
 
     def send(self, x: torch.Tensor) -> None:
-        """Send `x`, which must not change afterwards, to the next stage; may return before it arrives."""
+        """Send `x`, which must not change afterward, to the next stage; may return before it arrives."""
         ...
 
     def receive(self, x: torch.Tensor) -> None: ...

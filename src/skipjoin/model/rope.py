@@ -16,7 +16,6 @@ class RopeSettings:
     """Rotary embedding of the first `rotary_dim` values of each head, value i paired with value i + rotary_dim / 2.
 
     Attributes:
-        scaling: One of `SCALINGS`.
         attention_factor: Multiplies both cosine and sine (YaRN).
     """
 
@@ -44,7 +43,6 @@ class RopeSettings:
         return plain
 
     def _llama3(self, frequency: float) -> float:
-        """Stretch long waves by `factor`, keep short ones, and interpolate in between."""
         turns = self.original_max_positions * frequency / (2 * math.pi)
         if turns > self.high_freq_factor:
             return frequency
@@ -54,8 +52,6 @@ class RopeSettings:
         return (1 - keep) * frequency / self.factor + keep * frequency
 
     def _yarn(self, plain: list[float]) -> list[float]:
-        """Keep pairs below `low`, stretch pairs above `high`, with a linear ramp in between."""
-
         def pair_with_turns(turns: float) -> float:
             wave = self.original_max_positions / (turns * 2 * math.pi)
             return self.rotary_dim * math.log(wave) / (2 * math.log(self.theta))
@@ -114,7 +110,6 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
 
 
 def is_number(value: object) -> bool:
-    """Return whether a JSON value is a finite number that fits a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

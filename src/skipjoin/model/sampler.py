@@ -1,7 +1,7 @@
 """Sampling: from logits to tokens.
 
-A token's random number is a hash of the request's seed and the token's position, not the output of a stateful
-generator. Neighbors in the batch, preemption and restarts therefore cannot change a seeded output.
+A token's random number is a hash of the request's seed and the token's position. Neighbors in the batch, preemption and
+restarts therefore cannot change a seeded output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Alternatives = tuple[tuple[int, float], ...]
 
 
 class SamplingState:
-    """Sampling state of one request, advanced once by each accepted output token; preemption does not change it.
+    """Sampling state of one request, advanced once by each accepted output token.
 
     Attributes:
         length: Number of output tokens accepted so far; stays 0 without `reads_output`.
@@ -66,14 +66,14 @@ class SamplingState:
 
 
 class SampleRow(NamedTuple):
-    """Request whose next token is sampled, after `length` output tokens, all accepted if its state reads them."""
+    """Request whose next token is sampled, after `length` output tokens."""
 
     state: SamplingState
     length: int
 
 
 class Sampled(NamedTuple):
-    """A sampled token, its natural log-probability, and the likeliest alternatives, best first."""
+    """Sampled token, its natural log-probability, and the likeliest alternatives, best first."""
 
     token: int
     logprob: float | None = None
@@ -88,7 +88,6 @@ class SampledTokens(NamedTuple):
 
 
 def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
-    """Concatenate the tokens of all parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
     tokens = torch.cat([part.tokens for part in parts])
@@ -128,7 +127,7 @@ class FindThresholds(Protocol):
 
 
 class Sampler:
-    """Samples next tokens over a vocabulary of `vocab_size`.
+    """Samples next tokens.
 
     Args:
         find_thresholds: Implements top_k and top_p; None searches the largest logits, which makes the CPU wait for a
@@ -243,8 +242,7 @@ def _scored(logits: torch.Tensor, index: torch.Tensor, k: int) -> tuple[torch.Te
 def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Return the ids of the `k` largest logits, best first, then by id: int64 [n, min(k, vocab)].
 
-    `topk` alone returns equal values in an order that depends on `k`. Logits are ranked rather than their
-    log-probabilities, in which rounding can make different logits equal.
+    `topk` alone orders equal values depending on `k`. In log-probabilities, rounding can make different logits equal.
     """
     n, vocab = logits.shape
     groups = vocab // _GROUP
@@ -265,7 +263,7 @@ def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's largest value. On a CPU numpy is many times faster than torch."""
+    """Return the index of each row's largest value. On a CPU, numpy is many times faster than torch."""
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
@@ -337,7 +335,6 @@ def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams], find: Fi
 
 
 def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Find thresholds among the largest logits; sorts only rows that need it."""
     vocab = scaled.shape[-1]
     limits, shares = top_k.tolist(), top_p.tolist()
     wanted = max([k for k in limits if k < vocab], default=0)
@@ -360,8 +357,7 @@ def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """Return the `count` largest values of each row, descending.
 
-    On a CPU, numpy sorts many times faster than torch, and fewer numbers: `count` groups have a maximum of at least
-    some bound, so smaller numbers are irrelevant.
+    On a CPU, numpy sorts faster than torch. It only sorts values that reach a lower bound from groups' maxima.
     """
     if values.device.type != "cpu":
         return values.topk(count).values

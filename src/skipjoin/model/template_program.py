@@ -2,11 +2,11 @@
 
     python -P template_program.py
 
-It reads frames from standard input and answers each with one on standard output: first the template, then
-conversations. It imports nothing of this package, which makes it start in a third of the time.
+It reads frames from standard input and answers each on standard output: first the template, then conversations. It
+imports nothing of this package, to start faster.
 
-Templates come with downloaded models, so they run in Jinja's sandbox, without access to Python objects. Jinja cannot
-bound their time or memory: `'x' * 10**10` is one call into the interpreter. The kernel can.
+Templates come with downloaded models, so they run in Jinja's sandbox. Jinja cannot bound their time or memory, but the
+kernel can: `'x' * 10**10` is one call into the interpreter.
 """
 
 from __future__ import annotations
@@ -46,14 +46,13 @@ _HEAD = struct.Struct("<BQ")
 
 
 def write_frame(file: IO[bytes], kind: int, content: bytes) -> None:
-    """Write one frame and flush the file."""
     file.write(_HEAD.pack(kind, len(content)))
     file.write(content)
     file.flush()
 
 
 def read_frame(file: IO[bytes]) -> tuple[int, bytes]:
-    """Read one frame's kind and content; raise EOFError if the file ends before the frame does."""
+    """Read one frame; raise EOFError if the file ends before the frame does."""
     kind, size = _HEAD.unpack(_read(file, _HEAD.size))
     return kind, _read(file, size)
 
@@ -66,7 +65,6 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def main() -> None:
-    """Answer frames until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, which closes standard input
     if resource is not None:
         with suppress(ValueError, OSError):  # a lower limit is set, or the system has none

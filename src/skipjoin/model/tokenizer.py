@@ -1,6 +1,6 @@
 """Tokenization, chat templates, and incremental detokenization.
 
-Does not import torch, unless a folder lacks tokenizer.json, and transformers converts older files.
+Imports torch only if a folder lacks tokenizer.json, and transformers converts older files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _PATIENCE = 64
 
 
 def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer of a model folder, with the folder's chat template or that of a file."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
@@ -121,7 +120,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return the token ids of a text, with those the model expects around it. Releases the GIL.
+        """Return the token ids of a text. Releases the GIL.
 
         Raises:
             TooManyTokensError: If there are more than `most` tokens.
@@ -158,7 +157,6 @@ class Tokenizer:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Return the text of a conversation in the chat template; raise `ModelError` without one or if it fails."""
         if self.chat_template is None:
             raise ModelError("this model has no chat template: use completions, or a model tuned for chat")
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -199,11 +197,11 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class Detokenizer:
-    """Converts one output to text, token by token, in time and memory that do not grow with its length.
+    """Converter of one output to text, token by token, in time and memory that do not grow with its length.
 
     Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte. If
-    single-byte tokens never become valid text, the number of replacement characters may differ from decoding the whole
-    output at once.
+    single-byte tokens never become valid text, there may be another number of replacement characters than from decoding
+    the whole output.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
@@ -255,7 +253,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """Return the text held back; no token may be added afterwards."""
+        """Return the text held back. No token may be added afterward."""
         rest = self._decode()[self._given :]
         self._given += len(rest)
         return rest

@@ -1,4 +1,4 @@
-"""Group of ranks in separate processes, over torch.distributed."""
+"""Group of ranks over torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class TorchGroup:
-    """`Group` over torch.distributed. A process is one rank and has at most one group at a time.
+    """`Group` over torch.distributed. A process has one rank and at most one group at a time.
 
-    Gloo carries tensors in CPU memory. NCCL is for CUDA, on the thread's current device, except for small sums; it is
-    not tested on several devices yet.
+    Gloo carries tensors in CPU memory. NCCL is for CUDA, except for small sums; it is not tested on several devices
+    yet.
 
     Args:
         timeout_s: Time limit of one call; for the first call, until all ranks have joined.
@@ -72,7 +72,6 @@ class TorchGroup:
         return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
 
     def send(self, x: torch.Tensor) -> None:
-        """Return before `x` has arrived, so that this stage can begin its next plan."""
         x = x.contiguous()
         with self._group_errors("sending to the next stage"):
             self._end_sending()
@@ -81,7 +80,7 @@ class TorchGroup:
         self._sending = (work, x)
 
     def receive(self, x: torch.Tensor) -> None:
-        """Return when `x` has arrived: NCCL's call returns once queued, and the wait would count as work."""
+        """Return when `x` has arrived, not when NCCL has queued the call, because the wait would count as work."""
         begin = time.perf_counter()
         with self._group_errors("receiving from the previous stage"):
             dist.recv(x, self.shard.rank - self.shard.tp_size)

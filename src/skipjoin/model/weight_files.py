@@ -12,7 +12,6 @@ _MAX_NAME = 255
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor according to an index."""
     weight_map: Any = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"weight_map in {index} must give the name of a file for each tensor")

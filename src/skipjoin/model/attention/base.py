@@ -56,8 +56,7 @@ class AttentionBackend(Protocol):
 
         Args:
             query: Shape [T, heads, head_dim], any strides with head_dim innermost.
-            key: Shape [T, kv_heads, head_dim], likewise.
-            value: Shape [T, kv_heads, head_dim], likewise.
+            key: Shape [T, kv_heads, head_dim], likewise, as `value`.
             window: Number of latest tokens attended to, including the token itself; 0 for all.
             cos_sin: float32 [positions, rotary_dim], cosines of the pairs (i, i + rotary_dim / 2), then their sines.
 

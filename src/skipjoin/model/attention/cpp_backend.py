@@ -1,4 +1,4 @@
-"""Attention in compiled code, for CPUs; types as in cpp_ops.py."""
+"""Attention in compiled code, for CPUs."""
 
 from __future__ import annotations
 
@@ -98,5 +98,4 @@ class CppAttention:
 
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
-    """Return whether compiled attention matches the reference, however prompts are cut."""
     return agrees(backend, dtype) and cuts_change_nothing(backend, dtype)

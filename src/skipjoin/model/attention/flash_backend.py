@@ -118,10 +118,7 @@ class FlashAttention(TritonAttention):
         return out.flatten(1)
 
     def _index_of(self, batch: PackedBatch, layer: int) -> _Index:
-        """Return the index of one forward pass, which a layer number that does not increase ends.
-
-        A graph's batch is the same object in each pass.
-        """
+        """Return the index of one forward pass; see `_Plan.work_of` of the Triton back end."""
         known = self._index
         if known is None or known.batch is not batch or layer <= known.layer:
             tables, context_lens, query_start = (

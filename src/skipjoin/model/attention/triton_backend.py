@@ -177,5 +177,4 @@ def _card(device: torch.device) -> _Card:
 
 
 def check_triton_attention(backend: TritonAttention, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Return whether the kernels match the reference here."""
     return agrees(backend, dtype, device)

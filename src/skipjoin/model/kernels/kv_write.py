@@ -55,10 +55,7 @@ def _kv_write(
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ) -> None:
-    """Rotate and write TILE heads of a token.
-
-    A program is (token, tile). The first tiles are of key-value heads, the others of query heads.
-    """
+    """Rotate and write TILE heads. A program is (token, tile), with tiles of key-value heads first."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE

@@ -34,7 +34,6 @@ def runs_of(target: Sequence[int], source: Sequence[int]) -> Iterator[tuple[int,
 
 @functools.cache
 def block_copy() -> BlockCopy:
-    """Return the compiled block copy, or torch's."""
     library = load_library()
     return plain_copy if library is None else compiled_copy(library)
 
@@ -54,20 +53,17 @@ def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
 
 
 def plain_copy(target: int, source: int, block_bytes: int, to: Sequence[int], blocks: Sequence[int]) -> None:
-    """Make one copy per run of blocks."""
     for first_to, first, count in runs_of(to, blocks):
         ctypes.memmove(target + first_to * block_bytes, source + first * block_bytes, count * block_bytes)
 
 
 @functools.cache
 def span_copy() -> SpanCopy:
-    """Return the compiled copy of slots, or torch's."""
     library = load_library()
     return plain_span_copy if library is None else compiled_span_copy(library)
 
 
 def compiled_span_copy(library: ctypes.CDLL) -> SpanCopy:
-    """Return a copy of all slots in one call."""
     call = library.skipjoin_copy_spans
     call.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
     call.restype = None
@@ -82,7 +78,6 @@ def compiled_span_copy(library: ctypes.CDLL) -> SpanCopy:
 
 
 def plain_span_copy(target: int, source: int, shape: BlockShape, spans: Spans) -> None:
-    """Make one copy per span and head."""
     heads, size, slot_bytes = shape
     for to, block, first, count in zip(*spans, strict=True):
         for head in range(heads):

@@ -5,14 +5,13 @@ Each channel of a head's keys or values has a scale and a minimum over the token
     minimum = the smallest number, rounded down        code   = round((x - minimum) / scale), in [0, 255]
     scale   = (largest - minimum) / 255, rounded up    x again = minimum + scale * code
 
-The paper adds an integer zero point, printed as round(-2^b / (max - min)), which is far off; it must be round(-min /
-scale). Keeping the minimum itself avoids that rounding.
+The paper prints an integer zero point of round(-2^b / (max - min)); it must be round(-min / scale). Keeping the minimum
+itself avoids that rounding.
 
-**Bound.** The largest number of a channel is within its codes, since the minimum is rounded down and the scale up. The
-error of a number is therefore at most half its channel's scale, plus the rounding of its own type (bfloat16: 1/256 of
-it). The scale is at most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. bfloat16 has
-the range of float32, so no channel overflows. KV in bfloat16 has an exact minimum, so a constant channel is restored
-exactly. Products of a code and a scale are exact in float32, so all implementations return the same bits.
+**Bound.** The error of a number is at most half its channel's scale, plus the rounding of its own type (bfloat16: 1/256
+of it). The scale is at most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. KV in
+bfloat16 has an exact minimum, so a constant channel is restored exactly. Products of a code and a scale are exact in
+float32, so all implementations return the same bits.
 
 NaN, infinities and numbers from 2^126 on are excluded from minimum and scale. They are restored as the largest number
 of their channel, NaN and negative ones as its minimum. Slots after the request's last token are excluded too, and
@@ -59,13 +58,12 @@ class BlockQuantizer(Protocol):
 
 @functools.cache
 def block_quantizer() -> BlockQuantizer:
-    """Return the fastest quantizer for a CPU on this machine."""
     library = load_library()
     return TorchQuantizer() if library is None else CompiledQuantizer(library)
 
 
 class CompiledQuantizer:
-    """Compiled quantizer on the calling thread, without the GIL, with stores that bypass the caches."""
+    """Compiled quantizer, without the GIL, with stores that bypass the caches."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         shape = [c_int64] * 4
@@ -146,7 +144,7 @@ def dequantized(rows: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dt
 
 
 def _cut(x: torch.Tensor, *, up: bool) -> torch.Tensor:
-    """Return the nearest bfloat16 not above x, or not below it if `up`, as float32; `x` must be finite."""
+    """Return the nearest bfloat16 not above finite `x`, or not below it if `up`, as float32."""
     bits = x.contiguous().view(torch.int32)
     cut = bits & -0x10000
     # Cutting rounds towards zero, which is right for one sign only.

@@ -36,7 +36,6 @@ _TIMEOUT_S = 300
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the fastest compiled operations, or None."""
     return next(libraries(), None)
 
 
@@ -62,7 +61,6 @@ def libraries() -> Iterator[ctypes.CDLL]:
 
 
 def path_of(library: ctypes.CDLL) -> str:
-    """Return the instruction set of a library."""
     library.skipjoin_path.restype = ctypes.c_char_p
     path: bytes = library.skipjoin_path()
     return path.decode()
@@ -70,7 +68,6 @@ def path_of(library: ctypes.CDLL) -> str:
 
 @functools.cache
 def say_once(text: str, level: int = logging.INFO) -> None:
-    """Log a line, once per process."""
     _log.log(level, "%s", text)
 
 
@@ -119,7 +116,6 @@ def _own_folder() -> OwnFolder:
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the processor's features, named as in /proc/cpuinfo."""
     return frozenset(_cpu().partition(":")[2].split())
 
 
@@ -146,7 +142,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """Return what determines -march=native: machines may share a home folder."""
+    """Return what determines -march=native, because machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -9,7 +9,6 @@ from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
 
 def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "cpu") -> bool:
-    """Return whether `ops` match torch's on a small example."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

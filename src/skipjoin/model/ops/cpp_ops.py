@@ -47,7 +47,6 @@ _SIGNATURES = {
 
 
 def has_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Return whether the compiled operations support this type."""
     return dtype != torch.float16 or bool(library.skipjoin_has_float16())
 
 

@@ -27,11 +27,9 @@ def default_threads(wanted: int | None = None) -> int:
 
 
 def share_between(count: int) -> None:
-    """Set the thread count for the calling thread."""
     _own.count = count
 
 
 def threads_here() -> int:
-    """Return the calling thread's count; torch's if not set."""
     count: int | None = getattr(_own, "count", None)
     return torch.get_num_threads() if count is None else count

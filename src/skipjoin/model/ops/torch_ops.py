@@ -44,7 +44,7 @@ class TorchActivatedLinear(TorchLinear):
 
 
 def activated(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Apply a `ModelConfig.activation`; may change `x`, the widest tensor of a layer."""
+    """Apply a `ModelConfig.activation`; may change `x`."""
     if name == "relu":
         return F.relu(x, inplace=True)
     if name == "silu":

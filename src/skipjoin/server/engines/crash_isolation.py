@@ -38,10 +38,7 @@ class CrashIsolation:
         return True
 
     def blame(self, orphans: Collection[EngineSequence]) -> list[EngineSequence]:
-        """Count a crash against the suspects, and return those that must fail.
-
-        The caller resubmits the others and then calls `next`.
-        """
+        """Count a crash against the suspects, and return those that must fail. Then resubmit the others."""
         begun = [sequence for sequence in orphans if sequence.has_begun]
         trial = self._trial
         accused = [trial] if trial is not None and trial in begun else begun

@@ -17,7 +17,7 @@ from skipjoin.core.step import StepPlan, StepResult
 
 
 class RequestTooLargeError(ValueError):
-    """Error of a request that can never fit the KV pool."""
+    """The request can never fit the KV pool."""
 
 
 class EngineCore:
@@ -40,7 +40,6 @@ class EngineCore:
 
     @property
     def kv(self) -> KVAccounts:
-        """Read-only view of the KV ledger."""
         return self.scheduler.kv
 
     @property
@@ -70,9 +69,7 @@ class EngineCore:
         self.scheduler.add(request, now)
 
     def expect(self, request: Request, now: float) -> bool:
-        """Reserve device blocks for a request whose computed KV is copied from another engine.
-
-        Call `add` when the copy is complete.
+        """Reserve device blocks for a request whose computed KV is copied from another engine. Then `add` it.
 
         Returns:
             False if there is no room now; nothing is evicted.
@@ -122,7 +119,7 @@ class EngineCore:
 
     @property
     def next_deadline(self) -> float:
-        """Time of the next deadline on the driver's clock, when `start_step` must be called; inf without deadlines."""
+        """Time at which `start_step` must be called for the next deadline; inf without deadlines."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def finish_step(self, result: StepResult, now: float) -> None:
@@ -180,21 +177,16 @@ class EngineCore:
         self.scheduler.events.append(Decoded(requests, since, ends, totals))
 
     def wait_of(self, request: Request) -> WaitState | None:
-        """Return why and since when the request waits, or None while it runs."""
         if request.in_flight or request.last_plan >= self.scheduler.latest_plan:
             return None
         tail = self.scheduler.tail
         return request.wait or tail._replace(since=max(tail.since, request.arrival))
 
     def restart(self, now: float) -> None:
-        """Reset after an executor restart.
-
-        Requests continue from their known tokens. Results of earlier plans must not be passed in.
-        """
+        """Reset after an executor restart. Requests continue from their known tokens; earlier plans are void."""
         self.scheduler.restart(now)
 
     def take_events(self) -> list[Event]:
-        """Return the events since the last call, in order."""
         events = self.scheduler.events
         self.scheduler.events = []
         return events

@@ -83,7 +83,7 @@ class Preempted(NamedTuple):
 class Waited(NamedTuple):
     """A request's wait reason changed. The wait ends when a plan contains the request.
 
-    With NOT_EXAMINED, the request shares the reason in `Planned.tail`.
+    With NOT_EXAMINED, the reason is that of `Planned.tail`.
 
     Attributes:
         short: Number of missing KV blocks, with NO_KV.
@@ -154,11 +154,7 @@ class Decoded(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token was generated.
-
-    Attributes:
-        detail: Further output of the sampler; usually None.
-    """
+    """A token was generated. `detail` is further output of the sampler, usually None."""
 
     request: Request
     now: float
@@ -182,11 +178,7 @@ class Finished(NamedTuple):
 
 
 class Released(NamedTuple):
-    """The KV that a finished request kept (`Request.keeps_kv`) was released.
-
-    Attributes:
-        reserved: Value of `Planned.reserved` from now on.
-    """
+    """The KV that a finished request kept (`Request.keeps_kv`) was released. `reserved` is as in `Planned`."""
 
     request: Request
     now: float
@@ -194,7 +186,7 @@ class Released(NamedTuple):
 
 
 class Restarted(NamedTuple):
-    """The executor restarted. All KV on both tiers and these plans are lost; the plans have no results.
+    """The executor restarted. All KV on both tiers and these plans are lost.
 
     Requests that held KV are preempted (DROP) next. All requests continue from their known tokens.
     """

@@ -1,4 +1,4 @@
-"""Forecasts of output lengths, which requests carry. The predictors are in `skipjoin.forecast`."""
+"""Forecasts of output lengths, which requests carry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ LENGTH_EDGES: tuple[int, ...] = tuple(sorted({round(2 ** (half / 2)) for half in
 
 
 def length_bin(tokens: float) -> int:
-    """Return the bin of a length of at least 1 token."""
     return bisect_right(LENGTH_EDGES, tokens) - 1
 
 
@@ -41,8 +40,7 @@ class Forecast(NamedTuple):
     Attributes:
         tokens: Expected number of output tokens in total, at least 1.
         source: Name of the predictor, for metrics and records.
-        mass: Probability of each bin of `LENGTH_EDGES` from the first, without trailing zeros; empty if only `tokens`
-            is known.
+        mass: Probability of each bin of `LENGTH_EDGES` from the first, without trailing zeros; empty if unknown.
     """
 
     tokens: float

@@ -20,7 +20,7 @@ from skipjoin.core.step import Slice, StepShape
 
 
 class CostModel(Protocol):
-    """Estimated durations of work, in seconds. Policies and the simulated executor share one object."""
+    """Estimated durations of work, in seconds."""
 
     @property
     def revision(self) -> int:
@@ -35,10 +35,10 @@ class CostModel(Protocol):
 
 
 class Callbacks:
-    """Notifications that every policy may receive.
+    """Notifications that every policy may receive; a policy overrides those that it needs.
 
-    A policy overrides those that it needs; `Policies` calls only these. All other policy methods are queries and must
-    not change the policy unless their docstring says otherwise: the planner may call them speculatively and repeatedly.
+    All other policy methods are queries and must not change the policy unless their docstring says otherwise: the
+    planner may call them speculatively and repeatedly.
     """
 
     def on_arrived(self, request: Request, now: float) -> None:
@@ -71,9 +71,8 @@ class Callbacks:
 class Ordering(Protocol):
     """Priority order of requests.
 
-    Implementations keep their state per request, updated by the `Callbacks`. The order is total and changes only in the
-    callbacks and in `ranked`. The cost of a step therefore depends on what it selects and on what changed, not on the
-    length of the queue.
+    The order is total and changes only in the `Callbacks` and in `ranked`. The cost of a step therefore does not depend
+    on the length of the queue.
     """
 
     def on_arrived(self, request: Request, now: float) -> None: ...
@@ -95,7 +94,7 @@ class Ordering(Protocol):
         ...
 
     def outranks(self, one: Request, other: Request) -> bool:
-        """Return whether `one` may evict `other` to be admitted: it is strictly more important."""
+        """Return whether `one` is strictly more important, so that it may evict `other` to be admitted."""
         ...
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
@@ -144,7 +143,7 @@ class BatchBuilder(Protocol):
         ...
 
     def take(self, request: Request, tokens: int) -> None:
-        """Add the request, whose KV is allocated now, to the batch."""
+        """Add the request, whose KV is now allocated, to the batch."""
 
 
 class Batcher(Protocol):
@@ -199,8 +198,7 @@ class AdmissionPolicy(Protocol):
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         """Decide on a reservation for a request that has none, or one that covers fewer than `target` tokens.
 
-        Must be pure. It is called speculatively, and before arrival if the KV comes from another engine
-        (`EngineCore.expect`).
+        Must be pure. It is called speculatively, and before arrival if the KV comes from another engine.
 
         Args:
             target: Number of tokens that the request is to hold on the device.
@@ -214,9 +212,9 @@ class Eviction(NamedTuple):
 
     Attributes:
         how: What happens to its device KV: SWAP, SPILL or DROP.
-        blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`. KV in them
-            is swapped out (SPILL) or dropped. The request keeps the rest and waits until all of its KV fits on the
-            device again. None, or a number that covers everything, evicts the whole request.
+        blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`. The
+            request keeps the rest and waits until all of its KV fits on the device again. None, or a number that covers
+            everything, evicts the whole request.
         lent: Whether to share these blocks bidirectionally with the request that needs them. Only what it overwrites is
             saved to the CPU tier. `how` applies where sharing is impossible.
     """
@@ -278,8 +276,7 @@ class EvictionPolicy(Protocol):
 def is_decode_invariant(policy: object) -> bool:
     """True if decode-only steps without waiting requests leave the policy unchanged, even if its calls are skipped.
 
-    A class declares this with an attribute of this name of its own. It is not inherited, because a subclass may do
-    more.
+    A class declares this with its own attribute of this name, which subclasses do not inherit.
     """
     name = "is_decode_invariant"
     return name in vars(type(policy)) and bool(getattr(policy, name))
@@ -289,8 +286,7 @@ def is_decode_invariant(policy: object) -> bool:
 class Policies:
     """One serving system: a choice for every policy.
 
-    Each `on_*` field has the methods with which the four policies override that callback of `Callbacks`, in the order
-    of the fields.
+    Each `on_*` field has the policies' overrides of that callback, in the order of the fields.
     """
 
     ordering: Ordering

@@ -51,7 +51,7 @@ NO_TARGET = Target()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Scheduling options of a request, created once by the API server or `LLM`.
+    """Scheduling options of a request.
 
     Attributes:
         service: Real-time requests run before best-effort ones.
@@ -86,8 +86,7 @@ class Request:
 
     Progress is measured by two counters: *known* tokens (prompt and output) and *computed* tokens (their KV exists).
     Prefill, chunked prefill, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples`
-    also count what the plans in flight will add. Without a plan in flight, planned == computed and pending_samples ==
-    0.
+    also count what the plans in flight will add.
 
     Attributes:
         id: Unique; increases with arrival.
@@ -95,9 +94,7 @@ class Request:
         max_tokens: Maximum output length, at least 1.
         min_tokens: Output length before which `stop_tokens` have no effect.
         sampling: Parameters of the executor's sampler; opaque to the core.
-        forecast: Predicted output length; changed by `EngineCore.reforecast`.
-        keeps_kv: Whether blocks stay allocated for another engine after the request has finished, until
-            `EngineCore.release`.
+        keeps_kv: Whether blocks stay allocated after the request has finished, until `EngineCore.release`.
         prefix: Keys of the request's KV blocks; None disables prefix caching for it.
         output: Tokens generated so far. A resumed request arrives with some.
     """

@@ -50,14 +50,12 @@ class Span(NamedTuple):
 class Move(NamedTuple):
     """Copy of KV blocks between the tiers or within the device: `source[i]` is copied to `target[i]`.
 
-    Without `spans`, the blocks are consecutive in the request's block table, but need not start at its first block.
+    Without `spans`, the blocks are consecutive in the request's block table.
 
     Attributes:
-        request: Owner of the blocks. None for full cached blocks that are copied to the CPU tier for later prefix-cache
-            hits.
+        request: Owner of the blocks. None for cached blocks that are copied to the CPU tier for later hits.
         tokens: Number of tokens that the copied slots hold. Only the last block may be partly filled.
-        spans: Slots to copy of each block, to the same slots of its target; the blocks need not be consecutive. Empty
-            to copy whole blocks.
+        spans: Slots to copy of each block, to the same slots of its target. Empty to copy whole blocks.
     """
 
     direction: Direction
@@ -89,7 +87,6 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, slices: Sequence[Slice]) -> StepShape:
-        """Return the shape of a batch."""
         prefill = attention = decodes = context = 0
         for slice_ in slices:
             n = slice_.tokens
@@ -106,15 +103,13 @@ class StepShape(NamedTuple):
 class StepPlan:
     """Decision for one step. Executors run plans in the order of their ids and do not modify them.
 
-    Blocks that a move reads stay reserved until it has landed. The source of a blocking swap-out is an exception: it is
-    copied first, so the same plan may overwrite it. A plan without slices only lets moves land. It ends as soon as one
-    has landed, or after `PAUSE_S`.
+    Blocks that a move reads stay reserved until it has landed. The source of a blocking swap-out is copied first, so
+    the same plan may overwrite it. A plan without slices ends as soon as a move has landed, or after `PAUSE_S`.
 
     Attributes:
         blocking: Moves that must land before the slices run.
         overlapped: Moves that start with the slices and run asynchronously, possibly over many plans.
-        waiting_for_kv: Requests that would be in this step if all their KV were on the device; measures the cost of
-            swapping.
+        waiting_for_kv: Requests that would be in this step if all their KV were on the device.
     """
 
     id: int
@@ -145,14 +140,13 @@ class StepResult:
         seconds: Duration of the step, blocking moves included. In a pipeline, the sum over its stages.
         details: Further output of the sampler (log-probabilities), by index of the slice.
         moving: Part of `seconds` that the step spent waiting for its blocking moves.
-        landed: Moves that completed since the previous result, in order of completion: all of the plan's blocking
-            moves, and overlapped moves of this or earlier plans.
+        landed: Moves that completed since the previous result, in order: all of the plan's blocking moves, and
+            overlapped moves of this or earlier plans.
         failed: Moves that failed since then. Their target blocks, and slices that read these, are invalid.
-        stages: Times of the pipeline stages, first to last; their busy seconds add up to `seconds`. Empty without a
-            pipeline.
-        dropped: Reasons why slices were dropped because the step exceeded the device's memory, by index of the slice.
-            Their tokens are None, their requests end with `FinishReason.ERROR` and this text, and later results for
-            these requests are ignored. Executors with several ranks drop nothing, because their ranks would diverge.
+        stages: Times of the pipeline stages, first to last. Empty without a pipeline.
+        dropped: Reasons why slices were dropped because the step exceeded the device's memory, by index. Their tokens
+            are None, and their requests end with `FinishReason.ERROR`. Executors with several ranks drop nothing,
+            because their ranks would diverge.
     """
 
     plan: StepPlan

@@ -52,8 +52,7 @@ def find_candidates(
 def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
     """Return whether the request should wait for a running request that computes a prefix it can reuse.
 
-    It waits only for a leader of at least equal importance, for at most `MAX_BEHIND_S`, as the leader may be slowed
-    down.
+    It waits only for a leader of at least equal importance, for at most `MAX_BEHIND_S`.
     """
     leader = hit.leader
     if leader is None or leader.finish_reason is not None or leader.band > request.band:
@@ -68,8 +67,8 @@ class _Space:
     """Device blocks that candidates can still take.
 
     Attributes:
-        donors: Least important best-effort requests, whose blocks real-time candidates take. Surplus blocks of the
-            last one are not offered to best-effort candidates, because an eviction may leave them in place.
+        donors: Least important best-effort requests, whose blocks real-time candidates take. Surplus blocks of the last
+            one are not offered to best-effort candidates, because an eviction may leave them in place.
     """
 
     def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
@@ -81,7 +80,7 @@ class _Space:
         self._donors: Iterator[Request] | None = None
 
     def take(self, request: Request, blocks: int, spare: int) -> bool:
-        """Take `blocks` blocks for the request, with `spare` more remaining. Return False if there are too few."""
+        """Take `blocks` blocks, with `spare` more remaining. Return False if there are too few."""
         if request.is_best_effort:
             if blocks + spare > self._free:
                 return False
@@ -96,7 +95,6 @@ class _Space:
         return True
 
     def _collect(self, request: Request, blocks: int) -> None:
-        """Add best-effort donors until they free `blocks` blocks, as far as possible."""
         while self._given < blocks:
             if self._donors is None:  # real-time requests precede all of them in rank order
                 self._donors = iter(self._evictor.best_effort_below(request))

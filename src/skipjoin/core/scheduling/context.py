@@ -1,4 +1,4 @@
-"""Context of one scheduling step, and what a request can contribute to it."""
+"""Context of one scheduling step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class StepContext:
         in_flight: Plans that have not committed, oldest first.
         candidates: Requests that could run, in rank order, with the number of tokens to compute. Requests without KV
             are included only if they find blocks: free ones, or for real-time requests those of best-effort ones, which
-            are then left out. The iterator is lazy, and may be read once, before the first offer. The requests that are
-            offered and get blocks may differ.
+            are then left out. The lazy iterator may be read once, before the first offer.
         blocks_away: Returns how many KV blocks of a request must be swapped in before it runs.
         pausing: Requests that skip this step, so that they can be evicted once no plan in flight contains them.
     """
@@ -50,8 +49,8 @@ class StepContext:
 def eligible_tokens(request: Request, context: StepContext) -> int:
     """Return how many tokens of the request a plan may compute now. Pure.
 
-    The result is 0 if the request is pausing, if its next input token is unknown, or if plans in flight sample its last
-    token.
+    The result is 0 if the request is pausing, if its next input token is unknown, or if its last token is being
+    sampled.
     """
     pending_samples = request.pending_samples
     end = request.known + pending_samples

@@ -1,4 +1,4 @@
-"""Evicts requests from the device, so that more important ones get their KV blocks."""
+"""Eviction of requests, so that more important ones get their KV blocks."""
 
 from __future__ import annotations
 
@@ -104,12 +104,10 @@ class Evictor:
         return None if evictions else WaitReason.HELD_BY_EVICTION
 
     def _freed_by_all(self, victims: Sequence[Request], request: Request, tokens: int) -> int:
-        """Return how many blocks the request gains for `tokens` tokens if all victims are evicted."""
         freed = sum(map(self._kv.footprint, victims)) + self._shared_within(victims)
         return freed + (self._sharing.relief(request, tokens, victims) if self._sharing is not None else 0)
 
     def blocks_away(self, request: Request) -> int:
-        """Return the number of blocks with KV of the request that must be swapped in before it runs."""
         held = self._kv.blocks_of(request)
         return held.away if held is not None else 0
 
@@ -131,7 +129,6 @@ class Evictor:
         return None if missing() <= 0 else WaitReason.NO_KV
 
     def _force_room(self, request: Request, missing: Callable[[], int], tokens: int) -> WaitReason | None:
-        """Evict other requests, regardless of rank, until nothing is missing."""
         kv, victims = self._kv, self._others(request)
         held = ((one, kv.blocks_of(one)) for one in kv.holders())
         if any(one.finish_reason is not None or (blocks is not None and blocks.moving) for one, blocks in held):
@@ -144,7 +141,6 @@ class Evictor:
         return self._clear(victims, missing, None)
 
     def _others(self, request: Request) -> list[Request]:
-        """Return all other holders of device blocks, least important first."""
         blocks_of = self._kv.blocks_of
         found = reversed(self._holders_ranked())
         return [one for one in found if one is not request and (held := blocks_of(one)) is not None and held.device]
@@ -179,7 +175,6 @@ class Evictor:
             owner.is_newly_resident = True
 
     def swap_ahead(self, request: Request) -> Move:
-        """Start an overlapped swap-out of the request."""
         assert self._tiers is not None
         move = self._tiers.move_out(request, blocking=False)
         assert move is not None
@@ -211,9 +206,8 @@ class Evictor:
     def _evictable(self, request: Request, parent: Owner, *, newcomer: bool) -> list[Request]:
         """Return requests that may be evicted for this one once no plan in flight contains them, least important first.
 
-        The blocks that a victim frees must help a reservation from `parent`. A running request is evicted for a
-        newcomer only after it has generated a token since it got its KV. Each such eviction is therefore paid for by
-        progress, and two requests cannot evict each other endlessly.
+        A victim's blocks must help a reservation from `parent`. A running request is evicted for a newcomer only after
+        it has generated a token since it got its KV. Two requests therefore cannot evict each other endlessly.
         """
         outranks, latest = self._policies.ordering.outranks, self._context.latest
         own, reservations = self._rank(request), self._reservations
@@ -256,7 +250,6 @@ class Evictor:
         self._events.append(Preempted(victim, self._context.now, how, kept))
 
     def _evict(self, eviction: Eviction) -> int:
-        """Evict the victim before the slices run, and return the number of dropped tokens."""
         victim, kv = eviction.request, self._kv
         computed = victim.computed
         keep = 0 if eviction.blocks is None or self.takes_all else kv.filled_after(victim, eviction.blocks)
@@ -269,7 +262,7 @@ class Evictor:
         return computed - victim.computed
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
-        """Remove the blocks with KV after the first `keep` from the victim, and return what happened to their KV."""
+        """Take the blocks with KV after the first `keep`, and return what happened to their KV."""
         kv, tiers = self._kv, self._tiers
         if keep and keep == kv.filled(victim):  # freeing blocks without KV is enough
             kv.trim(victim)

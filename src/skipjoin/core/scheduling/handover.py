@@ -1,4 +1,4 @@
-"""Requests that continue from another engine, whose KV is copied here while this engine works."""
+"""Requests that continue from another engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from skipjoin.core.scheduling.planner import begin_decision
 
 
 class Incoming:
-    """Requests whose KV is in transit from another engine.
-
-    Until it has arrived, only the admission policy knows them.
-    """
+    """Requests whose KV is in transit from another engine. Until it arrives, only the admission policy knows them."""
 
     def __init__(self, policies: Policies, kv: BlockLedger) -> None:
         self._policies = policies
@@ -25,7 +22,7 @@ class Incoming:
 
         Returns:
             False if the ledger cannot receive KV, the admission policy refuses, or there is no room beyond what
-                swapped-out requests need.
+            swapped-out requests need.
         """
         kv, tiers = self._kv, self._kv.tiers
         if tiers is None:
@@ -46,7 +43,7 @@ class Incoming:
         return True
 
     def receive(self, request: Request, now: float) -> list[Event]:
-        """Return the events of a request that enters the engine with its expected KV; none if it was not expected."""
+        """Return the events of a request that arrives with its expected KV; none if it was not expected."""
         allocation = self._allocations.pop(request, None)
         if allocation is None or (tiers := self._kv.tiers) is None:
             return []

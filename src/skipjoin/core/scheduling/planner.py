@@ -1,4 +1,4 @@
-"""Plans one engine step: starts asynchronous swaps, fills the batch in rank order and records why the others wait."""
+"""Planner of one engine step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def begin_decision(policies: Policies, kv: BlockLedger, now: float) -> None:
 
 
 class StepPlanner:
-    """Planner of one step.
+    """Starts asynchronous swaps, fills the batch in rank order and records why the others wait.
 
     Attributes:
         waiting: Examined requests that wait.
@@ -49,7 +49,6 @@ class StepPlanner:
         self._residency = self._new_residency()
 
     def plan(self) -> StepPlan:
-        """Return the plan, which may be empty."""
         context, evictor = self._context, self._evictor
         begin_decision(self._policies, self._kv, context.now)
         tiers = self._kv.tiers
@@ -81,7 +80,6 @@ class StepPlanner:
         return replace(context, candidates=found, blocks_away=self._evictor.blocks_away)
 
     def _move_ahead(self, tiers: Tiered) -> list[Move]:
-        """Start overlapped swaps. Their requests cannot join this step."""
         kv, context, ordering = self._kv, self._context, self._policies.ordering
         held = ((one, kv.blocks_of(one)) for one in kv.holders() if one.finish_reason is None)
         settled = [one for one, blocks in held if blocks is not None and blocks.is_settled]
@@ -104,12 +102,7 @@ class StepPlanner:
         return moves
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
-        """Offer the queue's requests to the batch.
-
-        Returns:
-            The request at which the step was closed to newcomers, if that happened here. The rest of the queue is then
-                unread.
-        """
+        """Offer the queue's requests to the batch, and return the one at which it was closed to newcomers, if any."""
         context, residency, blocks_of = self._context, self._residency, self._kv.blocks_of
         offer, take, add = builder.offer, builder.take, self._slices.append
         plan_id, latest, was_closed = context.plan_id, context.latest, residency.closed is not None
@@ -149,10 +142,7 @@ class StepPlanner:
         return None
 
     def _meet(self, request: Request) -> int:
-        """Credit prefix-cache hits before the batcher sees the request, and return its eligible tokens.
-
-        The result is 0 if the request waits for a prefix that is being computed.
-        """
+        """Credit prefix-cache hits; return the eligible tokens, 0 while the request waits for a prefix."""
         hit = self._kv.hit(request)
         if not self._is_forced and comes_soon(request, hit, self._context):
             self._wait(request, WaitReason.BEHIND_PREFIX)
@@ -185,9 +175,8 @@ class StepPlanner:
     def _force(self, builder: BatchBuilder) -> None:
         """Run the first request that the batcher accepts, whatever the other policies decide.
 
-        No plan is in flight and no KV in transit, so every other request can be evicted. The request then fits, since
-        `EngineCore.add` refuses requests larger than the pool. Only blocks that another engine still reads or writes
-        (`Request.keeps_kv`, `Incoming`) can prevent that.
+        No plan is in flight and no KV in transit, so every other request can be evicted. Only blocks that another
+        engine still reads or writes (`Request.keeps_kv`, `Incoming`) can prevent that.
         """
         self._is_forced = True
         if (reservations := self._kv.reservations) is not None:
@@ -216,7 +205,6 @@ class StepPlanner:
     # -- waiting ------------------------------------------------------------------------------------------
 
     def _pass_over(self, request: Request) -> None:
-        """Handle an ineligible request. It does not wait while plans in flight contain it."""
         waits = request.examined == self._context.decision
         if not (request.in_flight or request.is_satisfied or waits):
             self._wait(request, WaitReason.HELD_BY_EVICTION)

@@ -1,4 +1,4 @@
-"""Allocates device KV for requests: admission, swap-in and growth."""
+"""Allocation of device KV for requests: admission, swap-in and growth."""
 
 from __future__ import annotations
 
@@ -70,10 +70,7 @@ class Residency:
         return found
 
     def _admit(self, request: Request, target: int) -> HeldBlocks | WaitReason:
-        """Admit a request without KV.
-
-        A refusal closes the step to newcomers, unless the admission policy lets others pass.
-        """
+        """Admit a request without KV. A refusal closes the step, unless the admission policy lets others pass."""
         if self._evictor.is_below_floor(request):
             self.closed = WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
@@ -89,10 +86,7 @@ class Residency:
         return found
 
     def _refuse_early(self, request: Request, target: int, hit: Hit) -> WaitReason | None:
-        """Return the wait reason if the request cannot be admitted, before it adopts its prefix-cache hit.
-
-        Adopting and releasing a long prefix is slow, so a waiting request must not do it at every step.
-        """
+        """Return the wait reason, if any, before the slow adoption of a prefix-cache hit."""
         allocation = self._ask(request, target)
         if isinstance(allocation, WaitReason):
             return allocation
@@ -205,13 +199,11 @@ class Residency:
         return self._evictor.make_room(request, missing, tokens=target, parent=parent, newcomer=newcomer)
 
     def _make_room_within(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
-        """Make room for `target` tokens within the request's reservation."""
         kv, reservations = self._kv, self._reservations
         parent = reservations.parent_of(request) if reservations is not None else None
         return self._make_room(request, lambda: kv.shortfall(request, target), target, parent=parent, newcomer=newcomer)
 
     def _drawable(self, account: Account, request: Request, blocks: int) -> int:
-        """Return how many of `blocks` blocks the account can cede to the request."""
         unused = self._reservations.unused_without(account, request) if self._reservations is not None else 0
         return max(0, min(blocks, unused))
 
@@ -226,7 +218,6 @@ class Residency:
     # -- holders ------------------------------------------------------------------------------------------
 
     def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | WaitReason:
-        """Allocate for a request that holds KV, on either tier or in transit."""
         if not held.is_settled:
             self._miss(request, self._kv.blocks_for(request.computed))
             return WaitReason.KV_IN_TRANSIT

@@ -30,12 +30,11 @@ class Scheduler:
     """Preemptive scheduler: `schedule(now)` plans a step, `commit(result, now)` applies its outcome.
 
     Args:
-        policies: Policies that define the serving system.
         kv: Ledger, modified only by the scheduler.
         depth: Maximum number of plans in flight, at least 1; at most 2 with `overlap`.
         overlap: Whether a request may be scheduled while its input token is being sampled, for one device that runs
-            plans back to back. Otherwise, as with pipeline stages, it is not scheduled again until its plan commits.
-            Prompt chunks await no token, so they may follow each other through the stages either way.
+            plans back to back. Otherwise, it is not scheduled again until its plan commits. Prompt chunks await no
+            token, so they may follow each other through pipeline stages either way.
     """
 
     def __init__(
@@ -97,18 +96,13 @@ class Scheduler:
             notify(request, now)
 
     def expect(self, request: Request, now: float) -> bool:
-        """Allocate blocks for a request whose computed KV arrives from another engine before `add`.
-
-        Returns:
-            False if there is no room now.
-        """
         return self._incoming.expect(request, now)
 
     def remove(self, request: Request, now: float) -> None:
         """Remove a request whose `finish_reason` is set.
 
-        Its blocks are freed now, or when the last plan that contains or moves them commits. If it keeps its KV,
-        `release` frees them.
+        Its blocks are freed now, when the last plan that contains or moves them commits, or on `release` if it keeps
+        its KV.
         """
         for notify in self.policies.on_finished:
             notify(request, now)
@@ -117,7 +111,6 @@ class Scheduler:
         self._release_if_settled(request)
 
     def release(self, request: Request, now: float) -> None:
-        """Free the KV that a finished request has kept."""
         request.keeps_kv = False
         self._release_if_settled(request)
         self.events.append(Released(request, now, self.kv.device_total - self.kv.available))
@@ -161,7 +154,6 @@ class Scheduler:
         return plan
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:
-        """Report earlier waiting requests that this decision did not examine."""
         for request in self._waiting:
             if request.wait is not None and request.examined != self._decisions - 1 and request.finish_reason is None:
                 request.wait = None
@@ -191,7 +183,7 @@ class Scheduler:
     def steady(self, live: int) -> StepPlan | None:
         """Return the plan in flight if equal steps can follow while blocks and tokens last, else None.
 
-        It must decode all `live` requests, with nothing in transit and policies that decode-only steps leave unchanged.
+        It must decode all `live` requests, with nothing in transit and decode-invariant policies.
         """
         if self.depth > 1 or self.overlap or not self._in_flight or self.kv.is_moving:
             return None
@@ -210,8 +202,8 @@ class Scheduler:
 
         Returns:
             Requests whose slices are void, because KV that they read was lost in transit, or because the executor
-                dropped them. The engine core ends the latter. Slices of finished requests are void too and register no
-                keys: the executor may have dropped an earlier slice.
+                dropped them. Slices of finished requests are void too and register no keys: the executor may have
+                dropped an earlier slice.
         """
         if not self._in_flight or result.plan is not self._in_flight[0]:
             raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
@@ -247,7 +239,6 @@ class Scheduler:
         return void
 
     def restart(self, now: float) -> None:
-        """Reset after an executor restart; all KV is recomputed."""
         self.events.append(Restarted(tuple(self._in_flight), now))
         holders = [request for request in self.kv.holders() if request.finish_reason is None]
         self.kv.clear()
@@ -259,11 +250,7 @@ class Scheduler:
             self._drop(request, 0, now)
 
     def _settle_moves(self, result: StepResult, now: float) -> dict[Request, int]:
-        """Lift the fences of finished moves.
-
-        Returns:
-            Requests that lost KV, with the number of device blocks that still hold some.
-        """
+        """Lift the fences of finished moves; return requests that lost KV, with their remaining full blocks."""
         lost: dict[Request, int] = {}
         if not (result.landed or result.failed) or (tiers := self.kv.tiers) is None:
             return lost

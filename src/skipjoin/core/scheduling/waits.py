@@ -1,4 +1,4 @@
-"""Reasons why requests wait, recorded when the planner examines a request and does not run it."""
+"""Reasons why requests wait."""
 
 from __future__ import annotations
 

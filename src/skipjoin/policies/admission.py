@@ -11,8 +11,8 @@ class OnDemand:
     """Reserves blocks for the known tokens; further blocks are allocated as the request grows.
 
     Args:
-        watermark: Share in [0, 1) of the device's blocks that an admission must leave available. Running requests can
-            then grow for a while before one is evicted. It does not limit growth.
+        watermark: Share in [0, 1) of the device's blocks that an admission must leave for the growth of running
+            requests.
     """
 
     is_decode_invariant = True

@@ -1,4 +1,4 @@
-"""Estimator of the tokens that will arrive soon."""
+"""Estimator of the prompt tokens that will arrive soon."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ _DEVIATIONS = 2.0
 
 
 class ArrivalHistory:
-    """Estimator of the prompt tokens that may arrive within a time window.
+    """Estimator of the prompt tokens that may arrive within a time window (FastServe section 4.2).
 
-    FastServe section 4.2 sizes its reserved slots by "historical job arrival patterns" and leaves the estimator open.
-    This one models arrivals as a renewal process with exponentially weighted moments of gaps and prompt lengths. The
-    number of arrivals in w seconds has the mean w / mean gap. Its variance is the mean times the squared coefficient of
-    variation of the gaps. The estimate is the mean plus two standard deviations, so it grows with rate, burstiness and
-    uneven lengths.
+    Arrivals are a renewal process with exponentially weighted moments of gaps and prompt lengths. The number of
+    arrivals in w seconds has the mean w / mean gap. Its variance is the mean times the squared coefficient of variation
+    of the gaps. The estimate is the mean plus two standard deviations.
     """
 
     def __init__(self) -> None:
@@ -28,7 +26,6 @@ class ArrivalHistory:
         self._tokens = self._tokens_square = 0.0
 
     def note(self, request: Request, now: float) -> None:
-        """Record the arrival of a request."""
         tokens = len(request.prompt)
         if self._last is None:
             self._tokens, self._tokens_square = tokens, tokens**2

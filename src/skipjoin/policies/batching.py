@@ -27,13 +27,12 @@ def _check_budgets(max_seqs: int, max_tokens: int) -> None:
 class Greedy:
     """Adds requests in rank order until the step has `max_seqs` requests or `max_tokens` tokens.
 
-    Without chunking, `max_tokens` limits prompt tokens only: if decodes counted, a long prompt would block the queue
-    until hardly any request ran. A prompt that does not fit waits, and no new request overtakes it. A prompt longer
-    than `max_tokens` is the only one of its step.
+    Without chunking, `max_tokens` limits prompt tokens only, because otherwise a long prompt would wait until hardly
+    any request decodes. A prompt that does not fit waits, and no new request overtakes it. A prompt longer than
+    `max_tokens` is the only one of its step.
 
     Args:
-        chunked: Whether prompts are cut to the remaining tokens of the step (Sarathi; FastServe for prompts longer than
-            a step).
+        chunked: Whether prompts are cut to the remaining tokens of the step (Sarathi).
     """
 
     is_decode_invariant = True
@@ -95,8 +94,7 @@ class WholeBuilder:
 class TargetForward:
     """Adds every decode that is offered, and prompts up to the forward size that saturates the device.
 
-    Decodes fill the KV cache and prompts fill the compute (EconoServe section 3.3.1). A step has at most `max_seqs`
-    requests.
+    Decodes fill the KV cache and prompts fill the compute (EconoServe section 3.3.1).
 
     Args:
         cost: Determines the forward size, which is at most `max_tokens`.
@@ -143,20 +141,13 @@ class TargetBuilder(ChunkedBuilder):
 class RunToCompletion:
     """Static batching, i.e. job-level scheduling as in FasterTransformer (FastServe sections 2.2 and 6.1).
 
-    Waiting requests form a batch of up to `max_seqs`; the next batch starts when the last member has finished. This
-    shows head-of-line blocking at its worst.
+    Waiting requests form a batch of up to `max_seqs`; the next batch starts when the last member has finished. Members
+    join over several steps, each with up to `max_tokens` prompt tokens or one longer prompt. The batch closes when it
+    is full, or after a step that ran members and had space for more prompts. A member that loses its KV remains a
+    member. Several plans in flight share one batch, as micro-batches of a pipeline.
 
-    A batch accepts members over several steps: each computes whole prompts, up to `max_tokens` prompt tokens or one
-    longer prompt alone, while earlier members decode. It closes when it is full, or after a step that ran members and
-    added none although prompt tokens remained. A step in which no request can run does not close it. After that no
-    request joins, whatever its rank. A member that loses its KV remains a member. The ordering thus decides which
-    requests join and which members are evicted.
-
-    With several plans in flight there is still one batch. Its members spread over the plans like micro-batches in a
-    pipeline.
-
-    FasterTransformer also delays finished answers until the whole batch has finished and pads it to its longest member.
-    This class does neither, so the baseline is faster than the original.
+    Unlike in FasterTransformer, answers are not delayed until the whole batch has finished, nor padded. The baseline is
+    therefore faster than the original.
     """
 
     def __init__(self, max_seqs: int, max_tokens: int) -> None:

@@ -36,9 +36,9 @@ class LimitedBestEffort(Callbacks):
     """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
 
     The bound applies while real-time requests are present or were within the last `QUIET_S`. A best-effort request then
-    joins a step only if the modeled time stays below a limit. The limit follows what real-time requests can wait: a
-    quarter of their TTFT objective and at most their TPOT objective, or a fifth of their prefill time without
-    objectives. A step of real-time requests may always become 10 % longer. Best-effort prompts are cut to fit.
+    joins only if the modeled time of the step stays below a limit. The limit is a quarter of the TTFT objective and at
+    most the TPOT objective, or without objectives a fifth of the prefill time. A step of real-time requests may always
+    become 10 % longer.
 
     Args:
         is_best_effort: Returns whether a request is currently served as best-effort.
@@ -59,7 +59,6 @@ class LimitedBestEffort(Callbacks):
 
     @property
     def is_decode_invariant(self) -> bool:
-        """See `skipjoin.core.policy.is_decode_invariant`."""
         return not self._best_effort and is_decode_invariant(self.batcher)
 
     def on_arrived(self, request: Request, now: float) -> None:
@@ -124,6 +123,5 @@ class LimitedBuilder:
         self._inner.take(request, tokens)
 
     def _limit_beside(self, real_time: StepLoad) -> float:
-        """Return the time limit of a step with this real-time load."""
         own = _BESIDE * real_time.seconds(self._rules.cost) if real_time != StepLoad() else 0.0
         return max(own, self._rules.limit_s)

@@ -67,7 +67,7 @@ class LinearCost:
 
 
 def scaled(cost: LinearCost, factor: float) -> LinearCost:
-    """Return the cost model of a machine whose steps take `factor` times as long. Transfers do not change."""
+    """Return the cost model of a machine whose steps take `factor` times as long, with equal transfers."""
     return replace(cost, **{name: getattr(cost, name) * factor for name in STEP_TERMS})
 
 
@@ -90,14 +90,13 @@ _MIN_SHARE = 0.05
 
 
 class LearningCost:
-    """Linear cost model that adapts to measured steps.
+    """Linear cost model that adapts to measured steps, but not to measured transfers.
 
-    Each measured step scales every coefficient in the direction of the step's relative error, in proportion to the
-    coefficient's share of the step's time. This is the normalized gradient of the squared relative error in log
-    coefficients. It keeps coefficients positive and needs no units. Transfer costs are not learned.
+    Each step scales every coefficient by the step's relative error times the coefficient's share of its time. This is
+    the normalized gradient of the squared relative error in log coefficients, which keeps them positive.
 
-    Published costs change only between revisions, and stay within `REVISION_FACTOR` of the learned ones, so cached
-    results remain exact within a revision.
+    Published costs change only between revisions, and stay within `REVISION_FACTOR` of the learned ones, so results can
+    be cached within a revision.
 
     Args:
         start: Initial coefficients, from a profile or a guess.
@@ -117,7 +116,6 @@ class LearningCost:
 
     @property
     def current(self) -> LinearCost:
-        """Published coefficients of this revision."""
         return self._answer
 
     def step(self, shape: StepShape) -> float:
@@ -153,7 +151,6 @@ class LearningCost:
             self._revise()
 
     def _revise(self) -> None:
-        """Publish the learned coefficients and set the bounds of their next revision."""
         self.revision += 1
         self._answer = replace(self._answer, **dict(zip(STEP_TERMS, self._learned, strict=True)))
         self._bounds = [

@@ -1,7 +1,6 @@
 """Coupled scheduling of prompts and decodes (EconoServe section 2).
 
-A request reserves all the KV that it will need before it starts. Requests are chosen by both resources, compute and KV,
-or together with others of their length.
+A request reserves all the KV that it will need before it starts.
 """
 
 from __future__ import annotations
@@ -35,13 +34,7 @@ class Demand(NamedTuple):
 
 
 class Room:
-    """Remaining capacity of a step for requests without KV: slots, tokens and KV blocks.
-
-    Call `begin` and then `open` once per step.
-
-    Attributes:
-        steps: Number of opened steps.
-    """
+    """Remaining capacity of a step for requests without KV. Call `begin` and then `open` once per step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -50,7 +43,6 @@ class Room:
         self._blocks = 0
 
     def begin(self, kv: KVAccounts) -> None:
-        """Set the KV accounts of the step being planned."""
         self._kv = kv
 
     def open(self, context: StepContext, slots: int, target: int) -> None:
@@ -65,7 +57,6 @@ class Room:
 
     @property
     def is_full(self) -> bool:
-        """True if no demand fits."""
         return min(self._slots, self._tokens, self._blocks) <= 0
 
     def distance(self, demand: Demand) -> float:
@@ -81,7 +72,6 @@ class Room:
         return math.hypot((self._tokens - tokens) / self._target, (self._blocks - blocks) / self._kv.device_total)
 
     def take(self, demand: Demand) -> None:
-        """Deduct a demand from the capacity."""
         assert self._kv is not None, "begin comes first"
         self._slots -= 1
         self._tokens -= self._tokens_of(demand)
@@ -100,7 +90,6 @@ class WholeReservations(Callbacks):
 
     Args:
         lengths: Predicts output lengths.
-        room: Receives the KV accounts of each step.
         group: Returns the group of a request that reserves its first block.
     """
 
@@ -140,9 +129,6 @@ class WholePrompts(TargetForward):
 
     A prompt longer than the remaining tokens waits, and no new request overtakes it. A prompt longer than a whole step
     is cut, and continues with the remaining tokens of later steps.
-
-    Args:
-        room: Receives the capacity of each step.
     """
 
     def __init__(
@@ -229,12 +215,10 @@ class HoldersFirst(Callbacks):
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
     def _wait(self, request: Request, now: float) -> None:
-        """Rank a request without KV among the waiting ones."""
         key = self._order.key(request, request.known, Phase.WAITING, now)
         self._ranking.set_stable(request, (_Class.WAITING, *key, request.arrival, request.id))
 
     def _forget(self, request: Request) -> None:
-        """Remove a request from the waiting ones."""
         self._ranking.discard(request)
         self._order.left(request)
 
@@ -243,7 +227,7 @@ class Closest(HoldersFirst):
     """Ordering that first ranks the requests whose demand is closest to a step's capacity (MultiRes, section 2.1).
 
     Each step repeatedly chooses the closest waiting request until none fits; the others follow by `order`. Planning
-    time is quadratic in the queue length, as the paper reports, so use it in simulations only.
+    time is quadratic in the queue length, so use it in simulations only.
 
     Args:
         room: Capacity of the step, shared by the orderings of all priorities.
@@ -265,7 +249,6 @@ class Closest(HoldersFirst):
         return super().ranked(now)
 
     def _choose(self, now: float) -> None:
-        """Choose the requests of a new step."""
         for request in self._chosen:
             if request in self._waiting:
                 self._wait(request, now)

@@ -1,4 +1,4 @@
-"""Orderings of the two service classes of BROS: real-time by deadline, best-effort by progress and deadline."""
+"""Orderings of the two service classes of BROS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class NextTokens:
         self._due: dict[Request, float] = {}
 
     def __contains__(self, request: Request) -> bool:
-        """Return whether the request is served as real-time."""
         return request in self._due
 
     def due(self, request: Request) -> float:
@@ -45,19 +44,15 @@ class NextTokens:
         self._due[request] = since + (own if own != inf else self.default.ttft_s)
 
     def sampled(self, request: Request, now: float) -> None:
-        """Advance the deadline after a token of the request was sampled."""
         own = request.options.target.tpot_s
         self._due[request] = now + (own if own != inf else self.default.tpot_s)
 
     def end(self, request: Request) -> None:
-        """Stop tracking the request."""
         self._due.pop(request, None)
 
 
 class ByDeadline(Callbacks):
     """Earliest deadline of the next token first (BROS section 4.2).
-
-    Time passes equally for all requests, so the order changes only when a token is sampled or a deadline passes.
 
     A request that missed its deadline ranks behind those that can still meet theirs, fewest remaining tokens first, and
     can be preempted by them. After another `overdue_s` it ranks first, by deadline, so no request starves. It can then
@@ -118,7 +113,6 @@ class ByDeadline(Callbacks):
         return [(self._tier[request], request) for request in sorted(requests, key=self.rank)]
 
     def _follow_time(self, now: float) -> None:
-        """Move requests whose deadlines have passed to the next tier."""
         due = self._next.due
         passed = []
         for request in self._winnable:

@@ -1,4 +1,4 @@
-"""Dispatch policies, which choose the replica of a request, for the simulator and the server."""
+"""Dispatch policies, which choose the replica of a request."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Prices:
         self.token_s = self._batch_s / _TYPICAL_BATCH
 
     def prefill_s(self, tokens: int, context: int = 0) -> float:
-        """Return the time of a prompt of `tokens` behind `context` cached tokens."""
+        """Return the time of a prompt of `tokens` tokens behind `context` cached ones."""
         pairs = tokens * context + tokens * (tokens + 1) // 2
         return self._cost.step(StepShape(tokens, pairs, _TYPICAL_BATCH, _TYPICAL_BATCH)) - self._batch_s
 
@@ -102,8 +102,7 @@ class _Left:
 class LeastWork:
     """Chooses the replica with the least estimated remaining work in seconds, and the first among equals.
 
-    Replicas may join and leave. The cost of a choice depends on the changes since the last one, not on the number of
-    replicas.
+    The cost of a choice depends on the changes since the last one, not on the number of replicas.
 
     Args:
         lengths: Predicts the total output tokens of a request. Called again when the request exceeds the prediction.
@@ -131,13 +130,11 @@ class LeastWork:
         self._changed.add(replica)
 
     def leave(self, replica: int) -> None:
-        """Remove a replica and forget its requests."""
         del self._prices[replica], self._work[replica]
         self._changed.discard(replica)
         self._left = {request: left for request, left in self._left.items() if left.replica != replica}
 
     def work(self, replica: int) -> float:
-        """Return the estimated remaining seconds of work of a replica."""
         return self._work[replica]
 
     def choose(self, request: Request) -> int:
@@ -146,7 +143,6 @@ class LeastWork:
         return chosen
 
     def _assign(self, request: Request, chosen: int, prefill_s: float) -> _Left:
-        """Add the work of a request to a replica."""
         tokens = max(1, self._lengths(request) - len(request.output))
         left = self._left[request] = _Left(chosen, prefill_s, self._prices[chosen].token_s, tokens)
         self._change(chosen, prefill_s + tokens * left.token_s)
@@ -173,7 +169,6 @@ class LeastWork:
         self._change(left.replica, -change)
 
     def ended(self, request: Request, reason: FinishReason) -> None:
-        """Account for a finished request."""
         left = self._left.pop(request)
         self._change(left.replica, -(left.prefill_s + left.tokens * left.token_s))
         if reason in _OWN_ENDS:
@@ -191,7 +186,6 @@ class LeastWork:
         self._changed.add(replica)
 
     def _idlest(self) -> int:
-        """Return the replica with the least work, the first among equals. There must be one."""
         least, work = self._least, self._work
         for replica in self._changed:
             heapq.heappush(least, (work[replica], replica))
@@ -207,12 +201,9 @@ class LeastWork:
 class PrefixAware(LeastWork):
     """Chooses the replica with the least work, minus the prefill time that its cached prefixes save the request.
 
-    Among equals the longest cached prefix wins, then the first replica. Without a cached prefix this is `LeastWork`.
-
-    Saved time counts once where several unfinished requests share the prefix, since a replica that computes it serves
-    all later ones. A prefix of the request alone counts `OWN_WEIGHT` times. So the chosen replica's work exceeds the
-    least by at most `OWN_WEIGHT` times the prompt's time. For shared prefixes such as system prompts the bound is that
-    time itself.
+    Among equals the longest cached prefix wins, then the first replica. Saved time counts once where several unfinished
+    requests share the prefix, and `OWN_WEIGHT` times otherwise. The chosen replica's work therefore exceeds the least
+    by at most the saved time, or `OWN_WEIGHT` times that.
     """
 
     def __init__(
@@ -323,12 +314,10 @@ def make_dispatch(
 
 
 def least_work() -> LeastWork:
-    """Return a least-work policy that learns lengths from finished requests."""
     lengths = LearnedLength()
     return LeastWork(lengths.predict, learn=lengths.learn)
 
 
 def prefix_aware() -> PrefixAware:
-    """Return a prefix-aware policy that learns lengths from finished requests."""
     lengths = LearnedLength()
     return PrefixAware(lengths.predict, learn=lengths.learn)

@@ -37,9 +37,8 @@ class PaddedLengths:
     """Predicted output lengths with padding (EconoServe section 2.3).
 
     Args:
-        padding: Share of the forecast that is added to it. A negative share is not reserved at first: until a request
-            outgrows its reservation and extends it, others use the KV. Nested reservations are never below the
-            forecast, since the hosting request needs its KV back.
+        padding: Share of the forecast that is added to it. A negative share is not reserved until a request outgrows
+            its reservation. Nested reservations are never below the forecast, since the hosting request needs its KV.
         lengths: Predicts the total output tokens of a request.
     """
 
@@ -112,7 +111,6 @@ class ByGroup(ByArrival):
     """First come, first served, with decodes of similar remaining length grouped at the position of the first member.
 
     Args:
-        lengths: Predicts the remaining lengths.
         length_range: Width of a length range in tokens; lengths within one range are equal.
     """
 
@@ -145,11 +143,9 @@ class ByGroup(ByArrival):
 class ByObjective:
     """Order by slack to the request's objective, then most KV held, then length (EconoServe section 3.4).
 
-    Each is compared by range, so similar requests are equal, and decodes of equal ranges form groups. Most KV goes
-    first because it frees the most.
-
-    Slack is the time until the completion target (`Target.jct_s`) minus the remaining work. A request without a target
-    is in the range of most slack. One that can no longer meet its target follows all that can.
+    Each is compared by range, and decodes of equal ranges form groups. Slack is the time until the completion target
+    (`Target.jct_s`) minus the remaining work. A request without a target is in the range of most slack. One that can no
+    longer meet its target follows all that can.
 
     Args:
         time: Prices the remaining work.
@@ -267,12 +263,10 @@ class Tasks:
         return self._order.key(request, request.known, Phase.WAITING, now)
 
     def on_reserved(self, request: Request) -> None:
-        """Record that the request reserved KV."""
         self._reserved[request] = next(self._reservations)
         self._order.left(request)
 
     def on_finished(self, request: Request) -> None:
-        """Forget a finished request."""
         self._reserved.pop(request, None)
         self._order.left(request)
 

@@ -73,8 +73,8 @@ class Swap(Recompute):
     """Reactive swapping (FastServe section 4.2): swaps the lowest-ranked requests out and in with blocking transfers.
 
     KV is dropped if its prefill is unfinished, the CPU tier is full, or recomputation is faster than swapping it out
-    and in. Dropping for new requests is rate-limited. Otherwise, above capacity with a full CPU tier, every new request
-    would drop the KV of another, and recomputation would take all the time.
+    and in. Dropping for new requests is rate-limited, because otherwise recomputation would take all the time above
+    capacity.
 
     Args:
         cost: Prices steps and transfers.
@@ -147,13 +147,11 @@ class Vacate(Swap):
 
 
 class Spill(Swap):
-    """Swaps out only the missing number of blocks, the last ones of best-effort requests, with blocking transfers.
+    """Swaps out only the missing number of blocks, the last ones of best-effort requests (BROS section 5.2).
 
-    This is BROS section 5.2, whose unit is the slot. A victim waits until all of its KV can be on the device again.
-
-    Best-effort requests come first, preferably those with KV on the CPU tier: they wait already, so fewer requests are
-    delayed. Real-time requests are evicted last, and as a whole. As in `Swap`, KV is dropped if it does not fit the CPU
-    tier or is recomputed faster; here that includes unfinished prefills.
+    A victim waits until all of its KV can be on the device again. Best-effort requests with KV on the CPU tier come
+    first: they wait already. Real-time requests are evicted last, and as a whole. KV is dropped if it does not fit the
+    CPU tier or is recomputed faster, unfinished prefills included.
     """
 
     is_decode_invariant = True
@@ -177,9 +175,8 @@ class Spill(Swap):
 class Lend(Spill):
     """`Spill` with bidirectional block sharing (BROS section 5).
 
-    A real-time request fills blocks of best-effort requests from the other end, emptiest blocks first. A slot is saved
-    to the CPU tier only before it is overwritten. Victims of other best-effort requests, or of a request that is itself
-    swapped out, are handled by `Spill`.
+    A real-time request fills blocks of best-effort requests from the other end, emptiest blocks first. Victims of other
+    best-effort requests, or of a request that is itself swapped out, are handled by `Spill`.
     """
 
     is_decode_invariant = True
@@ -212,13 +209,10 @@ class ProactiveSwap(Swap):
     """Proactive swapping (FastServe section 4.2), overlapped with steps and ordered by next scheduled time.
 
     While blocks are short, the request scheduled last is swapped out first. The request scheduled soonest is swapped in
-    first, into free blocks or in place of requests scheduled later.
+    first, into free blocks or in place of requests scheduled later. Blocks are kept free for expected arrivals and for
+    the growth of running requests.
 
-    Blocks are kept free for expected arrivals and for the growth of running requests. Blocking swaps happen only where
-    that does not suffice.
-
-    Overlap spends blocks, free or in transit, to save time. Where transfers take next to no time compared with a step,
-    they are blocking.
+    Swaps are blocking where that does not suffice, and where transfers take next to no time compared with a step.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
@@ -255,7 +249,7 @@ class ProactiveSwap(Swap):
     def _finds_moves_cheap(self, holders: int, kv: KVAccounts, tiers: Tiered) -> bool:
         """Return whether moving an average request's KV is negligible next to a decode step of all KV on the device.
 
-        Both times come from the profile. Measured steps include transfers, which would make transfers look cheap.
+        Both times come from the profile, because measured steps include transfers.
         """
         used = kv.device_total - kv.device_free
         step = StepShape(decodes=max(1, holders), context=used * kv.block_size)
@@ -265,8 +259,8 @@ class ProactiveSwap(Swap):
     def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:
         """Return how many blocks may still start to move in `direction`.
 
-        This is at most what the link moves within the lead time, so transfers do not queue and decisions stay fresh,
-        but always one request.
+        This is at most what the link moves within the lead time, so that transfers do not queue, but always one
+        request.
         """
         seconds = self._cost.transfer(1)
         within = int(_LEAD_STEPS * self._step_s / seconds) if seconds > 0 else kv.device_total
@@ -303,7 +297,6 @@ class _Exchange:
 
     @property
     def is_possible(self) -> bool:
-        """True if the link can start a transfer in either direction."""
         return max(self._room.values()) > 0
 
     def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:

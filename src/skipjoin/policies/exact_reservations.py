@@ -22,11 +22,10 @@ _MAX_HOSTS = 8
 
 
 class Hosts:
-    """Finds hosting requests: those whose unused reserved KV can hold another request until it finishes.
+    """Finds hosting requests, whose unused reserved KV can hold another request until it finishes (KVC pipelining).
 
-    This is KVC pipelining (EconoServe section 3.2). A nested request needs `blocks` blocks for `steps` steps, and the
-    growth of the hosting request in that time must fit as well. Nested requests may host others in turn. The best fit,
-    with the fewest unused blocks, is chosen.
+    A nested request needs `blocks` blocks for `steps` steps, and the growth of the hosting request in that time must
+    fit as well. Nested requests may host others in turn. The hosting request with the fewest unused blocks is chosen.
 
     Args:
         buffer: Share of the nested request's steps by which it may be late.
@@ -91,13 +90,13 @@ class ExactReservations(Callbacks):
     """Reserves exactly the KV that a decode is predicted to need until it finishes.
 
     A prompt reserves only its own KV, from a share of the pool. It then becomes a decode that waits for its reservation
-    (EconoServe section 3.3).
+    (EconoServe section 3.3). Prompts exceed that share only while no decode waits. If a hosting request has room, a
+    request nests its whole reservation, prompt and output.
 
-    Prompts exceed that share only while no decode waits. If a hosting request has room, a request nests its whole
-    reservation, prompt and output, and waits no more. A request that outgrows its reservation extends it from its
-    parent's unused blocks, available blocks, and the prompts' share, in this order. If none suffices it pauses with its
-    KV in place and waits for a new reservation (offload-free preemption). Other requests are evicted for a reservation
-    only if nothing runs or if they have a worse priority.
+    A request that outgrows its reservation extends it from its parent's unused blocks, available blocks, and the
+    prompts' share, in this order. If none suffices it pauses with its KV in place and waits for a new reservation
+    (offload-free preemption). Other requests are evicted for a reservation only if nothing runs or if they have a worse
+    priority.
 
     Args:
         lengths: Predicts output lengths.
@@ -217,7 +216,6 @@ class ExactReservations(Callbacks):
         return kept[2]
 
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
-        """Return whether a request of a worse band holds KV that may be evicted."""
         band = request.band
         if len(self._bands) <= 1 or max(self._bands) <= band:
             return False
@@ -233,7 +231,6 @@ class ExactReservations(Callbacks):
 
     @staticmethod
     def _is_stuck(request: Request, kv: KVAccounts) -> bool:
-        """Return whether no other request will free KV."""
         return not any(
             one.in_flight or phase_of(one, one.known) is Phase.RUNNING for one in kv.holders() if one is not request
         )

@@ -1,4 +1,4 @@
-"""Linear model of a request's execution time by the lengths of its prompt and output."""
+"""Linear model of a request's execution time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ _SAMPLES = tuple(round(32 * 2 ** (octave / 2)) for octave in range(13))
 
 
 def prefill_alone(cost: CostModel, tokens: int) -> float:
-    """Return the seconds to prefill `tokens` tokens without other requests."""
     return cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
 
 
 def decode_alone(cost: CostModel, context: int) -> float:
-    """Return the seconds of a decode step at `context` tokens without other requests."""
     return cost.step(StepShape(decodes=1, context=context))
 
 
@@ -26,7 +24,7 @@ def scaled_jct(cost: CostModel, scale: float, prompt: int) -> Callable[[float], 
     """Return the JCT objective in seconds as a function of the output tokens L: scale x (t_p + t_g x L).
 
     t_p is the prefill of `prompt` tokens and t_g a decode step at that context, both without other requests (EconoServe
-    section 4). L is the only output length in it.
+    section 4).
     """
     prefill_s, decode_s = prefill_alone(cost, prompt), decode_alone(cost, prompt)
     return lambda tokens: scale * (prefill_s + decode_s * tokens)
@@ -35,8 +33,8 @@ def scaled_jct(cost: CostModel, scale: float, prompt: int) -> Callable[[float], 
 class ExecutionTime:
     """Execution time T(s, n) = T0 s + n (alpha s + beta) of s prompt tokens and n output tokens.
 
-    The model is fitted to a cost model's prefills and single decodes (ALISE section 3.1, equations 3 to 5). It is
-    refitted when the cost model is revised.
+    The model is fitted to a cost model's prefills and single decodes (ALISE section 3.1, equations 3 to 5), again after
+    each revision.
 
     Attributes:
         t0, alpha, beta: Coefficients in seconds.

@@ -39,8 +39,7 @@ class _Client:
     """Client with unfinished requests.
 
     Attributes:
-        number: Decreases with each arriving client. Among equal counters the latest client is first, since it has run
-            nothing yet.
+        number: Decreases with each arriving client, so that the latest is first among equal counters.
         served: Virtual counter of the service received.
         live: Unfinished requests, each with the number of its prompt tokens already counted.
         distance: Number of whole leads ahead of the client with the least service.
@@ -56,7 +55,6 @@ class _Client:
 
     @property
     def key(self) -> tuple[float, int]:
-        """Sort key, smallest served first."""
         return self.served, self.number
 
 
@@ -64,16 +62,15 @@ _BY_KEY = attrgetter("key")
 
 
 class Fair(Callbacks):
-    """Ordering of clients by least service received, with an own ordering of each client's requests.
+    """Ordering of clients by least service received, with a separate ordering of each client's requests.
 
     Service counts computed prompt tokens, and output tokens times `output_weight`; recomputation does not count. A
-    returning client is lifted to the smallest counter of the active clients, so idle time earns no credit. While two
-    clients are backlogged, their counters differ by at most the capacity of the KV pool. A client alone gets
-    everything.
+    returning client is lifted to the smallest counter of the active clients. While two clients are backlogged, their
+    counters differ by at most the capacity of the KV pool.
 
     Counters decide in every step which requests run and which get freed KV. Requests are preempted only for clients
     that are behind by a `lead` or more, so two clients do not preempt each other in turn. Among clients within one lead
-    new requests do not preempt, not even requests of their own client.
+    new requests do not preempt.
 
     Args:
         make: Builds the ordering of one client.
@@ -170,7 +167,6 @@ class Fair(Callbacks):
         return min((client.served for client in self._clients.values()), default=0.0)
 
     def _standings(self) -> list[_Client]:
-        """Return the clients by service received, ascending."""
         if not self._is_sorted:
             self._is_sorted = True
             self._sorted = sorted(self._clients.values(), key=_BY_KEY)
@@ -202,9 +198,9 @@ class Fair(Callbacks):
 class FairSteps(Callbacks):
     """Batcher around `LimitedBestEffort` that bounds how long clients make each other's steps.
 
-    While `n` clients have real-time requests, a step takes at most `n` times the modeled time of its first client's
+    While `n` > 1 clients have real-time requests, a step takes at most `n` times the modeled time of its first client's
     requests alone. That client thus gets at least 1/n of the time. Other clients join within that limit, with prompts
-    cut to fit. A single client is not limited, and best-effort requests are limited by `LimitedBestEffort` only.
+    cut to fit.
     """
 
     def __init__(self, batcher: LimitedBestEffort) -> None:
@@ -217,7 +213,6 @@ class FairSteps(Callbacks):
 
     @property
     def is_decode_invariant(self) -> bool:
-        """See `skipjoin.core.policy.is_decode_invariant`."""
         return len(self._clients) < 2 and is_decode_invariant(self.batcher)
 
     def on_arrived(self, request: Request, now: float) -> None:
@@ -274,7 +269,6 @@ class FairBuilder:
         self._inner.take(request, tokens)
 
     def _limit_beside(self, request: Request) -> float:
-        """Return the longest time of the step if the request joins it."""
         if self._limit_s < inf or self._first in (None, request.options.client):
             return self._limit_s
         return self._clients * self._load.seconds(self._cost)

@@ -14,12 +14,9 @@ _STRIDE = 1.2
 def saturating_tokens(cost: CostModel, most: int, *, share: float = 0.9) -> int:
     """Return the target forward size (EconoServe section 2.1).
 
-    This is the smallest number of prompt tokens in a step, from 1 to `most`, whose tokens per second reach `share` of
-    the best rate.
-
-    Only `cost.step` of prompt tokens counts, without attention and decodes. The best rate is taken over a geometric
-    grid, and the result is found by bisection between two grid sizes. It is exact if the rate never falls with the
-    size. Otherwise the result reaches the rate, but another size off the grid may be better or smaller.
+    This is the smallest number of prompt tokens in a step whose tokens per second reach `share` of the best rate. The
+    best rate is taken over a geometric grid up to `most`, and the result is found by bisection. It is exact if the rate
+    never falls with the size.
 
     Raises:
         ValueError: `most` is below 1, or the share is not in (0, 1].
@@ -41,7 +38,6 @@ def saturating_tokens(cost: CostModel, most: int, *, share: float = 0.9) -> int:
 
 
 def _sizes(most: int) -> list[int]:
-    """Return a geometric grid from 1 to `most`."""
     sizes = [1]
     while sizes[-1] < most:
         sizes.append(min(most, max(sizes[-1] + 1, round(_STRIDE * sizes[-1]))))

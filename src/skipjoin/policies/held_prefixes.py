@@ -1,4 +1,4 @@
-"""Estimate of the prefixes that each replica has cached, from the requests dispatched to it."""
+"""Estimate of the prefixes that each replica has cached."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ class HeldPrefixes:
         self._holders: dict[Key, int] = {}
 
     def join(self, replica: int, blocks: int) -> None:
-        """Add an empty replica with room for `blocks` blocks."""
         self._blocks[replica] = blocks
         self._held[replica] = OrderedDict()
 
     def leave(self, replica: int) -> None:
-        """Remove a replica and its keys."""
         for key in self._held.pop(replica):
             self._drop(key, 1 << replica)
         del self._blocks[replica]
@@ -72,7 +70,6 @@ class HeldPrefixes:
         return bisect_left(keys, True, hi=held, key=lambda key: uses[key].before <= use)
 
     def use(self, replica: int, keys: Sequence[Key]) -> None:
-        """Record that a replica gets a request with these keys."""
         self.uses += 1
         known, now = _NEVER, _Uses(self.uses, -1)
         held, holders, bit = self._held[replica], self._holders, 1 << replica
@@ -120,5 +117,4 @@ class HeldPrefixes:
 
 
 def _bits(number: int) -> list[int]:
-    """Return the positions of the set bits."""
     return [bit for bit in range(number.bit_length()) if number >> bit & 1]

@@ -44,17 +44,18 @@ class SkipJoinMlfq(Callbacks):
     """Skip-join multi-level feedback queue (FastServe section 4.1).
 
     Queue i has a quantum of `2^i` times the shortest iteration. A request joins the first queue whose quantum covers
-    its prefill, and is demoted when its quantum is used up. After `starvation_s` seconds without running it is promoted
-    to the first queue for one quantum, plus the time to recompute lost KV. It then returns to its former queue, because
-    permanent promotion turns the queues into round robin at overload. Promotions are rate-limited to `promotion_share`
-    of the time. A request is charged the profiled time of its own slices, not the time of the shared batch. Within a
-    queue the order is FIFO: running requests keep their position, demoted and promoted ones join the tail.
+    its prefill, and is demoted when its quantum is used up. It is charged the profiled time of its own slices, not the
+    time of the shared batch. Within a queue the order is FIFO: running requests keep their position, demoted and
+    promoted ones join the tail.
+
+    After `starvation_s` seconds without running, a request is promoted to the first queue for one quantum, plus the
+    time to recompute lost KV. It then returns to its former queue, because permanent promotion turns the queues into
+    round robin at overload.
 
     Args:
         cost: Cost model that prices slices.
         levels: Number of queues.
-        quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model. Requests
-            then keep their queue and the used share of their quantum.
+        quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model.
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
         promotion_share: Maximum share of time for promoted requests. Infinity promotes every starving request at once,
             which bounds waiting but leaves time for little else at overload.
@@ -185,14 +186,10 @@ class SkipJoinMlfq(Callbacks):
         return [(turn[0], turn[3]) for turn in turns]
 
     def level(self, request: Request) -> int:
-        """Return the request's queue, from 0."""
         return self._jobs[request].level
 
     def _seconds_above(self) -> list[float]:
-        """Return, for each queue, the time until all requests in higher queues have descended to it if none finishes.
-
-        `_batch` requests run at a time.
-        """
+        """Return, for each queue, the time until all requests in higher queues have descended to it."""
         seconds, total, above = [], 0.0, 0
         for quantum, queue in zip(self._quanta, self._queues, strict=True):
             seconds.append(total / self._batch)
@@ -246,7 +243,6 @@ class SkipJoinMlfq(Callbacks):
     # -- the profile --------------------------------------------------------------------------------------
 
     def _revise(self) -> None:
-        """Recompute the quanta from the revised cost model."""
         self._revision = self._cost.revision
         self._decode_seconds.clear()
         if not self._follows_cost:
@@ -261,7 +257,6 @@ class SkipJoinMlfq(Callbacks):
                 job.home = (job.home[0], job.home[1] * scale)
 
     def _covering(self, seconds: float) -> int:
-        """Return the first queue whose quantum is at least `seconds`, or the last one."""
         for level, quantum in enumerate(self._quanta):
             if quantum >= seconds:
                 return level

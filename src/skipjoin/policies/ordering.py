@@ -64,8 +64,7 @@ class Prioritized(Callbacks):
     come first.
 
     Once the oldest best-effort request is `best_effort_wait_s` seconds old, it is served as real-time in its priority
-    until it finishes. Only one request at a time is lifted: it costs real-time requests one slot, and best-effort
-    requests are lifted in order of arrival.
+    until it finishes. Only one request at a time is lifted, so it costs real-time requests one slot.
 
     Args:
         make: Builds the ordering of one band.
@@ -90,7 +89,6 @@ class Prioritized(Callbacks):
 
     @property
     def is_decode_invariant(self) -> bool:
-        """See `skipjoin.core.policy.is_decode_invariant`."""
         return all(map(is_decode_invariant, self._sorted))
 
     def band(self, request: Request) -> Band:
@@ -98,7 +96,6 @@ class Prioritized(Callbacks):
         return (False, *request.band[1:]) if request is self._lifted else request.band
 
     def is_best_effort(self, request: Request) -> bool:
-        """Return whether the request is served as best-effort."""
         return request.is_best_effort and request is not self._lifted
 
     def on_arrived(self, request: Request, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Packing of real-time and best-effort requests into steps that meet token deadlines (BROS section 4.2)."""
+"""Packing of both service classes into steps that meet token deadlines (BROS section 4.2)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Packing:
     for another step. Prompts are cut to the remaining time.
 
     Best-effort requests join until a step has `cap` requests. The cap doubles with each step without real-time
-    requests, up to `max_seqs`, and resets to `base` when real-time requests exceed the time. Real-time requests may use
-    all `max_seqs` slots. The paper caps both classes, but then real-time requests wait although the step has time.
+    requests, up to `max_seqs`, and resets to `base` when real-time requests exceed the time. The paper caps both
+    classes, but then real-time requests wait although the step has time.
 
     Args:
         cost: Prices steps and the swap-ins before them.
@@ -70,8 +70,8 @@ class Packing:
     def _limit(self, urgent: Sequence[tuple[Request, int]], context: StepContext) -> float:
         """Return the time limit of the step: the slack of the most urgent request that can still meet its deadline.
 
-        A request that would be late even alone does not limit the step, as that would only slow down the others. If all
-        would be late, the limit is the default TPOT.
+        A request that would be late even alone does not limit the step. If all would be late, the limit is the default
+        TPOT.
         """
         if not urgent:
             return inf
@@ -107,7 +107,6 @@ class Pack:
 
     @property
     def seconds(self) -> float:
-        """Modeled time of the step."""
         return self._load.seconds(self._rules.cost)
 
     @property
@@ -194,7 +193,6 @@ class Pack:
         return self._fit(request, most) if most > 0 and self._slots < self._rules.max_seqs else 0
 
     def _fit(self, request: Request, most: int) -> int:
-        """Return how many tokens fit the time limit, at most `most`; 0 if too few for a slice."""
         away = self._context.blocks_away(request)
         return fitting_tokens(self._load, request.planned, most, away=away, cost=self._rules.cost, limit=self._limit)
 

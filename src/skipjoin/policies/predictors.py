@@ -1,4 +1,4 @@
-"""Predicted output lengths, as policies read them."""
+"""Predicted output lengths for policies."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _MAX_POINTS = 8192
 class ForecastQuantile:
     """Quantile `level` of the forecast's length distribution; without a distribution, `forecast_tokens`.
 
-    Underestimates cost little, since a request outgrows them, while an overestimated request waits for nothing. So a
-    point below the mean serves best, the more so the less is known.
+    A level below the mean serves best: a request can outgrow an underestimate, but an overestimate only makes it wait.
     """
 
     def __init__(self, level: float) -> None:
@@ -49,7 +48,7 @@ class ForecastQuantile:
 
 
 def longest_output(request: Request) -> int:
-    """Return max_tokens, the true length in experiments that force output lengths (an oracle)."""
+    """Return max_tokens, the true length in experiments that force output lengths."""
     return request.max_tokens
 
 
@@ -64,8 +63,7 @@ _FIRST_GUESS = 128
 class LearnedLength:
     """Mean length of recently finished requests that were longer than the current output, each capped at max_tokens.
 
-    The prediction grows while a request runs, as it must for skewed lengths: a request that has generated much is
-    likely to generate much more.
+    For skewed lengths, a request that has generated much is likely to generate much more.
     """
 
     def __init__(self) -> None:
@@ -74,7 +72,6 @@ class LearnedLength:
         self._add(_FIRST_GUESS)
 
     def learn(self, request: Request) -> None:
-        """Learn the length of a request that finished by itself."""
         for bucket in range(_BUCKETS):
             self._weights[bucket] *= _KEPT
             self._tokens[bucket] *= _KEPT

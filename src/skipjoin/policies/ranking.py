@@ -1,4 +1,4 @@
-"""Sorted collection of requests for orderings, most of whose keys rarely change."""
+"""Sorted collection of requests, most of whose keys rarely change."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from skipjoin.core.request import Request
 class Ranking:
     """Requests by key, smallest first. Keys must be comparable and distinct, so end them with the request's id.
 
-    Stable keys are in a sorted list, where an update costs a binary search and a memory move. Volatile keys are sorted
-    on every read, which is cheap while they are few and nearly sorted.
+    Stable keys are in a sorted list. Volatile keys, which change in the next step, are sorted on every read, which is
+    cheap while they are few and nearly sorted.
     """
 
     def __init__(self) -> None:
@@ -26,23 +26,19 @@ class Ranking:
         return len(self._keys)
 
     def key(self, request: Request) -> Any:
-        """Return the request's current key."""
         return self._keys[request]
 
     def set_stable(self, request: Request, key: Any) -> None:
-        """Add or update a request whose key is not expected to change soon."""
         self.discard(request)
         self._keys[request] = key
         insort(self._stable, (key, request), key=itemgetter(0))
 
     def set_volatile(self, request: Request, key: Any) -> None:
-        """Add or update a request whose key is expected to change in the next step."""
         if request not in self._volatile:
             self.discard(request)
         self._keys[request] = self._volatile[request] = key
 
     def discard(self, request: Request) -> None:
-        """Remove the request if present."""
         if request in self._volatile:
             del self._volatile[request], self._keys[request]
         elif (key := self._keys.pop(request, None)) is not None:

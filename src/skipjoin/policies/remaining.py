@@ -12,15 +12,12 @@ from skipjoin.policies.execution import ExecutionTime
 class RemainingTime:
     """Value function of the least remaining work in seconds: uncached tokens plus predicted output (ALISE section 3.1).
 
-    With true lengths this is SRPT, the reference bound of the other orderings.
+    With true lengths this is SRPT. A request that outgrows its predicted length is predicted to get twice as long,
+    repeatedly, so it falls behind instead of staying next to finish.
 
-    A request that outgrows its predicted length is predicted to get twice as long, repeatedly, so it falls behind
-    instead of staying next to finish.
-
-    Aging: every `aging_s` seconds since its arrival count like e times less remaining work. As all requests age alike,
-    the key is log(remaining time) + arrival / `aging_s` and does not change while the request waits. A request that
-    arrives later than `aging_s` times the log ratio of the remaining times cannot overtake. So similar requests swap
-    ranks only briefly, whatever the machine's speed.
+    Every `aging_s` seconds since its arrival count like e times less remaining work. As all requests age alike, the key
+    is log(remaining time) + arrival / `aging_s` and does not change while the request waits. A request that arrives
+    later than `aging_s` times the log ratio of the remaining times cannot overtake.
 
     Args:
         time: Prices the work.

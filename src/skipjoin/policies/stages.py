@@ -21,7 +21,7 @@ _SLICE_S = 1e-9
 
 
 class _Loads:
-    """Additive loads of slices: the seconds that they add to a step, linear in their work."""
+    """Additive loads of slices: the seconds that they add to a step."""
 
     def __init__(self, cost: CostModel) -> None:
         self.revision = cost.revision
@@ -39,7 +39,6 @@ class _Loads:
         self.min_chunk = max(1, math.ceil(fixed / self._token)) if self._token > 0 else 1
 
     def of(self, start: int, tokens: int) -> float:
-        """Return the load of a slice."""
         if tokens == 1:
             return _SLICE_S + self._decode + self._context * (start + 1)
         return _SLICE_S + self._token * tokens + self._pair * (tokens * start + tokens * (tokens + 1) / 2)
@@ -55,19 +54,17 @@ class _Loads:
 class EvenStages:
     """Batcher wrapper that gives the plans in flight equal shares of the work, so that no pipeline stage idles.
 
-    This extends Sarathi's even chunks to plans.
-
     A plan takes the best requests until its load reaches the mean: the load of all running and runnable requests
-    divided by the number of stages. It leaves work for stages that have no plan yet. So a plan has at least the mean
-    load or all idle requests, and at most the mean plus one slice. A skipped request joins the next plan, one stage's
-    time later, and is skipped at most `stages` - 1 times in a row.
+    divided by the number of stages. So a plan has at least the mean load or all idle requests, and at most the mean
+    plus one slice. A skipped request joins the next plan, one stage's time later, and is skipped at most `stages` - 1
+    times in a row.
 
     Args:
         batcher: Limits a plan.
         max_seqs: Requests that fit all stages together.
         max_tokens: Prompt tokens that fit all stages together.
         cuts: Whether prompts may be cut to the share. A lone prompt is cut so that its chunks pipeline through the
-            stages, but no finer than useful.
+            stages.
         holds_back: Whether new requests may be skipped, too.
     """
 
@@ -120,7 +117,6 @@ class EvenBuilder:
     """Batch of one `EvenStages` step.
 
     Args:
-        inner: Batch of the wrapped batcher.
         flying: Loads of the plans in flight.
         passed: How often in a row each request was skipped.
 
@@ -209,7 +205,7 @@ class EvenBuilder:
     def _is_urgent(self, request: Request) -> bool:
         """Return whether the request must not be skipped.
 
-        A request that was not looked at needs evictions and must not be skipped either, unless a better one was.
+        An unexamined request needs evictions and must not be skipped either, unless a better one was.
         """
         is_unseen = request not in self._idle and not self._is_full
         return is_unseen or request in self._overdue or not (self._rules.holds_back or request.planned)

@@ -1,4 +1,4 @@
-"""Starvation thresholds: derived from the objective, or from a bound on waiting."""
+"""Starvation thresholds, derived from the objective or from a bound on waiting."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ class WorstCase:
     """Worst-case load of an engine.
 
     Attributes:
-        cost: Prices steps and transfers.
         requests: Maximum number of unfinished requests.
         max_len: Maximum tokens of a request, at most the device's capacity.
         max_seqs, max_tokens: Limits of a step.
-        device_blocks, cpu_blocks: KV blocks of `block_size` tokens on the device and CPU tiers; `cpu_blocks` is 0
-            where KV is never swapped.
+        device_blocks, cpu_blocks: KV blocks on the device and CPU tiers; `cpu_blocks` is 0 where KV is never swapped.
         depth: Plans in flight.
         moves_overlapped: Whether transfers may overlap with steps.
         stages: Pipeline stages that share each step (`EvenStages`), with as many plans in flight.
@@ -100,40 +98,33 @@ def min_bound(most: WorstCase) -> float:
     """Return the smallest bound on waiting in seconds that can be guaranteed: `around_s + 2 x stay_s`.
 
     A wait lasts from a request's arrival, or the end of a step that ran it, to the end of the next step that runs it.
+    The bound holds for skip-join MLFQ (FastServe section 4.1) without rate-limited promotions. The threshold is alpha =
+    bound - around_s - stay_s, which is at least stay_s. It assumes that steps and transfers take the profiled time,
+    that copies do not fail, and that no request is in a better band. There is no bound where new requests wait for
+    memory until another finishes (`Defer`).
 
-    The bound holds for skip-join MLFQ (FastServe section 4.1) without rate-limited promotions and with the threshold
-    alpha = bound - around_s - stay_s, which is at least stay_s. It assumes that steps and transfers take the profiled
-    time, that copies do not fail, and that no request is in a better band.
+    Proof. An arrival is noticed at the end of a step. It starves alpha later, and is promoted to the tail of the first
+    queue at most a step later. Once chosen, its step is complete after `depth` steps. These are `around_s`. In between
+    it stays in the first queue, with at most requests - 1 ahead. As alpha is at least the stay, no request is promoted
+    again within it. So each request is served once. From becoming the head, it takes at most `turn_steps` steps:
 
-    Proof. An arrival is noticed at the end of a step; alpha later the request starves; at most a step later it is
-    promoted to the tail of the first queue; once chosen, its step is complete after `depth` steps. These are
-    `around_s`. In between it stays in the first queue, with at most requests - 1 ahead, as later ones queue behind it.
-    Call the first of them the head. While a request waits for space, requests behind it run only if they hold KV. A
-    served request leaves the queue. As alpha is at least the stay, it is not promoted again within it. So each request
-    is served once, in at most `turn_steps` steps:
-
-    - Each step runs the head, or else the best KV holder of the queue, with all the tokens of the step that it can use;
-      no request evicts it. It leaves after the chunks of max_len, whose time its promotion grants, and a decode, which
-      uses a whole quantum. The best holder may lose its chunks once, to a head that was admitted later:
-      2 x chunks + 1 steps.
+    - Each step runs the head, or else the best KV holder of the queue, which no request evicts. It leaves after the
+      chunks of max_len, whose time its promotion grants, and a decode, which uses a whole quantum. The best holder may
+      lose its chunks once, to a head that was admitted later: 2 x chunks + 1 steps.
     - The head may find no space, as running requests that have not sampled since their admission are spared. In a step
-      with spare tokens all of those sample. In another one all except the last do, and the last leaves space for the
-      head if the device holds three longest requests and the blocks of the plans in flight: a step of each kind. On a
-      smaller one they compute at least max_tokens - max_seqs + 1 of its tokens per step.
+      with spare tokens all of those sample. In another one all except the last do. The last leaves space for the head
+      if the device holds three longest requests and the blocks of the plans in flight. On a smaller one they compute at
+      least max_tokens - max_seqs + 1 of its tokens per step.
     - With plans in flight each of these is noticed `depth` - 1 steps late, and victims first pause for as long.
     - While the head's KV moves, others may be admitted and run: two steps.
 
-    Blocking transfers: at most the whole device is swapped out and in. Where transfers overlap with steps, only the
-    head is swapped in with a blocking one. All KV that is swapped out was either computed before, which took longer
-    than swapping it out and in (`Swap`), or swapped in within the time of steps. So transfers take one and a half times
-    the steps' time, besides the KV initially on the device and the longest request's transfers: in, out and in again.
-    The head may be in transit: the link holds two steps' time and one request more, and a completed transfer is noticed
-    at a step's end. Once it is the head it is not swapped out.
+    Blocking transfers swap at most the whole device out and in. Where transfers overlap with steps, only the head is
+    swapped in with a blocking one. All KV that is swapped out was computed before, which took longer (`Swap`), or
+    swapped in within the time of steps. So transfers take one and a half times the steps' time. The KV initially on the
+    device and the longest request's transfers (in, out and in again) come on top. The head may be in transit: the link
+    holds two steps' time and one request more.
 
-    With pipeline stages, the work of one step for the head or for spared requests takes up to `stages` plans: a prompt
-    is cut into as many chunks, and a runnable request joins one of as many consecutive plans.
-
-    There is no bound where new requests wait for memory until another finishes (`Defer`).
+    With pipeline stages, the work of one step for the head or for spared requests takes up to `stages` plans.
     """
     return most.around_s + 2 * most.stay_s
 
@@ -150,7 +141,7 @@ def starvation_within(bound_s: float, most: WorstCase) -> float:
 
 
 def max_requests(bound_s: float, most: WorstCase) -> int:
-    """Return the maximum number of unfinished requests for which the bound holds, up to `most.requests`; 0 if none."""
+    """Return the maximum number of unfinished requests for which the bound holds; 0 if none."""
     low, high = 0, most.requests
     while low < high:
         middle = (low + high + 1) // 2

@@ -39,7 +39,6 @@ class StepLoad(NamedTuple):
         )
 
     def seconds(self, cost: CostModel) -> float:
-        """Return the modeled time of the step."""
         prefill, attention, decodes, context, away = self
         step = cost.step(StepShape(prefill, attention, decodes, context))
         return step + cost.transfer(away) if away else step

@@ -20,11 +20,7 @@ class Turn:
 
 
 class ByTurn(Callbacks):
-    """Ordering that ranks the current class first, without preemption, which would reverse in the next step.
-
-    Args:
-        make: Builds the ordering of a class.
-    """
+    """Ordering that ranks the current class first, without preemption, which would reverse in the next step."""
 
     def __init__(self, turn: Turn, make: Callable[[], Ordering]) -> None:
         self._turn = turn
@@ -65,14 +61,7 @@ class ByTurn(Callbacks):
 
 
 class Turns:
-    """Batcher wrapper whose steps alternate between real-time and best-effort requests.
-
-    If no request of the current class can run, the other class gets the step.
-
-    Args:
-        batcher: Limits a step.
-        turn: Current class, which the ordering follows.
-    """
+    """Batcher wrapper that alternates between both classes. If one cannot run, the other gets the step."""
 
     def __init__(self, batcher: Batcher, turn: Turn) -> None:
         self._batcher = batcher

@@ -41,10 +41,7 @@ class Value(Protocol):
         ...
 
     def tokens(self, request: Request, known: int) -> int:
-        """Return the number of known tokens at which the key changes next, or 0 for every token from now on.
-
-        Running requests are cheapest with about twelve changes in their life, as with bins of lengths.
-        """
+        """Return the number of known tokens at which the key changes next, or 0 for every token from now on."""
         ...
 
 
@@ -52,8 +49,8 @@ class Valued(Callbacks):
     """Ordering by value, smallest key first, with ties by arrival.
 
     A key is computed on arrival, eviction, a changed forecast, every prompt chunk, and at the token counts and times
-    that the value names. After a revision of the value, running requests get new keys at once. Waiting ones keep theirs
-    until the next such event, as sorting all would cost the length of the queue.
+    that the value names. After a revision of the value, waiting requests keep their keys until the next such event, as
+    sorting all would cost the length of the queue.
     """
 
     def __init__(self, value: Value) -> None:
@@ -125,7 +122,6 @@ class Valued(Callbacks):
         self._watch_until(request, self._value.until(request, now))
 
     def _watch_until(self, request: Request, when: float) -> None:
-        """Schedule a new key at `when`."""
         if when == self._due.get(request, _NEVER):
             return
         if when == _NEVER:
@@ -135,7 +131,6 @@ class Valued(Callbacks):
         heapq.heappush(self._watch, (when, request.id, request))
 
     def _place_due(self, now: float) -> None:
-        """Recompute the keys that time has changed."""
         due = []
         while self._watch and self._watch[0][0] <= now:
             when, _, request = heapq.heappop(self._watch)

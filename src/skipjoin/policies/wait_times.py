@@ -34,7 +34,6 @@ class Backlog:
         self._sums: dict[int, list[float]] = {}  # [requests, seconds] by bucket
 
     def add(self, key: float, seconds: float) -> None:
-        """Add the work of a request."""
         bucket = self._sums.setdefault(self._bucket(key), [0, 0.0])
         bucket[0] += 1
         bucket[1] += seconds
@@ -42,7 +41,6 @@ class Backlog:
             self._widen()
 
     def remove(self, key: float, seconds: float) -> None:
-        """Remove work that was added with the same arguments."""
         place = self._bucket(key)
         bucket = self._sums[place]
         bucket[0] -= 1

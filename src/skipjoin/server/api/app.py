@@ -61,7 +61,6 @@ def build_app(
 
 
 def build_metrics_app(service: Service) -> AccessGuard:
-    """Return an application that serves only /metrics."""
     app, config = _new_app(openapi_url=None), service.config
     status.add_metrics(app, service)
     return AccessGuard(

@@ -105,7 +105,6 @@ class AccessGuard:
 
 
 def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> str | None:
-    """Return the hash of the request's key if it is valid."""
     if not owners:
         return ANONYMOUS
     values = [value for name, value in headers if name == b"authorization"]

@@ -1,4 +1,4 @@
-"""Protection against requests that web pages cause: Host and Origin checks, JSON content types, and CORS.
+"""Protection against requests that web pages cause.
 
 A page of any site can make the browser send requests to servers on its own network. The browser names the page's site
 in Origin, asks before it sends JSON (CORS), and names the server in Host, which reveals DNS rebinding.
@@ -32,7 +32,7 @@ _MAX_AGE_S = 600
 class SiteRules(NamedTuple):
     """Hosts and origins of other sites that the server accepts. None accepts any.
 
-    Localhost and IP addresses are accepted as hosts, because no other site can have them.
+    Localhost and IP addresses are always accepted as hosts, because no other site can have them.
     """
 
     hosts: frozenset[str] | None
@@ -78,7 +78,6 @@ ANY_SITE = SiteRules(None, None)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Add CORS middleware that lets pages of `origins` read responses."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -92,10 +91,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 async def json_body(request: Request) -> bytes:
-    """Return the body of a request, or raise 415 if its content type is not JSON.
-
-    Pages of other sites cannot send that type without a CORS preflight.
-    """
+    """Return a JSON body, or raise 415. Pages of other sites cannot send that type without a CORS preflight."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if _JSON.fullmatch(kind) is None:
         got = repr(kind) if kind else "none"
@@ -109,7 +105,6 @@ async def json_body(request: Request) -> bytes:
 
 
 def is_local(host: str) -> bool:
-    """Return whether only this machine can reach a server that listens on `host`."""
     return is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
 
 

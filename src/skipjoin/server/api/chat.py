@@ -140,7 +140,6 @@ class ChatFormat:
 
 
 def chat_logprob(tokenizer: Tokenizer, scored: TokenLogprob, top: int) -> ChatTokenLogprob:
-    """Convert a token's log-probability to the chat format."""
     likeliest = [TopLogprob(*_spelled(tokenizer, token, logprob)) for token, logprob in scored.top[:top]]
     return ChatTokenLogprob(*_spelled(tokenizer, scored.token, scored.logprob or 0.0), likeliest)
 

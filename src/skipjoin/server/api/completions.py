@@ -134,7 +134,6 @@ class CompletionFormat:
 
 
 def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:
-    """Convert the unsent log-probabilities of a choice."""
     found = CompletionLogprobs()
     for scored in choice.take_scored():
         text = token_name(tokenizer, scored.token)

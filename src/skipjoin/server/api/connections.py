@@ -76,8 +76,8 @@ class Account:
 class Connections:
     """Open connections of a server.
 
-    A connection waits while its client has to send a request, the rest of one, or data that is dropped after an early
-    response. If there are too many, the longest waiting one of the address or key with the most waiting ones is closed.
+    A connection waits while its client has to send data. If there are too many, the longest waiting one of the address
+    or key with the most waiting ones is closed.
 
     Args:
         refused: Called with one of `CONNECTION_REFUSALS` for each closed connection.
@@ -112,7 +112,8 @@ class Connections:
     def assign(self, connection: Connection, kind: Kind, name: str) -> bool:
         """Count a connection for an address, a key or the trusted proxies.
 
-        Returns False if the account has too many connections and none of them can be closed.
+        Returns:
+            False if the account has too many connections and none of them can be closed.
         """
         whose = (kind, name)
         before = self._open.get(connection)

@@ -14,8 +14,6 @@ TIMEOUT_S = 5.0
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add the debug routes."""
-
     @app.get("/debug/requests")
     async def show_requests(request: Request) -> Response:
         """Return the state of each unfinished request (`engines.messages.RequestState`), its response and its replica.

@@ -73,12 +73,10 @@ def _encode_replaced(error: Mapping[str, str | None]) -> bytes:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return 400 for an invalid request."""
     return ApiError(400, message, code=code, param=param)
 
 
 def unauthorized() -> ApiError:
-    """Return 401 with OpenAI's code."""
     return ApiError(
         401,
         "this server needs an API key: send it as 'Authorization: Bearer KEY'",
@@ -88,23 +86,19 @@ def unauthorized() -> ApiError:
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    """Return 404 with OpenAI's code."""
     return ApiError(404, f"the model {name!r} does not exist; this server serves {served!r}", code="model_not_found")
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """Return 429 for a full queue."""
     seconds = str(max(1, math.ceil(retry_after_s)))
     return ApiError(429, message, code="queue_full", headers={"Retry-After": seconds})
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    """Return 503 for a server that accepts no requests now."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def too_many_connections(whose: str, most: float) -> ApiError:
-    """Return 429 for an "address" or "key" whose connections are all busy."""
     text = f"there are {most:g} connections of this {whose}, the most that this server allows: use fewer"
     return ApiError(429, text, code="too_many_connections", headers={"Retry-After": "1"})
 
@@ -133,7 +127,6 @@ def deadline_exceeded() -> ApiError:
 
 
 def too_slow() -> ApiError:
-    """Return 503 for a client that reads too slowly."""
     return unavailable("the client reads too slowly: too much of the output waits to be sent", "slow_reader")
 
 
@@ -149,7 +142,6 @@ def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None
 
 
 def unknown_field(param: str) -> ApiError:
-    """Return 400 for an unknown field."""
     return bad_request(f"unknown or unsupported field {param!r}", param, "unknown_parameter")
 
 
@@ -178,8 +170,6 @@ _INTERNAL = ("~", "[key]")
 
 
 def install(app: FastAPI) -> None:
-    """Install handlers that give all errors OpenAI's format."""
-
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         note_of(request.scope).reason = error.code or ""

@@ -1,4 +1,4 @@
-"""Forecasts of output lengths, made in a thread or by another server. Late ones follow their requests."""
+"""Forecasts of output lengths. Late ones follow their requests."""
 
 from __future__ import annotations
 

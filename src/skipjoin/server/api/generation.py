@@ -316,7 +316,7 @@ def _free(slots: Iterable[AdmissionSlot]) -> None:
 
 
 def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:
-    """Return the parameters of a choice, with a reproducible seed of its own if the request has a seed."""
+    """Return the parameters of a choice, with its own reproducible seed if the request has a seed."""
     if params.seed is None or copy == 0:
         return params
     return replace(params, seed=SEED_MIN + (params.seed - SEED_MIN + copy) % 2**64)
@@ -333,7 +333,6 @@ def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
 
 
 def _check_reason(reason: FinishReason, error: str) -> None:
-    """Raise `ApiError` for a finish reason other than stop or length."""
     if reason is FinishReason.ERROR:
         raise request_failed(error)
     if reason is FinishReason.DEADLINE:

@@ -452,7 +452,6 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None:
 def bounded_protocol(
     limits: ConnectionLimits, refused: Callable[[str], None], trusted_proxies: Sequence[str] = ()
 ) -> type[BoundedProtocol]:
-    """Return the protocol class of a server."""
     chunks: list[bytes] = []
     parts = {
         "limits": limits,

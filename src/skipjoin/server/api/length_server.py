@@ -1,6 +1,6 @@
 """Forecasts of output lengths by a model on another server (EconoServe section 3.3.2).
 
-They arrive while the request waits or its prompt is computed. Until then, or without one, the prior serves.
+They arrive while the request waits or its prompt is computed. Until then the prior serves.
 """
 
 from __future__ import annotations

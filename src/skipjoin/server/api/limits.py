@@ -41,7 +41,6 @@ _RETURN_S = 2.0
 
 
 def estimate_tokens(prompt: str | Sequence[int]) -> int:
-    """Estimate the number of tokens of a prompt without tokenizing it."""
     if isinstance(prompt, str):
         return -(-len(prompt.encode()) // _BYTES_PER_TOKEN)
     return len(prompt)
@@ -132,10 +131,7 @@ class Runs:
             self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
-        """Predict the seconds until `count` running sequences (or all) have finished.
-
-        None if no sequence has finished yet, or none is running.
-        """
+        """Predict the seconds until `count` running sequences (or all) have finished; None if unknown."""
         every = -(-len(self._live) // _MAX_SAMPLES)  # sample every n-th sequence
         starts = list(islice(self._live.values(), 0, None, every or 1))
         if not (self._lengths and starts):

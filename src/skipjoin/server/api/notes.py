@@ -40,6 +40,5 @@ def note_of(scope: Scope) -> Note:
 
 
 def attach_note(scope: Scope) -> Note:
-    """Attach a new note to a request."""
     note = scope.setdefault("state", {})[_NOTE] = Note()
     return note

@@ -22,7 +22,7 @@ def request_options(
 ) -> RequestOptions:
     """Return the options of a request from its body, or else its headers, or else the server's defaults.
 
-    Raises 400 for a header out of bounds, or an option that the operator does not allow.
+    Raise 400 for a header out of bounds, or an option that the operator does not allow.
     """
     slo, tier = body.slo or _NO_SLO, _tier(body, config, owner)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
@@ -45,16 +45,12 @@ def client_of(owner: str, config: ServerConfig) -> str:
 
 
 def cache_salt(body: GenerationBody, owner: str) -> str:
-    """Return the salt of prefix caching: the body's salt, and the owner (a hash of the API key).
-
-    The TTFT thus reveals nothing about the prompts of other keys.
-    """
+    """Return the body's salt with the owner, so that TTFTs reveal nothing about the prompts of other keys."""
     salt = body.cache_salt or ""
     return salt if owner == ANONYMOUS else f"{owner}:{salt}"
 
 
 def served_tier(options: RequestOptions) -> ServiceTier:
-    """Return the service tier of a request with these options."""
     if options.service is ServiceClass.BEST_EFFORT:
         return "flex"
     return "priority" if options.is_urgent else "default"

@@ -34,7 +34,6 @@ class DisconnectedError(Exception):
 
 
 async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
-    """Prepare the job of a request, and return the response that runs it."""
     arrived = time.monotonic()
     service = endpoint.service
     body = await service.parse(await json_body(request), endpoint.body_type)
@@ -70,7 +69,6 @@ class JsonReply(Response):
 
 
 def json_response(content: Any) -> Response:
-    """Return a JSON response."""
     return JsonReply(encode(content))
 
 

@@ -247,10 +247,7 @@ class Service:
     def sampling(
         self, body: GenerationBody, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """Return the sampling parameters of one prompt.
-
-        Null or missing fields take the model's defaults, or those of `SamplingParams`.
-        """
+        """Return the sampling parameters of one prompt, with the model's defaults for missing fields."""
         given: dict[str, Any] = {
             "temperature": body.temperature,
             "top_p": body.top_p,

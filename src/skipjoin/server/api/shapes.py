@@ -1,8 +1,7 @@
 """Structural check of large bodies before validation.
 
-pydantic parses a whole JSON text before it checks the first field, and then reports all errors. 4 MB of empty lists or
-of unknown fields block the interpreter for half a second. msgspec skips untyped values (`Raw`) and stops at the first
-error.
+pydantic parses a whole JSON text and reports all errors, so 4 MB of empty lists or of unknown fields block the
+interpreter for half a second. msgspec skips untyped values (`Raw`) and stops at the first error.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ def _check_small(size: int, name: str) -> None:
 
 
 def _prompts(value: Raw, name: str) -> Raw:
-    """Check one text, several texts, or token ids."""
     data = bytes(value)
     if data[:1] == b'"':
         return value
@@ -103,7 +101,6 @@ def _prompts(value: Raw, name: str) -> Raw:
 
 
 def _ids(value: Raw, name: str, kind: Any = list[int]) -> Raw:
-    """Check token ids, or several lists of them."""
     data = bytes(value)
     _check_count(data.count(b",") + 1, MAX_IDS, "token ids", name)
     _read(data, kind, name)

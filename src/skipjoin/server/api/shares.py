@@ -27,8 +27,7 @@ class Shares:
     - First request of a client that holds nothing, and at most the reserve: it leaves room for others' reservations.
     - Borrowing: it leaves room for others' reservations and for the reserve.
 
-    A refused request of the first two kinds becomes a reservation until the client is expected to retry. Borrowers thus
-    never take the reserve, nor capacity that a refused client waits for.
+    A refused request of the first two kinds becomes a reservation until the client is expected to retry.
     """
 
     def __init__(self, reserve: float = 0.0) -> None:

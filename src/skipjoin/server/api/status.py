@@ -13,7 +13,6 @@ from skipjoin.version import VERSION
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes."""
     _add_health(app, service)
     _add_models(app, service)
     add_metrics(app, service)
@@ -40,8 +39,6 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 def add_metrics(app: FastAPI, service: Service) -> None:
-    """Add /metrics."""
-
     @app.get(METRICS_PATH)
     async def show_metrics() -> Response:
         """Return the metrics in Prometheus's text format."""

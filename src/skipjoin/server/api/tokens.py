@@ -27,8 +27,6 @@ _CHUNK = 1 << 16
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes."""
-
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""

@@ -9,7 +9,7 @@ from skipjoin.core.step import StepPlan, StepResult
 
 
 class RankError(Exception):
-    """A rank failed, was lost or timed out; all ranks must be restarted."""
+    """A rank failed, was lost or timed out, so that all ranks must be restarted."""
 
 
 class RankMemoryError(RankError):
@@ -37,11 +37,8 @@ class Executor(Protocol[HandleT_co]):
     blocking move in its own plan's result, an overlapped move in that result or a later one. A plan without slices
     collects moves that finish while no slice runs.
 
-    In a pipeline, a result's `seconds` and `moving` are sums over the stages, which is what cost models predict.
-
-    `submit` may read a plan's requests until the result is ready. Known tokens never change, and a slice whose last
-    token is still pending is marked `awaits`. Preemption must not change the state of a request that an executor keeps
-    from its first slice to `on_finished`.
+    `submit` may read a plan's requests until the result is ready. Preemption must not change the state of a request
+    that an executor keeps from its first slice to `on_finished`.
     """
 
     def submit(self, plan: StepPlan, now: float) -> HandleT_co:
@@ -49,5 +46,5 @@ class Executor(Protocol[HandleT_co]):
         ...
 
     def on_finished(self, request: Request) -> None:
-        """Free a request's state after the plans submitted before; called once for each request, started or not."""
+        """Free a request's state after the plans submitted before. Called once for each request, started or not."""
         ...

@@ -17,7 +17,7 @@ class Clock(Protocol):
     def mark(self) -> Mark: ...
 
     def between(self, start: Mark, end: Mark) -> float:
-        """Wait for both marks and return the seconds."""
+        """Wait for both marks and return the seconds between them."""
         ...
 
     def is_past(self, mark: Mark) -> bool: ...
@@ -39,7 +39,7 @@ class CpuClock:
 
 
 class DeviceClock:
-    """CUDA stream clock: marks do not block the CPU."""
+    """CUDA stream clock, whose marks do not block the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Fit step costs to measured times."""
+"""Fit of step costs to measured times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _TURNS = 6
 
 
 def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCost:
-    """Return the cost model that best predicts these steps."""
     counts, times = np.array([(1, *shape) for shape in shapes], dtype=np.float64), np.array(seconds)
     tokens = counts[:, 1] + counts[:, 3]
     candidates = []
@@ -51,7 +50,6 @@ def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCos
 
 
 def cost_errors(cost: LinearCost, shapes: Sequence[StepShape], seconds: Sequence[float]) -> list[float]:
-    """Return the errors relative to the measured times."""
     return [abs(cost.step(shape) / time - 1) for shape, time in zip(shapes, seconds, strict=True)]
 
 
@@ -71,7 +69,7 @@ def fit_times(features: Array, seconds: Array) -> Array:
 
 
 def _least_squares(matrix: Array, target: Array) -> Array:
-    """Return the nonnegative least-squares solution; trying all 63 subsets of 6 columns takes a millisecond."""
+    """Return the nonnegative least-squares solution, by trying all 63 subsets of 6 columns."""
     # Column magnitudes differ by a factor of up to a million.
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1

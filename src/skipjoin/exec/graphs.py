@@ -28,10 +28,10 @@ OnProgress = Callable[[float], None]
 
 
 class GraphRecorder(Protocol):
-    """Captures a function's device work for replay."""
+    """Recorder of a function's device work for replay."""
 
     def record(self, run: Run) -> Run:
-        """Capture `run`, which reads tensors at fixed addresses; the replay returns the same tensor each time."""
+        """Capture `run`, which reads tensors at fixed addresses. The replay returns the same tensor each time."""
         ...
 
 
@@ -63,7 +63,7 @@ class CudaRecorder:
 
 
 def graph_batch_sizes(most: int) -> list[int]:
-    """Return batch sizes to capture: padding is less than a fifth."""
+    """Return batch sizes to capture, such that padding is less than a fifth."""
     return [*takewhile(lambda size: size < most, _sizes()), most]
 
 

@@ -30,7 +30,6 @@ class KVStore:
 
     Args:
         cpu_blocks: 0 allocates no CPU pool.
-        shard: This rank's; block numbers are the same on all ranks.
         swap_dtype: auto, or int8 for 8 bits per number in the CPU tier.
     """
 

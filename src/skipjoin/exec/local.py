@@ -33,7 +33,7 @@ class LocalHandle:
         return self._in_flight.exception() is not None or self._worker.is_done(self._in_flight.result())
 
     def result(self) -> StepResult:
-        """Return the plan's result; call in submission order."""
+        """Return the plan's result. Call in submission order."""
         if self._result is None:
             self._result = self._worker.finish(self._in_flight.result())
         return self._result

@@ -50,7 +50,7 @@ class Peaks(NamedTuple):
 def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peaks:
     """Measure the device memory that steps need apart from weights and KV; zeros on a CPU.
 
-    Permanent memory of the first step (kernels, workspaces) is not counted, so query the free memory afterwards. All
+    Permanent memory of the first step (kernels, workspaces) is not counted, so query the free memory afterward. All
     ranks of a model must call this at the same time.
     """
     if model.device.type != "cuda":

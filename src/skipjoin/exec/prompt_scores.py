@@ -23,13 +23,11 @@ def wants_scores(slice_: Slice) -> bool:
 def score_prompt(
     slice_: Slice, rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> CpuCopy[list[PromptLogprob]]:
-    """Score the prompt tokens that the slice's `CausalLM.wanted_rows` predict."""
     targets = _targets(slice_)
     return prompt_logprobs(rows[: len(targets)], targets, _asked(slice_.request) or 0, logits_of)
 
 
 def keep_scores(kept: list[TokenLogprob], slice_: Slice, scores: Sequence[PromptLogprob]) -> None:
-    """Add a slice's scores to those before it."""
     if not kept:
         kept.append(TokenLogprob(slice_.request.prompt[0], None))
     # A chunk that is recomputed after an eviction is scored again, with the same result.

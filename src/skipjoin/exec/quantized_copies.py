@@ -15,8 +15,7 @@ _log = logging.getLogger(__name__)
 class QuantizedCopies:
     """Quantizes KV on swap-out and dequantizes it on swap-in (ALISE section 3.2).
 
-    On CUDA a kernel on the current stream reads one pool and writes the other, so that only codes and scales cross the
-    link.
+    On CUDA only codes and scales cross the link.
     """
 
     def __init__(self, device: PagedKV, host: QuantizedKV) -> None:

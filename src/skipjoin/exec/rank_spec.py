@@ -1,4 +1,4 @@
-"""Properties of one rank."""
+"""Properties and memory of one rank."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
-    """Describe the rank that runs `model`."""
     config, shard, quantization = model.config, model.shard, model.ops.quantization
     block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
     is_quantized = swap_dtype == "int8"
@@ -161,7 +160,6 @@ def _free_here() -> int:
 def make_store(
     model: CausalLM, device_blocks: int, cpu_blocks: int, block_size: int, swap_dtype: str = "auto"
 ) -> KVStore:
-    """Allocate the KV pools of a rank."""
     return KVStore(
         model.config,
         model.dtype,
@@ -182,7 +180,7 @@ def touch(kv: PagedKV, blocks: int) -> None:
 def measure_transfers(
     model: CausalLM, block_size: int, seconds: float, swap_dtype: str = "auto"
 ) -> dict[Direction, Transfer]:
-    """Measure moves in pools of its own, and fit a cost per direction."""
+    """Measure moves in temporary pools, and fit a cost per direction."""
     deadline = time.perf_counter() + seconds
     block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
@@ -222,7 +220,6 @@ def _seconds_of(move: Move, store: KVStore, device: torch.device) -> float:
 
 
 def by_stage(rank_specs: Sequence[RankSpec]) -> list[list[RankSpec]]:
-    """Group the ranks by pipeline stage."""
     stages: list[list[RankSpec]] = [[] for _ in range(rank_specs[-1].stage + 1)]
     for spec in rank_specs:
         stages[spec.stage].append(spec)

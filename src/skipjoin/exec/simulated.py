@@ -13,22 +13,18 @@ from skipjoin.core.step import LINK, PAUSE_S, Move, StageTime, StepPlan, StepRes
 
 
 def never(move: Move) -> bool:
-    """Return False: the default `fails`."""
     return False
 
 
 def none(request: Request) -> int:
-    """Return 0: the default `alike`."""
     return 0
 
 
 def position_as_token(request: Request, position: int) -> int:
-    """Return the position as the token."""
     return position
 
 
 def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
-    """Return each stage's fraction of the compute time."""
     if isinstance(stages, int):
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")

@@ -20,7 +20,7 @@ SpansKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class SpanCopies:
-    """Copies slots between blocks, on the calling thread or, on CUDA, as one kernel launch if possible."""
+    """Copies slots between blocks, on CUDA as one kernel launch if possible."""
 
     def __init__(self, device: PagedKV, host: PagedKV) -> None:
         self._device = device

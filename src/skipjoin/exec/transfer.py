@@ -49,17 +49,15 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop moves that have not started and wait for the running one; no method may be called afterwards."""
+        """Drop moves that have not started and wait for the running one. Call no method afterward."""
         ...
 
 
 def copier_for(store: KVStore) -> Copier:
-    """Return a copier for a store's device."""
     return StreamCopier(store) if store.device.tensor.is_cuda else ThreadCopier(store)
 
 
 def log_failure(move: Move, error: BaseException) -> None:
-    """Log why a move failed; its request continues without the KV."""
     _log.error(
         "copying %d KV blocks of %s, %s, failed: %s",
         len(move.source), f"request {move.request.id}" if move.request is not None else "the prefix cache",
@@ -68,7 +66,6 @@ def log_failure(move: Move, error: BaseException) -> None:
 
 
 def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
-    """Execute or queue moves: swap-outs first, swap-ins last."""
     ended = Ended([], [])
     for move in sorted(moves, key=lambda move: _ORDER[move.direction]):
         try:
@@ -82,7 +79,7 @@ def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
 
 
 class ThreadCopier:
-    """Copies on a CPU, on a dedicated thread, which (with a compiler) uses no torch threads."""
+    """Copies on a dedicated CPU thread, which (with a compiler) uses no torch threads."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
@@ -116,18 +113,17 @@ class ThreadCopier:
 class StreamCopier:
     """Copies on CUDA between the device and a page-locked CPU pool.
 
-    Uses one stream per direction, since the link is full duplex, and the model's own stream for blocking moves. No
-    ordering is needed beyond the wait for the model's stream in `begin`:
+    There is one stream per direction, since the link is full duplex. Blocking moves are queued on the model's stream.
+    No ordering is needed beyond the wait for the model's stream in `begin`:
 
-    - Blocking moves are queued on the model's stream between the previous step and this one. They read what all earlier
-    steps wrote, and later work on that stream may overwrite what they read. They overtake overlapped moves.
-    - An overlapped move waits for the work on the model's stream at the time of `begin`: all earlier steps, and the
-    blocking moves of this and earlier plans. Target blocks of swap-ins are therefore safe. The source blocks of a
-    blocking swap-out are free immediately. Every other block is freed when the plan or move that uses it is settled,
-    and hence has passed on its stream.
+    - Blocking moves read what all earlier steps wrote, and later work on that stream may overwrite what they read. They
+      overtake overlapped moves.
+    - An overlapped move waits for all earlier steps, and the blocking moves of this and earlier plans. Target blocks of
+      swap-ins are therefore safe. The source blocks of a blocking swap-out are free immediately. Every other block is
+      freed when the plan or move that uses it is settled, and hence has passed on its stream.
     - No two overlapped moves share a block. The ledger fences source and target until the move has landed, so a swap-in
-    starts after its swap-out has landed. A copy for the prefix cache alone does not fence its source: if the source is
-    written before the copy has landed, the copy is never read.
+      starts after its swap-out has landed. A copy for the prefix cache does not fence its source: if that is written
+      before the copy has landed, the copy is never read.
     """
 
     def __init__(self, store: KVStore) -> None:

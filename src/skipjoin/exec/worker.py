@@ -67,8 +67,6 @@ class Worker:
     (FastServe section 4.3). Slices can await tokens only with a single stage, because the stage that samples must also
     embed.
 
-    Every request's `sampling` must be a `Sampling`.
-
     Args:
         copier: Receives overlapped moves when their plan begins and not earlier, since they may write blocks that an
             earlier plan's moves still read. None for the store's default.
@@ -153,7 +151,7 @@ class Worker:
         )
 
     def on_finished(self, request: Request) -> None:
-        """Free a request's state, if it ever ran; called from the thread of `begin`."""
+        """Free a request's state, if it ever ran. Call from the thread of `begin`."""
         self._states.pop(request, None)
 
     def is_done(self, in_flight: InFlightStep) -> bool:
@@ -161,7 +159,6 @@ class Worker:
         return self._clock.is_past(in_flight.end)
 
     def close(self) -> None:
-        """Wait for the running copy and drop other moves; no method may be called afterwards."""
         if self._copier is not None:
             self._copier.close()
 
@@ -238,7 +235,7 @@ class Worker:
     ) -> torch.Tensor:
         """Run the segments, score prompts, and return the logits that predict the next tokens.
 
-        A few rows at a time: logits of a whole prompt may take more memory than the step.
+        Prompts are scored a few rows at a time: logits of a whole prompt may take more memory than the step.
         """
         batch = self._packed(segments)
         rows = self.model.wanted_rows(batch, self.store.device)
@@ -324,12 +321,10 @@ def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], li
 
 
 def memory_rank(slice_: Slice) -> tuple[bool, int, int]:
-    """Return a sort key that orders slices by memory use."""
     return wants_scores(slice_), slice_.tokens, slice_.start
 
 
 def out_of_memory(slice_: Slice, error: Exception) -> str:
-    """Log that a slice is dropped and return the error text for its request."""
     _log.error("out of memory in a step: request %s is dropped: %s", slice_.request.id, error)
     tokens = f"{slice_.tokens} token{'s' if slice_.tokens > 1 else ''}"
     return (

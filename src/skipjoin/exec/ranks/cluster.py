@@ -3,8 +3,8 @@
 Ray places and starts processes and reports when they exit; tokens and plans do not pass through it.
 
 A private cluster ends with this process, however this process ends. Its processes listen on loopback only and require a
-token that is generated for the cluster. Their files and sockets are in a folder that no other user can enter. Ray's
-environment variables cannot weaken this.
+generated token. Their files and sockets are in a folder that no other user can enter. Ray's environment variables
+cannot weaken this.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ClusterError(Exception):
 
 
 class Cluster:
-    """Connection to Ray, made by `start` or `join`. A process that already uses Ray keeps its connection.
+    """Connection to Ray. A process that already uses Ray keeps its connection.
 
     Args:
         address: Address at which other processes of this machine can join.
@@ -169,10 +169,7 @@ class Cluster:
 
 @contextmanager
 def _private_settings() -> Iterator[None]:
-    """Secure a cluster that this process starts, overriding the environment.
-
-    The cluster gets a token of its own, which child processes inherit, and is limited to one machine.
-    """
+    """Secure a cluster that this process starts, with its own token and on one machine, overriding the environment."""
     constants: Any = import_module("ray._private.ray_constants")
     had_several = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
@@ -229,7 +226,6 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def import_ray() -> ModuleType:
-    """Import Ray with Skipjoin's settings."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)  # the user's settings take precedence
     try:

@@ -1,8 +1,7 @@
 """Guard that kills the processes of a private cluster if this process is killed.
 
 The kernel ends Ray's main processes with this one, but their child agents keep looking for the cluster for a minute.
-The guard waits for the end of this process. It then kills every process with an open file in the cluster's folder, such
-as its log, and removes the folder. (Ray overwrites environment variables that could mark processes.)
+The guard then kills every process with an open file in the cluster's folder, such as its log, and removes the folder.
 
 As a program: `python guard.py FOLDER`; its standard input ends with the guarded process.
 """

@@ -1,6 +1,6 @@
-"""Authenticated TCP connections between an engine and its ranks, with failure detection within seconds.
+"""Authenticated TCP connections between an engine and its ranks.
 
-A message is its length followed by its bytes; nothing is pickled.
+A failure is detected within seconds. A message is its length followed by its bytes; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class RankListener:
 
 
 def connect(address: Address, secret: bytes, rank: int) -> Connection:
-    """Connect a rank to its engine."""
     connection = _prepared(socket.create_connection(address, _SILENCE_S))
     try:
         answer_challenge(connection, secret)
@@ -106,7 +105,7 @@ def connect(address: Address, secret: bytes, rank: int) -> Connection:
 
 
 def end_with(connection: Connection) -> None:
-    """Exit this process `_GRACE_S` after the connection breaks: it may be stuck waiting for another lost rank."""
+    """Exit this process `_GRACE_S` after the connection breaks, because it may wait for another lost rank."""
     if sys.platform != "linux":
         return
 

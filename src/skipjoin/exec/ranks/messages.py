@@ -2,7 +2,7 @@
 
 A plan message holds a request's prompt and sampling once, then newly known tokens and blocks appended to its table. A
 checksum over this and all earlier plans precedes the plan's bytes, so that a rank detects a missed, repeated or
-reordered plan before it computes anything.
+reordered plan.
 """
 
 from __future__ import annotations
@@ -117,5 +117,4 @@ FROM_RANK_DECODER = msgspec.msgpack.Decoder(FromRank)
 
 
 def checksum_after(before: bytes, body: bytes) -> bytes:
-    """Return the checksum of all plans up to this one."""
     return blake2b(before + body, digest_size=CHECKSUM_BYTES).digest()

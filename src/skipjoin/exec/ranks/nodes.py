@@ -1,7 +1,6 @@
 """Reachable machines of a Ray cluster.
 
-Ray may take a minute or more to report that a node is unreachable, and places processes there until then. A connection
-attempt detects it in seconds.
+A connection attempt detects an unreachable node in seconds, while Ray may take a minute or more.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Node(NamedTuple):
 
 
 def known_nodes() -> list[Node]:
-    """Return all nodes alive according to Ray."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
         for node in import_ray().nodes()
@@ -38,7 +36,6 @@ def known_nodes() -> list[Node]:
 
 
 def silent(nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes that do not answer within `_ANSWER_S` seconds."""
     if not nodes:
         return []
     with ThreadPoolExecutor(len(nodes)) as pool:
@@ -46,7 +43,6 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
 
 
 def away_from(nodes: Sequence[Node]) -> dict[str, str]:
-    """Return placement labels that exclude nodes."""
     return {_NAME_LABEL: f"!in({','.join(node.name for node in nodes)})"} if nodes else {}
 
 

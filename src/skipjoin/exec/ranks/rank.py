@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class Rank:
     """Answers every plan, in order, from one thread.
 
-    A rank that fails leaves the group, so that ranks waiting for it fail immediately. It computes nothing afterwards,
+    A rank that fails leaves the group, so that ranks waiting for it fail immediately. It computes nothing afterward,
     because its KV no longer matches.
     """
 

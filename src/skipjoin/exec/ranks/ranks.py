@@ -48,9 +48,7 @@ class GroupSizes(NamedTuple):
 
 
 class RankGroup:
-    """One generation of ranks, which start and end together.
-
-    A constructor that raises leaves nothing running.
+    """One generation of ranks, which start and end together. A constructor that raises leaves nothing running.
 
     Args:
         patience_s: Seconds to wait for nodes if the cluster has too few.

@@ -1,4 +1,4 @@
-"""Durations of scheduling decisions, kept in a histogram of bounded size."""
+"""Durations of scheduling decisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIN_S = 1e-9
 
 
 class DecisionTimes:
-    """Wall-clock durations of one scheduler's decisions."""
+    """Histogram of the wall-clock durations of one scheduler's decisions."""
 
     __slots__ = ("_buckets", "seconds")
 
@@ -23,7 +23,6 @@ class DecisionTimes:
         self._buckets: Counter[int] = Counter()
 
     def add(self, seconds: float) -> None:
-        """Record the duration of one decision."""
         self.seconds += seconds
         self._buckets[math.floor(math.log2(max(seconds, _MIN_S)) * _PER_OCTAVE)] += 1
 

@@ -23,7 +23,6 @@ class ForecastLog:
 
     @classmethod
     def of(cls, logs: Iterable[ForecastLog]) -> ForecastLog:
-        """Return the union of several logs."""
         whole = cls()
         for log in logs:
             whole._pairs += log._pairs
@@ -35,7 +34,7 @@ class ForecastLog:
         """Record a prediction and the actual length, both in tokens.
 
         Args:
-            source: What made the prediction, as in `Forecast.source`.
+            source: Name of the predictor.
             interval: Predicted 80 % interval, if the prediction is a distribution.
         """
         self._pairs.append((forecast, tokens))

@@ -48,11 +48,9 @@ class Metric(NamedTuple):
         return [0] * (self.width * (len(CLASSES) if self.by_class else 1))
 
     def per_class(self, row: Sequence[float]) -> list[Sequence[float]]:
-        """Split a row into one per class."""
         return [row[start : start + self.width] for start in range(0, len(row), self.width)]
 
     def summed(self, row: Sequence[float]) -> list[float]:
-        """Return the row summed over classes."""
         return [sum(numbers) for numbers in zip(*self.per_class(row), strict=True)]
 
     def as_in_vllm(self, row: Sequence[float]) -> tuple[Metric, Sequence[float]]:
@@ -414,7 +412,6 @@ _INDEX = {metric.name: index for index, metric in enumerate(ENGINE_METRICS)}
 
 
 def engine_metric(name: str) -> Metric:
-    """Return the engine metric of that name."""
     return ENGINE_METRICS[_INDEX[name]]
 
 
@@ -425,15 +422,12 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def zero(cls) -> Snapshot:
-        """Return the metrics of a new engine."""
         return cls([metric.zero() for metric in ENGINE_METRICS])
 
     def row(self, name: str) -> list[float]:
-        """Return the row of one metric."""
         return self.rows[_INDEX[name]]
 
     def summed(self, name: str) -> list[float]:
-        """Return the row of one metric, summed over classes."""
         return engine_metric(name).summed(self.row(name))
 
     def at_rest(self) -> Snapshot:

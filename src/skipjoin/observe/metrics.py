@@ -1,4 +1,4 @@
-"""Engine metrics (`metric_table.py`), folded from core events."""
+"""Engine metrics, folded from core events."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Histogram:
 
 
 class _ClassCounts:
-    """Metrics of one service class: one row per metric with `by_class`."""
+    """Metrics of one service class."""
 
     def __init__(self) -> None:
         rows = self.rows = {metric.name: [0.0] * metric.width for metric in ENGINE_METRICS if metric.by_class}
@@ -135,7 +135,6 @@ class EngineMetrics:
     """Metrics of one engine, updated from core events.
 
     Args:
-        device_blocks: Size of the device's block pool.
         block_bytes: Size of one block in CPU memory, over all layers.
         is_compressed: Whether CPU blocks hold 8-bit codes.
         resident_bytes: Returns the resident memory of the engine's process.
@@ -199,7 +198,6 @@ class EngineMetrics:
         self._batch = self._histogram("iteration_tokens_total")
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         events = tuple(events)
         for event in events:
             if (handle := self._handlers.get(type(event))) is not None:
@@ -232,7 +230,6 @@ class EngineMetrics:
         self._rows["kv_blocks_recovered_total"][0] += blocks
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of all current values."""
         rows = self._rows
         # With pipeline stages, `Started` may come after the decision and lower the total, but counters must not fall.
         waits = rows["wait_seconds_total"]

@@ -16,10 +16,7 @@ class PrefixUse:
         self._admitted: set[Request] = set()
 
     def admitted(self, event: Admitted) -> None:
-        """Record the cache hits of an admitted request.
-
-        Requests that resume from another engine are ignored, because that engine has counted them.
-        """
+        """Record the cache hits of a request, unless it resumes from another engine, which has counted them."""
         request = event.request
         if request.prefix is None or request.resumed_tokens:
             return
@@ -42,7 +39,6 @@ class PrefixUse:
         self._admitted.discard(request)
 
     def close(self) -> None:
-        """Release references to requests."""
         self._admitted.clear()
 
 

@@ -80,7 +80,6 @@ class _Part:
     errors: Counter[Kind] = field(default_factory=Counter)
 
     def by(self, key: Callable[[Kind], str]) -> dict[str, _Part]:
-        """Group the part by a property of the requests' kinds."""
         parts: defaultdict[str, _Part] = defaultdict(_Part)
         for one in self.facts:
             parts[key(one.kind)].facts.append(one)
@@ -148,7 +147,6 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
 
 
 def _prefix(counts: Sequence[PrefixCounts]) -> Record | None:
-    """Return prefix cache figures, or None if no request may use cached KV."""
     total = PrefixCounts(*map(sum, zip(*counts, strict=True)))
     if not total.queried:
         return None
@@ -163,16 +161,11 @@ def _prefix(counts: Sequence[PrefixCounts]) -> Record | None:
 
 
 def preempted(record: Record) -> int:
-    """Return the number of preemptions in a record."""
     return sum(record["kv"]["preemptions"].values())
 
 
 def _forward(steps: Counter[int], target: int | None) -> Record:
-    """Summarize step sizes.
-
-    Args:
-        steps: Number of steps by number of tokens.
-    """
+    """Summarize step sizes, given the number of steps by number of tokens."""
     total = max(1, steps.total())
     near = None if target is None else sum(count for tokens, count in steps.items() if tokens >= _NEAR_TARGET * target)
     return {
@@ -183,11 +176,7 @@ def _forward(steps: Counter[int], target: int | None) -> Record:
 
 
 def _groups(sizes: Counter[int]) -> Record:
-    """Summarize group sizes.
-
-    Args:
-        sizes: Number of groups by size.
-    """
+    """Summarize group sizes, given the number of groups by size."""
     if not sizes:
         return {"mean_size": None, "max_size": None}
     mean = sum(size * count for size, count in sizes.items()) / sizes.total()
@@ -254,7 +243,6 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted values by linear interpolation."""
     place = (len(values) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -262,13 +250,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def _attained(part: _Part, now: float, slo: Slo) -> Record:
-    """Return the share of requests that met each objective, and the goodput.
+    """Return the share of real-time requests that met each objective, and the goodput.
 
     The denominator includes rejected and failed requests. A request without an objective meets it. Goodput is the rate
     of requests that met all objectives.
-
-    Args:
-        part: Real-time requests.
     """
     facts = part.facts
     total = len(facts) + part.rejected.total() + part.errors.total()
@@ -329,5 +314,4 @@ def _waits(facts: Sequence[RequestFacts]) -> dict[str, float]:
 
 
 def rounded(value: float) -> float:
-    """Round a float to the precision of records."""
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

@@ -193,7 +193,7 @@ class RequestLog:
         self._coming[request] = facts, waited
 
     def live(self, now: float) -> Iterator[RequestFacts]:
-        """Yield unfinished requests in order of arrival. No events may be observed afterwards."""
+        """Yield unfinished requests in order of arrival. No events may be observed afterward."""
         for request, facts in self._live.items():
             facts.output_tokens = len(request.output)
             if facts.waits is not None:
@@ -201,7 +201,6 @@ class RequestLog:
             yield facts
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         live, on_gap, handlers = self._live, self._on_gap, self._handlers
         for event in events:
             if type(event) is Token:
@@ -274,7 +273,6 @@ class RequestLog:
         self._on_end(facts)
 
     def _settle(self, event: Computed) -> None:
-        """Charge a step's time to its requests."""
         result, now = event.result, event.now
         begun = self._planned.pop(result.plan.id)
         # The engine had work since the last result, so the time until this plan ran is scheduling overhead. An
@@ -302,7 +300,6 @@ class RequestLog:
         self._computed_at = now if live else None
 
     def _decode(self, event: Decoded) -> None:
-        """Process a run of decode steps, which have no time between them."""
         last, on_gap = event.ends[-1], self._on_gap
         freed = self.waits.decoded(len(event.ends), last)
         for request in event.requests:

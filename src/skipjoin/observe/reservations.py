@@ -1,4 +1,4 @@
-"""KV reservations over time, folded from core events: hosted requests, reserve blocks and groups."""
+"""KV reservations over time, folded from core events."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from skipjoin.core.request import Request
 
 
 class _Reservation(NamedTuple):
-    """Reservation of one request.
-
-    Attributes:
-        parent: Parent reservation that it is taken from.
-        drawn: Blocks drawn from an account of the reserve.
-    """
-
     parent: Owner
     blocks: int
     drawn: int
@@ -27,9 +20,9 @@ class _Reservation(NamedTuple):
 class ReservationUse:
     """Statistics of hosted requests, reserve blocks and groups.
 
-    A request is hosted while its reservation is nested in another request's (EconoServe section 3.2). Hosting ends when
-    the request finishes, loses its KV or reserves from another parent. When the hosting request finishes, its parent
-    takes over. A group consists of requests that reserve at the same time with equal `Reserved.group`.
+    A request is hosted while its reservation is nested in another request's (EconoServe section 3.2). When the hosting
+    request finishes, its parent takes over. A group consists of requests that reserve at the same time with equal
+    `Reserved.group`.
 
     Attributes:
         hosted: Number of requests that were hosted at least once.
@@ -80,30 +73,23 @@ class ReservationUse:
             self._set(request, _Reservation(reservation.parent, blocks_left, 0))
 
     def finished(self, request: Request) -> None:
-        """Record that the request left the engine."""
         self._end(request)
         self._once_hosted.discard(request)
 
     def restarted(self) -> None:
-        """Discard all reservations."""
         self._reservations.clear()
         self._nested.clear()
         self._hosted_blocks = self._reserved_blocks = 0
 
     def close(self) -> None:
-        """Release references to requests. No events may be observed afterwards."""
+        """Release references to requests. No events may be observed afterward."""
         self.restarted()
         self._once_hosted.clear()
 
     # -- figures ------------------------------------------------------------------------------------------
 
     def kv(self, seconds: float, device_blocks: int) -> dict[str, float]:
-        """Return the reservation fields of the record's `kv`.
-
-        Args:
-            seconds: Observed time.
-            device_blocks: Size of the device's block pool.
-        """
+        """Return the reservation fields of the record's `kv`, over `seconds` of observed time."""
         return {
             "hosted_requests": self.hosted,
             "hosted_blocks_mean": self._hosted_block_s / seconds,
@@ -112,13 +98,11 @@ class ReservationUse:
         }
 
     def groups(self) -> Counter[int]:
-        """Return the number of groups by group size."""
         return self._group_sizes + Counter(self._forming.values())
 
     # -- folding ------------------------------------------------------------------------------------------
 
     def _set(self, request: Request, reservation: _Reservation | None) -> None:
-        """Replace the request's reservation; None removes it."""
         before = self._reservations.pop(request, None)
         if before is not None:
             self._count(before, -1)

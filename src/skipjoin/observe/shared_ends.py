@@ -24,15 +24,12 @@ class SharedEndUse:
         self._lent_block_s = 0.0
 
     def pass_time(self, seconds: float) -> None:
-        """Advance time by an interval without changes."""
         self._lent_block_s += seconds * self._lent
 
     def planned(self, lent: int) -> None:
-        """Set the current number of shared blocks."""
         self._lent = lent
 
     def moved(self, move: Move) -> None:
-        """Record a completed move."""
         if move.request is None:
             return
         if move.direction is Direction.OUT and move.spans:
@@ -47,16 +44,10 @@ class SharedEndUse:
         self._saved.discard(request)
 
     def close(self) -> None:
-        """Release references to requests."""
         self._saved.clear()
 
     def kv(self, seconds: float, slot_bytes: float) -> dict[str, Any]:
-        """Return the sharing fields of a record's `kv`.
-
-        Args:
-            seconds: Duration of the run.
-            slot_bytes: Size of one token's KV.
-        """
+        """Return the sharing fields of a record's `kv`, over `seconds` and with `slot_bytes` per token."""
         return {
             "shared_blocks_mean": self._lent_block_s / seconds,
             "checkpointed_slots": self.slots,

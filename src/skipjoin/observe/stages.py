@@ -9,7 +9,7 @@ from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Re
 
 
 class Rests:
-    """Tracks which plans follow an idle period without requests. Stage idle time before such a plan is not a bubble."""
+    """Tracks which plans follow an idle period without requests, before which idle stages are no bubbles."""
 
     def __init__(self) -> None:
         self._live = 0
@@ -46,7 +46,6 @@ class StageUse:
         self._rests = Rests()
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         for event in events:
             after_rest = self._rests.observe(event)
             if isinstance(event, Computed) and event.result.stages:

@@ -37,7 +37,6 @@ class TraceFile:
         self._lead = "[\n"
 
     def group(self, pid: int, name: str) -> None:
-        """Name a group of lanes."""
         self._add({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
 
     def lane(self, lane: Lane, name: str) -> None:
@@ -47,17 +46,14 @@ class TraceFile:
             self._add({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
 
     def span(self, lane: Lane, name: str, begin: int, end: int, args: dict[str, Any]) -> None:
-        """Add a span from `begin` to `end`."""
         pid, tid = lane
         times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
         self._add({"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": args})
 
     def counter(self, pid: int, name: str, at: int, value: int) -> None:
-        """Add a sample of a counter."""
         self._add({"ph": "C", "name": name, "pid": pid, "ts": at / 1000, "args": {"value": value}})
 
     def flush(self) -> None:
-        """Write buffered events."""
         if self._lines:
             self._file.write(self._lead + ",\n".join(self._lines))
             self._file.flush()
@@ -110,8 +106,6 @@ class _Track:
 
 
 class _Flight(NamedTuple):
-    """Plan in flight, with the preemptions of its decision."""
-
     plan: StepPlan
     decided: int
     preempted: list[Preempted]
@@ -126,8 +120,6 @@ class Timeline:
 
     With pipeline stages, each stage has a lane with its part of every step and with bubbles. Stages report durations
     only, so parts are drawn as early as the lane and the decision allow, and before the next stage begins.
-
-    Counters show running and waiting requests, held KV blocks (not free), and reserved ones, which include the held.
 
     A span's `left` is a `FinishReason`, a `Preemption` or one of three texts: "caught up" (prefill continues as decode
     in the same slot), "lost in a restart", and "still running" (at `close`).
@@ -157,7 +149,6 @@ class Timeline:
         self._trace.group(_BATCH, "Batch")
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         for event in events:
             after_rest = self._rests.observe(event)
             if isinstance(event, Token):
@@ -208,7 +199,6 @@ class Timeline:
         self._show(at, held=event.held, reserved=event.reserved)
 
     def _restart(self, event: Restarted) -> None:
-        """End all spans and discard the plans in flight."""
         at = self._at(event.now)
         while self._in_flight:
             self._settle(self._in_flight.popleft().plan)
@@ -337,7 +327,6 @@ class Timeline:
         self._vacate(request, self._tracks.pop(request), why)
 
     def _vacate(self, request: Request, track: _Track, why: str) -> None:
-        """Write the request's span, if there is one, and free its slot."""
         if track.span is not None:
             self._write(request, track.span, why)
             heapq.heappush(self._free_slots, track.span.slot)

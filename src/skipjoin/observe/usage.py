@@ -56,7 +56,6 @@ class EngineUsage:
     reserved. Both are time-weighted means.
 
     Args:
-        device_blocks: Size of the device's block pool.
         block_bytes: Size of one block in CPU memory, over all layers.
     """
 
@@ -103,7 +102,6 @@ class EngineUsage:
         }
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         handlers = self._handlers
         for event in events:
             if (handle := handlers.get(type(event))) is not None:
@@ -111,11 +109,9 @@ class EngineUsage:
 
     @property
     def batch_mean(self) -> float:
-        """Return the mean number of requests per step."""
         return self.slices / max(1, self.steps)
 
     def kv(self) -> dict[str, Any]:
-        """Return the record's `kv`."""
         seconds = max(self._now, 1e-12)
         return {
             "used_mean": self._used_seconds / seconds,
@@ -137,7 +133,7 @@ class EngineUsage:
     def close(self, *, keeps_series: bool) -> None:
         """Release references to requests, so that the rest is small enough to send to another process.
 
-        No events may be observed afterwards.
+        No events may be observed afterward.
         """
         for known in (self._live, self._resident, self._on_cpu, self._dropped, self._spilled):
             known.clear()

@@ -1,8 +1,8 @@
 """Wait times of requests by reason, folded from core events.
 
-From arrival to end a request either executes or waits for one reason at a time. The seconds by reason therefore sum up
-to its latency minus its execution time. Requests that a decision does not examine form the tail and share one reason.
-Their seconds accumulate on a common clock, of which a request takes its part when it leaves the tail.
+From arrival to end a request either executes or waits for one reason at a time. Requests that a decision does not
+examine form the tail and share one reason. Their seconds accumulate on a common clock, of which a request takes its
+part when it leaves the tail.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class WaitTimes:
         self.seconds = array("d", seconds)
 
     def by_reason(self) -> Iterator[tuple[WaitReason, float]]:
-        """Yield each reason and its seconds."""
         # A step that was submitted ahead may take back slightly more than was charged to a reason.
         return zip(REASONS, (max(0.0, seconds) for seconds in self.seconds), strict=True)
 
@@ -120,7 +119,6 @@ class WaitLog:
         self._enter_tail(times, now)
 
     def waited(self, times: WaitTimes, event: Waited) -> None:
-        """Change the request's wait reason."""
         freed = times.freed
         if freed is not None and freed.decisions == self._decisions:
             since = freed.now  # the first decision since its last step, so the reason applies from the start
@@ -142,7 +140,6 @@ class WaitLog:
             times.freed = Moment(now, self._decisions, mark)
 
     def planned(self, event: Planned) -> None:
-        """Record a decision."""
         self._decisions += 1
         mark = self._mark(event.now)
         self._in_flight[event.plan.id] = Moment(event.now, self._decisions, mark, is_queued=bool(self._in_flight))
@@ -168,7 +165,6 @@ class WaitLog:
             self._leave(times, now, self._mark(now))
 
     def restarted(self) -> None:
-        """Discard the plans in flight."""
         self._in_flight.clear()
         self._last = None
 
@@ -184,11 +180,7 @@ class WaitLog:
         self._add(times, _PENDING if chosen.is_queued else _DISPATCH, begin - since)
 
     def _leave(self, times: WaitTimes, now: float, mark: Mark) -> None:
-        """End the request's current wait.
-
-        Args:
-            mark: Reading of the tail's clock at `now`.
-        """
+        """End the request's current wait; `mark` is the reading of the tail's clock at `now`."""
         if times.freed is not None or times.mark is not None:
             before = times.mark if times.freed is None else times.freed.mark
             assert before is not None
@@ -219,16 +211,11 @@ class WaitLog:
             self._total[index] += seconds
 
     def add_moving(self, times: WaitTimes, seconds: float) -> None:
-        """Charge blocking moves of the request's step."""
         self._add(times, _IN_TRANSIT, seconds)
 
 
 class StepWaits:
-    """Charges waits to the requests of one step.
-
-    Attributes:
-        freed: Moment of the step's result.
-    """
+    """Charges waits to the requests of one step."""
 
     __slots__ = ("_begin", "_chosen", "_gap", "_is_serial", "_last", "_log", "_moving", "freed")
 

@@ -11,11 +11,7 @@ from skipjoin.exec.base import Executor, Handle
 
 
 class StepDriver:
-    """Drives `core` over `executor`, with as many plans in flight as the scheduler allows.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """Drives `core` over `executor`, with as many plans in flight as the scheduler allows."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Predicted(Protocol):
 
 
 class Forecaster(Protocol):
-    """What the engine uses of `skipjoin.forecast.Forecaster`."""
+    """Subset of `skipjoin.forecast.Forecaster`."""
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
     def prior(self, max_tokens: int) -> Forecast: ...
@@ -50,7 +50,7 @@ class Forecaster(Protocol):
 
 
 class OwnerForecasters(Protocol):
-    """What the engine uses of `skipjoin.forecast.owners.OwnerForecasters`."""
+    """Subset of `skipjoin.forecast.owners.OwnerForecasters`."""
 
     def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
     def prior(self, owner: str, max_tokens: int) -> Forecast: ...

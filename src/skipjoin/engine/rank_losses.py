@@ -24,8 +24,7 @@ class RankLosses:
     def blame(self, plans: Sequence[StepPlan], error: RankError) -> tuple[Request, str] | None:
         """Choose the request to drop after a loss, with its error text; None to retry all.
 
-        This is the largest demand if a rank ran out of memory, else the latest arrival in `_LOSSES` losses, because
-        earlier ones ran without a loss until it arrived.
+        This is the largest demand if a rank ran out of memory, else the latest arrival in `_LOSSES` losses.
         """
         slices = [slice_ for plan in plans for slice_ in plan.slices if slice_.request.finish_reason is None]
         if isinstance(error, RankMemoryError) and slices:

@@ -12,18 +12,15 @@ from skipjoin.recipes import EngineLimits, Settings
 
 
 def depth_of(config: EngineConfig, executor: ModelExecutor) -> int:
-    """Return the maximum number of plans in flight."""
     return config.plans_in_flight(executor.rank_specs[0].device_kind)
 
 
 def make_scheduler(config: EngineConfig, policies: Policies, kv: BlockLedger, depth: int) -> Scheduler:
-    """Make the scheduler of an engine with up to `depth` plans in flight."""
     # With several stages, the first stage learns a sampled token only with the next plan.
     return Scheduler(policies, kv, depth=depth, overlap=config.pipeline_parallel_size == 1)
 
 
 def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits | None = None) -> Settings:
-    """Return the settings that the recipe is built from."""
     return Settings(
         cost,
         config.max_num_seqs,
@@ -38,7 +35,6 @@ def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits 
 
 
 def engine_limits(config: EngineConfig, loaded: Loaded) -> EngineLimits:
-    """Return the maximum load of an engine on this model."""
     blocks, cpu_blocks, block_size = loaded.executor.pools
     return EngineLimits(
         requests=config.max_live_requests,

@@ -24,8 +24,8 @@ class Alise:
 
     Weights are normalized similarities. Algorithm 1 omits the normalization, and its sum would grow with k.
 
-    The paper predicts a mean without a distribution. Here it is lognormal, with the deviation of the neighbors or of
-    the perceptron's errors, and calibration widens it. The index learns exact lengths only.
+    The paper predicts a mean. Here the distribution is lognormal, with the deviation of the neighbors or of the
+    perceptron's errors, and calibration widens it. The index learns exact lengths only.
     """
 
     name = "alise"

@@ -113,7 +113,7 @@ def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array
 class HuggingFaceEncoder:
     """Encoder that averages the last hidden states of a model such as BERT on the CPU.
 
-    The served model's tokens mean nothing to it, so it needs `text_of`.
+    It needs `text_of`, because it has another tokenizer than the served model.
     """
 
     def __init__(self, folder: str | Path, text_of: TextOf) -> None:

@@ -111,5 +111,5 @@ class HashedTokens:
 
 
 def unit(vector: Array) -> Array:
-    """Return the vector normalized to length 1 in float32; zeros stay zeros."""
+    """Normalize a vector to length 1 in float32; zeros stay zeros."""
     return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)

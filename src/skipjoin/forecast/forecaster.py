@@ -23,7 +23,7 @@ LOW, HIGH = 0.1, 0.9
 
 
 class Predicted(NamedTuple):
-    """Forecast with some kilobytes that `Forecaster.learn` needs later.
+    """Forecast, with what `Forecaster.learn` needs later.
 
     Attributes:
         interval: Bounds in tokens of the 80 % interval, capped at `most`, the request's max_tokens.
@@ -37,9 +37,7 @@ class Predicted(NamedTuple):
 
 
 class Forecaster:
-    """Length model with its encoder, prior and calibration (ALISE section 3.1 has one such model).
-
-    It is thread-safe. A request is predicted before it is learned, so no forecast knows its own length.
+    """Length model with its encoder, prior and calibration (ALISE section 3.1 has one such model). Thread-safe.
 
     Args:
         owner: Hash of the API key whose requests are learned; empty for all requests.

@@ -69,6 +69,5 @@ def capped(mass: Array, most: int, source: str, tokens: float | None = None) -> 
 
 
 def mean(mass: Array, most: int) -> float:
-    """Return the mean of lengths capped at `most`."""
     # Probabilities may not sum exactly to 1.
     return min(max(float(mass @ np.minimum(MIDDLES, most)), 1.0), float(most))

@@ -109,12 +109,10 @@ class Learned:
 
 
 def prefixed(name: str, state: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the arrays with keys prefixed by `name` and a dot."""
     return {f"{name}.{key}": value for key, value in state.items()}
 
 
 def part_of(state: Mapping[str, Array], name: str) -> dict[str, Array]:
-    """Return the arrays that `prefixed` put under `name`."""
     return {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
 
 

@@ -14,7 +14,6 @@ _WARMTH, _PRIOR_WEIGHT = 0.15, 0.3
 
 
 def neighbors_mass(found: Found, prior: Array) -> Array:
-    """Return a Kaplan-Meier estimate from the weighted neighbors and the hazards of `prior`."""
     weights = np.exp((found.similarity - 1.0) / _WARMTH)
     ends = np.searchsorted(EDGES, found.tokens, side="right") - 1
     left = np.bincount(ends, weights, BINS)

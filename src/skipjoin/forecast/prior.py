@@ -17,7 +17,6 @@ _FIRST_WEIGHT = 2.0
 
 
 def first_guess() -> Array:
-    """Return a lognormal distribution over the bins."""
     away = (LOG_MIDDLES - np.log(_FIRST_GUESS)) / np.log(_FIRST_SPREAD)
     mass: Array = np.exp(-0.5 * away**2)
     return np.asarray(mass / mass.sum())

@@ -14,7 +14,6 @@ from skipjoin.forecast.store import STATE, StateError, read_arrays, read_descrip
 
 
 def states(parent: Path) -> list[Path]:
-    """Return the state folders below `parent`, including those moved aside."""
     if not parent.is_dir():
         return []
     return sorted(folder for folder in parent.iterdir() if folder.is_dir() and _is_state(folder))

@@ -3,7 +3,7 @@
 state.json                  format, identity, counts, name and hash of the arrays' file
 arrays-<hash>.safetensors   the arrays
 
-The JSON file is replaced last, so updates are atomic. A state contains neither text nor tokens.
+The JSON file is replaced last, so updates are atomic.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Identity:
 
 
 def default_folder() -> Path:
-    """Return the folder of states: $SKIPJOIN_FORECAST_DIR, or in the user's cache folder."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
     return cache_folder() / "forecasts"
@@ -146,7 +145,6 @@ def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Ar
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the JSON file of a state."""
     try:
         found = json.loads((folder / STATE).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -166,7 +164,6 @@ def _read(folder: Path, identity: Identity) -> dict[str, Array]:
 
 
 def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:
-    """Return the arrays of a state."""
     name = str(described.get("arrays"))
     if Path(name).name != name or not (folder / name).is_file():
         raise StateError(f"{name} is missing")

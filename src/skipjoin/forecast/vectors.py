@@ -43,7 +43,6 @@ class Vectors(Protocol):
 
 
 def vectors_of(entries: int, width: int) -> Vectors:
-    """Return a store for `entries` vectors. A large one needs usearch."""
     if entries <= EXACT_ENTRIES:
         return ExactVectors(entries, width)
     return GraphVectors(width)

@@ -23,12 +23,15 @@ from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.model.generation_config import sampling_defaults
+from skipjoin.model.grammars import Grammars
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.options import settings_of
 from skipjoin.sampling import MAX_SALT, ParameterError, SamplingParams, TokenDetail
+from skipjoin.structured_output import GrammarError, StructuredOutput
 
 Message = Mapping[str, Any]
 Salts = str | Sequence[str | None] | None
+Constraint = StructuredOutput | Mapping[str, Any] | None
 
 
 @dataclass(slots=True)
@@ -111,6 +114,7 @@ class LLM:
             self.engine.executor.close()
             raise
         self._loop = EngineLoop(self.engine)
+        self._grammars = Grammars(lambda: self.tokenizer, info.vocab_size, info.eos_token_ids)
         self._next_id = 0
         self._is_closed = False
 
@@ -141,6 +145,7 @@ class LLM:
         priority: int = 0,
         target: Target = NO_TARGET,
         cache_salt: Salts = None,
+        structured_outputs: Constraint = None,
     ) -> list[Generation]:
         """Complete one or many prompts, each a text or its token ids, and return results in the same order.
 
@@ -151,6 +156,8 @@ class LLM:
             target: Soft objectives of each prompt, in seconds above 0.
             cache_salt: One for all prompts, or one per prompt, of 1 to 256 characters. Prompts share cached KV only
                 with prompts of the same salt; None shares it with prompts without a salt.
+            structured_outputs: Constraint of all outputs, for example `{"json": schema}`, which replaces that of
+                `params`. See `StructuredOutput.of`.
 
         Raises:
             ParameterError: If a prompt or an argument is invalid. Nothing runs in that case.
@@ -159,7 +166,8 @@ class LLM:
         given = _as_list(prompts)
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
         texts = [item if isinstance(item, str) else None for item in given]
-        return self._run(ids, texts, params, _options(service, priority, target), cache_salt)
+        each = self._each(params, len(ids), structured_outputs)
+        return self._run(ids, texts, each, _options(service, priority, target), cache_salt)
 
     def chat(
         self,
@@ -170,25 +178,24 @@ class LLM:
         priority: int = 0,
         target: Target = NO_TARGET,
         cache_salt: Salts = None,
+        structured_outputs: Constraint = None,
     ) -> list[Generation]:
         """Answer one or many conversations with the model's chat template.
 
         A conversation is a list of messages with a role and a content. The arguments are those of `generate`.
         """
         ids = [self.tokenizer.chat(conversation) for conversation in _conversations(messages)]
-        return self._run(ids, [None] * len(ids), params, _options(service, priority, target), cache_salt)
+        each = self._each(params, len(ids), structured_outputs)
+        return self._run(ids, [None] * len(ids), each, _options(service, priority, target), cache_salt)
 
     def _run(
         self,
         ids: list[list[int]],
         texts: Sequence[str | None],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        each: Sequence[SamplingParams],
         options: RequestOptions,
         cache_salt: Salts,
     ) -> list[Generation]:
-        if self._is_closed:
-            raise RuntimeError("this LLM is closed: make another one to generate")
-        each = _per_prompt(self.default_params if params is None else params, len(ids))
         salted = [replace(options, cache_salt=salt) for salt in _salts(cache_salt, len(ids))]
         running: dict[int, _Running] = {}
         try:
@@ -211,6 +218,24 @@ class LLM:
                 self._loop.abort(request_id)
                 self._learn(unfinished, FinishReason.ABORT)
         return results
+
+    def _each(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, constraint: Constraint
+    ) -> list[SamplingParams]:
+        """Return the parameters of each prompt. Their constraints compile."""
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed: make another one to generate")
+        each = _per_prompt(self.default_params if given is None else given, count)
+        try:
+            if constraint is not None:
+                one = constraint if isinstance(constraint, StructuredOutput) else StructuredOutput.of(constraint)
+                each = [replace(params, structured_outputs=one) for params in each]
+            for asked in {params.structured_outputs for params in each}:
+                if asked is not None:
+                    self._grammars.matcher(asked)
+        except GrammarError as error:
+            raise ParameterError("structured_outputs", f"structured_outputs {error}") from None
+        return list(each)
 
     def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
         """Run the loop until all requests have finished; `ahead` submits the next step before detokenizing."""

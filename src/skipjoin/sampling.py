@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from skipjoin.structured_output import StructuredOutput
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
@@ -71,6 +73,8 @@ class SamplingParams:
         logit_bias: Value added to the logit of each token id.
         logprobs: Number of alternatives reported with the chosen token's log-probability; None reports neither.
         prompt_logprobs: The same for prompt tokens.
+        structured_outputs: Constraint on the output. The output ends only where the grammar may end, whatever
+            `ignore_eos` and `min_tokens` are, and always where the grammar must end.
 
     Raises:
         ParameterError: If a value is outside its bounds.
@@ -92,6 +96,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -116,6 +121,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _integer(name, value, 0, MAX_LOGPROBS)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutput):
+            raise ParameterError(
+                "structured_outputs", f"structured_outputs must be a StructuredOutput, got {self.structured_outputs!r}"
+            )
 
     def resolved(self, room: int) -> SamplingParams:
         """Return the parameters with a number as `max_tokens`, by default `room`, the rest of the context."""

@@ -22,6 +22,7 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.grammars import Grammars
 from skipjoin.model.logits_processors import ProcessorState, default_processors
 from skipjoin.model.sampler import Sampler
 from skipjoin.sampling import SamplingParams
@@ -65,7 +66,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
         alone("llama")  # cache its outputs without a probe
     made: list[Probe] = []
 
-    def sampler(model: CausalLM) -> Sampler:
+    def sampler(model: CausalLM, grammars: Grammars | None) -> Sampler:
         made.append(Probe())
         vocab_size = model.config.vocab_size
         return Sampler(vocab_size, processors=[*default_processors(vocab_size), made[-1]])

@@ -144,9 +144,9 @@ class StepResult:
             overlapped moves of this or earlier plans.
         failed: Moves that failed since then. Their target blocks, and slices that read these, are invalid.
         stages: Times of the pipeline stages, first to last. Empty without a pipeline.
-        dropped: Reasons why slices were dropped because the step exceeded the device's memory, by index. Their tokens
-            are None, and their requests end with `FinishReason.ERROR`. Executors with several ranks drop nothing,
-            because their ranks would diverge.
+        dropped: Reasons why slices were dropped, by index: the step exceeded the device's memory, or the grammar
+            failed. Their tokens are ignored, and their requests end with `FinishReason.ERROR`. Executors with several
+            ranks drop none for lack of memory, because their ranks would diverge.
     """
 
     plan: StepPlan

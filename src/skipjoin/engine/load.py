@@ -21,6 +21,7 @@ from skipjoin.exec.memory import LargestStep, measure_peak
 from skipjoin.exec.rank_spec import MemoryBudget, ModelExecutor, RankSpec, make_store, memory_budget_of, rank_spec_of
 from skipjoin.exec.warm_up import warm_up
 from skipjoin.model.config import ModelConfig
+from skipjoin.model.grammars import grammars_of
 from skipjoin.model.loader import load_model, resolve_folder
 from skipjoin.model.ops.threads import default_threads
 from skipjoin.model.parallel import check_shards
@@ -88,7 +89,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     warm_up(model, store.device, largest, partial(on_progress, "compiling kernels"))
     on_record = partial(on_progress, "recording decode steps")
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
-    return LocalExecutor(model, store, threads=threads, graphs=graphs)
+    return LocalExecutor(model, store, threads=threads, graphs=graphs, grammars=grammars_of(folder, model.config))
 
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:

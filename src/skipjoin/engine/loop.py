@@ -64,16 +64,25 @@ class EngineLoop:
             RequestTooLargeError: If the KV pool cannot hold the request.
         """
         self._check(prompt, params.output_limit)
+        if params.structured_outputs is not None and not self.engine.info.eos_token_ids:
+            raise ParameterError(
+                "structured_outputs",
+                "structured_outputs needs a model with an end-of-sequence token, and this one has none",
+            )
         now = self.clock()
         eos = self.engine.info.eos_token_ids
-        stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
+        # Where a grammar must end, end-of-sequence ends the output, whatever `ignore_eos` and `min_tokens` are.
+        is_free = params.structured_outputs is None
+        stop_tokens = frozenset(params.stop_token_ids)
+        if not (params.ignore_eos and is_free):
+            stop_tokens |= frozenset(eos)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         request = Request(
             request_id,
             now - age_s,
             prompt,
             params.output_limit,
-            min_tokens=params.min_tokens,
+            min_tokens=params.min_tokens if is_free else 0,
             stop_tokens=stop_tokens,
             options=options,
             sampling=Sampling(params, seed, eos),

@@ -17,6 +17,7 @@ from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import use_device
+from skipjoin.model.grammars import Grammars
 
 
 class LocalHandle:
@@ -58,10 +59,11 @@ class LocalExecutor:
         threads: int | None = None,
         copier: Copier | None = None,
         graphs: DecodeGraphs | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.store = store
-        self._worker = Worker(model, store, copier=copier, graphs=graphs)
+        self._worker = Worker(model, store, copier=copier, graphs=graphs, grammars=grammars)
         threads = threads or torch.get_num_threads()
         self._thread = ThreadPoolExecutor(
             max_workers=1,

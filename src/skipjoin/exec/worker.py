@@ -20,6 +20,9 @@ from skipjoin.exec.transfer import Copier, Ended, copier_for
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import is_out_of_memory
+from skipjoin.model.grammar_mask import GrammarMask
+from skipjoin.model.grammars import Grammars
+from skipjoin.model.logits_processors import default_processors
 from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, SamplingState, joined
 from skipjoin.model.transfer import CpuCopy, send
 from skipjoin.sampling import TokenDetail, TokenLogprob
@@ -70,16 +73,23 @@ class Worker:
     Args:
         copier: Receives overlapped moves when their plan begins and not earlier, since they may write blocks that an
             earlier plan's moves still read. None for the store's default.
+        grammars: Needed by requests with structured outputs.
     """
 
     def __init__(
-        self, model: CausalLM, store: KVStore, *, copier: Copier | None = None, graphs: DecodeGraphs | None = None
+        self,
+        model: CausalLM,
+        store: KVStore,
+        *,
+        copier: Copier | None = None,
+        graphs: DecodeGraphs | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.store = store
         self._graphs = graphs
         self._copier = copier or (copier_for(store) if store.cpu is not None else None)
-        self._sampler = _sampler(model)
+        self._sampler = _sampler(model, grammars)
         self._alone = model.shard.ranks == 1
         self._clock = DeviceClock(model.device) if model.device.type == "cuda" else CpuClock()
         # Tokens sampled by the latest plan and the row of each request, for slices of the next plan that await them.
@@ -179,6 +189,7 @@ class Worker:
         parts = self._halved(slices, going, in_flight) if going else []
         in_flight.chosen = [index for part in parts for index in part.chosen]
         in_flight.scores = [score for part in parts for score in part.scores]
+        self._drop_failed(in_flight)
         in_flight.sampled = joined([part.sampled for part in parts if part.sampled is not None])
         rows = {slices[index].request: row for row, index in enumerate(in_flight.chosen)}
         self._sampled, self._rows = in_flight.sampled, rows
@@ -203,6 +214,14 @@ class Worker:
         if len(going) == 1:
             return []
         return [part for half in halves(slices, going) for part in self._halved(slices, half, in_flight)]
+
+    @staticmethod
+    def _drop_failed(in_flight: InFlightStep) -> None:
+        """Drop slices whose token could not be chosen. They still have one, which later slices may await."""
+        for index in in_flight.chosen:
+            sampling = in_flight.states[index].sampling
+            if sampling is not None and sampling.error:
+                in_flight.dropped[index] = sampling.error
 
     def _state_of(self, request: Request) -> RequestState:
         state = self._states.get(request)
@@ -301,13 +320,17 @@ class Worker:
         return self._sampled.report.read()[self._rows[request]].token
 
 
-def _sampler(model: CausalLM) -> Sampler:
+def _sampler(model: CausalLM, grammars: Grammars | None) -> Sampler:
+    vocab_size = model.config.vocab_size
+    processors = default_processors(vocab_size)
+    if grammars is not None:
+        processors = (*processors, GrammarMask(grammars))
     if model.ops.name != "triton":
-        return Sampler(model.config.vocab_size)
+        return Sampler(vocab_size, processors=processors)
     # Imported lazily: Triton is optional.
     from skipjoin.model.kernels.thresholds import bisected_thresholds  # noqa: PLC0415
 
-    return Sampler(model.config.vocab_size, bisected_thresholds)
+    return Sampler(vocab_size, bisected_thresholds, processors)
 
 
 def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -21,9 +21,11 @@ class ProcessorState:
 
     Attributes:
         reads_output: Whether the state depends on the output tokens, which are then passed to `accept`.
+        error: Why the request cannot continue; empty if it can.
     """
 
     reads_output: ClassVar[bool] = False
+    error: str = ""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by the next output tokens. Each is passed once, in order."""

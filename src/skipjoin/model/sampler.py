@@ -64,6 +64,11 @@ class SamplingState:
                 state.accept(tokens)
         self.length += len(tokens)
 
+    @property
+    def error(self) -> str:
+        """Why the request cannot continue; empty if it can."""
+        return next((state.error for _, state in self.adjustments if state.error), "")
+
 
 class SampleRow(NamedTuple):
     """Request whose next token is sampled, after `length` output tokens."""
@@ -132,7 +137,7 @@ class Sampler:
     Args:
         find_thresholds: Implements top_k and top_p; None searches the largest logits, which makes the CPU wait for a
             GPU.
-        processors: Applied in this order; None for those of `SamplingParams`.
+        processors: Applied in this order; None for those of `SamplingParams` that need no grammar.
     """
 
     def __init__(

@@ -93,6 +93,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
     landed: list[int]
     failed: list[int]
     details: dict[int, TokenDetail] = {}
+    dropped: dict[int, str] = {}
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):

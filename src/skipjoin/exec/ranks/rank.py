@@ -60,6 +60,7 @@ class Rank:
             landed=plans.numbers_of(result.landed),
             failed=plans.numbers_of(result.failed),
             details=dict(result.details) if shard.tp_rank == 0 else {},  # type: ignore[arg-type]
+            dropped=dict(result.dropped),
         )
 
     def _fail(self, error: Exception) -> RankFailed:

@@ -160,6 +160,7 @@ class ShardedExecutor:
             landed=landed,
             failed=failed,
             stages=tuple(times) if len(times) > 1 else (),
+            dropped=sampling[0].dropped,
         )
 
     def _answers(self) -> list[Done]:

@@ -56,6 +56,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             max_tokens=min((value for value in limits.values() if value is not None), default=room),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=None,
+            structured=await service.structured_output(body),
         )
         return [Prompt(ids, None, params)]
 

@@ -28,6 +28,7 @@ from skipjoin.server.api.responses import (
     encode,
 )
 from skipjoin.server.api.service import Service
+from skipjoin.structured_output import StructuredOutput
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -43,8 +44,9 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
 
     async def tokenize(self, body: CompletionRequest) -> list[Prompt]:
         prompts = []
+        structured = await self.service.structured_output(body)
         for prompt in body.prompts:
-            prompts.append(await self._tokenize(body, prompt))
+            prompts.append(await self._tokenize(body, prompt, structured))
             await asyncio.sleep(0)  # let other streams continue
         if body.echo and body.logprobs is not None:
             self._check_scores(sum(len(prompt.ids) for prompt in prompts), 1 + body.logprobs, body.n or 1)
@@ -59,7 +61,9 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
                 "logprobs",
             )
 
-    async def _tokenize(self, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
+    async def _tokenize(
+        self, body: CompletionRequest, prompt: str | list[int], structured: StructuredOutput | None
+    ) -> Prompt:
         service = self.service
         text = prompt if isinstance(prompt, str) else None
         ids = await service.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
@@ -74,6 +78,7 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
             max_tokens=min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else max(1, body.max_tokens),
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
+            structured=structured,
         )
         return Prompt(ids, text, params)
 

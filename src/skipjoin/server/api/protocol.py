@@ -6,8 +6,7 @@ that have no effect (`Only`) and refused with any other:
 | field | accepted |
 |---|---|
 | best_of, num_choices of beam search | null, 1; use_beam_search: null, false |
-| suffix, prompt_logprobs, truncate_prompt_tokens, allowed_token_ids, guided decoding | null |
-| response_format | null, {"type": "text"} |
+| suffix, prompt_logprobs, truncate_prompt_tokens, allowed_token_ids | null |
 | tools, functions | null, [] |
 | tool_choice, function_call | null, "none"; tool_choice also "auto", which without tools means nothing |
 | parallel_tool_calls, add_special_tokens | any boolean: they change nothing without tools, or are the default |
@@ -32,6 +31,7 @@ from pydantic import (
     Tag,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -161,6 +161,39 @@ Prompt = Annotated[
 ]
 
 
+class JsonSchema(Body):
+    """OpenAI's named schema. All schemas are enforced, whether `strict` or not. Without a schema, any JSON is valid."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's format of a response.
+
+    Attributes:
+        json_schema: Required by the type "json_schema", and null with others.
+    """
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @field_validator("json_schema")
+    @classmethod
+    def _is_named_by_type(cls, value: JsonSchema | None, info: ValidationInfo) -> JsonSchema | None:
+        if info.data.get("type") not in (None, "json_schema") and value is not None:
+            raise ValueError("it must be null unless the type is json_schema")
+        return value
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema must not be null with the type json_schema")
+        return self
+
+
 class GenerationBody(Body):
     """Fields that all generation endpoints share."""
 
@@ -208,16 +241,18 @@ class GenerationBody(Body):
     best_of: Annotated[Any, Only(None, 1)] = None
     use_beam_search: Off = None
     length_penalty: Annotated[Any, Only(None, 1)] = None
-    response_format: Annotated[Any, Only(None, {"type": "text"})] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Label = None
     spaces_between_special_tokens: Annotated[Any, Only(None, True)] = None
     prompt_logprobs: Null = None
     truncate_prompt_tokens: Null = None
     allowed_token_ids: Null = None
-    guided_json: Null = None
-    guided_regex: Null = None
-    guided_choice: Null = None
-    guided_grammar: Null = None
-    structured_outputs: Null = None
     return_token_ids: Off = None
     return_tokens_as_token_ids: Off = None
 

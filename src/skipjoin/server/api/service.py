@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.model.config import ModelError
+from skipjoin.model.grammars import Grammars
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.sampling import ParameterError, SamplingParams
 from skipjoin.server.api.errors import (
@@ -30,10 +31,12 @@ from skipjoin.server.api.forecasting import AskFor, Expectation, Forecasting
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import Body, ChatRequest, GenerationBody, TokenizeRequest
 from skipjoin.server.api.shapes import checked
+from skipjoin.server.api.structured import structured_output
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, EngineHungError, NoReplicaError
 from skipjoin.server.engines.messages import Ready
 from skipjoin.server.metrics import Metrics
+from skipjoin.structured_output import GrammarError, StructuredOutput
 
 # Longer texts and bodies are processed in a thread, so that streams do not stall.
 _LARGE = 8192
@@ -103,6 +106,7 @@ class Service:
             sampling_defaults: The model's defaults for missing sampling parameters.
         """
         self._info, self._tokenizer = info, tokenizer
+        self._grammars = Grammars(lambda: tokenizer, info.vocab_size, tokenizer.eos_token_ids)
         self._sampling_defaults = sampling_defaults or {}
         if keeper is not None:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
@@ -244,8 +248,28 @@ class Service:
 
     # -- sampling -----------------------------------------------------------------------------------------
 
+    async def structured_output(self, body: GenerationBody) -> StructuredOutput | None:
+        """Return the constraint of a body's fields, if any. Raise 400 unless it compiles."""
+        structured, field = structured_output(body)
+        if structured is not None:
+            await self.check_grammar(structured, field)
+        return structured
+
+    async def check_grammar(self, structured: StructuredOutput, field: str) -> None:
+        """Raise 400, which names the field, unless a grammar compiles. Grammars are compiled in a thread, once each."""
+        try:
+            await self.in_thread(self._grammars.matcher, structured)
+        except GrammarError as error:
+            raise bad_request(f"{field} {error}", field) from None
+
     def sampling(
-        self, body: GenerationBody, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        body: GenerationBody,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        structured: StructuredOutput | None = None,
     ) -> SamplingParams:
         """Return the sampling parameters of one prompt, with the model's defaults for missing fields."""
         given: dict[str, Any] = {
@@ -264,6 +288,7 @@ class Service:
             "logit_bias": body.logit_bias and {int(token): bias for token, bias in body.logit_bias.items()},
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
+            "structured_outputs": structured,
         }
         self.check_ids("stop_token_ids", body.stop_token_ids or ())
         self.check_ids("logit_bias", [int(token) for token in body.logit_bias or ()])

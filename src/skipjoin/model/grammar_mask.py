@@ -1,0 +1,154 @@
+"""Logits processor of constrained output: removes the tokens that the grammar does not allow next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+
+from skipjoin.model.grammars import Grammars
+from skipjoin.model.logits_processors import ProcessorState
+from skipjoin.model.transfer import send, to_device
+from skipjoin.sampling import SamplingParams
+from skipjoin.structured_output import GrammarError
+
+
+class GrammarMask:
+    """Allows the tokens with which the output remains a beginning of a text of the grammar.
+
+    Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and other processors say.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._words = -(-grammars.vocab_size // 32)
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> GrammarState | None:
+        if params.structured_outputs is None:
+            return None
+        try:
+            matcher = self._grammars.matcher(params.structured_outputs)
+        except GrammarError as error:
+            return GrammarState(None, params, eos_token_ids, f"structured_outputs {error}")
+        return GrammarState(matcher, params, eos_token_ids)
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, GrammarState]]) -> None:
+        masks = np.zeros((len(rows), self._words), np.int32)
+        # In parallel, without the GIL.
+        _executor().unsafe_compute_mask_ptr(
+            [(state.matcher, place) for place, (_, state) in enumerate(rows)],
+            masks.ctypes.data,
+            masks.itemsize * self._words,
+            len(rows),
+        )
+        ending = [row for mask, (row, state) in zip(masks, rows, strict=True) if state.settle(mask)]
+        bits = to_device(torch.from_numpy(masks.view(np.uint8)), logits.device)
+        bias = _bias_of_bytes(logits.device)[bits.int()].view(len(rows), -1)[:, : logits.shape[1]]
+        if len(rows) == len(logits):
+            logits += bias
+        else:
+            logits.index_add_(0, send([row for row, _ in rows], logits.device), bias)
+        if ending:  # whatever other processors have done to end-of-sequence
+            index = send(ending, logits.device)[:, None], send(self._grammars.eos_token_ids, logits.device)
+            logits[index] = 0.0
+
+
+class GrammarState(ProcessorState):
+    """Position of one request in its grammar.
+
+    Attributes:
+        error: Why the request cannot continue; empty if it can.
+    """
+
+    reads_output = True
+
+    def __init__(
+        self, matcher: LLMatcher | None, params: SamplingParams, eos_token_ids: Collection[int], error: str = ""
+    ) -> None:
+        assert params.structured_outputs is not None
+        self.error = error
+        self._matcher = matcher
+        self._params = params
+        self._eos = _Bits(eos_token_ids)
+        self._ending = _Bits([*eos_token_ids, *params.stop_token_ids])
+        self._after = params.structured_outputs.after
+        self._recent: list[int] = []  # last tokens before the constraint begins
+        self._has_begun = not self._after
+        self._length = 0
+
+    @property
+    def matcher(self) -> LLMatcher:
+        assert self._matcher is not None
+        return self._matcher
+
+    def is_active(self, length: int) -> bool:
+        return self._has_begun and not self.error
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._length += len(tokens)
+        if not self._has_begun:
+            tokens = self._after_beginning(tokens)
+        if tokens and not self.error and not self.matcher.consume_tokens(list(tokens)):
+            self._note_error()
+
+    def settle(self, mask: np.ndarray) -> bool:
+        """Apply the rules of the end to the allowed tokens, int32 [words]. Return whether the output must end here."""
+        if self.matcher.is_error():
+            self._note_error()
+        params = self._params
+        if params.stop_token_ids and self.matcher.is_accepting():
+            self._ending.add_to(mask)
+        if params.ignore_eos or self._length < params.min_tokens:
+            others = mask.copy()
+            self._ending.remove_from(others)
+            if others.any():
+                if params.ignore_eos:
+                    self._eos.remove_from(mask)
+                return False
+        elif mask.any():
+            return False
+        self._eos.add_to(mask)
+        return True
+
+    def _after_beginning(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the tokens after the first occurrence of `after`."""
+        for at, token in enumerate(tokens, 1):
+            self._recent = [*self._recent, token][-len(self._after) :]
+            if tuple(self._recent) == self._after:
+                self._has_begun = True
+                return tokens[at:]
+        return ()
+
+    def _note_error(self) -> None:
+        self.error = f"structured_outputs cannot be enforced further: {self.matcher.get_error()}"
+
+
+class _Bits:
+    """Few tokens of a packed set."""
+
+    def __init__(self, tokens: Collection[int]) -> None:
+        ids = np.array(sorted(set(tokens)), np.int64)
+        self._words, self._bits = ids >> 5, (np.uint32(1) << (ids & 31).astype(np.uint32)).view(np.int32)
+
+    def add_to(self, mask: np.ndarray) -> None:
+        np.bitwise_or.at(mask, self._words, self._bits)
+
+    def remove_from(self, mask: np.ndarray) -> None:
+        np.bitwise_and.at(mask, self._words, ~self._bits)
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
+
+
+@cache
+def _bias_of_bytes(device: torch.device) -> torch.Tensor:
+    """Return the bias of each bit of each byte, float32 [256, 8]: 0 for an allowed token, else -inf."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return to_device(torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf))), device)

@@ -1,0 +1,129 @@
+"""Grammars of constrained output, compiled for a model's vocabulary.
+
+A matcher is a pure function of a grammar and output tokens. It is therefore never saved: after a restart or on another
+engine the known output tokens advance a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.structured_output import GrammarError, StructuredOutput
+
+# Compiled grammars to keep. Each takes from 10 KB to a few MB.
+_MAX_COMPILED = 64
+# Marks special tokens in the vocabulary, which no text can produce.
+_SPECIAL = b"\xff"
+
+
+class Grammars:
+    """Compiles grammars, and keeps the recent ones. Thread-safe.
+
+    Args:
+        load_tokenizer: Called once, when the vocabulary is first needed.
+        vocab_size: Number of the model's logits.
+        eos_token_ids: Tokens that end an output.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self._load_tokenizer = load_tokenizer
+        self.eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        # Errors must not quote the grammar, which would end up in logs.
+        self._limits = LLParserLimits(verbose_errors=False)
+
+    def matcher(self, structured: StructuredOutput) -> LLMatcher:
+        """Return a new matcher.
+
+        Raises:
+            GrammarError: If the grammar does not compile.
+        """
+        with self._lock:
+            compiled = self._compiled.get(structured)
+            if compiled is not None:
+                self._compiled.move_to_end(structured)
+                return compiled.deep_copy()
+        # Compiling releases the GIL, and must not block other grammars.
+        compiled = LLMatcher(self.vocabulary, llguidance_grammar(structured), limits=self._limits, log_level=0)
+        if compiled.is_error():
+            raise GrammarError(_reason(compiled.get_error()))
+        with self._lock:
+            self._compiled[structured] = compiled
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return compiled.deep_copy()
+
+    @property
+    def vocabulary(self) -> LLTokenizer:
+        """The model's vocabulary as a tree of bytes, which takes about a second for 128,000 tokens."""
+        with self._loading:
+            if self._vocabulary is None:
+                if not self.eos_token_ids:
+                    raise GrammarError("needs a model with an end-of-sequence token, and this one has none")
+                self._vocabulary = _vocabulary(self._load_tokenizer(), self.vocab_size, self.eos_token_ids)
+            return self._vocabulary
+
+
+def grammars_of(folder: str | Path, config: ModelConfig) -> Grammars:
+    """Return the grammars of a model folder."""
+    return Grammars(partial(load_tokenizer, folder), config.vocab_size, config.eos_token_ids)
+
+
+class _Wrapped:
+    """The properties of a tokenizer that `TokenizerWrapper` reads."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        special = tokenizer.special_ids
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = sorted(token for token in special if token < vocab_size)
+        self.tokens = [
+            (_SPECIAL if token in special else b"") + tokenizer.token_bytes(token) for token in range(vocab_size)
+        ]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos: list[int]) -> LLTokenizer:
+    wrapped = TokenizerWrapper(_Wrapped(tokenizer, vocab_size, eos[0]))
+    return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=eos)
+
+
+def llguidance_grammar(structured: StructuredOutput) -> str:
+    """Return the grammar in llguidance's notation; raise `GrammarError` for malformed JSON."""
+    text = structured.text
+    if structured.kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if structured.kind == "grammar":
+        return LLMatcher.grammar_from_lark(text)
+    if structured.kind == "choice":
+        # Quoted strings are written as in JSON.
+        choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    spaces = structured.whitespace
+    options = {"whitespace_flexible": False} if spaces is None else {"whitespace_pattern": spaces}
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise GrammarError(f"must be a JSON schema: {error}") from None
+
+
+def _reason(error: str) -> str:
+    return f"cannot be enforced: {error.strip()}"

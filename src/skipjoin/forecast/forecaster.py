@@ -105,10 +105,7 @@ class Forecaster:
         return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests}, quiet=quiet)
 
     def load(self, folder: str | Path) -> bool:
-        """Load the state saved for the same models and encoder, and return whether there was one.
-
-        An invalid state is moved aside.
-        """
+        """Load the state for the same models and encoder, and return whether there was one."""
         with self._lock:
             return load_state(Path(folder), self.identity, self._restore)
 

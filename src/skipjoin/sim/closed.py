@@ -17,8 +17,7 @@ class ClosedStream:
     """Closed-loop stream with at most `size` requests in flight, starting at 0.
 
     Attributes:
-        together: Submit the next `size` requests once all earlier ones have finished (BROS section 7.1), instead of one
-            for each that finishes.
+        together: Submit the next `size` requests once all earlier ones have finished (BROS section 7.1).
         until: Time in seconds from which no request is submitted.
     """
 

@@ -79,7 +79,6 @@ class DeviceGroup:
 
     @property
     def name(self) -> str:
-        """Text that `parse_hardware` accepts."""
         split = (f"tp{self.tp}" if self.tp > 1 else "") + (f"pp{self.pp}" if self.pp > 1 else "")
         return f"{self.device.name}:{split}" if split else self.device.name
 

@@ -136,7 +136,6 @@ _OTHER_NAMES = {"llama-30b": "llama-33b"}
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return the model of that name, case-insensitive."""
     key = name.strip().lower()
     key = _OTHER_NAMES.get(key, key)
     if key not in MODELS:

@@ -50,7 +50,7 @@ DEFAULT_EFFICIENCY = Efficiency()
 
 
 class RooflineCost:
-    """Roofline cost model: a step takes the longer of arithmetic and weight reads, plus costs that overlap neither.
+    """Roofline cost model of simulated hardware.
 
     A step of T tokens (prefill and decodes) takes, summed over the stages:
 
@@ -59,8 +59,8 @@ class RooflineCost:
         + two all-reduces per layer, if tp > 1 + sending T activations between stages
         + a constant per layer and per step.
 
-    The cached context of a prefill chunk is charged as arithmetic, which dominates from about 100 tokens on. Shorter
-    chunks over a long context are underestimated.
+    The cached context of a prefill chunk is charged as arithmetic, which underestimates chunks of less than about 100
+    tokens over a long context.
 
     Args:
         block_size, swap_dtype: Of blocks in CPU memory. Quantization is faster than the link and costs nothing.

@@ -3,7 +3,7 @@
 A prefill replica keeps a request's KV until it has landed on a decode replica, which pulls it, first come, first
 served, when its admission policy has space without an eviction. Full decode replicas therefore stall prefill replicas.
 
-Simplification: each replica has its own link, even if replicas share a server.
+Each replica has its own link, even if replicas share a server.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class PromptBin:
 class QuantileTable:
     """Measured joint distribution: prompt quantiles, and output quantiles given the prompt's bin.
 
-    Sampling is by inverse transform with linear interpolation. Within a bin, the output is independent of the prompt.
+    Sampling is by inverse transform with linear interpolation.
     """
 
     name: str
@@ -180,7 +180,6 @@ def _area(widths: Sequence[float], knots: Sequence[int]) -> float:
 
 @cache
 def read_table(name: str) -> dict[str, Any]:
-    """Return a built-in table's JSON object."""
     text = files("skipjoin.workload").joinpath("tables", f"{name}.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table

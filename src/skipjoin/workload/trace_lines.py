@@ -84,7 +84,6 @@ class CsvLine:
 
 
 def csv_lines(name: str, file: TextIO) -> Iterator[CsvLine]:
-    """Yield the non-blank rows below the header."""
     records = _records(name, file)
     header = next(records, None)
     if header is None:
@@ -172,7 +171,6 @@ class JsonLine:
 
 
 def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
-    """Yield the objects of non-blank lines."""
     for number, line in enumerate(file, start=1):
         if line.strip():
             place = f"{name} line {number}"

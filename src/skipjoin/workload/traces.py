@@ -49,7 +49,6 @@ class TraceRow(NamedTuple):
     """One recorded request; fields that its file lacks are None.
 
     Attributes:
-        arrival_s: Arrival in seconds.
         prompt: Text of the prompt.
         parts: Complete named parts of the prompt, from hash_ids.
     """
@@ -152,7 +151,6 @@ def read_trace(path: str | Path, *, hash_tokens: int | None = HASH_TOKENS) -> Tr
 
 
 def count_words(text: str) -> int:
-    """Return the number of words and punctuation marks."""
     return len(_WORD_OR_MARK.findall(text))
 
 

@@ -350,9 +350,8 @@ def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = (), prefix: 
 def parse_stream(text: str) -> Stream:
     """Parse a stream such as `name=batch,lengths=uniform:512-1024,32-128,arrivals=poisson,share=0.5,class=best-effort`.
 
-    A comma separates fields only if a word and = follow it. name, lengths and share are required. Defaults are
-    arrivals=poisson, priority=0 and class=real-time. Streams without key= belong to one client. prefix=1000:20 is as in
-    `parse_shared_prefix`.
+    name, lengths and share are required. Defaults are arrivals=poisson, priority=0 and class=real-time. Streams without
+    key= belong to one client. prefix=1000:20 is as in `parse_shared_prefix`.
     """
     fields = FieldTexts("stream", text, known=STREAM_FIELDS, needed=("name", "lengths", "share"))
     return Stream(
@@ -368,12 +367,9 @@ def parse_stream(text: str) -> Stream:
 
 
 def parse_closed(text: str) -> Closed:
-    """Parse a closed-loop stream.
+    """Parse a stream such as `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
 
-    An example is `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
-
-    name, lengths and size are required. Defaults are mode=batch, priority=0 and class=real-time. Otherwise as
-    `parse_stream`.
+    name, lengths and size are required. Defaults are mode=batch, priority=0 and class=real-time.
     """
     fields = FieldTexts("closed", text, known=CLOSED_FIELDS, needed=("name", "lengths", "size"))
     return Closed(
@@ -405,7 +401,6 @@ def with_best_effort(workload: Classed, share: float) -> Classed:
 
 
 def with_closed(workload: Classed, closed: Sequence[Closed]) -> Classed:
-    """Return the workload with closed-loop streams."""
     return replace(workload, closed=tuple(closed))
 
 

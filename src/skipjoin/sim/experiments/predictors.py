@@ -212,7 +212,6 @@ def parse_predictor(text: str) -> PredictorSpec:
 
 
 def columns_of(text: str | None) -> list[str]:
-    """Return the trace columns that a named predictor reads."""
     spec = None if text is None else parse_predictor(text)
     return [spec.column] if isinstance(spec, FromColumn) else []
 

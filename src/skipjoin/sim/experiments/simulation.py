@@ -156,8 +156,8 @@ class Run:
     """Run of a cell: shards that can be simulated separately, and the record.
 
     Requests are assigned to replicas (prefill replicas, if any) round robin, and belong to the shard of that replica.
-    Within the shard the dispatch rule chooses. Round robin therefore gives the same record as without shards, while
-    other rules choose among 64 replicas. A forecaster learns in each shard separately.
+    Within the shard the dispatch rule chooses. Other rules than round robin therefore choose among 64 replicas, and a
+    forecaster learns in each shard separately.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -372,7 +372,7 @@ class _Watch:
             self._on_share((self._reported - self._others) / max(1, self._requests))
 
     def facts(self, end: float) -> list[RequestFacts]:
-        """Return all requests, those unfinished at `end` last. No events may be observed afterwards."""
+        """Return all requests, those unfinished at `end` last. No events may be observed afterward."""
         away = [] if self.handovers is None else self.handovers.live(end)
         return [*self._ended, *away, *(one for log in self.logs for one in log.live(end))]
 

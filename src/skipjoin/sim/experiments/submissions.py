@@ -27,8 +27,6 @@ _BLOCK = 256
 class Submissions:
     """Jobs of one shard, by request id: those of the workload, then those of closed streams.
 
-    Closed streams have the highest ids, because policies use ids only to break ties.
-
     Attributes:
         lengths: True output lengths by request id.
         rejected: Rejected jobs of closed streams, each replaced at once by the next job.

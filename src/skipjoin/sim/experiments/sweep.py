@@ -139,7 +139,7 @@ class RateSearch(BoundSearch):
 class ReplicaSearch(BoundSearch):
     """Search for the minimum number of replicas at which a bound holds, exact up to 100 and within 1 % above.
 
-    It stops if the bound fails at 10,000 replicas or at one per request, because more would not help.
+    It stops if the bound fails at 10,000 replicas or at one per request.
     """
 
     _harder_above = False

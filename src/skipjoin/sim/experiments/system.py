@@ -53,7 +53,6 @@ class System:
         kv_blocks, cpu_blocks: Blocks per replica on the device and in CPU memory.
         cpu_block_bytes: None if the size is the same as on the device.
         swap_dtype: Format of blocks in CPU memory, for the record.
-        max_model_len: Maximum number of prompt and output tokens.
         decision_s: Virtual time of each scheduling decision.
         prefill: System of the prefill replicas, of which only the machine matters.
     """

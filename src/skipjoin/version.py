@@ -1,4 +1,4 @@
-"""Which version this is, and how parts of it that are missing are installed."""
+"""Version, and how missing extras are installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = _installed()
 
 
 def install_command(extra: str, source: Path = Path(__file__).parents[2]) -> str:
-    """The command that installs an extra, from where this package is. source: of the tree, if there is one."""
+    """Return the command that installs an extra, from the tree at `source` if there is one."""
     if not (source / "pyproject.toml").is_file():
         return f"pip install 'skipjoin[{extra}]'"
     return f"pip install -c '{source}/constraints.txt' -e '{source}[{extra}]'"

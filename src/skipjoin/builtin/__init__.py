@@ -8,9 +8,10 @@ MODEL_NAME = "tally"
 
 
 def builtin_model_path() -> Path:
-    """The folder of the built-in model in Hugging Face format; its README.md says what the model can do.
+    """Return the folder of the built-in model in Hugging Face format.
 
-    Raises FileNotFoundError if the package was installed without the model's files.
+    Raises:
+        FileNotFoundError: The package was installed without the model's files.
     """
     folder = Path(__file__).resolve().parent / MODEL_NAME
     if not (folder / "config.json").is_file():

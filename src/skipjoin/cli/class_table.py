@@ -39,7 +39,6 @@ def class_table(head: Sequence[str | Column], groups: Iterable[tuple[Sequence[st
 
 
 def finished(records: Iterable[Record]) -> str:
-    """Return the numbers of finished and of submitted requests as text."""
     counts = [record["requests"] for record in records]
     done, submitted = (sum(count[key] for count in counts) for key in ("finished", "submitted"))
     return f"{done}/{submitted}"

@@ -127,7 +127,6 @@ def typed_flags(sections: Iterable[Sequence[Setting]]) -> dict[str, str]:
 
 
 def variables_of(sections: Iterable[Section]) -> list[str]:
-    """Return the environment variables of these sections."""
     settings = (setting for section in sections for setting in section.settings() if section.from_environment)
     return [name for setting in settings if (name := _variable(setting)) is not None]
 

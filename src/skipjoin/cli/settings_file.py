@@ -19,12 +19,10 @@ Texts = str | list[str]
 
 
 def variable(flag: str) -> str:
-    """Return the environment variable of a flag or argument."""
     return PREFIX + flag.lstrip("-").replace("-", "_").upper()
 
 
 def unknown_variables(known: Iterable[str], environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield a warning for each unknown variable with the prefix of settings."""
     names = [*known, *(PREFIX + name for name in _OTHERS)]
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in names:

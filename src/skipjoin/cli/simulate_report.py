@@ -258,7 +258,6 @@ def _minima(groups: _Groups, bound: Bound) -> Table:
 
 
 def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: OnRequests | None) -> None:
-    """Run one cell in this process and write its timeline."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("w", encoding="utf-8"))
@@ -279,7 +278,6 @@ def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: On
 
 @contextmanager
 def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
-    """Yield the callback that writes the requests of a sweep to a file."""
     if file is None:
         yield None
         return

@@ -208,7 +208,6 @@ def rates_of(text: str | None, workload: Workload) -> tuple[float | None, ...]:
 
 
 def has_own_times(workload: Workload) -> bool:
-    """Return whether the workload replays a trace with arrival times."""
     return isinstance(workload, Replay) and workload.trace.has_arrivals
 
 

@@ -1,4 +1,4 @@
-"""User configuration as frozen dataclasses, not read by core and policies."""
+"""User configuration as frozen dataclasses."""
 
 from __future__ import annotations
 

@@ -136,7 +136,6 @@ ConfigT = TypeVar("ConfigT", bound=AccessConfig)
 
 
 def with_keys_of_files(config: ConfigT) -> ConfigT:
-    """Return the configuration with the keys from its files added."""
     found = read_keys("api_key_file", config.api_key_file)
     for_metrics = read_keys("metrics_key_file", config.metrics_key_file)
     if set(for_metrics.values()) - {AS_ALL}:
@@ -162,5 +161,4 @@ def _is_network(text: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IP address is reachable from its own machine only."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

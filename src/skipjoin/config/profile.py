@@ -1,4 +1,4 @@
-"""Profiles: measured costs of steps and transfers, stored as JSON. Reading one needs no torch."""
+"""Profiles: measured costs of steps and transfers, stored as JSON."""
 
 from __future__ import annotations
 
@@ -127,7 +127,6 @@ class Profile:
 
 
 def cache_path(key: ProfileKey) -> Path:
-    """Return the path of a cached profile, in $SKIPJOIN_PROFILE_CACHE or the user's cache folder."""
     folder = os.environ.get(CACHE_VARIABLE)
     return (cache_folder() / "profiles" if folder is None else Path(folder)) / f"{key.digest}.json"
 
@@ -168,7 +167,6 @@ def _is_cache_trusted(key: ProfileKey) -> bool:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write the file atomically."""
     try:
         make_private(path.parent)
         content = json.dumps({"format": FORMAT} | dataclasses.asdict(profile), indent=1) + "\n"
@@ -178,7 +176,6 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile. Errors name file and field."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -82,12 +82,10 @@ def base_url(field: str, given: str) -> str:
 
 
 def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
-    """Raise `ConfigError` for int8 swapping without a CPU tier."""
     if swap_dtype == "int8" and size == 0:
         raise ConfigError(f"swap_dtype int8 is for KV in CPU memory: {field} must be above 0, got {size:g}")
 
 
 def check_not_one_card(device: str) -> None:
-    """Raise `ConfigError` for a GPU index where Ray assigns the GPUs."""
     if ":" in device:
         raise ConfigError(f"device must be auto, cpu or cuda where Ray places ranks or replicas on cards, got {device}")

@@ -93,7 +93,6 @@ class ClientProgress:
 
 
 def exchange_of(number: int, job: WorkloadRequest) -> Exchange:
-    """Return the exchange of an unsent job."""
     facts = RequestFacts(
         number, job.at, job.prompt_tokens, job.output_tokens, job.stream, service=job.service, target=job.target
     )
@@ -318,7 +317,6 @@ async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodie
 
 
 def explain(error: BaseException) -> Failure:
-    """Classify a connection error."""
     if isinstance(error, TimeoutError):
         return Failure("timeout", "no answer in time")
     number = getattr(error, "errno", None)

@@ -18,7 +18,6 @@ class Failure(NamedTuple):
 
 
 def failure(kind: str, detail: object) -> Failure:
-    """Create a failure whose detail is one short line."""
     text = " ".join(str(detail).split())
     return Failure(kind, text if len(text) <= _LONGEST_DETAIL else text[:_LONGEST_DETAIL] + "...")
 

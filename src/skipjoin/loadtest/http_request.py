@@ -27,8 +27,7 @@ def _slo(job: WorkloadRequest) -> dict[str, float]:
 class Bodies:
     """Generator of request bodies, deterministic for a seed.
 
-    A job's text is sent as it is. Other prompts are random, and consecutive ones differ from the first token on, so
-    that prefix caches have hits only for prefixes that the workload declares.
+    Random prompts differ from the first token on, so that prefix caches have hits only for declared prefixes.
     """
 
     def __init__(self, target: Target, seed: str) -> None:

@@ -159,7 +159,6 @@ async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
 
 
 def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s: float | None = None) -> Record:
-    """Return the figures of a record. Jobs were sent in the first `window_s`."""
     record = summarize(
         [one.facts for one in exchanges if one.failure is None],
         now=seconds,

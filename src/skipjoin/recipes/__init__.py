@@ -1,7 +1,6 @@
 """Serving systems by name, each a composition of policies.
 
-A recipe is a decorated function in a module of this package, a file of the user, or an installed package; its
-parameters are a dataclass next to it.
+A recipe is a decorated function in a module of this package, a file of the user, or an installed package.
 """
 
 from skipjoin.policies.fairness import OUTPUT_WEIGHT

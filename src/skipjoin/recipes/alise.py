@@ -49,8 +49,6 @@ class ForecastParams(AgingParams):
 
 
 def shortest(s: Settings, p: AgingParams, lengths: Callable[[Request], float]) -> Policies:
-    """Return the policies of ALISE with these output lengths."""
-
     def ordering() -> ShortestWithWaits:
         return ShortestWithWaits(RemainingTime(ExecutionTime(s.cost), lengths, aging_s=p.aging_s or math.inf))
 

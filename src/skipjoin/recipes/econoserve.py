@@ -74,11 +74,7 @@ class OrderParams(GroupParams):
         self.borders()
 
     def borders(self) -> tuple[float, ...]:
-        """Return the boundaries of the ranges of slack.
-
-        Raises:
-            ConfigError: `time_ranges_s` is invalid.
-        """
+        """Return the boundaries of the ranges of slack. Raise `ConfigError` if `time_ranges_s` is invalid."""
         try:
             found = tuple(float(part) for part in self.time_ranges_s.split(","))
         except ValueError:
@@ -102,7 +98,7 @@ def decoupled(
 
     Args:
         groups: Whether decodes that are equal in `order` start together.
-        hosts: Nested reservations; None for none.
+        hosts: None disables nested reservations.
     """
 
     def group(request: Request, now: float) -> tuple[object, ...]:

@@ -73,11 +73,7 @@ def _threshold_s(s: Settings, p: QueueParams) -> float:
 
 
 def _threshold_within(bound_s: float, most: WorstCase) -> float:
-    """Return the starvation threshold that keeps a bound.
-
-    Raises:
-        ConfigError: There is none; the error suggests feasible values.
-    """
+    """Return the starvation threshold that keeps a bound, or raise `ConfigError` with feasible values."""
     if bound_s < (least := min_bound(most)):
         fits = max_requests(bound_s, most)
         hint = f"it would hold with {fits} of them" if fits else "a smaller max_model_len may help"

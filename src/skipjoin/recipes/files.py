@@ -36,11 +36,7 @@ def parse(name: str) -> RecipeFile | None:
 
 
 def run(path: Path) -> str:
-    """Run a file as a module, and return the module's name.
-
-    Raises:
-        ConfigError: The file fails; the error names the line.
-    """
+    """Run a file as a module, and return the module's name. Raise `ConfigError` with the line if it fails."""
     name = f"skipjoin_recipes_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # files may share their stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

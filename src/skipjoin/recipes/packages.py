@@ -27,11 +27,7 @@ def _installed(path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoint]]:
 
 
 def load(name: str, is_builtin: bool) -> Any:
-    """Import the object behind the installed recipe `name`.
-
-    Raises:
-        ConfigError: The name is not unique, or the import fails.
-    """
+    """Import the installed recipe. Raise `ConfigError` if its name is not unique, or if the import fails."""
     points = installed()[name]
     if is_builtin:
         raise ConfigError(
@@ -48,7 +44,6 @@ def load(name: str, is_builtin: bool) -> Any:
 
 
 def described(name: str) -> str:
-    """Return the distributions and entry points of a recipe, for errors."""
     return " and ".join(
         f"entry point {point.name} = {point.value} of distribution {point.dist.name} {point.dist.version}"
         for point in installed()[name]

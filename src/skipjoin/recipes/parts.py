@@ -57,7 +57,6 @@ _ANY_POOL = 1 << 16
 
 
 def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
-    """Return a batcher that fills a step with `max_tokens` tokens in rank order, with or without chunked prompts."""
     return staged(s, Greedy(s.max_seqs, max_tokens, chunked=chunked), max_tokens, cuts=chunked)
 
 
@@ -86,11 +85,7 @@ def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
 def banded(
     s: Settings, make: Callable[[], Ordering], *, best_effort: Callable[[], Ordering] | None = None
 ) -> Prioritized:
-    """Return strict bands of classes and priorities, each fair between clients where they are told apart.
-
-    Args:
-        best_effort: Builds the ordering of best-effort bands; None uses `make`.
-    """
+    """Return strict bands of classes and priorities, each fair between clients where they are told apart."""
     return Prioritized(
         fair(s, make), best_effort=best_effort and fair(s, best_effort), best_effort_wait_s=s.best_effort_wait_s
     )
@@ -119,7 +114,6 @@ def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: Eviction
 
 
 def eviction_of(s: Settings, name: str, *, drop_share: float = DROP_SHARE) -> EvictionPolicy:
-    """Return the policy of an `EvictionChoice`."""
     match name:
         case "reactive":
             return Swap(s.cost, drop_share=drop_share)
@@ -132,14 +126,7 @@ def eviction_of(s: Settings, name: str, *, drop_share: float = DROP_SHARE) -> Ev
 
 
 def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], float]:
-    """Return the true output lengths for recipe `name`.
-
-    Args:
-        oracle: Value of an `Oracle`.
-
-    Raises:
-        ConfigError: True lengths are unknown.
-    """
+    """Return the true output lengths for recipe `name`. Raise `ConfigError` if they are unknown."""
     if oracle == "max-tokens":
         return longest_output
     if not s.has_true_forecasts:

@@ -60,7 +60,6 @@ class Settings:
         best_effort_wait_s: Age from which a best-effort request is served as real-time.
         fair_output_weight: Weight of a generated token relative to a prompt token for fairness between clients; None
             disables fairness.
-        has_true_forecasts: Whether forecasts are the true output lengths.
         stages: Pipeline stages, with as many plans in flight and without overlap.
         lossless_swap: Whether swapping preserves KV exactly.
         limits: None if not known yet.
@@ -81,11 +80,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params:
-    """Parameters of a recipe, none by default. Subclasses add fields with options.
-
-    Raises:
-        ConfigError: A value is out of bounds.
-    """
+    """Parameters of a recipe, none by default. Subclasses add fields with options."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -112,7 +107,6 @@ class Recipe:
 
     Attributes:
         summary: One-line description.
-        params: Class of its parameters.
         function: Builds the policies from `Settings` and, if there are any, the parameters.
         forecasts: What it expects in `Request.forecast`.
         needs_lossless_swap: Whether swapping must preserve KV exactly.
@@ -129,7 +123,6 @@ class Recipe:
 
     @property
     def parameters(self) -> Mapping[str, Setting]:
-        """Parameters by name."""
         return settings_of(self.params)
 
     def read(self, given: Mapping[str, Value]) -> Params:
@@ -161,19 +154,11 @@ class Recipe:
         return params.resolved(s, self.make(s, params))
 
     def build(self, s: Settings, given: Mapping[str, Value]) -> Policies:
-        """Build the policies with the given parameters.
-
-        Raises:
-            ConfigError: A parameter or setting is invalid.
-        """
+        """Build the policies with the given parameters. Raise `ConfigError` for an invalid parameter or setting."""
         return self.make(s, self.resolve(s, given))
 
     def make(self, s: Settings, params: Params) -> Policies:
-        """Build the policies with all parameters.
-
-        Raises:
-            ConfigError: The recipe does not fit the settings.
-        """
+        """Build the policies with all parameters. Raise `ConfigError` if the recipe does not fit the settings."""
         if self.needs_lossless_swap and not s.lossless_swap:
             raise ConfigError(
                 f"recipe {self.name} needs KV that returns from CPU memory as it left: swap_dtype must be auto"
@@ -213,7 +198,6 @@ def recipe(
 
 
 def recipes_of(module: str) -> dict[str, Recipe]:
-    """Return the recipes of a module by name."""
     return {recipe.name: recipe for make, recipe in _MADE.items() if make.__module__ == module}
 
 
@@ -260,11 +244,7 @@ def _from_file(file: files.RecipeFile) -> Recipe:
 
 
 def in_file(path: Path) -> Mapping[str, Recipe]:
-    """Return the recipes of a file by name.
-
-    Raises:
-        ConfigError: The file fails to run; the error names the line.
-    """
+    """Return the recipes of a file by name. Raise `ConfigError` with the line if the file fails to run."""
     if path not in _FROM_FILES:
         _FROM_FILES[path] = recipes_of(files.run(path))
     return _FROM_FILES[path]
@@ -291,7 +271,7 @@ def listed() -> dict[str, Recipe]:
 
 
 def absolute(name: str) -> str:
-    """Return the name with the absolute path of its file, if it has one, for processes with another working folder."""
+    """Return the name with the absolute path of its file, for processes with another working folder."""
     base, _ = spelling.split(name)
     file = files.parse(base)
     return name if file is None else f"{file.path}:{file.recipe}{name.strip().removeprefix(base)}"
@@ -327,8 +307,7 @@ def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str], field: str
         field: Where the texts come from, for errors.
 
     Raises:
-        ConfigError: A text is malformed, a name is repeated, or no recipe has the parameter. The message lists the
-            recipes' parameters.
+        ConfigError: A text is malformed, a name is repeated, or no recipe has the parameter.
     """
     found: dict[str, Value] = {}
     for text in texts:
@@ -347,7 +326,6 @@ def _text(value: Value) -> str:
 
 
 def check_names(recipes: Sequence[Recipe], names: Iterable[str]) -> None:
-    """Raise `ConfigError` for a parameter that none of the recipes has."""
     for name in names:
         if any(name in recipe.parameters for recipe in recipes):
             continue
@@ -358,5 +336,4 @@ def check_names(recipes: Sequence[Recipe], names: Iterable[str]) -> None:
 
 
 def described(recipes: Sequence[Recipe]) -> str:
-    """Return the names of the recipes' parameters, for errors."""
     return "; ".join(f"{one.name} has {', '.join(one.parameters) or 'no parameters'}" for one in recipes)

@@ -6,11 +6,7 @@ from skipjoin.options import ConfigError
 
 
 def names_in(text: str) -> list[str]:
-    """Split a list of recipes at the commas outside brackets.
-
-    Raises:
-        ConfigError: A bracket has no partner.
-    """
+    """Split a list of recipes at the commas outside brackets. Raise `ConfigError` if a bracket has no partner."""
     names, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")

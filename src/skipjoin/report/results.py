@@ -88,7 +88,6 @@ class ResultsFile:
 
 
 def load_results(paths: Iterable[Path]) -> list[Record]:
-    """Return the records of all files."""
     return [record for path in paths for record in _load(path)]
 
 
@@ -99,7 +98,6 @@ def rate_of(record: Record) -> float | None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a JSON value is a number, which true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

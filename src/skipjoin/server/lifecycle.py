@@ -8,8 +8,7 @@
 
 The first signal drains the server: /ready and new requests get 503, running requests continue for at most
 `shutdown_timeout_s`, and batch lines return to the store. The second signal stops everything immediately. When the
-engine dies, all requests and /health fail with 503 for `DEATH_GRACE_S`, so that clients and probes see this. Then the
-process exits for its supervisor to restart it.
+engine dies, all requests and /health fail with 503 for `DEATH_GRACE_S`, so that clients and probes see this.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ MakeEngines = Callable[[EngineClient, Sequence[str], OnProgress], Engines]
 
 
 def one_engine(client: EngineClient, command: Sequence[str], on_progress: OnProgress) -> Engines:
-    """Return a single engine in a child process."""
     return EngineHandle(client, command=command, on_progress=on_progress)
 
 

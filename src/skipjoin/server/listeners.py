@@ -26,7 +26,6 @@ _KEYLESS_SHARE = 0.125
 
 
 def open_listeners(config: ServerConfig) -> list[socket.socket]:
-    """Return the listening socket of the API, and of /metrics if it has its own port."""
     ports = {"--port": config.port, "--metrics-port": config.metrics_port}
     listeners: list[socket.socket] = []
     for flag, port in ports.items():
@@ -66,13 +65,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def connection_limits(config: ServerConfig) -> ConnectionLimits:
-    """Return the limits that the settings and the operating system allow."""
     max_connections = raise_descriptor_limit(config.max_connections, config.replicas)
     if max_connections < config.max_connections:
         logger.warning("the limit of open files allows %d connections, not %d", max_connections, config.max_connections)

@@ -75,11 +75,9 @@ class Metrics(Collector):
         self._statuses[HTTP_STATUSES.index(name if name in HTTP_STATUSES else OTHER_STATUS)] += 1
 
     def connection_refused(self, reason: str) -> None:
-        """Count a connection closed for one of `CONNECTION_REFUSALS`."""
         self._connections[CONNECTION_REFUSALS.index(reason)] += 1
 
     def rejected(self, reason: str) -> None:
-        """Count a request refused for a label value of `admission_rejected_total`."""
         self._refusals[self._rejected[reason]] += 1
 
     def choices(self, n: int) -> None:
@@ -106,7 +104,6 @@ class Metrics(Collector):
         self._moved[0] += requests
 
     def lost(self, reason: str, requests: int = 1) -> None:
-        """Count requests that failed for one of `LOSSES`."""
         self._lost[LOSSES.index(reason)] += requests
 
     def forecast(self, forecast: Forecast, seconds: float) -> None:
@@ -126,7 +123,6 @@ class Metrics(Collector):
         self.asked("answered")
 
     def asked(self, outcome: str) -> None:
-        """Count a request to another server with one of `FORECAST_OUTCOMES`."""
         self._outcomes[FORECAST_OUTCOMES.index(outcome)] += 1
 
     def batch_tokens(self, tokens: int) -> None:
@@ -136,7 +132,6 @@ class Metrics(Collector):
         self._requeued[0] += 1
 
     def batch_ended(self, state: str, lines: int = 1) -> None:
-        """Count finished batch lines by one of `BATCH_ENDS`."""
         self._batch_ends[BATCH_ENDS.index(state)] += lines
 
     def batches(self, lines: Mapping[str, int], batches: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a server's settings before it is started."""
+"""Checks of a server's settings before it starts."""
 
 from __future__ import annotations
 

@@ -70,12 +70,10 @@ def scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def sealed(content: bytes) -> bytes:
-    """Append a checksum."""
     return content + _DIGEST(content).digest()
 
 
 def is_sealed(content: bytes) -> bool:
-    """Return whether the content is an unchanged result of `sealed`."""
     size = _DIGEST().digest_size
     return len(content) >= size and _DIGEST(content[:-size]).digest() == content[-size:]
 

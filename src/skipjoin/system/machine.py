@@ -10,7 +10,6 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """Return the CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

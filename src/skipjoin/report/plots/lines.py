@@ -102,13 +102,10 @@ def at_one_rate(
 
 
 def same_rate(one: float | None, other: float | None) -> bool:
-    """Return whether two rates are equal up to rounding."""
     return one is other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)
 
 
 def maximum_rates(lines: Sequence[Line], bound: Bound, warn: Warn) -> dict[str, MaximumRate | None]:
-    """Return each line's maximum rate by label, or None."""
-
     def need(record: Record) -> None:
         need_rate(record)
         bound.value(record)
@@ -118,7 +115,6 @@ def maximum_rates(lines: Sequence[Line], bound: Bound, warn: Warn) -> dict[str, 
 
 
 def need_rate(record: Record) -> None:
-    """Raise `ConfigError` without an arrival rate."""
     if rate_of(record) is None:
         raise ConfigError("workload.rate_rps is null")
 

@@ -77,19 +77,16 @@ class Look:
 
 
 def look(index: int) -> Look:
-    """Return the look of a line, the same in all kinds of plots."""
     return Look(COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply the style, regardless of the user's matplotlibrc."""
     with matplotlib.style.context(["default", _RC]):
         yield
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Return an empty figure outside pyplot's registry."""
     figure = Figure(figsize=(width_in, height_in), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
     FigureCanvasAgg(figure)
     return figure

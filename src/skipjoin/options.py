@@ -44,7 +44,6 @@ def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
 
 
 def nearest(got: str, known: Iterable[str]) -> str:
-    """Return the end of an error that suggests the known names resembling `got`."""
     near = difflib.get_close_matches(got.strip().lower(), list(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -54,7 +53,6 @@ class Option:
     """Metadata of a setting besides its name, type and default.
 
     Attributes:
-        help: Sentence for users.
         above: Exclusive lower bound.
         flags: Command-line flags; empty derives one from the name.
         metavar: Name of the value in the help, for example its unit.
@@ -155,7 +153,6 @@ class Setting:
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """Return the fields of a dataclass that have an `Option`, by name."""
     if cls not in _FOUND:
         _FOUND[cls] = _find_settings(cls)
     return _FOUND[cls]
@@ -180,7 +177,6 @@ def check(instance: Any) -> None:
 
 
 def _parts(kind: Any) -> tuple[Any, tuple[str, ...], bool]:
-    """Return a field's type, the literals allowed besides it, and whether None is allowed."""
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
     types = [part for part in parts if part is not NoneType and get_origin(part) is not Literal]

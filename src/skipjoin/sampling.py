@@ -32,7 +32,6 @@ class ParameterError(ValueError):
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    """Raise unless `value` is a finite number in [low, high], or in (low, high] with `above`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ParameterError(name, f"{name} must be a finite number, got {value!r}")
     if value > high or value < low or (above and value == low):
@@ -134,7 +133,6 @@ class SamplingParams:
 
     @property
     def output_limit(self) -> int:
-        """`max_tokens` of resolved parameters."""
         if self.max_tokens is None:
             raise ParameterError("max_tokens", "max_tokens must be a number, got None: call SamplingParams.resolved")
         return self.max_tokens

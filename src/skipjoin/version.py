@@ -17,7 +17,6 @@ VERSION = _installed()
 
 
 def install_command(extra: str, source: Path = Path(__file__).parents[2]) -> str:
-    """Return the command that installs an extra, from the tree at `source` if there is one."""
     if not (source / "pyproject.toml").is_file():
         return f"pip install 'skipjoin[{extra}]'"
     return f"pip install -c '{source}/constraints.txt' -e '{source}[{extra}]'"

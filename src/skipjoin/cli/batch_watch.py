@@ -112,7 +112,6 @@ def _spell(seconds: float) -> str:
 
 
 def summary(batch: dict[str, Any]) -> str:
-    """Describe a batch on one line, with the errors of its file on further lines."""
     counts = batch["request_counts"]
     lines = [
         f"{batch['id']} {batch['status']}: {counts['completed']} of {counts['total']} lines done, "

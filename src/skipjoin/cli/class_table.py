@@ -45,7 +45,6 @@ def finished(records: Iterable[Record]) -> str:
 
 
 def mean_text(records: Iterable[Record], field: str) -> str:
-    """Return the mean of a field over records as text, or - if one lacks it."""
     try:
         return number_text(fmean(field_value(record, field) for record in records))
     except ConfigError:  # null if no request finished
@@ -53,7 +52,6 @@ def mean_text(records: Iterable[Record], field: str) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Format a number with four significant digits, or all before the point."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

@@ -116,7 +116,6 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def typed_flags(sections: Iterable[Sequence[Setting]]) -> dict[str, str]:
-    """Return the flag of each setting, preferring the alias that the user typed."""
     typed = {argument.partition("=")[0] for argument in sys.argv}
     found = {}
     for setting in itertools.chain.from_iterable(sections):

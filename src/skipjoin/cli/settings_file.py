@@ -67,7 +67,6 @@ def _name(place: str, key: yaml.Node, known: Mapping[str, str]) -> str:
 
 
 def _texts(place: str, value: Any) -> list[str]:
-    """Return the elements of a list, a mapping's entries as NAME=VALUE, or a scalar."""
     if isinstance(value, yaml.SequenceNode):
         return [_text(place, one) for one in value.value]
     if isinstance(value, yaml.MappingNode):

@@ -295,5 +295,4 @@ def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
 
 
 def _place(record: Record) -> tuple[str | float, ...]:
-    """Return the sort key of a record, so that equal runs give equal files."""
     return (record["hardware"], *_group(record), record["workload"]["seed"])

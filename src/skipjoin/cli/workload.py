@@ -162,7 +162,6 @@ class LoadOptions:
         return "replace" if self.overwrite else "extend" if self.append else "refuse"
 
     def workload(self, *, reads: Collection[str] = ()) -> Synthetic | Replay:
-        """Return the workload, which also uses the trace columns `reads`."""
         if self.trace is not None:
             if self.stream:
                 raise ConfigError("stream goes with lengths, not with trace")
@@ -183,7 +182,6 @@ class LoadOptions:
         return with_closed(workload, [parse_closed(text) for text in self.closed])
 
     def duration_s(self, rates: tuple[float | None, ...], usual: float) -> float | None:
-        """Return the time during which requests arrive: `usual` if no option limits the requests."""
         says_nothing = self.duration is None and self.requests is None and rates != (None,)
         return usual if says_nothing else self.duration
 
@@ -197,7 +195,6 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def rates_of(text: str | None, workload: Workload) -> tuple[float | None, ...]:
-    """Return the rates at which to run a workload, or a single None if it has its own times."""
     if has_own_times(workload):
         if text:
             raise ConfigError("the trace has arrival times of its own: use speedup instead of rates")

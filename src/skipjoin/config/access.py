@@ -27,7 +27,6 @@ class AccessConfig:
         metrics_keys: Each grants access to /metrics besides `api_keys`.
         allowed_hosts: Host header values besides localhost and IP addresses. Empty allows all, except on a server
             without keys on a loopback address.
-        key_rights: Rights of the keys from the file, by `owner_of_key`.
     """
 
     api_keys: Annotated[

@@ -290,7 +290,6 @@ class EngineConfig:
         return self.ranks > 1 or self.distributed_executor_backend == "ray"
 
     def plans_in_flight(self, device: str) -> int:
-        """Return the maximum number of plans in flight on a device of kind cpu or cuda."""
         if self.pipeline_parallel_size > 1:
             return self.pipeline_parallel_size
         return self.pipeline_depth or (2 if device == "cuda" else 1)

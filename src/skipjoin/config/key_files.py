@@ -78,7 +78,6 @@ def check_key(field: str, key: str) -> None:
 
 
 def priority_bounds(field: str, text: str) -> tuple[int, int]:
-    """Return the bounds of a priority range LOW:HIGH."""
     try:
         low, high = map(int, text.split(":"))
     except ValueError:

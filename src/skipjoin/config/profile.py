@@ -98,10 +98,8 @@ class Profile:
     Attributes:
         cost: Step costs, and transfer costs per block of `block_size` tokens in the slower direction.
         unrest: Mean over undisturbed time of a step. The fit uses undisturbed times, and `cost` includes this factor.
-        host_s: CPU time between two steps.
         stage_shares: Share of each pipeline stage in a step; a single 1 without stages.
         kv_bytes_per_block, weight_bytes: Totals over all devices.
-        date: ISO 8601 in UTC.
     """
 
     key: ProfileKey
@@ -157,7 +155,6 @@ def cached_profile(key: ProfileKey) -> Profile | None:
 
 
 def cache_profile(profile: Profile) -> None:
-    """Write the cached profile, unless another user can change it."""
     if _is_cache_trusted(profile.key):
         write_profile(profile, cache_path(profile.key))
 

@@ -377,7 +377,6 @@ class ServerConfig(AccessConfig):
 
     @property
     def priorities(self) -> tuple[int, int]:
-        """Lowest and highest priority that clients may set, besides 0."""
         return (0, 0) if self.priority_range is None else priority_bounds("priority_range", self.priority_range)
 
     def rights_of(self, owner: str) -> KeyRights:

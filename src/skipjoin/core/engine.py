@@ -24,10 +24,10 @@ class EngineCore:
     """Synchronous engine core without a clock.
 
     A driver calls `start_step` until it returns None and passes the plans to an executor. It then calls `finish_step`
-    with each result in order. After any call, `take_events` returns what happened.
+    with each result in order. `take_events` returns what happened since its last call.
 
     Attributes:
-        on_finished: Called once with each request when it finishes. Drivers set it to `Executor.on_finished`.
+        on_finished: Called once with each request when it finishes.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -77,7 +77,6 @@ class EngineCore:
         return self.scheduler.expect(request, now)
 
     def release(self, request: Request, now: float) -> None:
-        """Free the blocks of a finished request with `keeps_kv`."""
         self.scheduler.release(request, now)
 
     def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT, detail: str = "") -> bool:
@@ -123,7 +122,6 @@ class EngineCore:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def finish_step(self, result: StepResult, now: float) -> None:
-        """Commit a step's result, append its tokens, and end requests that are complete or were dropped."""
         scheduler = self.scheduler
         void = scheduler.commit(result, now)
         for index, why in sorted(result.dropped.items()):

@@ -46,8 +46,6 @@ class Reserved(NamedTuple):
     """A request got a KV reservation.
 
     Attributes:
-        parent: Parent reservation; None for the shared pool.
-        blocks: Total size of the reservation.
         drawn: Blocks that an account ceded to it.
         group: Equal for requests that start and end together; their reservations are made in one decision.
     """
@@ -117,7 +115,6 @@ class Planned(NamedTuple):
         reserved: Device blocks that are held or reserved.
         tail: Wait reason of requests that the decision did not examine.
         cap: Number of requests up to which the next step accepts best-effort requests.
-        lent: Number of bidirectionally shared device blocks.
     """
 
     plan: StepPlan

@@ -39,7 +39,6 @@ class Forecast(NamedTuple):
 
     Attributes:
         tokens: Expected number of output tokens in total, at least 1.
-        source: Name of the predictor, for metrics and records.
         mass: Probability of each bin of `LENGTH_EDGES` from the first, without trailing zeros; empty if unknown.
     """
 

@@ -173,7 +173,6 @@ class Allocation:
         tokens: Tokens that the request may hold before it needs another reservation; None for no limit.
         parent: Parent reservation; None for the shared pool.
         draws: Account that permanently cedes unused blocks to cover a shortage.
-        group: See `Reserved`.
     """
 
     now: int

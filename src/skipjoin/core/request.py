@@ -58,7 +58,6 @@ class RequestOptions:
         is_urgent: Whether the request runs before others of its service class.
         priority: Lower values run first among requests with equal `service` and `is_urgent`.
         deadline_s: Seconds after arrival at which the request is ended; None for no deadline.
-        client: Client that sent the request, where clients are distinguished.
         cache_salt: Only requests with equal salts share KV.
     """
 
@@ -91,12 +90,10 @@ class Request:
     Attributes:
         id: Unique; increases with arrival.
         arrival: Seconds on the driver's clock, as is `deadline`.
-        max_tokens: Maximum output length, at least 1.
         min_tokens: Output length before which `stop_tokens` have no effect.
         sampling: Parameters of the executor's sampler; opaque to the core.
         keeps_kv: Whether blocks stay allocated after the request has finished, until `EngineCore.release`.
         prefix: Keys of the request's KV blocks; None disables prefix caching for it.
-        output: Tokens generated so far. A resumed request arrives with some.
     """
 
     id: int

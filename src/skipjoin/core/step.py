@@ -14,7 +14,6 @@ class Slice(NamedTuple):
     """Consecutive tokens of one request that are computed in one step.
 
     Attributes:
-        start: Position of the first token.
         samples: Whether the step samples the next token, because the slice ends at the last known token.
         awaits: Whether a plan in flight still samples the last input token, where the executor finds it.
         blocks: Device blocks of positions [0, start + tokens), in order.
@@ -138,7 +137,6 @@ class StepResult:
     Attributes:
         tokens: The sampled token of each slice; None if the slice does not sample.
         seconds: Duration of the step, blocking moves included. In a pipeline, the sum over its stages.
-        details: Further output of the sampler (log-probabilities), by index of the slice.
         moving: Part of `seconds` that the step spent waiting for its blocking moves.
         landed: Moves that completed since the previous result, in order: all of the plan's blocking moves, and
             overlapped moves of this or earlier plans.

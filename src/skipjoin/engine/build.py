@@ -21,7 +21,6 @@ class EngineInfo:
     """Properties of a built engine. Bytes are totals over all ranks.
 
     Attributes:
-        max_model_len: Maximum number of tokens, prompt and output together.
         notice: The recipe's message to the operator.
         cost: Cost model, which learns from the steps that run.
     """

@@ -30,7 +30,6 @@ class StepDriver:
         self.in_flight: deque[Handle] = deque()
 
     def fill(self) -> None:
-        """Submit all plans that can be made now; raises as the executor does."""
         while (plan := self.core.start_step(self.clock())) is not None:
             self._on_plan(plan)
             self.in_flight.append(self.executor.submit(plan, self.clock()))

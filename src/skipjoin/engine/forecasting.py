@@ -65,7 +65,6 @@ class Save(Protocol):
 
 
 def is_exact(reason: FinishReason) -> bool:
-    """Return whether the whole output is known, and not only a lower bound."""
     return reason is FinishReason.STOP
 
 

@@ -45,12 +45,10 @@ class Loaded(NamedTuple):
 
 
 def model_folder(name: str, load_format: str = "auto") -> Path:
-    """Return a model's folder; a hub id is downloaded, without weights if `load_format` is "dummy"."""
     return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
 
 
 def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Loaded:
-    """Load the model and allocate its KV pools; raises as `assemble` does."""
     folder = model_folder(config.model, config.load_format)
     model_config = ModelConfig.from_folder(folder)
     max_len = _max_model_len(config, model_config)

@@ -56,7 +56,6 @@ def _check_free(asked: float, rank_specs: Sequence[RankSpec], budgets: Sequence[
 def _what_is_left(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], need: float
 ) -> str:
-    """Return the cause and remedy for the GPU with the least KV memory; `need` is in GiB."""
     spec, budget = min(zip(rank_specs, budgets, strict=True), key=lambda pair: pair[1].device // pair[0].block_bytes)
     need *= spec.block_bytes / sum(spec.block_bytes for spec in rank_specs)
     return (
@@ -69,7 +68,6 @@ def _what_is_left(
 def cpu_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], device_blocks: int
 ) -> int:
-    """Return the number of CPU KV blocks: the configured size, or a fraction of the free RAM."""
     block_bytes = sum(spec.cpu_block_bytes for spec in rank_specs)
     pairs = list(zip(rank_specs, budgets, strict=True))
     spec, budget = min(

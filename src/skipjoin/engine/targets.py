@@ -21,7 +21,7 @@ class RelativeTargets:
     """Gives each request without a JCT target `scale` times its time alone (EconoServe section 4).
 
     The time alone is its prefill plus a decode step for each output token. Policies get the target of the forecast,
-    because that of the true length would reveal it. A finished request's target is that of the true length.
+    because that of the true length would reveal it.
     """
 
     def __init__(self, cost: CostModel, scale: float) -> None:

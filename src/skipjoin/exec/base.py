@@ -33,12 +33,10 @@ class Executor(Protocol[HandleT_co]):
     """Runs plans in submission order.
 
     Blocking moves of a plan land before its slices run, swap-outs before swap-ins. Overlapped moves start after the
-    blocking moves, and not before earlier plans have started. Each move is reported once, in `landed` or `failed`: a
-    blocking move in its own plan's result, an overlapped move in that result or a later one. A plan without slices
-    collects moves that finish while no slice runs.
+    blocking moves, and not before earlier plans have started. Each move is reported once, in `landed` or `failed`; a
+    blocking one in its own plan's result. A plan without slices collects moves that finish while no slice runs.
 
-    `submit` may read a plan's requests until the result is ready. Preemption must not change the state of a request
-    that an executor keeps from its first slice to `on_finished`.
+    `submit` may read a plan's requests until the result is ready.
     """
 
     def submit(self, plan: StepPlan, now: float) -> HandleT_co:

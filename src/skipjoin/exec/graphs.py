@@ -157,7 +157,6 @@ def replays(model: CausalLM) -> bool:
 
 
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
-    """Estimate the device bytes of graphs, which share a pool as large as the `peak` of a decode step."""
     if not sizes:
         return 0
     return len(sizes) * _NODE_BYTES + peak + sizes[-1] * model.config.vocab_size * 4

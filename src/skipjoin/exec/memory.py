@@ -92,7 +92,6 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
 
 
 def peak_of(device: torch.device, work: Callable[[], None]) -> int:
-    """Return the peak device bytes of `work`, with the allocator's margin, and free all of it."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -107,7 +106,6 @@ def peak_of(device: torch.device, work: Callable[[], None]) -> int:
 
 
 def largest_steps(largest: LargestStep, block_size: int) -> list[StepPlan]:
-    """Return the steps that need the most memory, with all slices in block 0."""
     seqs, positions = largest.seqs, largest.positions
     tokens = min(largest.tokens, seqs * positions)
     few, many = -(-tokens // positions), min(seqs, tokens)

@@ -15,7 +15,6 @@ from skipjoin.sampling import TokenLogprob
 
 
 def wants_scores(slice_: Slice) -> bool:
-    """Return whether the slice holds prompt tokens with logprobs to report."""
     request = slice_.request
     return _asked(request) is not None and slice_.start < len(request.prompt) and not request.output
 

@@ -36,8 +36,6 @@ class RankSpec(NamedTuple):
     Attributes:
         block_bytes: Bytes of one device KV block with the rank's layers and heads.
         attention_width: Query heads of all its layers times the head dimension.
-        itemsize: Bytes per weight.
-        device: Model name of the CPU or GPU.
     """
 
     stage: int
@@ -180,7 +178,6 @@ def touch(kv: PagedKV, blocks: int) -> None:
 def measure_transfers(
     model: CausalLM, block_size: int, seconds: float, swap_dtype: str = "auto"
 ) -> dict[Direction, Transfer]:
-    """Measure moves in temporary pools, and fit a cost per direction."""
     deadline = time.perf_counter() + seconds
     block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))

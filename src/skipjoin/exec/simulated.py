@@ -51,9 +51,8 @@ class SimulatedHandle:
 class SimulatedExecutor:
     """Simulated device that runs plans back to back, or a simulated pipeline of such stages.
 
-    A plan takes the time of its blocking moves, then that of its slices, split over the pipeline stages. A stage's
-    share of the moves comes first (FastServe section 4.3). Overlapped moves queue for the link, one queue per
-    direction; blocking moves go first.
+    A plan takes the time of its blocking moves, then that of its slices. A stage's share of the moves comes first
+    (FastServe section 4.3). Overlapped moves queue for the link, one queue per direction; blocking moves go first.
 
     Args:
         cost: Predicts seconds, over all stages.

@@ -116,14 +116,13 @@ class StreamCopier:
     There is one stream per direction, since the link is full duplex. Blocking moves are queued on the model's stream.
     No ordering is needed beyond the wait for the model's stream in `begin`:
 
-    - Blocking moves read what all earlier steps wrote, and later work on that stream may overwrite what they read. They
-      overtake overlapped moves.
+    - Blocking moves read what all earlier steps wrote, and later work on that stream may overwrite what they read.
     - An overlapped move waits for all earlier steps, and the blocking moves of this and earlier plans. Target blocks of
-      swap-ins are therefore safe. The source blocks of a blocking swap-out are free immediately. Every other block is
-      freed when the plan or move that uses it is settled, and hence has passed on its stream.
-    - No two overlapped moves share a block. The ledger fences source and target until the move has landed, so a swap-in
-      starts after its swap-out has landed. A copy for the prefix cache does not fence its source: if that is written
-      before the copy has landed, the copy is never read.
+      swap-ins are therefore safe. Every block is freed when the plan or move that uses it is settled, except the source
+      of a blocking swap-out, which is free immediately.
+    - No two overlapped moves share a block, because the ledger fences source and target until the move has landed. A
+      copy for the prefix cache does not fence its source: if that is written before the copy has landed, the copy is
+      never read.
     """
 
     def __init__(self, store: KVStore) -> None:

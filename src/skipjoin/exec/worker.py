@@ -62,9 +62,8 @@ class _Part:
 class Worker:
     """Runs plans sequentially with one rank's share of the model and the KV cache.
 
-    `begin` queues a plan's work, and `finish` waits for it. A plan may begin before the previous one is finished:
-    sampled tokens stay on the device. All calls of `begin` come from one thread and all calls of `finish` from one
-    thread, in the same order.
+    `begin` queues a plan's work, and `finish` waits for it. A plan may begin before the previous one is finished. All
+    calls of `begin` come from one thread and all calls of `finish` from one thread, in the same order.
 
     All ranks run the same plans. A stage executes a plan's blocking moves while the previous stage still computes
     (FastServe section 4.3). Slices can await tokens only with a single stage, because the stage that samples must also
@@ -334,7 +333,6 @@ def _sampler(model: CausalLM, grammars: Grammars | None) -> Sampler:
 
 
 def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split slices into the most memory-intensive ones and the rest, of about equal tokens."""
     ordered = sorted(going, key=lambda index: (memory_rank(slices[index]), index), reverse=True)
     left, count = sum(slices[index].tokens for index in going) / 2, 0
     while left > 0 and count < len(ordered) - 1:

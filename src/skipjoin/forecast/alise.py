@@ -22,10 +22,9 @@ _MIN_SPREAD = 0.2
 class Alise:
     """Weighted mean length of the `TOP_K` most similar prompts above `THRESHOLD`, else the perceptron's estimate.
 
-    Weights are normalized similarities. Algorithm 1 omits the normalization, and its sum would grow with k.
-
-    The paper predicts a mean. Here the distribution is lognormal, with the deviation of the neighbors or of the
-    perceptron's errors, and calibration widens it. The index learns exact lengths only.
+    Weights are normalized similarities, unlike in Algorithm 1, whose sum would grow with k. The distribution is
+    lognormal, with the deviation of the neighbors or of the perceptron's errors, and calibration widens it. The index
+    learns exact lengths only.
     """
 
     name = "alise"

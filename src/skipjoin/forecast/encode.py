@@ -25,7 +25,6 @@ _MIX_1, _MIX_2, _GOLDEN = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB
 
 
 def words(text: str) -> list[int]:
-    """Return stable hashes of lowercased words and punctuation marks."""
     return [crc32(word.encode()) for word in _WORD.findall(text.lower())]
 
 
@@ -111,5 +110,4 @@ class HashedTokens:
 
 
 def unit(vector: Array) -> Array:
-    """Normalize a vector to length 1 in float32; zeros stay zeros."""
     return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)

@@ -44,13 +44,10 @@ class Figures:
 
     Attributes:
         r, r_log: Pearson correlation of lengths and of log lengths; 0 if all forecasts are equal.
-        mae: Mean absolute error in tokens.
-        within_25: Share of forecasts within 25 % of the length.
         accuracy: Share of forecasts in the right one of `CLASSES` equally frequent classes (ALISE section 4.3).
         pairwise: Share of correctly ordered pairs; ties count half.
         coverage: Share of lengths inside the 80 % interval.
         coverage_by_prompt: Coverage by quartile of prompt length, shortest first.
-        milliseconds: Median time of a forecast.
     """
 
     name: str
@@ -117,7 +114,6 @@ class Evaluation:
         return found, seconds
 
     def _oracle(self) -> Figures:
-        """Predict the second output's length or the true length."""
         known = [min(sample.second or sample.tokens, self.most) for sample in self.test]
         return self._figures(ORACLE, [Forecast(float(tokens), ORACLE) for tokens in known])
 

@@ -59,7 +59,6 @@ class Forecaster:
         return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width, self._owner)
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
-        """Return the forecast for a prompt whose output has at least one and at most `max_tokens` tokens."""
         features = hashed(prompt)
         vector = self.encoder.encode(prompt, features).astype(np.float16)
         seen = Prompt(features, vector, len(prompt))
@@ -99,13 +98,11 @@ class Forecaster:
         return len(self.model) if isinstance(self.model, Sized) else 0
 
     def save(self, folder: str | Path, *, quiet: bool = False) -> bool:
-        """Save the state atomically, and return whether that succeeded."""
         with self._lock:
             arrays = self._state()
         return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests}, quiet=quiet)
 
     def load(self, folder: str | Path) -> bool:
-        """Load the state for the same models and encoder, and return whether there was one."""
         with self._lock:
             return load_state(Path(folder), self.identity, self._restore)
 

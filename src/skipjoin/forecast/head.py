@@ -81,7 +81,6 @@ class Head:
         self._weights[example.ids] -= _RATE * slope / np.sqrt(self._squares[example.ids])
 
     def state(self) -> dict[str, Array]:
-        """Return the arrays to save, without the replay buffer."""
         names = ("weights", "squares", "bias", "bias_squares")
         return {name: getattr(self, f"_{name}").copy() for name in names}
 

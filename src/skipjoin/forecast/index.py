@@ -60,13 +60,11 @@ class VectorIndex:
             self._size -= 1
 
     def state(self) -> dict[str, Array]:
-        """Return the arrays to save, oldest entry first."""
         places = (self._oldest + np.arange(self._size)) % self._entries
         ring = {"tokens": self._tokens[places], "exact": self._exact[places].astype(np.uint8)}
         return ring | {"times": self._times[places], "room": np.array([self._entries])} | self._vectors.state(places)
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Restore the latest entries that fit from an index of any size."""
         tokens, exact, times = state["tokens"], state["exact"], state["times"]
         if not len(tokens) == len(exact) == len(times) or (len(tokens) and tokens.min() < 1):
             raise ValueError("an index whose entries do not fit together")

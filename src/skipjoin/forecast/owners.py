@@ -21,9 +21,8 @@ _HALF_WEIGHT = 40
 class OwnerForecasters:
     """One forecaster per owner, learned only from that owner's requests.
 
-    A new forecaster starts from the shared distribution, the mean of the first guess, with weight 1, and of owners in
-    memory, with weights below 1. So one owner changes it by at most 1/2 in total variation, and by at most 1/(m + 2)
-    besides `m` owners with many requests. Existing forecasters are not affected by other owners.
+    A new forecaster starts from a distribution shared with owners in memory. One owner changes it by at most 1/2 in
+    total variation, and by at most 1/(m + 2) besides `m` owners with many requests.
 
     Args:
         make: Returns the forecaster of an owner, given the hazards of the shared distribution.

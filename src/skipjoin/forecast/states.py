@@ -24,7 +24,6 @@ def _is_state(folder: Path) -> bool:
 
 
 def exported(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a state, which has no text: identity and length distribution, then each past request."""
     described = read_description(folder)
     arrays = read_arrays(folder, described)
     yield {"state": folder.name, "description": described} | _summary(arrays)
@@ -49,7 +48,6 @@ def _entries(name: str, arrays: dict[str, Array]) -> Iterator[dict[str, Any]]:
 
 
 def remove_states(parent: Path, served: str | None = None) -> list[Path]:
-    """Remove the states below `parent`, or those of model `served`, and return their folders."""
     gone = [folder for folder in states(parent) if served is None or _served(folder) == served]
     for folder in gone:
         shutil.rmtree(folder)

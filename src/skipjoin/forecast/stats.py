@@ -14,7 +14,6 @@ class Stats:
     """Total counts and recent averages, which are 0 before any request.
 
     Attributes:
-        forecasts: Number of forecasts by source.
         known: Finished requests whose length is known, as they ended by themselves or at max_tokens.
         covered: Known requests inside their 80 % interval.
         error_tokens: Sum of absolute errors of known requests.

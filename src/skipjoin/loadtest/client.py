@@ -58,7 +58,6 @@ class Exchange:
 
     @property
     def lag(self) -> float | None:
-        """Delay between due time and send time, in seconds."""
         return None if self.sent is None else self.sent - self.job.at
 
     def as_json(self) -> dict[str, Any]:
@@ -155,7 +154,6 @@ class Client:
     async def ask(
         self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a request and record its outcome, calling `on_sign` whenever data arrives."""
         facts = exchange.facts
         answer = Answer()
         exchange.sent = clock()
@@ -304,7 +302,6 @@ class ClientRun:
 
 
 async def warm_up(client: Client, jobs: Sequence[WorkloadRequest], bodies: Bodies) -> None:
-    """Send jobs one after the other, and raise if all of them fail."""
     failures: list[Failure] = []
     for number, job in enumerate(jobs):
         exchange = exchange_of(number, job._replace(at=0.0))

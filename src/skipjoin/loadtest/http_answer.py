@@ -102,7 +102,6 @@ class Answer:
         self.feed(b"\n", now)
 
     def problem(self, wanted: int, *, may_stop: bool) -> Failure | None:
-        """Return why the response is incomplete. `may_stop` allows fewer tokens than `wanted`."""
         if self.error is not None:
             return self.error
         if self.ended is None:

@@ -68,7 +68,6 @@ class Bodies:
         return {"prompt": self._drawn(job, self._ids[self._count % len(self._ids)], self._ids)}
 
     def _drawn(self, job: WorkloadRequest, own: _Token, choices: Sequence[_Token]) -> list[_Token]:
-        """Return a prompt: its named parts, then `own`, then random tokens."""
         shared: list[_Token] = []
         if job.parts is not None:
             for name in job.parts.names:

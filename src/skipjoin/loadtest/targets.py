@@ -63,7 +63,6 @@ class Target:
         return self.base_url + PATHS[self.endpoint]
 
     def max_tokens(self, job: WorkloadRequest) -> int | None:
-        """Return the output tokens to request for a job, or None to let the model decide when to stop."""
         return job.output_tokens if job.prompt is None or self.extra.get("ignore_eos") else None
 
     @property
@@ -81,7 +80,6 @@ def parse_prompt_ids(text: str) -> tuple[int, int]:
 
 
 def parse_extra(text: str | None) -> dict[str, Any]:
-    """Parse additional body fields from a JSON object."""
     try:
         found = json.loads(text) if text else {}
     except ValueError as error:

@@ -56,7 +56,6 @@ class GraphBuffers:
         self._parts = _Parts(*(self.buffer[a:b] for a, b in pairwise(bounds)))
 
     def place(self, flat: torch.Tensor, tables: torch.Tensor) -> tuple[_Parts, torch.Tensor]:
-        """Copy in a batch's buffer and its tables, and return the fixed ones."""
         self.buffer.copy_(flat[: len(self.buffer)])
         self.tables[:, : tables.shape[1]].copy_(tables)
         return self._parts, self.tables
@@ -324,7 +323,6 @@ def _check_tables(needed: np.ndarray, held: np.ndarray, block_size: int) -> None
 
 
 def _wanted_rows(segments: Sequence[Segment], lengths: list[int], total: int) -> tuple[list[int] | None, list[int]]:
-    """Return the tokens whose logits are wanted (None for all), and the segments' row boundaries."""
     rows: list[int] = []
     row_starts = [0]
     end = 0

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the template of chat_template.jinja or of `settings`, the contents of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_template(file)

@@ -67,7 +67,6 @@ class ModelConfig:
     Attributes:
         head_dim: Values per attention head; num_heads * head_dim need not be hidden_size.
         windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
-        rope: Rotary embedding; None if positions are learned.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
     """
 

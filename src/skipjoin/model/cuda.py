@@ -42,7 +42,6 @@ class CudaFacts:
     """Facts that decide whether and how models run on CUDA.
 
     Attributes:
-        runtime: CUDA version of torch; empty without CUDA.
         present: Whether the machine has a GPU, usable by torch or not.
         archs: Compiled targets of torch's kernels, such as "sm_90".
         compiler: C compiler with which Triton builds launchers.
@@ -120,17 +119,14 @@ def _triton() -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
-    """Return the type and first line of an error."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: Exception | str) -> str:
-    """Return the first line of an error's text."""
     return str(error).partition("\n")[0]
 
 
 def unusable(facts: CudaFacts, index: int = 0) -> str | None:
-    """Return why models cannot run on GPU `index`, or None."""
     if not facts.runtime:
         return "this torch is built without CUDA"
     if not facts.cards:
@@ -157,7 +153,6 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 def kernels_unusable(facts: CudaFacts, index: int = 0) -> str | None:
-    """Return why the Triton kernels cannot run on the usable GPU `index`, or None."""
     card = facts.cards[index]
     if card.capability < KERNEL_CAPABILITY:
         have, need = _dotted(card.capability), _dotted(KERNEL_CAPABILITY)
@@ -212,7 +207,6 @@ def expand_segments() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; torch's allocator, the driver and cuBLAS report it differently."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

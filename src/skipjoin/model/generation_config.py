@@ -14,7 +14,6 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> dict[str, Any]:
-    """Return the file's sampling defaults as fields of `SamplingParams`; none if `generation_config` is "none"."""
     file = Path(folder) / FILE
     if generation_config == "none" or not file.is_file():
         return {}

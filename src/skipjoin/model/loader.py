@@ -34,7 +34,6 @@ _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
-    """Return a local folder unchanged, or the snapshot of a hub repository (cached, downloaded if needed)."""
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -114,7 +113,6 @@ def random_model(
     quantization: str = "none",
     group: Group | None = None,
 ) -> CausalLM:
-    """Make a model with random weights from a `ModelConfig` or the contents of a config.json."""
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
     torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, quantization, config)

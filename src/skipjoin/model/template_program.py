@@ -2,11 +2,11 @@
 
     python -P template_program.py
 
-It reads frames from standard input and answers each on standard output: first the template, then conversations. It
-imports nothing of this package, to start faster.
+It answers frames from standard input on standard output: first the template, then conversations. It imports nothing of
+this package, to start faster.
 
-Templates come with downloaded models, so they run in Jinja's sandbox. Jinja cannot bound their time or memory, but the
-kernel can: `'x' * 10**10` is one call into the interpreter.
+Templates come with downloaded models, so they run in Jinja's sandbox. Jinja cannot bound the time of `'x' * 10**10`,
+but the kernel can.
 """
 
 from __future__ import annotations

@@ -199,9 +199,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 class Detokenizer:
     """Converter of one output to text, token by token, in time and memory that do not grow with its length.
 
-    Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte. If
-    single-byte tokens never become valid text, there may be another number of replacement characters than from decoding
-    the whole output.
+    Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:

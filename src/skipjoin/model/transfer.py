@@ -16,7 +16,6 @@ def to_device(made: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor on the device, without blocking."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 

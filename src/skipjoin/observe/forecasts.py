@@ -47,7 +47,6 @@ class ForecastLog:
 
         Returns:
             r_log: Correlation of the logarithms of predictions and lengths; None if either is constant.
-            mae: Mean absolute error in tokens.
             within_25: Share of predictions within 25 % of the length.
             coverage_80: Share of lengths within their interval; None without intervals.
             sources: Share of the predictions by source.

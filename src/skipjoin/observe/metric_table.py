@@ -14,8 +14,6 @@ class Metric(NamedTuple):
     """Definition of one metric.
 
     Attributes:
-        label: Name of the label, or empty.
-        values: All values of the label.
         buckets: Ascending upper bounds of a histogram.
         in_vllm: True if vLLM has a metric of this name and meaning.
         vllm_sum: Label values whose sum is vLLM's metric, which has no such label.
@@ -36,7 +34,6 @@ class Metric(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return the length of one class's row, or of the whole row without classes."""
         return len(self.buckets) + 2 if self.kind == "histogram" else max(1, len(self.values))
 
     def zero(self) -> list[float]:
@@ -54,7 +51,6 @@ class Metric(NamedTuple):
         return [sum(numbers) for numbers in zip(*self.per_class(row), strict=True)]
 
     def as_in_vllm(self, row: Sequence[float]) -> tuple[Metric, Sequence[float]]:
-        """Convert the metric and its row to vLLM's form."""
         row, plain = self.summed(row), self._replace(by_class=False)
         if not self.vllm_sum:
             return plain, row
@@ -437,7 +433,6 @@ class Snapshot(NamedTuple):
 
 
 def merged(live: Sequence[Snapshot], *, gone: Snapshot | None = None) -> Snapshot:
-    """Aggregate the metrics of live engines and the counters of engines that are gone."""
     engines = [*live, *([gone] if gone is not None else [])]
     rows = []
     for index, metric in enumerate(ENGINE_METRICS):

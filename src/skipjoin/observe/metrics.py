@@ -75,7 +75,6 @@ class _ClassCounts:
         )
 
     def first(self, facts: RequestFacts) -> None:
-        """Count a request's first token on this engine."""
         self._generated[0] += 1
         if facts.earlier_tokens:  # another engine has counted what follows
             return
@@ -215,8 +214,6 @@ class EngineMetrics:
         """Set the block gauges that no event reports.
 
         Args:
-            cached: Free device blocks with cached KV.
-            cached_on_cpu: Free CPU blocks with cached KV.
             shared: Device blocks with several owners.
             lent: Bidirectional blocks, in which each owner has its own slots.
         """
@@ -226,7 +223,6 @@ class EngineMetrics:
         self._rows["kv_lent_blocks"][0] = lent
 
     def recovered(self, blocks: int) -> None:
-        """Count leaked blocks that were reclaimed."""
         self._rows["kv_blocks_recovered_total"][0] += blocks
 
     def snapshot(self) -> Snapshot:

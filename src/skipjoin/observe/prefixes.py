@@ -32,7 +32,6 @@ class PrefixUse:
         )
 
     def saved(self, copied: int) -> None:
-        """Record bytes of cached KV that were copied to CPU memory."""
         self.counts = self.counts._replace(saved_bytes=self.counts.saved_bytes + copied)
 
     def finished(self, request: Request) -> None:

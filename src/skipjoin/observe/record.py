@@ -56,7 +56,6 @@ def summarize(
         now: End of the observation, in seconds since its start. Unfinished requests count with their age.
         rejected: Kinds of rejected requests, which are not in `facts`.
         errors: Kinds of failed requests, which are not in `facts`.
-        window_s: Time during which requests were submitted, if known.
     """
     whole = _Part(list(facts), Counter(rejected), Counter(errors))
     record = _figures(whole, now, slo, window_s)
@@ -165,7 +164,6 @@ def preempted(record: Record) -> int:
 
 
 def _forward(steps: Counter[int], target: int | None) -> Record:
-    """Summarize step sizes, given the number of steps by number of tokens."""
     total = max(1, steps.total())
     near = None if target is None else sum(count for tokens, count in steps.items() if tokens >= _NEAR_TARGET * target)
     return {
@@ -176,7 +174,6 @@ def _forward(steps: Counter[int], target: int | None) -> Record:
 
 
 def _groups(sizes: Counter[int]) -> Record:
-    """Summarize group sizes, given the number of groups by size."""
     if not sizes:
         return {"mean_size": None, "max_size": None}
     mean = sum(size * count for size, count in sizes.items()) / sizes.total()
@@ -290,12 +287,10 @@ def _attained(part: _Part, now: float, slo: Slo) -> Record:
 
 
 def _bound_s(own_s: float, usual_s: float | None) -> float:
-    """Return a request's own objective, else the general one, else infinity."""
     return own_s if own_s < math.inf or usual_s is None else usual_s
 
 
 def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:
-    """Return mean seconds per request."""
     count = max(1, len(facts))
     return {
         "queueing": rounded(sum(one.waiting(now) for one in facts) / count),

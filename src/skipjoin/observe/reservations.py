@@ -44,7 +44,6 @@ class ReservationUse:
     # -- events -------------------------------------------------------------------------------------------
 
     def pass_time(self, seconds: float) -> None:
-        """Advance time by an interval without changes."""
         self._hosted_block_s += seconds * self._hosted_blocks
         self._reserved_block_s += seconds * self._reserved_blocks
 
@@ -89,7 +88,6 @@ class ReservationUse:
     # -- figures ------------------------------------------------------------------------------------------
 
     def kv(self, seconds: float, device_blocks: int) -> dict[str, float]:
-        """Return the reservation fields of the record's `kv`, over `seconds` of observed time."""
         return {
             "hosted_requests": self.hosted,
             "hosted_blocks_mean": self._hosted_block_s / seconds,
@@ -122,7 +120,6 @@ class ReservationUse:
             self._reserved_blocks += sign * reservation.blocks
 
     def _end(self, request: Request) -> None:
-        """Remove the request's reservation and move nested ones to its parent."""
         reservation = self._reservations.get(request)
         parent = None if reservation is None else reservation.parent
         for nested in list(self._nested.get(request, ())):

@@ -40,7 +40,6 @@ class SharedEndUse:
             self._saved.remove(move.request)
 
     def lost(self, request: Request) -> None:
-        """Record that a request finished or its KV was dropped."""
         self._saved.discard(request)
 
     def close(self) -> None:

@@ -114,15 +114,15 @@ class _Flight(NamedTuple):
 class Timeline:
     """Trace writer of one engine, driven by core events.
 
-    There is one lane per batch slot, one for steps and one per copy direction. A request takes the lowest free slot,
-    and has one span per uninterrupted phase. The moves of a plan share its time in proportion to their blocks. Spans
-    show execution time, which with several plans in flight is later than the decision.
+    There is one lane per batch slot, one for steps and one per copy direction. A request has one span per uninterrupted
+    phase, in the lowest free slot. The moves of a plan share its time in proportion to their blocks. Spans show
+    execution time, which with several plans in flight is later than the decision.
 
     With pipeline stages, each stage has a lane with its part of every step and with bubbles. Stages report durations
-    only, so parts are drawn as early as the lane and the decision allow, and before the next stage begins.
+    only, so parts are drawn as early as possible.
 
-    A span's `left` is a `FinishReason`, a `Preemption` or one of three texts: "caught up" (prefill continues as decode
-    in the same slot), "lost in a restart", and "still running" (at `close`).
+    A span's `left` is a `FinishReason`, a `Preemption`, "caught up" (decode follows prefill in the same slot), "lost in
+    a restart", or "still running" (at `close`).
 
     Args:
         file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.
@@ -174,11 +174,9 @@ class Timeline:
                 self._restart(event)
 
     def flush(self) -> None:
-        """Write buffered events; open spans are written when they end."""
         self._trace.flush()
 
     def close(self) -> None:
-        """Write open spans and terminate the trace."""
         for request, track in self._tracks.items():
             self._vacate(request, track, "still running")
         self._trace.close()
@@ -285,7 +283,6 @@ class Timeline:
             self._share(overlapped, (lane, name, "overlapped"), middle, end)
 
     def _share(self, moves: Sequence[Move], place: tuple[Lane, str, str], begin: int, end: int) -> None:
-        """Draw consecutive spans for moves, with lengths in proportion to their blocks."""
         lane, name, when = place
         total, done, since = max(1, _blocks(moves)), 0, begin
         for move in moves:

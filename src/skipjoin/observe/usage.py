@@ -38,7 +38,6 @@ class Point(NamedTuple):
     Attributes:
         kv_used: Share of the device's KV that computed tokens fill, 0 to 1.
         kv_allocated: Share of the device's KV that is held or reserved, 0 to 1.
-        running: Number of requests in the step.
         waiting: Number of other requests.
     """
 
@@ -125,7 +124,6 @@ class EngineUsage:
         }
 
     def series(self) -> dict[str, list[float]]:
-        """Return the samples as one list per field, thinned to at most `POINTS`."""
         stride = max(1, -(-len(self._points) // POINTS))
         points = self._points[::stride]
         return {name: [getattr(point, name) for point in points] for name in Point._fields}
@@ -271,7 +269,6 @@ class EngineUsage:
             self._resident[request] = tokens
 
     def _leave(self, request: Request) -> int:
-        """Remove the request's KV from the device and return its number of tokens."""
         tokens = self._resident.pop(request, 0)
         self._used -= tokens
         return tokens
@@ -285,7 +282,6 @@ class EngineUsage:
         self._now = now
 
     def _note(self, now: float, running: int) -> None:
-        """Sample the series, at most once per spacing."""
         points = self._points
         if points and now < points[-1].time_s + self._spacing:
             return

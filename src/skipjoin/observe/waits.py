@@ -1,8 +1,7 @@
 """Wait times of requests by reason, folded from core events.
 
 From arrival to end a request either executes or waits for one reason at a time. Requests that a decision does not
-examine form the tail and share one reason. Their seconds accumulate on a common clock, of which a request takes its
-part when it leaves the tail.
+examine form the tail and share one reason. Their seconds accumulate on a common clock.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class WaitTimes:
         self.since = 0.0
 
     def __getstate__(self) -> tuple[float, ...]:
-        """Pickle the seconds only."""
         return tuple(self.seconds)
 
     def __setstate__(self, seconds: tuple[float, ...]) -> None:
@@ -89,7 +87,6 @@ class WaitLog:
         self._last: Moment | None = None  # moment of the last result
 
     def totals(self, now: float) -> list[float]:
-        """Return seconds by reason of all requests until now."""
         clock = self._mark(now)
         found = [
             total + self._in_tail * at - marks
@@ -102,7 +99,6 @@ class WaitLog:
     # -- events -------------------------------------------------------------------------------------------
 
     def arrived(self, arrival: float, now: float) -> WaitTimes:
-        """Add a request, which may have arrived at another engine before."""
         times = WaitTimes()
         self.resumed(times, {WaitReason.NOT_EXAMINED: now - arrival}, now)
         return times
@@ -133,7 +129,6 @@ class WaitLog:
         self._waiting.add(times)
 
     def started(self, times: WaitTimes, now: float) -> None:
-        """End the wait of a request that was chosen."""
         if times.freed is None:
             mark = self._mark(now)
             self._leave(times, now, mark)
@@ -146,14 +141,12 @@ class WaitLog:
         self._tail = _INDEX[event.tail]
 
     def computed(self, result: StepResult, now: float) -> StepWaits:
-        """Record a step's result, and return the object that charges waits to the requests of the step."""
         chosen = self._in_flight.pop(result.plan.id)
         waits = StepWaits(self, chosen, self._last, Moment(now, self._decisions, self._mark(now)), result)
         self._last = waits.freed
         return waits
 
     def decoded(self, steps: int, end: float) -> Moment:
-        """Record a run of decode steps without waiting requests, and return the moment of the last result."""
         self._decisions += steps
         self._last = Moment(end, self._decisions, self._mark(end))
         return self._last
@@ -171,7 +164,6 @@ class WaitLog:
     # -- inside -------------------------------------------------------------------------------------------
 
     def resume(self, times: WaitTimes, chosen: Moment, begin: float) -> None:
-        """Charge the wait of a request that runs again from `begin` on."""
         freed = times.freed
         since = chosen.now if freed is None else freed.now
         if freed is None or chosen.decisions > freed.decisions + 1:
@@ -233,7 +225,6 @@ class StepWaits:
         self._is_serial = not result.stages
 
     def ran(self, times: WaitTimes) -> None:
-        """Charge the wait before the request's slice of the step."""
         freed, begin = times.freed, self._begin
         if freed is not None and not self._is_serial:
             begin = max(begin, freed.now)

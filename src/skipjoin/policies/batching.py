@@ -144,10 +144,9 @@ class RunToCompletion:
     Waiting requests form a batch of up to `max_seqs`; the next batch starts when the last member has finished. Members
     join over several steps, each with up to `max_tokens` prompt tokens or one longer prompt. The batch closes when it
     is full, or after a step that ran members and had space for more prompts. A member that loses its KV remains a
-    member. Several plans in flight share one batch, as micro-batches of a pipeline.
+    member.
 
-    Unlike in FasterTransformer, answers are not delayed until the whole batch has finished, nor padded. The baseline is
-    therefore faster than the original.
+    Unlike in FasterTransformer, answers are neither delayed until the whole batch has finished nor padded.
     """
 
     def __init__(self, max_seqs: int, max_tokens: int) -> None:
@@ -184,7 +183,6 @@ class MemberBuilder:
 
     @property
     def keeps_recruiting(self) -> bool:
-        """True if the next step may add members, provided that a member remains."""
         return self._recruits and (self._joined or self._cramped or not self._ran)
 
     def offer(self, request: Request, pending: int) -> int | Refusal:

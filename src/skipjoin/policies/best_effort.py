@@ -83,7 +83,6 @@ class LimitedBestEffort(Callbacks):
         return inner if not self._best_effort or is_quiet else LimitedBuilder(self, inner, context)
 
     def _patience(self, request: Request) -> float:
-        """Return how many seconds the request can wait for a step to finish."""
         ttft_s, tpot_s, _ = request.options.target
         if min(ttft_s, tpot_s) < inf:
             return min(_TTFT_SHARE * ttft_s, tpot_s)

@@ -16,20 +16,18 @@ STEP_TERMS = ("floor", "prefill_token", "attention_pair", "decode", "context_tok
 class LinearCost:
     """Cost model that is linear in a step's shape, above a floor (BROS section 4.2, ALISE section 3.2).
 
-    floor + max(weights, prefill_token x tokens + decode x requests)
-    + attention_pair x pairs + context_token x KV tokens
+    floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x pairs + context_token x KV
+    tokens
 
     All attributes are in seconds.
 
     Attributes:
-        floor: Fixed time of every step.
         weights: Time to read the weights, which overlaps with the arithmetic of few tokens.
         prefill_token: Time per token of a slice longer than one token.
         attention_pair: Time per query-key pair of such slices.
         decode: Time per decoding request.
         context_token: Time per KV token that decodes read.
         block: Time per KV block moved.
-        transfer_floor: Fixed time of every transfer.
     """
 
     floor: float
@@ -97,9 +95,6 @@ class LearningCost:
 
     Published costs change only between revisions, and stay within `REVISION_FACTOR` of the learned ones, so results can
     be cached within a revision.
-
-    Args:
-        start: Initial coefficients, from a profile or a guess.
     """
 
     def __init__(self, start: LinearCost) -> None:

@@ -87,10 +87,6 @@ class WholeReservations(Callbacks):
 
     A request that outgrows its reservation reserves its newly expected need. Failing that, it grows block by block and
     may preempt requests that came later.
-
-    Args:
-        lengths: Predicts output lengths.
-        group: Returns the group of a request that reserves its first block.
     """
 
     def __init__(
@@ -228,10 +224,6 @@ class Closest(HoldersFirst):
 
     Each step repeatedly chooses the closest waiting request until none fits; the others follow by `order`. Planning
     time is quadratic in the queue length, so use it in simulations only.
-
-    Args:
-        room: Capacity of the step, shared by the orderings of all priorities.
-        lengths: Predicts the demand for KV.
     """
 
     def __init__(self, order: QueueOrder, room: Room, lengths: PaddedLengths) -> None:

@@ -31,11 +31,9 @@ class NextTokens:
         return request in self._due
 
     def due(self, request: Request) -> float:
-        """Return when the request's next token is due, in seconds on the driver's clock."""
         return self._due[request]
 
     def begin(self, request: Request, now: float) -> None:
-        """Track a request that arrived or that is served as real-time from now on."""
         if request.output:
             self.sampled(request, now)
             return

@@ -73,7 +73,6 @@ class _Prices:
         self.token_s = self._batch_s / _TYPICAL_BATCH
 
     def prefill_s(self, tokens: int, context: int = 0) -> float:
-        """Return the time of a prompt of `tokens` tokens behind `context` cached ones."""
         pairs = tokens * context + tokens * (tokens + 1) // 2
         return self._cost.step(StepShape(tokens, pairs, _TYPICAL_BATCH, _TYPICAL_BATCH)) - self._batch_s
 
@@ -85,7 +84,6 @@ class _Left:
         prefill_s: Seconds of its prefill, 0 once computed.
         tokens: Expected number of further output tokens, of `token_s` seconds each.
         has_token: Whether this replica has generated a token for it.
-        keys: Number of its prefix keys at arrival.
     """
 
     __slots__ = ("has_token", "keys", "prefill_s", "replica", "token_s", "tokens")
@@ -202,8 +200,7 @@ class PrefixAware(LeastWork):
     """Chooses the replica with the least work, minus the prefill time that its cached prefixes save the request.
 
     Among equals the longest cached prefix wins, then the first replica. Saved time counts once where several unfinished
-    requests share the prefix, and `OWN_WEIGHT` times otherwise. The chosen replica's work therefore exceeds the least
-    by at most the saved time, or `OWN_WEIGHT` times that.
+    requests share the prefix, and `OWN_WEIGHT` times otherwise.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ class PaddedLengths:
     Args:
         padding: Share of the forecast that is added to it. A negative share is not reserved until a request outgrows
             its reservation. Nested reservations are never below the forecast, since the hosting request needs its KV.
-        lengths: Predicts the total output tokens of a request.
     """
 
     def __init__(self, padding: float, lengths: Callable[[Request], float] = forecast_tokens) -> None:
@@ -148,8 +147,6 @@ class ByObjective:
     longer meet its target follows all that can.
 
     Args:
-        time: Prices the remaining work.
-        lengths: Predicts output lengths.
         time_ranges_s: Ascending boundaries between ranges of slack.
         kv_range: Width of ranges of held KV, in tokens.
         length_range: Width of length ranges, in tokens.
@@ -259,7 +256,6 @@ class Tasks:
         return request.reserved_tokens + 1 if known <= request.reserved_tokens < UNLIMITED else known + 1
 
     def group(self, request: Request, now: float) -> Hashable:
-        """Return a key that is equal for waiting decodes of one group."""
         return self._order.key(request, request.known, Phase.WAITING, now)
 
     def on_reserved(self, request: Request) -> None:

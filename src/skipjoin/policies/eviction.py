@@ -18,7 +18,6 @@ DROP_SHARE = 0.05
 
 
 def _until_enough(short: int, candidates: Sequence[Request], kv: KVAccounts) -> Iterator[tuple[Request, int]]:
-    """Yield victims until enough blocks are freed, each with the number still missing without it."""
     for victim in candidates:
         if short <= 0:
             return
@@ -77,7 +76,6 @@ class Swap(Recompute):
     capacity.
 
     Args:
-        cost: Prices steps and transfers.
         drop_share: Maximum share of time for such recomputation; inf disables the limit. New requests of a better band
             than their victim are exempt.
     """
@@ -110,7 +108,6 @@ class Swap(Recompute):
         return found
 
     def part(self, victim: Request, missing: int, kv: KVAccounts) -> int | None:
-        """Return how many blocks the victim frees when `missing` are short, or None for all."""
         return None
 
     def on_dropped(self, tokens: int, now: float) -> None:
@@ -151,7 +148,7 @@ class Spill(Swap):
 
     A victim waits until all of its KV can be on the device again. Best-effort requests with KV on the CPU tier come
     first: they wait already. Real-time requests are evicted last, and as a whole. KV is dropped if it does not fit the
-    CPU tier or is recomputed faster, unfinished prefills included.
+    CPU tier or is recomputed faster.
     """
 
     is_decode_invariant = True
@@ -210,9 +207,7 @@ class ProactiveSwap(Swap):
 
     While blocks are short, the request scheduled last is swapped out first. The request scheduled soonest is swapped in
     first, into free blocks or in place of requests scheduled later. Blocks are kept free for expected arrivals and for
-    the growth of running requests.
-
-    Swaps are blocking where that does not suffice, and where transfers take next to no time compared with a step.
+    growth. Swaps are blocking where that does not suffice, and where transfers take next to no time.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
@@ -274,7 +269,6 @@ class ProactiveSwap(Swap):
         self._last = None if is_idle else now
 
     def _spare(self, kv: KVAccounts, now: float) -> int:
-        """Return the number of device blocks to keep free."""
         tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
         new, self._new = self._new, []
         arrived = sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
@@ -300,7 +294,6 @@ class _Exchange:
         return max(self._room.values()) > 0
 
     def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Return the requests to swap out and in, given the result of `Ordering.expected_order`."""
         on_cpu: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
         for one in turns:
@@ -324,7 +317,6 @@ class _Exchange:
         return self._out, back
 
     def _make_room(self, blocks: int, turn: Any) -> bool:
-        """Swap out the requests scheduled last, later than `turn`, until `blocks` blocks will be free."""
         leaving, kv = self._leaving, self._kv
         while self._soon < blocks and self._room[Direction.OUT] > 0 and self._at < len(leaving):
             theirs, victim = leaving[self._at]

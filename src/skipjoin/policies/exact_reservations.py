@@ -42,11 +42,9 @@ class Hosts:
         self._unused = None
 
     def need(self, blocks: int, steps: int, kv: KVAccounts) -> int:
-        """Return the number of unused blocks that a hosting request must have."""
         return blocks + kv.blocks_for(math.ceil(steps * (1 + self._buffer)))
 
     def seek(self, request: Request, need: int, kv: KVAccounts) -> Request | None:
-        """Return a hosting request for `request`, or None."""
         if self._unused is None:
             self._unused = self._sorted(kv)
         found = self._unused
@@ -65,7 +63,6 @@ class Hosts:
         return bool(self._unused)
 
     def _sorted(self, kv: KVAccounts) -> list[tuple[int, int, Request]]:
-        """Return possible hosting requests by unused blocks, ascending."""
         found = []
         for request in kv.holders():
             if request.reserved_tokens != UNLIMITED and phase_of(request, request.known) is Phase.RUNNING:
@@ -77,7 +74,6 @@ class Hosts:
 
     @staticmethod
     def _lends_to(request: Request, host: Request, kv: KVAccounts) -> bool:
-        """Return whether `host` is nested, directly or indirectly, in the reservation of `request`."""
         parent: Owner = host
         while isinstance(parent, Request):
             if parent is request:
@@ -99,8 +95,6 @@ class ExactReservations(Callbacks):
     priority.
 
     Args:
-        lengths: Predicts output lengths.
-        group: Returns the group of a waiting decode.
         reserve: Share of the pool for prompts.
         hosts: None disables nested reservations.
         overdue_s: Age in seconds from which a request without KV for its prompt blocks KV for other prompts. Otherwise
@@ -202,7 +196,6 @@ class ExactReservations(Callbacks):
         return None
 
     def _whole(self, request: Request, kv: KVAccounts) -> tuple[int, int, int]:
-        """Return tokens and blocks of the whole request, and the unused blocks that a hosting request must have."""
         # Cached, because every step queries it for many waiting requests.
         known, forecast = request.known, request.forecast
         kept = self._wholes.get(request)

@@ -70,7 +70,6 @@ class ExecutionTime:
 
 
 def _explained(seconds: list[float], model: Callable[[int], float]) -> float:
-    """Return R squared of a model at `_SAMPLES`, 1 if all times are equal."""
     mean = fmean(seconds)
     total = sum((one - mean) ** 2 for one in seconds)
     left = sum((one - model(tokens)) ** 2 for tokens, one in zip(_SAMPLES, seconds, strict=True))

@@ -73,7 +73,6 @@ class Fair(Callbacks):
     new requests do not preempt.
 
     Args:
-        make: Builds the ordering of one client.
         lead: In weighted tokens: the capacity of the KV pool, which bounds what is evicted and recomputed for it.
         output_weight: Weight of a generated token relative to a prompt token.
     """
@@ -180,7 +179,6 @@ class Fair(Callbacks):
         return self._sorted
 
     def _service(self, client: _Client, slice_: Slice) -> float:
-        """Return the service of a slice and count its prompt tokens."""
         request = slice_.request
         counted = client.live[request]
         end = min(slice_.start + slice_.tokens, len(request.prompt))

@@ -20,10 +20,8 @@ class _Job:
     """MLFQ state of a request.
 
     Attributes:
-        level: Its queue, from 0.
         place: FIFO position in its queue.
         used: Used seconds of its quantum.
-        last: Time of its last slice or its arrival.
         home: Level and used seconds to restore after a promotion, or None.
     """
 
@@ -53,8 +51,6 @@ class SkipJoinMlfq(Callbacks):
     round robin at overload.
 
     Args:
-        cost: Cost model that prices slices.
-        levels: Number of queues.
         quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model.
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
         promotion_share: Maximum share of time for promoted requests. Infinity promotes every starving request at once,

@@ -65,10 +65,6 @@ class Prioritized(Callbacks):
 
     Once the oldest best-effort request is `best_effort_wait_s` seconds old, it is served as real-time in its priority
     until it finishes. Only one request at a time is lifted, so it costs real-time requests one slot.
-
-    Args:
-        make: Builds the ordering of one band.
-        best_effort: Builds the ordering of a best-effort band; None uses `make`.
     """
 
     def __init__(
@@ -92,7 +88,6 @@ class Prioritized(Callbacks):
         return all(map(is_decode_invariant, self._sorted))
 
     def band(self, request: Request) -> Band:
-        """Return the band in which the request is served."""
         return (False, *request.band[1:]) if request is self._lifted else request.band
 
     def is_best_effort(self, request: Request) -> bool:

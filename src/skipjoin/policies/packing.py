@@ -29,7 +29,6 @@ class Packing:
     classes, but then real-time requests wait although the step has time.
 
     Args:
-        cost: Prices steps and the swap-ins before them.
         next_tokens: Token deadlines; it contains exactly the real-time requests.
     """
 
@@ -111,11 +110,9 @@ class Pack:
 
     @property
     def slots_left(self) -> int:
-        """Number of further best-effort requests that the step may have."""
         return self._rules.cap - self._slots
 
     def add_all(self, candidates: Sequence[tuple[Request, int]], *, real_time: bool) -> bool:
-        """Choose all candidates of one class with all of their tokens if they fit, and return whether they do."""
         if len(candidates) > (self._rules.max_seqs if real_time else self.slots_left):
             return False
         prefill = attention = decodes = context = away = 0
@@ -188,7 +185,6 @@ class Pack:
             self._join(request, tokens)
 
     def _room_for(self, request: Request, pending: int) -> int:
-        """Return how many of the pending tokens fit the slots and the time."""
         most = min(pending, self._tokens)
         return self._fit(request, most) if most > 0 and self._slots < self._rules.max_seqs else 0
 

@@ -20,8 +20,6 @@ class RemainingTime:
     later than `aging_s` times the log ratio of the remaining times cannot overtake.
 
     Args:
-        time: Prices the work.
-        lengths: Predicts the total output tokens of a request.
         aging_s: inf disables aging.
     """
 

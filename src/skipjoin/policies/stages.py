@@ -44,7 +44,6 @@ class _Loads:
         return _SLICE_S + self._token * tokens + self._pair * (tokens * start + tokens * (tokens + 1) / 2)
 
     def reaching(self, start: int, load: float) -> int:
-        """Return the minimum number of tokens from `start` that reaches `load`."""
         linear = self._token + self._pair * (start + 0.5)
         root = math.sqrt(linear * linear + 2 * self._pair * max(0.0, load))
         # Positive root of pair / 2 x n^2 + linear x n = load, in a form that also holds for pair = 0.
@@ -60,7 +59,6 @@ class EvenStages:
     times in a row.
 
     Args:
-        batcher: Limits a plan.
         max_seqs: Requests that fit all stages together.
         max_tokens: Prompt tokens that fit all stages together.
         cuts: Whether prompts may be cut to the share. A lone prompt is cut so that its chunks pipeline through the
@@ -142,7 +140,6 @@ class EvenBuilder:
         self._is_full = False
 
     def look_at(self, context: StepContext) -> None:
-        """Determine the work to share."""
         rules, loads, offer, load_of = self._rules, self._loads, self._inner.offer, self._loads.of
         slots, tokens = rules.max_seqs, rules.max_tokens
         for plan in context.in_flight:

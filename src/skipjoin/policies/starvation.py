@@ -32,7 +32,6 @@ class WorstCase:
         max_len: Maximum tokens of a request, at most the device's capacity.
         max_seqs, max_tokens: Limits of a step.
         device_blocks, cpu_blocks: KV blocks on the device and CPU tiers; `cpu_blocks` is 0 where KV is never swapped.
-        depth: Plans in flight.
         moves_overlapped: Whether transfers may overlap with steps.
         stages: Pipeline stages that share each step (`EvenStages`), with as many plans in flight.
     """
@@ -51,7 +50,6 @@ class WorstCase:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the longest request."""
         return -(-self.max_len // self.block_size)
 
     @property
@@ -141,7 +139,6 @@ def starvation_within(bound_s: float, most: WorstCase) -> float:
 
 
 def max_requests(bound_s: float, most: WorstCase) -> int:
-    """Return the maximum number of unfinished requests for which the bound holds; 0 if none."""
     low, high = 0, most.requests
     while low < high:
         middle = (low + high + 1) // 2

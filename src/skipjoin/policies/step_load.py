@@ -22,7 +22,6 @@ class StepLoad(NamedTuple):
 
     @classmethod
     def of(cls, start: int, tokens: int, away: int = 0) -> StepLoad:
-        """Return the load of a slice of `tokens` tokens from position `start`."""
         if tokens == 1:
             return cls(0, 0, 1, start + 1, away)
         return cls(tokens, tokens * start + tokens * (tokens + 1) // 2, 0, 0, away)

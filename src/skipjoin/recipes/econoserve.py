@@ -74,7 +74,6 @@ class OrderParams(GroupParams):
         self.borders()
 
     def borders(self) -> tuple[float, ...]:
-        """Return the boundaries of the ranges of slack. Raise `ConfigError` if `time_ranges_s` is invalid."""
         try:
             found = tuple(float(part) for part in self.time_ranges_s.split(","))
         except ValueError:

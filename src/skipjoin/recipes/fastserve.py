@@ -73,7 +73,6 @@ def _threshold_s(s: Settings, p: QueueParams) -> float:
 
 
 def _threshold_within(bound_s: float, most: WorstCase) -> float:
-    """Return the starvation threshold that keeps a bound, or raise `ConfigError` with feasible values."""
     if bound_s < (least := min_bound(most)):
         fits = max_requests(bound_s, most)
         hint = f"it would hold with {fits} of them" if fits else "a smaller max_model_len may help"
@@ -107,8 +106,6 @@ def _worst_case(s: Settings, limits: EngineLimits, eviction: EvictionPolicy) -> 
 
 
 def queues(s: Settings, p: QueueParams, *, skip_join: bool) -> Policies:
-    """Return feedback queues, where a request joins the queue of its prefill time (`skip_join`) or the first."""
-
     def ordering() -> SkipJoinMlfq:
         return SkipJoinMlfq(
             s.cost,

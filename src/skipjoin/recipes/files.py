@@ -22,12 +22,10 @@ class RecipeFile(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Name without the folder, for records and metrics."""
         return f"{self.path.name}:{self.recipe}"
 
 
 def parse(name: str) -> RecipeFile | None:
-    """Return the file and recipe that a name without brackets refers to, or None if it is not in a file."""
     if name.endswith(_SUFFIX):
         return RecipeFile(Path(name).absolute(), "")
     # The last colon, as a folder's name may contain one.

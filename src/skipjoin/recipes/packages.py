@@ -14,7 +14,6 @@ GROUP = "skipjoin.recipes"
 
 
 def installed() -> Mapping[str, Sequence[EntryPoint]]:
-    """Return the entry points by name; several of one name are of several distributions."""
     return _installed(tuple(sys.path))
 
 

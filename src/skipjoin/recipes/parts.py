@@ -85,7 +85,6 @@ def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
 def banded(
     s: Settings, make: Callable[[], Ordering], *, best_effort: Callable[[], Ordering] | None = None
 ) -> Prioritized:
-    """Return strict bands of classes and priorities, each fair between clients where they are told apart."""
     return Prioritized(
         fair(s, make), best_effort=best_effort and fair(s, best_effort), best_effort_wait_s=s.best_effort_wait_s
     )
@@ -100,7 +99,6 @@ def classed(
     *,
     best_effort: Callable[[], Ordering] | None = None,
 ) -> Policies:
-    """Return policies with the ordering of `banded` and steps that limit best-effort requests and clients."""
     ordering = banded(s, make, best_effort=best_effort)
     limited = LimitedBestEffort(batcher, s.cost, ordering.is_best_effort)
     steps = limited if s.fair_output_weight is None else FairSteps(limited)
@@ -108,7 +106,6 @@ def classed(
 
 
 def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: EvictionPolicy | None = None) -> Policies:
-    """Return the policies that preemptive systems share, with proactive swapping if `eviction` is None."""
     batcher = greedy(s, s.max_tokens, chunked=True)
     return classed(s, ordering, batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
 

@@ -36,9 +36,7 @@ class EngineLimits:
 
     Attributes:
         requests: Maximum number of unfinished requests; None is unlimited.
-        max_len: Maximum tokens of a request.
         device_blocks, cpu_blocks: KV blocks of `block_size` tokens on the device and CPU tiers.
-        depth: Plans in flight.
     """
 
     requests: int | None
@@ -54,7 +52,6 @@ class Settings:
     """Input of every recipe.
 
     Attributes:
-        cost: Profile of model and machine.
         max_seqs, max_tokens: Limits of a step.
         slo_s: Acceptable seconds per output token.
         best_effort_wait_s: Age from which a best-effort request is served as real-time.
@@ -62,7 +59,6 @@ class Settings:
             disables fairness.
         stages: Pipeline stages, with as many plans in flight and without overlap.
         lossless_swap: Whether swapping preserves KV exactly.
-        limits: None if not known yet.
     """
 
     cost: CostModel
@@ -106,8 +102,6 @@ class Recipe:
     """Serving system.
 
     Attributes:
-        summary: One-line description.
-        function: Builds the policies from `Settings` and, if there are any, the parameters.
         forecasts: What it expects in `Request.forecast`.
         needs_lossless_swap: Whether swapping must preserve KV exactly.
         fixed: Parameters given in the name, as in `fastserve[eviction=recompute]`.
@@ -149,7 +143,6 @@ class Recipe:
         return replace(self, name=f"{self.name}[{shown}]", fixed=ordered)
 
     def resolve(self, s: Settings, given: Mapping[str, Value]) -> Params:
-        """Return all parameters as an engine uses them; see `Params.resolved`."""
         params = self.read(given)
         return params.resolved(s, self.make(s, params))
 

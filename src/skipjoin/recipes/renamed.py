@@ -28,7 +28,6 @@ RENAMED = {
 
 
 def renamed(name: str) -> str:
-    """Return an error's text with the present spelling of a former name."""
     new = RENAMED[name]
     base, bracket, parameter = new.partition("[")
     hint = f"or recipe {base} with --set {parameter.rstrip(']')}" if bracket else "a file of the source repository"

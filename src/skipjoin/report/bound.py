@@ -73,7 +73,6 @@ def parse_bound(text: str) -> Bound:
 
 
 def field_value(record: Record, field: str) -> float:
-    """Return the number in a dotted field such as "slo.all_attained"."""
     value: Any = record
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:

@@ -45,7 +45,6 @@ def _explain(error: OSError, host: str, port: int | None, flag: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Port 0 selects a free port."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     server = socket.socket(family, kind, protocol)
     try:

@@ -64,12 +64,10 @@ def configure(level: str, form: str, spell: Callable[[str], str] = str) -> None:
 
 
 def configure_engine() -> None:
-    """Configure logging in an engine process as in its parent."""
     configure(os.environ.get(_LEVEL, "info"), os.environ.get(_FORM, "text"))
 
 
 def fail(text: str) -> None:
-    """Report why the server exits, as a log record in JSON mode, else like any command."""
     if os.environ.get(_FORM) == "json":
         logging.getLogger(__name__).error(_spell(text))
     else:

@@ -111,7 +111,6 @@ class Metrics(Collector):
         self._forecast_s.observe(seconds)
 
     def forecast_unready(self, forecast: Forecast, *, is_late: bool) -> None:
-        """Count a request sent with the prior's forecast, before another if `is_late`."""
         if is_late:
             self._late[0] += 1
         else:
@@ -142,7 +141,6 @@ class Metrics(Collector):
         self._entries[0] = entries
 
     def learned(self, predicted: Predicted, revised: Forecast | None, tokens: int, *, exact: bool) -> None:
-        """Compare the length of an output with its forecast, which `revised` of another server may have replaced."""
         self._learned[not exact] += 1
         if exact or tokens >= predicted.most:
             expected = (revised or predicted.forecast).tokens

@@ -20,7 +20,6 @@ class ProgressDisplay:
         self._seen: set[str] = set()
 
     def update(self, what: str, share: float) -> None:
-        """Set the completed fraction of a stage, from 0 to 1."""
         if self._bars is None:
             if what not in self._seen:
                 logger.info("%s ...", what)

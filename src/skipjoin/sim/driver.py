@@ -59,7 +59,6 @@ class Replica:
         return min(landing, self.core.next_deadline)
 
     def turn(self, now: float, arrived: Iterable[Request]) -> list[Event]:
-        """Commit finished plans, add arrivals and start plans that can run."""
         core, in_flight = self.core, self._in_flight
         self._settle(now)
         while in_flight and in_flight[0].ready_at <= now:
@@ -72,7 +71,6 @@ class Replica:
         return core.take_events()
 
     def settle(self, now: float) -> list[Event]:
-        """Commit the decode steps that finished by `now`."""
         self._settle(now)
         return self.core.take_events()
 
@@ -113,7 +111,6 @@ def simulate(
     on_events: Callable[[list[Event]], None] = lambda events: None,
     until: float = math.inf,
 ) -> float:
-    """Run requests, in any order, on one replica until `until` at the latest, and return the end time."""
     return simulate_cluster([replica], requests, _One(), on_events=lambda _, events: on_events(events), until=until)
 
 
@@ -193,7 +190,6 @@ def simulate_cluster(
     on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
     until: float = math.inf,
 ) -> float:
-    """Run requests on several replicas; otherwise as `simulate`."""
     traffic = Dispatched(Arrivals(requests), dispatch)
     del requests  # so that finished requests can be garbage collected
     return simulate_traffic(replicas, traffic, on_events=on_events, until=until)
@@ -206,7 +202,6 @@ def simulate_traffic(
     on_events: Callable[[int, list[Event]], None] = lambda replica, events: None,
     until: float = math.inf,
 ) -> float:
-    """Run any traffic; otherwise as `simulate_cluster`."""
     due = [math.inf] * len(replicas)  # next time at which each replica runs
     wake: list[tuple[float, int]] = []  # the same as a heap, with outdated entries
     now = 0.0

@@ -189,5 +189,4 @@ class SplitTraffic:
 
 
 def _prompt_of(whole: Request) -> Request:
-    """Return the prefill replica's version of a request: one token to generate, and KV kept until released."""
     return replace(whole, max_tokens=1, keeps_kv=True, output=[])

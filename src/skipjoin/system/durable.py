@@ -64,7 +64,6 @@ def locked(path: Path) -> Iterator[str]:
 
 
 def scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder in `parent`, removed at the end of its context."""
     _remove_abandoned(parent)
     return tempfile.TemporaryDirectory(dir=parent, prefix=_PREFIX)
 

@@ -19,7 +19,6 @@ def cpu_name() -> str:
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory, or its peak if the system does not report the current value."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -14,7 +14,6 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def number(field: str, text: str, *, above: float = 0.0, most: float = math.inf) -> float:
-    """Parse a finite number in (above, most]."""
     try:
         value = float(text)
     except ValueError:
@@ -23,7 +22,6 @@ def number(field: str, text: str, *, above: float = 0.0, most: float = math.inf)
 
 
 def in_bounds(field: str, value: float | None, *, above: float = 0.0, most: float = math.inf) -> float:
-    """Return `value`, or raise `ConfigError` unless it is finite and in (above, most]."""
     if value is None or not (above < value <= most and math.isfinite(value)):
         bound = f"a number above {above:g}" if most == math.inf else f"in ({above:g}, {most:g}]"
         raise ConfigError(f"{field} must be {bound}, got {value}")

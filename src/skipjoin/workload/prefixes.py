@@ -27,7 +27,6 @@ class PromptParts(NamedTuple):
         return NamedPrefix(self.names, self.tokens - self.tokens % block_size, block_size)
 
     def check(self, block_size: int) -> None:
-        """Raise `ConfigError` if a block would span two parts."""
         if len(self.names) > 1 and self.tokens % block_size:
             raise ConfigError(f"hash_tokens must be a multiple of the block size, {block_size}, got {self.tokens}")
 

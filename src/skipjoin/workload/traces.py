@@ -87,7 +87,6 @@ class Trace:
 
     @property
     def part_tokens(self) -> int | None:
-        """Tokens per named part of a prompt, or None without hash_ids."""
         parts = self.rows[0].parts
         return None if parts is None else parts.tokens
 

@@ -39,11 +39,8 @@ class WorkloadRequest(NamedTuple):
     Attributes:
         at: Arrival in seconds from the start.
         stream: Stream's name, by which records group requests.
-        priority: Lower values run earlier.
         row: Index of the trace's row, if any.
         deadline_s: Deadline relative to the arrival.
-        target: The request's own objectives.
-        key: API key.
     """
 
     at: float
@@ -315,7 +312,6 @@ class Replay:
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        """Return the description; `rate_rps` is the trace's mean rate if times are recorded."""
         record: dict[str, Any] = {"lengths": f"trace:{self.trace.name}"}
         if self.trace.part_tokens is not None:
             record["hash_tokens"] = self.trace.part_tokens
@@ -405,7 +401,6 @@ def with_closed(workload: Classed, closed: Sequence[Closed]) -> Classed:
 
 
 def keys_of(workload: Synthetic | Replay) -> set[str]:
-    """Return the API keys of the jobs; an empty string stands for none."""
     streams = {stream.key for stream in workload.streams} if isinstance(workload, Synthetic) else {""}
     return streams | {closed.key for closed in workload.closed}
 

@@ -17,9 +17,8 @@ class LedgerError(AssertionError):
 class BlockPool:
     """Block pool of one memory tier.
 
-    A block is *free* while no request's KV is in it. A free block whose KV has a key is *cached*: the KV stays until
-    the block is reused. Empty blocks are reused first, then cached ones in LRU order, those that waiting requests want
-    last.
+    A block is *free* while no request's KV is in it. A free block whose KV has a key is *cached*. Empty blocks are
+    reused first, then cached ones in LRU order, those that waiting requests want last.
 
     Attributes:
         changes: Number of times that KV which requests wait for was lost, allocated or freed.
@@ -92,7 +91,6 @@ class BlockPool:
         return block if block in self._cached or block in self._wanted else None
 
     def next_cached(self, count: int) -> Iterator[tuple[int, Key]]:
-        """Iterate over the `count` cached blocks that are reused next."""
         keys = self._keys
         return ((block, keys[block]) for block in islice(chain(self._cached, self._wanted), count))
 

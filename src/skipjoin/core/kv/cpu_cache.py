@@ -19,9 +19,8 @@ _SOON, _AFTER = 3, 2
 class CpuCache:
     """Prefix cache in the free blocks of the CPU tier.
 
-    When few other device blocks are free, the cached blocks that are reused next are copied in advance. A copy is
-    discarded if its source is reused before it lands. One copy is in transit at a time; its size adapts to what the
-    link transfers in a few steps.
+    When few other device blocks are free, the cached blocks that are reused next are copied in advance, one copy at a
+    time. A copy is discarded if its source is reused before it lands.
 
     Args:
         is_exact: Whether swapping preserves KV exactly; otherwise nothing is cached.
@@ -45,7 +44,6 @@ class CpuCache:
         return self._copy.target if self._copy is not None else ()
 
     def name(self, block: int, key: Key) -> None:
-        """Assign a key to a held block, so that it is found once it is free."""
         if self._is_on:
             self._cpu.name(block, key)
 
@@ -84,7 +82,6 @@ class CpuCache:
         return self._copy
 
     def end(self, *, has_landed: bool) -> None:
-        """Finish the copy and adapt the size of the next one."""
         copy, self._copy = self._copy, None
         assert copy is not None
         for block, target, key in zip(copy.source, copy.target, self._keys, strict=True):

@@ -46,7 +46,6 @@ class HeldBlocks(Protocol):
         regains: Tokens that it had before its last ones were dropped; 0 if none were.
         cpu: Blocks on the CPU tier; only their number is used.
         away: Blocks that must be swapped in before the request can run.
-        moving: Direction of its KV in transit.
         is_settled: Whether none of its KV is in transit, saved slots that another request overwrites included.
     """
 

@@ -20,8 +20,6 @@ from skipjoin.core.step import Direction, Move, Span
 class KVLedger:
     """Ledger of the KV blocks that each request holds and reserves, and of the moves in transit.
 
-    Each part has its own state and its own `check`; what concerns several parts stands here.
-
     The first blocks of a request are on the device and the rest on the CPU tier. While one of its moves is in transit,
     a request cannot be moved again or released. Blocks that the move still reads are *fenced*: neither free nor usable
     until `land`. Blocks are allocated in a fixed order, so that traces are reproducible.
@@ -225,7 +223,6 @@ class KVLedger:
         return held
 
     def _cut(self, held: RequestBlocks, keep: int) -> None:
-        """Shrink the request to its first `keep` device blocks, without a reservation beyond them."""
         reservation, request = held.reservation, held.request
         reservation.hand_over()
         reservation.promised = 0

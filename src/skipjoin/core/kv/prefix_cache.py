@@ -54,9 +54,6 @@ class PrefixCache:
 
     Args:
         is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV gets no keys.
-
-    Attributes:
-        awaited: Lookups of requests that hold nothing.
     """
 
     def __init__(

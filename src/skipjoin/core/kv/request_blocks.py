@@ -71,8 +71,6 @@ class Transit:
 class RequestBlocks:
     """Blocks of one request, with one part for each part of the ledger.
 
-    The fields from `table` to `is_settled` summarize the rest; see `HeldBlocks`.
-
     Attributes:
         keyed: Number of the first device blocks that were offered to the prefix cache.
         is_private: Whether new KV is excluded from the prefix cache, because inexact KV was swapped in.
@@ -95,7 +93,6 @@ class RequestBlocks:
     is_settled: bool = True
 
     def refresh(self) -> None:
-        """Update the summaries and the reservation after the device blocks changed."""
         self.table = tuple(self.device)
         self.reservation.resize()
         self.refresh_room()
@@ -134,7 +131,6 @@ class RequestBlocks:
             raise LedgerError(f"request {request.id} has a stale summary of its blocks")
 
     def holds_source(self, move: Move) -> bool:
-        """Return whether the request still holds the source of an overlapped swap-out."""
         return bool(self.device) and self.device[-1] == move.source[-1]
 
 
@@ -186,13 +182,11 @@ class Holders:
         return len(self.of.get(block, ())) > 1
 
     def within(self, some: Collection[RequestBlocks]) -> int:
-        """Return the number of blocks with several holders, all of them in `some`."""
         if not any(held.reservation.shared for held in some):
             return 0
         return sum(len(holders) > 1 and set(some).issuperset(holders) for holders in self.of.values())
 
     def counted(self, held: RequestBlocks) -> Iterable[int]:
-        """Return the request's device blocks that no earlier holder counts."""
         if not held.reservation.adopted:
             return held.device
         return [block for block in held.device if self.of.get(block, (held,))[0] is held]

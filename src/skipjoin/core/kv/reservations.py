@@ -32,7 +32,6 @@ class Reservation:
         promised: Number of blocks that the owner may have in total, including those that it holds and lends.
         adopted: Number of held blocks that are counted in the reservation of another holder.
         shared: Number of blocks counted here that others hold too.
-        lent: Total size of the nested reservations.
         size: Blocks taken from the parent: the maximum of `promised` and of blocks held and lent, minus `adopted`.
     """
 
@@ -62,7 +61,6 @@ class Reservation:
             parent = parent.parent
 
     def resize(self) -> None:
-        """Update `size` here and in the ancestors."""
         this = self
         while (parent := this.parent) is not None:
             promised, used = this.promised, len(this.held) + this.lent
@@ -75,7 +73,6 @@ class Reservation:
             this = parent
 
     def join(self, parent: Reservation) -> None:
-        """Move this reservation, with its nested ones, to another parent."""
         self._part()
         self.parent = parent
         parent.nested[self] = None
@@ -83,13 +80,11 @@ class Reservation:
         parent.resize()
 
     def hand_over(self) -> None:
-        """Move the nested reservations to the parent."""
         assert self.parent is not None
         for nested in list(self.nested):
             nested.join(self.parent)
 
     def leave(self) -> None:
-        """Remove this reservation; its nested ones move to the parent."""
         self.hand_over()
         self._part()
 
@@ -153,7 +148,6 @@ class Reservations:
         return blocks - this.adopted - self._freed(this, self.find(parent)) - self.headroom(parent)
 
     def headroom(self, parent: Owner) -> int:
-        """Return the number of blocks that a nested reservation of the parent can get."""
         return self.available + self.unused_in_all(self.find(parent))
 
     def unused(self, owner: Request | Account) -> int:

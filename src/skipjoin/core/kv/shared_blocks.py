@@ -29,12 +29,6 @@ class SharedBlocks:
 
     A lent block counts in its owner's reservation while the owner holds it. A block has at most one borrower and no
     key, so no third request holds it.
-
-    Args:
-        hold: Returns the record of a request, a new one if it holds nothing.
-
-    Attributes:
-        of: Shared blocks by number.
     """
 
     def __init__(
@@ -61,7 +55,6 @@ class SharedBlocks:
         return sum(shared.borrower is not None for shared in self.of.values())
 
     def copies(self) -> Iterator[int]:
-        """Iterate over the CPU-tier blocks reserved for slots of lent blocks."""
         return (shared.copy for shared in self.of.values() if shared.copy is not None)
 
     def can_lend(self, owner: Request, borrower: Request) -> bool:
@@ -78,7 +71,6 @@ class SharedBlocks:
                 yield shared.owner.request
 
     def extra(self, held: RequestBlocks, tokens: int) -> int:
-        """Return how many more device blocks the request needs because borrowers took slots."""
         return sum(self._is_contested(shared, tokens) for shared in held.sharing.lends.values())
 
     def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
@@ -210,7 +202,6 @@ class SharedBlocks:
         return min(self._size, tokens - index * self._size)
 
     def _taken(self, shared: SharedBlock) -> int:
-        """Return the number of slots that the borrower has filled, including plans in flight."""
         borrower = shared.borrower
         return max(0, self._slots(shared.at, borrower.request.planned)) if borrower is not None else 0
 
@@ -221,7 +212,6 @@ class SharedBlocks:
         return shared.saved > 0 or self._slots(shared.index, tokens) > self._size - self._taken(shared)
 
     def remove(self, block: int, held: RequestBlocks) -> bool:
-        """Remove a holder of any device block, and return whether others remain."""
         stays = self._holders.remove(block, held)
         if (shared := self.of.get(block)) is not None:
             self._holders.of.pop(block, None)

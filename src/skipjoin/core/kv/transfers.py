@@ -19,7 +19,6 @@ class Transfers:
         self._detached: set[Move] = set()  # no request depends on them
 
     def begin(self, held: RequestBlocks, move: Move) -> Move:
-        """Start a move between the tiers."""
         held.transit.direction, held.transit.move = move.direction, move
         return self._count(held, move)
 
@@ -29,18 +28,15 @@ class Transfers:
         return self._count(held, move)
 
     def begin_saving(self, held: RequestBlocks, move: Move, index: int) -> Move:
-        """Start a move that saves slots of the request's device block at `index`."""
         held.transit.saves[move] = index
         return self._count(held, move)
 
     def begin_copy(self, move: Move) -> Move:
-        """Start a move of cached blocks, which no request holds."""
         self._detached.add(move)
         self.blocks[move.direction] += len(move.source)
         return move
 
     def expect(self, held: RequestBlocks) -> None:
-        """Fence a request whose KV arrives from another engine."""
         if held.transit.direction is not None:
             raise LedgerError(f"request {held.request.id} expects KV while its own is in transit")
         held.transit.direction = Direction.IN

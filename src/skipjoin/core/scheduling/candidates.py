@@ -17,7 +17,6 @@ MAX_BEHIND_S = 5.0
 def find_candidates(
     policies: Policies, kv: KVAccounts, evictor: Evictor, context: StepContext
 ) -> Iterator[tuple[Request, int]]:
-    """Iterate over `StepContext.candidates`."""
     admission, blocks_of, returns_overlapped = policies.admission, kv.blocks_of, policies.eviction.returns_overlapped
     space = _Space(kv, evictor)
     for request in policies.ordering.ranked(context.now):

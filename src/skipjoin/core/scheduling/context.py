@@ -19,11 +19,8 @@ class StepContext:
 
     Attributes:
         now: Seconds on the driver's clock.
-        plan_id: Id of the plan to build.
         latest: Requests whose last slice was in this plan or a later one are running.
-        depth: Maximum number of plans in flight.
         overlap: Whether a request may be scheduled while its input token is being sampled.
-        may_leave: Whether overlapped swap-outs may start.
         decision: Number of this decision; decisions without a plan count too.
         in_flight: Plans that have not committed, oldest first.
         candidates: Requests that could run, in rank order, with the number of tokens to compute. Requests without KV

@@ -63,8 +63,6 @@ class Evictor:
 
         Args:
             missing: Returns how many blocks are missing now; positive at the time of the call.
-            tokens: Number of tokens that the request is to hold.
-            parent: Parent of the request's reservation.
             newcomer: Whether some of the request's KV is not on the device; otherwise the request is running and grows.
         """
         if self.takes_all:

@@ -43,7 +43,6 @@ class Incoming:
         return True
 
     def receive(self, request: Request, now: float) -> list[Event]:
-        """Return the events of a request that arrives with its expected KV; none if it was not expected."""
         allocation = self._allocations.pop(request, None)
         if allocation is None or (tiers := self._kv.tiers) is None:
             return []

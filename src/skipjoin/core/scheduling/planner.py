@@ -30,7 +30,6 @@ class StepPlanner:
     """Starts asynchronous swaps, fills the batch in rank order and records why the others wait.
 
     Attributes:
-        waiting: Examined requests that wait.
         tail: Wait reason of the requests that were not examined.
         started: Number of requests in the batch that were not running before.
     """

@@ -24,7 +24,6 @@ class Residency:
 
     Attributes:
         closed: Reason why no more requests without KV are admitted in this step, or None.
-        short: Number of blocks missing for the last request that got none.
         first: The most important request, or None where nothing depends on it.
         waiting_for_kv: Requests that would run if all their KV were on the device.
         reserved: Requests that got reservations. Policies are notified after the iteration over the ordering.
@@ -62,7 +61,6 @@ class Residency:
         self._first_waits = False  # whether `first` waits for space with depth > 1
 
     def secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | WaitReason:
-        """Allocate device KV for `target` tokens, or return the wait reason."""
         self.short = 0
         found = self._admit(request, target) if held is None else self._extend(request, held, target)
         if isinstance(found, WaitReason):
@@ -161,7 +159,6 @@ class Residency:
         return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
 
     def _renew(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
-        """Replace a reservation that does not cover `target` tokens, or return the wait reason."""
         allocation = self._ask(request, target)
         if isinstance(allocation, WaitReason):
             return allocation
@@ -182,7 +179,6 @@ class Residency:
     def _make_room_for(
         self, request: Request, allocation: Allocation, missing: Callable[[], int], target: int, *, newcomer: bool
     ) -> WaitReason | None:
-        """Make room for the allocation, after drawing on its account."""
         self._drawn = 0
         if allocation.draws is not None:
             self._drawn = self._drawable(allocation.draws, request, missing())

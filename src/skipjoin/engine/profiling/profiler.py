@@ -100,7 +100,6 @@ def profile_key(name: str, config: ModelConfig, rank_specs: Sequence[RankSpec], 
 
 
 def shape_hash(config: ModelConfig) -> str:
-    """Return a hash that is equal for models with equal step costs."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_SHAPE}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

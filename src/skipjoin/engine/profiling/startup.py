@@ -30,7 +30,6 @@ _HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
 
 
 def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None) -> Profile:
-    """Load the model and measure its costs; raises as `assemble` does."""
     loaded = load(config, on_progress)
     try:
         return measure(loaded, config, effort, on_progress)
@@ -39,7 +38,6 @@ def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress 
 
 
 def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
-    """Return the initial step costs, which later steps correct."""
     if config.profile == "off":
         return guess_cost(loaded.executor.rank_specs, config.block_size)
     if config.profile == "auto":

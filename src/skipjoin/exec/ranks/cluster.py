@@ -1,10 +1,8 @@
 """Ray cluster: a private one on this machine, or an existing one.
 
-Ray places and starts processes and reports when they exit; tokens and plans do not pass through it.
-
-A private cluster ends with this process, however this process ends. Its processes listen on loopback only and require a
-generated token. Their files and sockets are in a folder that no other user can enter. Ray's environment variables
-cannot weaken this.
+Ray places and starts processes; tokens and plans do not pass through it. A private cluster ends with this process. Its
+processes listen on loopback only and require a generated token. Their files and sockets are in a folder that no other
+user can enter.
 """
 
 from __future__ import annotations

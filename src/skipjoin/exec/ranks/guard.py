@@ -1,7 +1,7 @@
 """Guard that kills the processes of a private cluster if this process is killed.
 
-The kernel ends Ray's main processes with this one, but their child agents keep looking for the cluster for a minute.
-The guard then kills every process with an open file in the cluster's folder, such as its log, and removes the folder.
+Ray's child agents would keep looking for the cluster for a minute. The guard kills every process with an open file in
+the cluster's folder, and removes the folder.
 
 As a program: `python guard.py FOLDER`; its standard input ends with the guarded process.
 """

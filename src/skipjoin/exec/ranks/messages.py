@@ -1,8 +1,7 @@
 """Messages between the driver and the ranks: typed msgspec structs, encoded as msgpack.
 
-A plan message holds a request's prompt and sampling once, then newly known tokens and blocks appended to its table. A
-checksum over this and all earlier plans precedes the plan's bytes, so that a rank detects a missed, repeated or
-reordered plan.
+A plan message holds what a rank does not know yet of each request. A checksum over this and all earlier plans precedes
+it, so that a rank detects a missed, repeated or reordered plan.
 """
 
 from __future__ import annotations

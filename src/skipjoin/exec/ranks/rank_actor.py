@@ -123,7 +123,6 @@ class RankActor:
     def load(
         self, model: RankModel, shard: Shard, meeting: Address | None, ranks_here: int
     ) -> tuple[RankSpec, MemoryBudget]:
-        """Join the group at `meeting` (None for a single rank) and load this rank's share of the model."""
         device = choose_device(model.device)
         self._threads = model.threads or max(1, usable_cpus() // ranks_here)
         self._folder = model.folder

@@ -281,7 +281,6 @@ class RankedExecutor:
         self._live.call("touch", blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """Measure transfers, in which the stages' costs add up."""
         found: list[dict[Direction, Transfer]] = self._live.call("transfers", seconds)
         size = self._sizes.tp
         stages = [found[first : first + size] for first in range(0, len(found), size)]

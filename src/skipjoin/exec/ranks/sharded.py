@@ -196,7 +196,6 @@ class ShardedExecutor:
                 self._early[rank].append(self._links[rank].receive(0.0))
 
     def _cause(self, failure: RankFailed, rank: int, answered: Container[int]) -> Exception:
-        """Return the error for a rank's failure, or for that of the rank that it lost."""
         failed = self._error(rank, failure)
         if not failure.lost_peer:
             return failed

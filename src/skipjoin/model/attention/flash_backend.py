@@ -25,7 +25,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def library() -> Any:
-    """Import the library, or raise ImportError if it is unusable."""
     found = import_module(FLASH_MODULE)
     for name, needed in _PARAMETERS.items():
         function = getattr(found, name, None)

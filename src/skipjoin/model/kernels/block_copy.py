@@ -116,7 +116,6 @@ def copy_spans(target: torch.Tensor, source: torch.Tensor, spans: torch.Tensor) 
 
 
 def _words(pool: torch.Tensor) -> torch.Tensor:
-    """Return the pool as 4-byte words, or as bytes if the block size is no multiple of 4."""
     row_bytes = pool.shape[1] * pool.element_size()
     whole = row_bytes % 4 == 0 and pool.stride(0) * pool.element_size() % 4 == 0
     return pool.view(torch.int32 if whole else torch.uint8)

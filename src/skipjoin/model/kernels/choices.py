@@ -62,7 +62,6 @@ def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], 
 
 
 def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[object], list[dict[str, int]]]:
-    """Return the arguments of `TunedTable.find` for other segments of up to `longest` tokens."""
     rows = longest * shape.group
     configs = prefill.prefill_configs(shape.group, shape.dim, shape.dtype.itemsize, rows, wgmma=shape.wgmma)
     return "prefill", _SOURCES, (*shape.key, "short" if rows <= prefill.SHORT_ROWS else "long"), configs
@@ -175,7 +174,6 @@ class _Bench:
         return 2 * self._kv_heads * self._shape.dim * self._shape.dtype.itemsize
 
     def _turns(self, tokens: int) -> tuple[int, int]:
-        """Return the number of calls timed together, and the number of cache slices that they read in rotation."""
         size = tokens * self._token_bytes
         turns = min(_MAX_CALLS, max(_CALLS, -(-_CACHES_FILLED * self._cache_bytes // size)))
         return turns, max(1, min(turns, _POOL_BYTES // size))

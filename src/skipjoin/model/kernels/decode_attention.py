@@ -1,8 +1,7 @@
 """Attention of one query token per sequence over the paged cache.
 
-The keys of a sequence are split into chunks by its own length alone, so results do not depend on the batch. Programs
-take their chunks from a list made on the device. A second kernel combines the partial results of each sequence in chunk
-order.
+The keys of a sequence are split into chunks by its own length alone, so results do not depend on the batch. A second
+kernel combines the partial results of each sequence in chunk order.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class WorkList(NamedTuple):
 
 
 def max_chunks(slots: int) -> int:
-    """Return the maximum number of chunks of a sequence of up to `slots` tokens."""
     return min(MAX_CHUNKS, -(-slots // CHUNK_KEYS))
 
 
@@ -146,12 +144,11 @@ def _decode(
     """Attend for all query heads of a group, over a strided subset of the items.
 
     A program is (key-value head, number). Heads are the first grid axis because the keys of a block's heads are
-    adjacent, so programs that start together read contiguous memory. A sequence with one chunk is written to `out`,
-    partial results to `sums` and `stats`.
+    adjacent. A sequence with one chunk is written to `out`, partial results to `sums` and `stats`.
 
     Args:
-        DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add. Every row of
-            the tile then has its own softmax, so that threads exchange data only at the end.
+        DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add with one
+            softmax per row, so that threads exchange data only at the end.
         STAGES: Number of tiles of keys and values in flight, minus one. With DOT it is a launch option, because a loop
             option would also delay loads of the block table. Without DOT, only a loop that sets it is pipelined.
     """
@@ -338,8 +335,6 @@ def decode_attention(
         out: Shape [T, heads, head_dim], contiguous; only the segments' rows are written.
         query: Shape [T, heads, head_dim].
         keys: One layer of the cache, with the new tokens written, as `values`.
-        processors: Number of multiprocessors to share the work.
-        config: One of `decode_configs`.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]

@@ -118,5 +118,4 @@ def normalize(
 
 
 def warps_of(values: int) -> int:
-    """Return the number of warps for a program of this many values, a power of two."""
     return min(max(values // (32 * _PER_THREAD), 1), _MAX_WARPS)

@@ -60,7 +60,6 @@ def source_hash(*files: str) -> str:
 
 
 def table_path(device: str, version: str) -> Path:
-    """Return the file of a device's choices, in $SKIPJOIN_KERNEL_CACHE or the user's cache folder."""
     folder = os.environ.get("SKIPJOIN_KERNEL_CACHE") or cache_folder() / "kernels"
     return Path(folder) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device)}-{version}.json"
 
@@ -81,7 +80,6 @@ class TunedTable:
         return _entry(name, source, key) in self._chosen
 
     def find(self, name: str, source: str, key: Sequence[object], configs: Sequence[Config]) -> Config:
-        """Return the choice for `key`, or the first of `configs` if none was measured."""
         found = self._chosen.get(_entry(name, source, key))
         return next((config for config in configs if dict(config) == found), configs[0])
 

@@ -39,7 +39,6 @@ def block_copy() -> BlockCopy:
 
 
 def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
-    """Return a copy of all blocks in one call, with stores that bypass the caches."""
     call = library.skipjoin_copy_blocks
     call.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]
     call.restype = None

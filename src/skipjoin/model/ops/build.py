@@ -40,7 +40,6 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def libraries() -> Iterator[ctypes.CDLL]:
-    """Yield the compiled operations available here, fastest first."""
     why = None
     for target in _targets():
         try:

@@ -31,7 +31,6 @@ class Choices:
         self._known: dict[str, str] = {}
 
     def way(self, shape: str, ways: Sequence[str], seconds: Callable[[str, int], float]) -> str:
-        """Return the way for this shape, measured if unknown by `seconds(way, rows)`."""
         if shape not in self._known and not is_trusted(self._path, "the table of ways to multiply"):
             self._known[shape] = fastest(ways, seconds)
         if shape not in self._known:

@@ -14,7 +14,6 @@ _own = threading.local()
 
 
 def default_threads(wanted: int | None = None) -> int:
-    """Return the CPU threads of a model, by default as many as can run at once."""
     usable = usable_cpus()
     if wanted is None:
         return min(torch.get_num_threads(), usable)

@@ -22,8 +22,6 @@ _STROKES = 16
 
 
 def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: Warn) -> Figure:
-    """Draw a metric over the rate, one line per system."""
-
     def need(record: Record) -> None:
         need_rate(record)
         field_value(record, metric)

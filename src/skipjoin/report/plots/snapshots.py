@@ -75,7 +75,6 @@ def _draw_cdf(axes: Axes, line: Line, metric: str) -> Line2D:
 
 
 def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """Draw the mean time per request by activity."""
     lines = usable("breakdown", lines, _breakdown, warn)
     rate_rps, lines = at_one_rate("breakdown", lines, rate_rps, warn)
     figure = style.new_figure(style.NARROW_IN, 1.3 + 0.38 * len(lines))

@@ -99,7 +99,6 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str | None = None) -> None:
-    """Add a legend above the axes; rows beyond the first enlarge the figure."""
     columns = next(count for count in range(len(labels), 0, -1) if count == 1 or _fits(figure, labels, count))
     rows = -(-len(labels) // columns)
     figure.set_figheight(figure.get_figheight() + (rows - 1) * _LEGEND_ROW_IN)

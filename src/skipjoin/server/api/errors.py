@@ -146,7 +146,6 @@ def unknown_field(param: str) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Return 400 with the first invalid field and its valid values."""
     found = error.errors(include_url=False, include_context=False)
     param = _path(found[0]["loc"])
     if found[0]["type"] == "extra_forbidden":

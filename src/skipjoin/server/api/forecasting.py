@@ -66,7 +66,6 @@ class Expectation:
         self._ends: list[tuple[int, bool]] = []  # before the forecast arrived
 
     def follow(self, tell: Callable[[Forecast], None]) -> None:
-        """Record a new request, and call `tell` with later forecasts."""
         self._requests += 1
         self._followers.append(tell)
         if self._ask is not None:

@@ -76,7 +76,6 @@ class Job:
         copies: Number of choices per prompt.
         prompt_tokens: Total tokens of the prompts, each counted once.
         arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
-        owner: Hash of the client's API key.
     """
 
     choices: list[Choice]
@@ -151,7 +150,6 @@ class JobRun:
         return self
 
     async def __anext__(self) -> dict[Choice, str]:
-        """Return the choices with new tokens or a finish reason, each with its new text."""
         if not self._unfinished:
             raise StopAsyncIteration
         deltas: dict[Choice, str] = {}

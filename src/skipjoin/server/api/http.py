@@ -53,8 +53,8 @@ class BoundedProtocol(HttpToolsProtocol):
     It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies. One timer
     runs while the client has to send, another while it has to read.
 
-    A connection whose request is answered early is closed by a `LingeringClose`. For this purpose the protocol poses as
-    the transport of uvicorn's request cycles (`write` to `resume_reading`).
+    A `LingeringClose` closes a connection whose request is answered early. For this purpose the protocol poses as the
+    transport of uvicorn's request cycles (`write` to `resume_reading`).
     """
 
     limits: ConnectionLimits

@@ -159,7 +159,6 @@ class ForecastRequests:
 
 
 def excerpt(prompt: Sequence[int], text_of: TextOf) -> str:
-    """Return the text of a prompt, or the start and end of a long one."""
     half, tokens = MAX_CHARACTERS // 2, MAX_TOKENS // 2
     if len(prompt) > MAX_TOKENS:
         return f"{text_of(prompt[:tokens])[:half]} ... {text_of(prompt[-tokens:])[-half:]}"

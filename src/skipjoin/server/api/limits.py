@@ -94,7 +94,6 @@ class Pace:
         self._before = self._mark = (self._clock(), self._steps())
 
     def seconds(self) -> float:
-        """Return the seconds per step, or of an unfinished step if that is longer."""
         now = (self._clock(), self._steps())
         if now[0] - self._mark[0] >= _PACE_S:
             self._before, self._mark = self._mark, now
@@ -191,7 +190,6 @@ class Admission:
     A quarter of either limit is reserved for real-time requests.
 
     Args:
-        max_requests: Maximum number of sequences in the server.
         max_tokens: Maximum number of prompt tokens of sequences that have not run yet.
         steps: Returns the total number of engine steps. None counts one step per second.
         is_shared: True if clients share both limits fairly (see `Shares`).

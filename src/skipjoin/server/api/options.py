@@ -91,7 +91,6 @@ def _deadline_ms(headers: Mapping[str, str]) -> int | None:
 
 
 def _target(slo: Slo, headers: Mapping[str, str], config: ServerConfig, tier: ServiceTier | None) -> Target:
-    """Return each objective from the body, or else its header, or else the tier's default."""
     asked_ms = {name: _asked_ms(name, slo, headers, config) for name in _OBJECTIVES}
     kept = _OBJECTIVES
     if tier == "flex":

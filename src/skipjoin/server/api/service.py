@@ -59,7 +59,6 @@ class Service:
     It accepts generation requests from `open` until `drain` or the loss of the engine.
 
     Attributes:
-        name: Model name in responses.
         names: Model names that requests may use.
         busy: Number of generation requests over HTTP in progress.
     """
@@ -181,7 +180,6 @@ class Service:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The context length minus one token to generate."""
         return self.info.max_model_len - 1
 
     async def encode(
@@ -271,7 +269,6 @@ class Service:
         prompt_logprobs: int | None,
         structured: StructuredOutput | None = None,
     ) -> SamplingParams:
-        """Return the sampling parameters of one prompt, with the model's defaults for missing fields."""
         given: dict[str, Any] = {
             "temperature": body.temperature,
             "top_p": body.top_p,
@@ -306,6 +303,5 @@ def _read_large(body: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def _names(info: Ready) -> tuple[str, ...]:
-    """Return the model name as given, and the folder's name if it is a path."""
     folder = Path(info.folder)
     return tuple(dict.fromkeys([info.model, *([folder.resolve().name] if Path(info.model) == folder else [])]))

@@ -47,7 +47,6 @@ class Shares:
         return found.held if (found := self._clients.get(client)) is not None else 0
 
     def count_with(self, client: str) -> int:
-        """Return the number of clients with holdings or a reservation, this one included."""
         return len(self._clients) + (client not in self._clients)
 
     def excess(self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0) -> int:

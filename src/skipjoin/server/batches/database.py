@@ -92,7 +92,6 @@ class Database:
 
     @classmethod
     def on_sqlite(cls, path: Path) -> Database:
-        """Open a SQLite file to which only this user has access."""
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         # `_begin` begins transactions, not the driver.
         url = URL.create("sqlite+aiosqlite", database=str(path))

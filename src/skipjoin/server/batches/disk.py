@@ -28,7 +28,6 @@ def as_store_error(error: OSError, folder: Path) -> StoreError:
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether almost no space or inodes are left."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -19,7 +19,6 @@ class FileRows(Base):
     """File operations of `Store`."""
 
     async def add_file(self, row: FileRow, *, max_bytes: int | None = None, max_files: int | None = None) -> None:
-        """Add a file whose content is already written."""
         async with self._db.writing() as connection:
             await self._alone(connection, row.owner)
             used = await usage_of(connection, row.owner)

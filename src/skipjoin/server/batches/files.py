@@ -146,7 +146,6 @@ async def _add(store: Store, blobs: Blobs, row: FileRow, max_bytes: int, max_fil
 
 
 def read_fields(fields: Mapping[str, str]) -> int:
-    """Check the fields of an upload and return its lifetime in seconds."""
     if unknown := next((name for name in fields if name not in _FIELDS), None):
         raise bad_request(f"unknown or unsupported field {unknown!r}", unknown, "unknown_parameter")
     if "purpose" not in fields:

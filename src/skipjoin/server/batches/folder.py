@@ -13,7 +13,6 @@ FOLDER_VARIABLE = "SKIPJOIN_BATCH_DIR"
 
 
 def batch_folder(config: ServerConfig) -> Path | None:
-    """Return `batch_dir`, $SKIPJOIN_BATCH_DIR or a folder in the user's cache; None without batches."""
     named = config.batch_dir or os.environ.get(FOLDER_VARIABLE)
     if named == NOWHERE:
         return None

@@ -39,7 +39,6 @@ class LineJob:
 
 
 async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: float, queue: Admission) -> LineJob:
-    """Prepare a line as a best-effort job that must finish within `left_s`, the rest of its batch's window."""
     service = endpoint.service
     raw = await service.in_thread(body_of, data) if len(data) > _LARGE else body_of(data)
     body = await service.parse(raw, endpoint.body_type)
@@ -60,7 +59,6 @@ def body_of(data: bytes) -> bytes:
 def line_options(
     body: GenerationBody, left_s: float, *, client: str = "", salt: str = ""
 ) -> tuple[RequestOptions, bool]:
-    """Return the options of a line, and whether its own deadline comes before the end of the window."""
     asked_ms = body.deadline_ms
     if asked_ms is None and body.slo is not None:
         asked_ms = body.slo.deadline_ms

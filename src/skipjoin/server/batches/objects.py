@@ -41,7 +41,6 @@ class BatchRequest(Body):
 
 
 def window_s(text: str) -> int:
-    """Return the seconds of a window such as 24h, 90m or 20s."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
     if not 1 <= seconds <= _MAX_WINDOW_S:

@@ -27,8 +27,6 @@ _ASKED = {name: name for name in ("input_file_id", "endpoint", "completion_windo
 
 
 def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping[str, type[BaseModel]]:
-    """Add the routes and return their request bodies by path."""
-
     @app.post("/v1/batches")
     async def create_batch(request: Request) -> Response:
         """Create a batch that runs the requests of an uploaded file."""

@@ -270,7 +270,6 @@ class Runner:
 
 
 def _answer(error: Exception) -> ApiError | None:
-    """Return the response that HTTP would have, or None if the store has failed."""
     if isinstance(error, StoreError):
         return None
     if isinstance(error, EngineError):

@@ -52,7 +52,6 @@ class Batches:
 
     @property
     def live_requests(self) -> int:
-        """Maximum number of sequences that batches add to an engine's load."""
         if self.context.folder is None:
             return 0
         return self._most + max_sequences_per_line(self._service.config.max_queued_requests)

@@ -2,8 +2,7 @@
 
 A running line, and a batch in validation or finalization, belong to a row in the table of servers. On PostgreSQL the
 row is a lease of `LEASE_S` by the database's clock; on SQLite the only server holds the folder's lock. Lines and
-batches of servers without a row are free again. A result counts only for the current attempt of its line, so a server
-that lost its lease cannot change anything.
+batches of servers without a row are free again. A result counts only for the current attempt of its line.
 """
 
 from __future__ import annotations
@@ -109,7 +108,6 @@ class Store(FileRows, BatchRows, LineRows):
         await self._drop_leftovers()
 
     async def close(self) -> None:
-        """Make this server's lines READY and close the database."""
         try:
             # If the database is unreachable, this server's lease expires.
             with contextlib.suppress(StoreError):

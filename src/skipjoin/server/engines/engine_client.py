@@ -241,8 +241,6 @@ class EngineClient:
 
         Args:
             index: Index of the choice, which each output carries.
-            label: Id of the response.
-            owner: Hash of the client's API key.
             like: Sequence with the same prompt and options, whose prefix hashes are reused.
             on_start: Called when the sequence first runs at each engine.
             on_end: Called once with the reason and the total number of output tokens.
@@ -300,7 +298,6 @@ class EngineClient:
     # -- questions ----------------------------------------------------------------------------------------
 
     async def describe(self, timeout_s: float) -> LiveRequests:
-        """Return the unfinished sequences after at most `timeout_s`."""
         number = next(self._questions)
         asked = {replica: replica.ask(number) for replica in self._replicas.values()}
         if asked:

@@ -251,7 +251,6 @@ class EngineServer:
             self._is_cut = True
 
     def progress(self, what: str, share: float) -> None:
-        """Report progress of the startup, or of a restart of ranks."""
         self.heartbeat.turned()
         self.send(LoadProgress(what, share))
 

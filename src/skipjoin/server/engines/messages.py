@@ -105,8 +105,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
     Attributes:
         folder: Folder of the tokenizer.
-        max_model_len: Maximum number of prompt and output tokens of a request.
-        device_blocks: Number of KV blocks on the device, each of `block_size` tokens.
         cpu_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
     """
 

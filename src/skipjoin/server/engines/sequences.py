@@ -81,8 +81,6 @@ class EngineSequence:
     Attributes:
         request: Prompt, output so far, options, and arrival on this process's monotonic clock.
         params: Sampling parameters, with a seed so that another engine samples the same tokens.
-        patience: Timer of its wait for an engine.
-        alarm: Timer of its deadline.
         has_begun: True if it has run at its current engine.
         deaths: Number of engines that crashed while it was running.
         stuck: Number of crashes since its last token that it may have caused.
@@ -137,7 +135,6 @@ class EngineSequence:
             self.on_start()
 
     def message(self, now: float) -> Add:
-        """Return the message that makes an engine continue after the tokens generated so far."""
         request, params = self.request, self.params
         if request.output and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # the client got them with the first token

@@ -32,7 +32,6 @@ class StallWatch:
         self._has_restarted = False
 
     def check(self, core: EngineCore) -> None:
-        """Check the core after the pipeline was filled."""
         if not core.is_stalled:
             self._since, self._has_restarted = None, False
             return

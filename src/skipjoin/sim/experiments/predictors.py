@@ -194,7 +194,6 @@ FORMS = (*FORECASTERS, *_FROM_TRUTH, *(f"{name}:{row[0].upper()}" for name, row 
 
 
 def parse_predictor(text: str) -> PredictorSpec:
-    """Return the predictor that a text names, in one of `FORMS`."""
     name, _, argument = text.strip().partition(":")
     if text in FORECASTERS:
         return Learning(text)
@@ -217,7 +216,6 @@ def columns_of(text: str | None) -> list[str]:
 
 
 def default_predictor(workload: Workload) -> str:
-    """Return the predictor that uses everything a server could know."""
     has_texts = isinstance(workload, Replay) and workload.trace.has_texts
     return "learned" if has_texts and not workload.closed else PRIOR
 

@@ -156,8 +156,7 @@ class Run:
     """Run of a cell: shards that can be simulated separately, and the record.
 
     Requests are assigned to replicas (prefill replicas, if any) round robin, and belong to the shard of that replica.
-    Within the shard the dispatch rule chooses. Other rules than round robin therefore choose among 64 replicas, and a
-    forecaster learns in each shard separately.
+    Other dispatch rules therefore choose among 64 replicas, and a forecaster learns in each shard separately.
     """
 
     def __init__(self, cell: Cell) -> None:

@@ -41,7 +41,6 @@ class SplitFigures:
         return cls(*(sum(getattr(part, field.name) for part in found) for field in fields(cls)))
 
     def describe(self, system: System, prefill: Sequence[EngineUsage], decode: Sequence[EngineUsage]) -> Record:
-        """Return the record's fields about the split; seconds are per request."""
         count = max(1, self.requests)
         return {
             "transfer": {

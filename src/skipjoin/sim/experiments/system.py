@@ -231,7 +231,6 @@ class System:
         return own(self.recipe, self.recipe_params)
 
     def describe(self) -> Record:
-        """Return the record's settings: everything besides the workload that affects the figures."""
         given = {**self.recipe_params, **find(self.recipe).fixed}
         return {
             "max_num_seqs": self.max_num_seqs,

@@ -54,6 +54,7 @@ class ChangingCost:
 
     def __init__(self) -> None:
         self.revision = 0
+        self.margin = 1.0
         self.floor = 0.01
 
     def step(self, shape: StepShape) -> float:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, is_decode_invariant
-from skipjoin.core.request import Request, Target
+from skipjoin.core.request import NO_TARGET, Request, Target
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import QUIET_S, LimitedBestEffort
@@ -18,8 +18,9 @@ from support.load import make
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
 
 
-def limited(*live: Request, now: float = 0.0) -> LimitedBestEffort:
-    batcher = LimitedBestEffort(Greedy(100, 1000, chunked=False), COST, lambda request: request.is_best_effort)
+def limited(*live: Request, now: float = 0.0, default: Target = NO_TARGET) -> LimitedBestEffort:
+    greedy = Greedy(100, 1000, chunked=False)
+    batcher = LimitedBestEffort(greedy, COST, lambda request: request.is_best_effort, default)
     for request in live:
         batcher.on_arrived(request, now)
     return batcher
@@ -57,6 +58,12 @@ def test_best_effort_steps_are_short_while_real_time_requests_are_live(target: T
     verdicts = step(limited(chat, *flood), flood)
     n_taken = math.floor((seconds - 0.01) / 1e-3 + 1e-9)
     assert verdicts == [1] * n_taken + [ALL_HELD] * (100 - n_taken)
+
+
+def test_objectives_of_the_recipe_apply_to_requests_without_their_own() -> None:
+    chat, flood = make(0, 400), [begun(number) for number in range(1, 101)]
+    batcher = limited(chat, *flood, default=Target(ttft_s=0.2, tpot_s=0.03))
+    assert step(batcher, flood).count(1) == 20  # within the 30 ms of a token
 
 
 def test_best_effort_requests_lengthen_a_real_time_step_by_at_most_a_tenth() -> None:

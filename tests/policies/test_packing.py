@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.policy import ALL_HELD, HELD
+from skipjoin.core.policy import ALL_HELD, HELD, CostModel
 from skipjoin.core.request import Request, Target
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.observe.metrics import EngineMetrics
-from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.cost import LinearCost, TrackedCost
 from skipjoin.policies.deadlines import NextTokens
-from skipjoin.policies.packing import Packing
+from skipjoin.policies.packing import Packing, Replacing
 from support.load import make
 from support.watch import Stepper, World
 
@@ -28,9 +28,17 @@ DEFAULT = Target(ttft_s=0.4, tpot_s=0.2)
 class Case:
     """`Packing` with the requests that it is offered at time 0."""
 
-    def __init__(self, max_seqs: int = 8, max_tokens: int = 1000, base: int = 4) -> None:
+    def __init__(
+        self,
+        max_seqs: int = 8,
+        max_tokens: int = 1000,
+        base: int = 4,
+        *,
+        replacing: Replacing = Replacing.DECODES,
+        cost: CostModel = COST,
+    ) -> None:
         self.tokens = NextTokens(DEFAULT)
-        self.packing = Packing(max_seqs, max_tokens, COST, self.tokens, base=base)
+        self.packing = Packing(max_seqs, max_tokens, cost, self.tokens, base=base, replacing=replacing)
         self.urgent: list[Request] = []
         self.others: list[Request] = []
         self.away: dict[Request, int] = {}
@@ -131,14 +139,56 @@ def test_each_plan_reports_the_batch_cap() -> None:
 
 
 def test_a_best_effort_request_takes_a_slot_from_a_request_with_slack() -> None:
-    case = Case(max_seqs=2, base=2)
+    case = Case(max_seqs=2, base=2, replacing=Replacing.ALL)
     soon, late, batch = case.real_time(0.03), case.real_time(0.3), case.best_effort()
     assert list(case.pack()) == [soon, batch]
     assert late not in case.pack()
-    tight = Case(max_seqs=2, base=2)
+    tight = Case(max_seqs=2, base=2, replacing=Replacing.ALL)
     urgent = [tight.real_time(0.02), tight.real_time(0.02)]
     tight.best_effort()
     assert list(tight.pack()) == urgent  # in the next step either would be late
+
+
+@pytest.mark.parametrize(
+    ("replacing", "before", "after"),
+    [(Replacing.ALL, True, True), (Replacing.DECODES, False, True), (Replacing.NONE, False, False)],
+)
+def test_replacing_selects_the_requests_that_may_be_postponed(replacing: Replacing, before: bool, after: bool) -> None:
+    case = Case(max_seqs=2, base=2, replacing=replacing)
+    _, late, batch = case.real_time(0.03), case.real_time(0.3), case.best_effort()
+    assert (batch in case.pack()) == before
+    late.output.append(1)
+    assert (batch in case.pack()) == after
+
+
+def test_a_prompt_is_postponed_only_if_a_step_of_its_own_is_in_time() -> None:
+    """A step of 16 or 160 tokens before the deadline takes 26 or 170 ms, and the present one 12."""
+    postponed = []
+    for tokens in (16, 160):
+        case = Case(max_seqs=2, base=2, replacing=Replacing.ALL)
+        case.real_time(0.1), case.real_time(0.15, tokens=tokens)
+        postponed.append(case.best_effort() in case.pack())
+    assert postponed == [True, False]
+
+
+def test_plans_in_flight_count_before_a_request_is_postponed() -> None:
+    case = Case(max_seqs=2, base=2, replacing=Replacing.ALL)
+    case.real_time(0.02), case.real_time(0.029)
+    batch = case.best_effort()
+    assert batch in case.pack()
+    assert batch not in case.pack(in_flight=(StepPlan(0, ()),))
+
+
+def test_steps_end_earlier_by_the_margin_of_the_cost_model() -> None:
+    cost = TrackedCost(COST)
+    for _ in range(400):  # steps take half as long again
+        cost.learn(StepShape(decodes=10), 0.03)
+    case, exact = Case(cost=cost), Case()
+    for one in (case, exact):
+        one.real_time(0.1)
+        one.best_effort(500)
+    assert 1.45 < cost.margin < 1.55
+    assert case.seconds(case.pack()) <= 0.1 / cost.margin < exact.seconds(exact.pack())
 
 
 def test_a_target_that_cannot_be_met_limits_no_step() -> None:

@@ -34,6 +34,7 @@ class UnitCost:
     """A cost of one second per computed token, so that worked examples have whole numbers."""
 
     revision = 0
+    margin = 1.0
 
     def step(self, shape: StepShape) -> float:
         return shape.prefill + shape.decodes

@@ -27,6 +27,11 @@ class CostModel(Protocol):
         """Version of the estimates. Callers that cache estimates discard them when it changes."""
         ...
 
+    @property
+    def margin(self) -> float:
+        """Factor, at least 1, within which nearly all measured steps were of their estimates."""
+        ...
+
     def step(self, shape: StepShape) -> float: ...
 
     def transfer(self, blocks: float) -> float:

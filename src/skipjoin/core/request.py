@@ -45,6 +45,10 @@ class Target(NamedTuple):
     tpot_s: float = math.inf
     jct_s: float = math.inf
 
+    def with_default(self, default: Target) -> Target:
+        """Return these objectives, with those of `default` where there are none."""
+        return Target(*(own if own < math.inf else other for own, other in zip(self, default, strict=True)))
+
 
 NO_TARGET = Target()
 

@@ -20,6 +20,11 @@ def none(request: Request) -> int:
     return 0
 
 
+def exactly() -> float:
+    """Return 1: the default `jitter`."""
+    return 1.0
+
+
 def position_as_token(request: Request, position: int) -> int:
     return position
 
@@ -58,6 +63,7 @@ class SimulatedExecutor:
         cost: Predicts seconds, over all stages.
         stages: Number of equal stages, or each stage's relative compute time.
         alike: Returns a lower bound on how many of a request's next tokens are identical and do not finish it.
+        jitter: Returns the factor by which the next step takes longer than `cost` predicts.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class SimulatedExecutor:
         *,
         fails: Callable[[Move], bool] = never,
         alike: Callable[[Request], int] = none,
+        jitter: Callable[[], float] = exactly,
         block_size: int = 16,
     ) -> None:
         self._shares = stage_shares(stages)
@@ -75,6 +82,7 @@ class SimulatedExecutor:
         self._sample = sample
         self._fails = fails
         self._alike = alike
+        self._jitter = jitter
         self._block_size = block_size
         self._free_at = [0.0] * len(self._shares)
         self._has_run = False
@@ -85,7 +93,7 @@ class SimulatedExecutor:
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
         begin = max(now, self._free_at[0])
         moving = self._transfer(plan.blocking)
-        compute = self._cost.step(StepShape.of(plan.slices)) if plan.slices else 0.0
+        compute = self._cost.step(StepShape.of(plan.slices)) * self._jitter() if plan.slices else 0.0
         seconds = moving + compute
         parts = [moving / len(self._shares) + compute * share for share in self._shares]
         ready_at, stages = self._run(parts, now)
@@ -110,7 +118,7 @@ class SimulatedExecutor:
     def predict(self, handle: SimulatedHandle, most: int) -> list[float]:
         """Predict the end times of up to `most` steps: the one in flight and identical decode steps.
 
-        Assumes one stage and no moves. Empty if a request may finish in the step in flight.
+        Assumes one stage, no moves and no jitter. Empty if a request may finish in the step in flight.
         """
         slices, ready_at = handle.outcome.plan.slices, handle.ready_at
         for slice_ in slices:

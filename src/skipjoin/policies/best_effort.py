@@ -16,7 +16,7 @@ from skipjoin.core.policy import (
     Refusal,
     is_decode_invariant,
 )
-from skipjoin.core.request import Request
+from skipjoin.core.request import NO_TARGET, Request, Target
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
@@ -42,12 +42,20 @@ class LimitedBestEffort(Callbacks):
 
     Args:
         is_best_effort: Returns whether a request is currently served as best-effort.
+        default: Objectives of real-time requests without their own.
     """
 
-    def __init__(self, batcher: Batcher, cost: CostModel, is_best_effort: Callable[[Request], bool]) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        cost: CostModel,
+        is_best_effort: Callable[[Request], bool],
+        default: Target = NO_TARGET,
+    ) -> None:
         self.batcher = batcher
         self.cost = cost
         self.is_best_effort = is_best_effort
+        self.default = default
         self.limit_s = 0.0  # maximum time of a step that real-time requests may wait for
         self._best_effort = 0  # unfinished best-effort requests
         self._real_time = 0
@@ -83,7 +91,7 @@ class LimitedBestEffort(Callbacks):
         return inner if not self._best_effort or is_quiet else LimitedBuilder(self, inner, context)
 
     def _patience(self, request: Request) -> float:
-        ttft_s, tpot_s, _ = request.options.target
+        ttft_s, tpot_s, _ = request.options.target.with_default(self.default)
         if min(ttft_s, tpot_s) < inf:
             return min(_TTFT_SHARE * ttft_s, tpot_s)
         alone = StepLoad.of(0, len(request.prompt)).seconds(self.cost)

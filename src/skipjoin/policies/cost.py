@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape
 
 # Coefficients of a step in the order of a shape's features (one, prefill, attention, decodes, context), then the
@@ -51,6 +52,10 @@ class LinearCost:
     def revision(self) -> int:
         return 0
 
+    @property
+    def margin(self) -> float:
+        return 1.0
+
     def step(self, shape: StepShape) -> float:
         work = self.prefill_token * shape.prefill + self.decode * shape.decodes
         return (
@@ -87,6 +92,49 @@ _COMMON_SIZE = (1, 128, 128 * 512, 16, 16 * 512, math.inf)
 _MIN_SHARE = 0.05
 
 
+# The margin covers this share of steps, and moves by this much of it with each step that it does not cover.
+_COVERED, _MARGIN_RATE = 0.95, 0.02
+_MAX_MARGIN = 2.0
+
+
+class Margin:
+    """Running quantile of measured over estimated step times, at least 1."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def learn(self, estimated: float, measured: float) -> None:
+        """Follow the quantile by steps of constant size, so that a hiccup of the machine counts as one step."""
+        move = _COVERED if measured > self.value * estimated else _COVERED - 1
+        self.value = min(_MAX_MARGIN, max(1.0, self.value + _MARGIN_RATE * move))
+
+
+class TrackedCost:
+    """Cost model of a machine whose steps vary around the estimates of `cost`, with a learned margin."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._margin = Margin()
+
+    @property
+    def revision(self) -> int:
+        return self._cost.revision
+
+    @property
+    def margin(self) -> float:
+        return self._margin.value
+
+    def step(self, shape: StepShape) -> float:
+        return self._cost.step(shape)
+
+    def transfer(self, blocks: float) -> float:
+        return self._cost.transfer(blocks)
+
+    def learn(self, shape: StepShape, seconds: float) -> None:
+        """Update the margin with a measured step."""
+        self._margin.learn(self.step(shape), seconds)
+
+
 class LearningCost:
     """Linear cost model that adapts to measured steps, but not to measured transfers.
 
@@ -107,11 +155,16 @@ class LearningCost:
         self._least = [_MIN_SHARE * term for term in self._learned]
         self.revision = -1
         self._answer = start
+        self._margin = Margin()
         self._revise()
 
     @property
     def current(self) -> LinearCost:
         return self._answer
+
+    @property
+    def margin(self) -> float:
+        return self._margin.value
 
     def step(self, shape: StepShape) -> float:
         return self._answer.step(shape)
@@ -131,6 +184,7 @@ class LearningCost:
         else:
             work, counts = weights, (1, 0, shape[1], 0, shape[3], 1)
         expected = floor + work + attention * shape[1] + context * shape[3]
+        self._margin.learn(expected, seconds)
         error = (seconds - expected) / (seconds if seconds > expected else expected)
         error = min(_MAX_ERROR, max(-_MAX_ERROR, error))
         common, own = 1 + error * _COMMON_RATE, error * _OWN_RATE / expected

@@ -37,9 +37,8 @@ class NextTokens:
         if request.output:
             self.sampled(request, now)
             return
-        own = request.options.target.ttft_s
         since = now if request.is_best_effort else request.arrival
-        self._due[request] = since + (own if own != inf else self.default.ttft_s)
+        self._due[request] = since + request.options.target.with_default(self.default).ttft_s
 
     def sampled(self, request: Request, now: float) -> None:
         own = request.options.target.tpot_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import chain, islice
 from math import inf
 
@@ -17,12 +18,21 @@ from skipjoin.policies.step_load import StepLoad, fitting_tokens
 _MEAN_RATE = 0.1
 
 
+class Replacing(Enum):
+    """Which real-time requests a best-effort request may postpone by a step (BROS section 4.2)."""
+
+    DECODES = "decodes"  # those that have sampled: a postponed prompt costs more than its step, and is waited for
+    ALL = "all"  # as in the paper
+    NONE = "none"
+
+
 class Packing:
     """Builds steps whose modeled time ends before the next token of the most urgent real-time request is due.
 
     The most urgent real-time request joins unconditionally, others by urgency within the limit. Best-effort requests
-    follow while slots and time remain; otherwise each may replace the least urgent real-time request if that can wait
-    for another step. Prompts are cut to the remaining time.
+    follow while slots and time remain; otherwise each may replace the least urgent real-time request that `replacing`
+    allows, if it can wait for another step. Prompts are cut to the remaining time. Modeled times include the cost
+    model's margin, so that deadlines hold although steps take longer than modeled.
 
     Best-effort requests join until a step has `cap` requests. The cap doubles with each step without real-time
     requests, up to `max_seqs`, and resets to `base` when real-time requests exceed the time. The paper caps both
@@ -32,7 +42,16 @@ class Packing:
         next_tokens: Token deadlines; it contains exactly the real-time requests.
     """
 
-    def __init__(self, max_seqs: int, max_tokens: int, cost: CostModel, next_tokens: NextTokens, *, base: int) -> None:
+    def __init__(
+        self,
+        max_seqs: int,
+        max_tokens: int,
+        cost: CostModel,
+        next_tokens: NextTokens,
+        *,
+        base: int,
+        replacing: Replacing = Replacing.DECODES,
+    ) -> None:
         for name, value in (("max_seqs", max_seqs), ("max_tokens", max_tokens), ("base", base)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -40,6 +59,7 @@ class Packing:
         self.max_tokens = max_tokens
         self.cost = cost
         self.next_tokens = next_tokens
+        self.replacing = replacing
         self.base = self.cap = min(base, max_seqs)
         self.mean_s = cost.step(StepShape())  # modeled time of recent steps
 
@@ -75,12 +95,16 @@ class Packing:
         if not urgent:
             return inf
         due, cost = self.next_tokens.due, self.cost
-        now = context.now + len(context.in_flight) * self.mean_s  # start of the step
+        start, margin = self.start_of(context), cost.margin
         for request, pending in sorted(urgent, key=lambda one: due(one[0])):
-            left = due(request) - now
+            left = (due(request) - start) / margin
             if left > 0 and StepLoad.of(request.planned, pending).seconds(cost) <= left:
                 return left
         return self.next_tokens.default.tpot_s
+
+    def start_of(self, context: StepContext) -> float:
+        """Return when the step starts, after the plans in flight."""
+        return context.now + len(context.in_flight) * self.mean_s * self.cost.margin
 
 
 class Pack:
@@ -194,8 +218,15 @@ class Pack:
 
     def _can_wait(self, request: Request) -> bool:
         """Return whether the next token still meets its deadline if computed a step later (BROS equation 6)."""
-        left = self._rules.next_tokens.due(request) - self._context.now
-        return left >= self.seconds + self._rules.mean_s
+        rules = self._rules
+        match rules.replacing:
+            case Replacing.NONE:
+                return False
+            case Replacing.DECODES if not request.output:
+                return False
+        left = rules.next_tokens.due(request) - rules.start_of(self._context)
+        alone = StepLoad.of(request.planned, self.chosen[request]).seconds(rules.cost)
+        return left >= rules.cost.margin * (self.seconds + max(rules.mean_s, alone))
 
     def _choose(self, request: Request, tokens: int) -> None:
         self.chosen[request] = tokens

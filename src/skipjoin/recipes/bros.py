@@ -12,7 +12,7 @@ from skipjoin.options import Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
 from skipjoin.policies.eviction import Lend, Recompute, Spill, Swap
-from skipjoin.policies.packing import Packing
+from skipjoin.policies.packing import Packing, Replacing
 from skipjoin.recipes.parts import classed, staged
 from skipjoin.recipes.registry import Params, Settings, recipe
 
@@ -51,6 +51,14 @@ class PackingParams(Params):
             high=1e9,
         ),
     ] = 10.0
+    replacing: Annotated[
+        str,
+        Option(
+            "Which real-time requests a best-effort one may postpone by a step if they can still meet their deadlines: "
+            "those with a first token, any as in the paper, or none",
+            choices=tuple(one.value for one in Replacing),
+        ),
+    ] = Replacing.DECODES.value
     eviction: Annotated[
         str,
         Option(
@@ -64,8 +72,17 @@ class PackingParams(Params):
 @recipe
 def bros(s: Settings, p: PackingParams) -> Policies:
     """BROS: deadline-aware packing, bidirectional blocks of both service classes, lazy checkpoints of slots."""
-    tokens = NextTokens(Target(ttft_s=p.ttft_s, tpot_s=p.tpot_s))
-    batcher = Packing(s.max_seqs, s.max_tokens, s.cost, tokens, base=p.base_batch)
+    target = Target(ttft_s=p.ttft_s, tpot_s=p.tpot_s)
+    tokens = NextTokens(target)
+    batcher = Packing(s.max_seqs, s.max_tokens, s.cost, tokens, base=p.base_batch, replacing=Replacing(p.replacing))
     steps = staged(s, batcher, s.max_tokens, cuts=True)
     eviction = _EVICTIONS[p.eviction](s.cost)
-    return classed(s, lambda: ByDeadline(tokens, p.overdue_s), steps, OnDemand(), eviction, best_effort=StartedFirst)
+    return classed(
+        s,
+        lambda: ByDeadline(tokens, p.overdue_s),
+        steps,
+        OnDemand(),
+        eviction,
+        best_effort=StartedFirst,
+        target=target,
+    )

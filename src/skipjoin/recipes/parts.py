@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 from skipjoin.core.policy import AdmissionPolicy, Batcher, EvictionPolicy, Ordering, Policies
-from skipjoin.core.request import Request
+from skipjoin.core.request import NO_TARGET, Request, Target
 from skipjoin.options import ConfigError, Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
@@ -98,9 +98,15 @@ def classed(
     eviction: EvictionPolicy,
     *,
     best_effort: Callable[[], Ordering] | None = None,
+    target: Target = NO_TARGET,
 ) -> Policies:
+    """Return policies with the ordering of `banded` and steps that limit best-effort requests and clients.
+
+    Args:
+        target: Objectives of real-time requests without their own.
+    """
     ordering = banded(s, make, best_effort=best_effort)
-    limited = LimitedBestEffort(batcher, s.cost, ordering.is_best_effort)
+    limited = LimitedBestEffort(batcher, s.cost, ordering.is_best_effort, target)
     steps = limited if s.fair_output_weight is None else FairSteps(limited)
     return Policies(ordering, steps, admission, eviction)
 

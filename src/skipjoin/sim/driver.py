@@ -13,7 +13,7 @@ from typing import Protocol
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
-from skipjoin.core.step import StepPlan
+from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.policies.dispatch import Dispatch
@@ -33,17 +33,26 @@ class Replica:
 
     Args:
         decision_s: Virtual time between each decision and the start of its step.
+        on_result: Called with each result after its commit. Steps predicted together have none.
 
     Attributes:
         decisions: Real durations of decisions, for reporting only.
     """
 
-    def __init__(self, core: EngineCore, executor: SimulatedExecutor, *, decision_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: SimulatedExecutor,
+        *,
+        decision_s: float = 0.0,
+        on_result: Callable[[StepResult], None] = lambda result: None,
+    ) -> None:
         self.core = core
         self._executor = executor
         core.on_finished = executor.on_finished
         self.decisions = DecisionTimes()
         self._decision_s = decision_s
+        self._on_result = on_result
         self._in_flight: deque[SimulatedHandle] = deque()
         # Called with the time after the decisions of each `turn`.
         self.on_decided: Callable[[float], None] = lambda now: None
@@ -62,7 +71,9 @@ class Replica:
         core, in_flight = self.core, self._in_flight
         self._settle(now)
         while in_flight and in_flight[0].ready_at <= now:
-            core.finish_step(in_flight.popleft().result(), now)
+            result = in_flight.popleft().result()
+            core.finish_step(result, now)
+            self._on_result(result)
         for request in arrived:
             core.add(request, now)
         self._start(now)

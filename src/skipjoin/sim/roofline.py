@@ -69,8 +69,9 @@ class RooflineCost:
         ConfigError: If the model cannot be split over the group.
     """
 
-    # Costs are constant during a simulation.
+    # Costs are constant during a simulation, and exact.
     revision: int = 0
+    margin: float = 1.0
 
     def __init__(
         self,

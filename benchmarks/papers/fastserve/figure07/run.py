@@ -39,6 +39,7 @@ class UnitCost:
     """Cost model of one unit of time per token."""
 
     revision = 0
+    margin = 1.0
 
     def step(self, shape: StepShape) -> float:
         return UNIT_S * (shape.prefill + shape.decodes)

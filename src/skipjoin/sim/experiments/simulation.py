@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -20,12 +22,14 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request, ServiceClass
 from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.exec.simulated import SimulatedExecutor, none
+from skipjoin.core.step import StepResult, StepShape
+from skipjoin.exec.simulated import SimulatedExecutor, exactly, none
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.observe.forecasts import ForecastLog
 from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
 from skipjoin.observe.requests import Kind, RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
+from skipjoin.policies.cost import TrackedCost
 from skipjoin.policies.dispatch import Dispatch, make_dispatch
 from skipjoin.policies.eviction import KeepKv
 from skipjoin.policies.execution import ExecutionTime
@@ -187,7 +191,13 @@ class Run:
         # Load-aware dispatch rules and timelines need each token at its time.
         together = dispatch.ignores_tokens and on_events is _ignore
         replicas = [
-            _replica(one, lengths, together=together, keeps_kv=0 < prefills <= number)
+            _replica(
+                one,
+                lengths,
+                together=together and not system.step_noise,
+                keeps_kv=0 < prefills <= number,
+                seed=f"{cell.extent.seed} {shard} {number}",
+            )
             for number, one in enumerate(machines)
         ]
         with _without_garbage_collection():
@@ -409,27 +419,43 @@ def _dispatch(system: System, machine: System, replicas: int, lengths: Callable[
     )
 
 
-def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool) -> Replica:
+def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool, seed: str) -> Replica:
     """Build a replica.
 
     Args:
         together: Simulate decode-only steps at once, where that does not change the result.
         keeps_kv: Swap evicted KV, because the replica cannot compute prompts.
+        seed: Of the noise of step times.
     """
-    policies = build(system.recipe, system.settings, system.own_params)
+    cost = TrackedCost(system.cost) if system.step_noise else None
+    policies = build(system.recipe, replace(system.settings, cost=cost or system.cost), system.own_params)
     if keeps_kv:
         policies = replace(policies, eviction=KeepKv())
     kv = KVLedger(system.kv_blocks, system.cpu_blocks, system.block_size)
     core = EngineCore(Scheduler(policies, kv, depth=system.stages))
-    alike = _alike(lengths) if together else none
     executor = SimulatedExecutor(
         system.cost,
         _sampler(lengths),
         system.stage_shares or system.stages,
-        alike=alike,
+        alike=_alike(lengths) if together else none,
+        jitter=exactly if cost is None else _jitter(system.step_noise, seed),
         block_size=system.block_size,
     )
-    return Replica(core, executor, decision_s=system.decision_s)
+    if cost is None:
+        return Replica(core, executor, decision_s=system.decision_s)
+    return Replica(core, executor, decision_s=system.decision_s, on_result=partial(_learn, cost))
+
+
+def _learn(cost: TrackedCost, result: StepResult) -> None:
+    """Update the margin of `cost`, as the server does after each step."""
+    if result.plan.slices:
+        cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
+
+
+def _jitter(noise: float, seed: str) -> Callable[[], float]:
+    """Return a source of factors of step times, whose mean is 1."""
+    rng = random.Random(seed)
+    return lambda: rng.lognormvariate(-noise * noise / 2, noise)
 
 
 def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:

@@ -54,6 +54,7 @@ class System:
         cpu_block_bytes: None if the size is the same as on the device.
         swap_dtype: Format of blocks in CPU memory, for the record.
         decision_s: Virtual time of each scheduling decision.
+        step_noise: Standard deviation of the logarithm of measured over modeled step times.
         prefill: System of the prefill replicas, of which only the machine matters.
     """
 
@@ -106,6 +107,15 @@ class System:
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
     decision_s: Annotated[float, Option("CPU time of each scheduling decision.", low=0, high=1e6)] = 0.0
+    step_noise: Annotated[
+        float,
+        Option(
+            "How much steps vary around their modeled times, which policies see: standard deviation of the logarithm.",
+            low=0,
+            high=2,
+            group="System",
+        ),
+    ] = 0.0
     replicas: Annotated[
         int, Option("Number of replicas behind one dispatcher.", low=1, group="System", is_common=True)
     ] = 1
@@ -250,6 +260,7 @@ class System:
             "decision_s": self.decision_s,
             "replicas": self.replicas,
             "dispatch": self.dispatch if self.replicas > 1 else None,
+            **({"step_noise": self.step_noise} if self.step_noise else {}),
             **({} if self.enable_prefix_caching else {"enable_prefix_caching": False}),
             **(self._describe_split() if self.prefill_replicas else {}),
             **(self._describe_fairness() if self.fair_by != "none" else {}),

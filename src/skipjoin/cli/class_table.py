@@ -23,11 +23,6 @@ _COLUMNS = {
 
 
 def class_table(head: Sequence[str | Column], groups: Iterable[tuple[Sequence[str], Sequence[Record]]]) -> Table:
-    """Return a table of the latencies and throughput of each stream.
-
-    Args:
-        groups: Cells of the first columns, and records that differ only in their seeds.
-    """
     # The longest recipe names must fit into 120 columns.
     table = Table(*head, "stream", "class", "finished", *_COLUMNS, box=None, padding=(0, 1, 0, 0))
     for cells, records in groups:

@@ -60,7 +60,6 @@ class Section:
 
     Attributes:
         names: Fields to use; None uses all that are command-line options.
-        finish: Converts the values before the command gets them.
     """
 
     source: type
@@ -75,10 +74,7 @@ class Section:
 
 
 def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add options to a command: those of each section, and `--config` for a file with values of any options.
-
-    The command gets the values of a section as a dictionary, in the argument of the section's name.
-    """
+    """Add options to a command: those of each section, and `--config` for a file with values of any options."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parts = {name: section.settings() for name, section in sections.items()}

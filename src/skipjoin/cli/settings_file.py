@@ -34,7 +34,6 @@ def read_settings(path: Path, known: Mapping[str, str], several: Collection[str]
     """Return a file's settings as texts, by parameter name. Errors have the line.
 
     Args:
-        known: Parameter names by flag name.
         several: Parameters with a list of values.
     """
     try:

@@ -288,10 +288,7 @@ def is_decode_invariant(policy: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: a choice for every policy.
-
-    Each `on_*` field has the policies' overrides of that callback, in the order of the fields.
-    """
+    """One serving system: a choice for every policy."""
 
     ordering: Ordering
     batcher: Batcher

@@ -18,12 +18,7 @@ from skipjoin.recipes import find
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of a built engine. Bytes are totals over all ranks.
-
-    Attributes:
-        notice: The recipe's message to the operator.
-        cost: Cost model, which learns from the steps that run.
-    """
+    """Properties of a built engine. Bytes are totals over all ranks."""
 
     model: str
     folder: str

@@ -73,7 +73,6 @@ class ForecastKeeper:
 
     Args:
         save: None disables persistence.
-        clock: Monotonic seconds.
         owners: None if all requests share one forecaster.
     """
 

@@ -25,7 +25,6 @@ class EngineLoop:
     """Accepts requests and returns their events step by step. Not thread-safe: one thread owns it.
 
     Attributes:
-        clock: Monotonic seconds.
         on_plan: Called with every plan before it runs.
     """
 

@@ -144,10 +144,7 @@ class SimulatedExecutor:
         return ready_at, tuple(times) if len(parts) > 1 else ()
 
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
-        """Queue overlapped moves after the blocking ones, which take from `begin` to `moved`.
-
-        The last stage follows the first by `lag` seconds.
-        """
+        """Queue overlapped moves after the blocking ones, which take from `begin` to `moved`."""
         link = self._link_free_at
         for direction, free_at in link.items():
             link[direction] = max(free_at, begin) + (moved - begin)

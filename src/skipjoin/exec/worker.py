@@ -194,10 +194,7 @@ class Worker:
         self._sampled, self._rows = in_flight.sampled, rows
 
     def _halved(self, slices: Sequence[Slice], going: Sequence[int], in_flight: InFlightStep) -> list[_Part]:
-        """Run the slices at these indexes, halving the batch when memory runs out.
-
-        Slices do not depend on each other, so each half can run alone. A slice that does not fit alone is dropped.
-        """
+        """Run the slices at these indexes, halving the batch when memory runs out."""
         try:
             return [self._attempt(slices, in_flight.states, going)]
         except Exception as error:

@@ -18,10 +18,7 @@ _RATE, _FIRST_SQUARES = 0.1, 1e-2
 
 
 class ProxyClassifier:
-    """Multinomial logistic regression from hashed features to equally frequent classes of `lengths`.
-
-    The papers fine-tune a BERT instead. Within a class, lengths are distributed as in the training data.
-    """
+    """Multinomial logistic regression from hashed features to equally frequent classes of `lengths`."""
 
     name = "proxy"
 

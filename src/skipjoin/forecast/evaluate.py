@@ -64,10 +64,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`.
-
-    Outputs longer than `most` are cut off, also in training.
-    """
+    """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`."""
 
     train: Sequence[Sample]
     test: Sequence[Sample]

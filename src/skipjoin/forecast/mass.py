@@ -24,10 +24,7 @@ _LEAST = 1e-9
 
 
 def mass_of(hazards: Array) -> Array:
-    """Return the distribution with these hazards, the probabilities to end in a bin once it is reached.
-
-    The remaining mass is in the last bin.
-    """
+    """Return the distribution with these hazards, the probabilities to end in a bin once it is reached."""
     reached = np.concatenate(([1.0], np.cumprod(1.0 - hazards[:-1])))
     found = reached * hazards
     found[-1] = reached[-1]

@@ -27,7 +27,6 @@ class Guess(NamedTuple):
     """Prediction of a model.
 
     Attributes:
-        parts: Data that the model needs for learning.
         tokens: Expected length, if it is not the calibrated mean.
     """
 

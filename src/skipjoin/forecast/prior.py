@@ -23,10 +23,7 @@ def first_guess() -> Array:
 
 
 class Prior:
-    """Online Kaplan-Meier estimate over the bins with exponential decay, started from the hazards `first`.
-
-    It counts the requests that ended in each bin, and those that reached it and were not cut off in it.
-    """
+    """Online Kaplan-Meier estimate over the bins with exponential decay, started from the hazards `first`."""
 
     def __init__(self, first: Array | None = None) -> None:
         self._first = _FIRST_HAZARDS if first is None else first

@@ -51,7 +51,6 @@ class Identity:
     """Identity of a state.
 
     Attributes:
-        served: Model whose requests were learned.
         owner: Hash of the API key whose requests were learned; empty for all requests, on a server without keys.
     """
 

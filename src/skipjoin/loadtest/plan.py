@@ -18,7 +18,6 @@ class LoadPlan:
     """Measurement plan: every seed at every rate.
 
     Attributes:
-        rates: Requests per second; None uses the times of a trace.
         duration_s, limit: Exactly one is set, as in `Workload.draw`.
     """
 

@@ -21,7 +21,6 @@ class Target:
     """Server under load, and the form of requests to it.
 
     Attributes:
-        base_url: With or without /v1.
         prompt_ids: Lowest and highest token id in random prompts.
         extra: Body fields to add or replace; null removes a field.
     """

@@ -80,10 +80,7 @@ def family_named(name: str) -> Family:
 
 
 def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Family]:
-    """Return the first supported architecture and its family; `model_type` counts if `names` is empty.
-
-    Families of installed packages are loaded only if none of this package fits.
-    """
+    """Return the first supported architecture and its family; `model_type` counts if `names` is empty."""
     _register_own()
     if (found := _find(names, model_type)) is None:
         for point in entry_points(group=ENTRY_POINTS):

@@ -360,10 +360,7 @@ def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` largest values of each row, descending.
-
-    On a CPU, numpy sorts faster than torch. It only sorts values that reach a lower bound from groups' maxima.
-    """
+    """Return the `count` largest values of each row, descending."""
     if values.device.type != "cpu":
         return values.topk(count).values
     rows = values.numpy()

@@ -31,12 +31,7 @@ class ForecastLog:
         return whole
 
     def add(self, forecast: float, tokens: int, source: str, interval: tuple[float, float] | None = None) -> None:
-        """Record a prediction and the actual length, both in tokens.
-
-        Args:
-            source: Name of the predictor.
-            interval: Predicted 80 % interval, if the prediction is a distribution.
-        """
+        """Record a prediction and the actual length, both in tokens."""
         self._pairs.append((forecast, tokens))
         self._sources[source] += 1
         if interval is not None:

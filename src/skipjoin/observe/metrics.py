@@ -131,13 +131,7 @@ class _ClassCounts:
 
 
 class EngineMetrics:
-    """Metrics of one engine, updated from core events.
-
-    Args:
-        block_bytes: Size of one block in CPU memory, over all layers.
-        is_compressed: Whether CPU blocks hold 8-bit codes.
-        resident_bytes: Returns the resident memory of the engine's process.
-    """
+    """Metrics of one engine, updated from core events."""
 
     def __init__(
         self,
@@ -214,7 +208,6 @@ class EngineMetrics:
         """Set the block gauges that no event reports.
 
         Args:
-            shared: Device blocks with several owners.
             lent: Bidirectional blocks, in which each owner has its own slots.
         """
         self._rows["kv_cached_blocks"][0] = cached

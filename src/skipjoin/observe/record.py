@@ -132,7 +132,6 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
 
     Args:
         usages: One per replica. Shares are averaged; the series is the first replica's.
-        target_tokens: Forward size that saturates the machine, if known.
     """
     steps = sum(usage.steps for usage in usages)
     record["kv"] = _together([usage.kv() for usage in usages])

@@ -60,11 +60,7 @@ class ReservationUse:
             self._join_group(event.group, event.now)
 
     def lost_kv(self, request: Request, *, blocks_left: int = 0) -> None:
-        """Record that a request's KV was dropped or swapped out.
-
-        Args:
-            blocks_left: Blocks that stay on the device as the request's reduced reservation.
-        """
+        """Record that a request's KV was dropped or swapped out."""
         reservation = self._reservations.get(request)
         self.vacated += reservation is not None and isinstance(reservation.parent, Request)
         self._end(request)

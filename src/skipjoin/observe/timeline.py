@@ -77,8 +77,6 @@ class _Span:
     """Uninterrupted steps of a request in one phase.
 
     Attributes:
-        computed: Tokens computed in the span.
-        generated: Tokens generated in the span.
         position: Computed tokens of the request at the end of the span.
     """
 
@@ -93,12 +91,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _Track:
-    """State of a request in the trace.
-
-    Attributes:
-        plans: Plans in flight with a slice of the request.
-        leaving: Reason to end the span once these plans have run.
-    """
+    """State of a request in the trace."""
 
     span: _Span | None = None
     plans: int = 0
@@ -233,11 +226,7 @@ class Timeline:
             self._draw_stages(result, flight.decided, end, after_rest)
 
     def _draw_stages(self, result: StepResult, decided: int, end: int, after_rest: bool) -> None:
-        """Draw each stage's part of the step that ended at `end`, and the bubble before it.
-
-        Args:
-            after_rest: The engine was idle before the step, so there is no bubble.
-        """
+        """Draw each stage's part of the step that ended at `end`, and the bubble before it."""
         if not self._stage_ends:
             self._trace.group(_PIPELINE, "Pipeline")
             for number in range(len(result.stages)):

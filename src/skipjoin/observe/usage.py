@@ -38,7 +38,6 @@ class Point(NamedTuple):
     Attributes:
         kv_used: Share of the device's KV that computed tokens fill, 0 to 1.
         kv_allocated: Share of the device's KV that is held or reserved, 0 to 1.
-        waiting: Number of other requests.
     """
 
     time_s: float
@@ -259,10 +258,7 @@ class EngineUsage:
                 del self._on_cpu[request]
 
     def _reside(self, request: Request, tokens: int) -> None:
-        """Raise the number of the request's tokens on the device to at least `tokens`.
-
-        It may be higher already, because a request that is swapped in by a blocking move computes in the same step.
-        """
+        """Raise the number of the request's tokens on the device to at least `tokens`."""
         before = self._resident.get(request, 0)
         if request in self._live and tokens > before:
             self._used += tokens - before

@@ -29,7 +29,6 @@ class Moment:
     """Time at which requests were chosen or became free to be chosen.
 
     Attributes:
-        decisions: Number of decisions so far.
         mark: Reading of the tail's clock.
         is_queued: The plan was decided behind others in flight.
     """

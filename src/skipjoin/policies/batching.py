@@ -167,7 +167,6 @@ class MemberBuilder:
 
     Args:
         members: Unfinished requests of the static batch, at most `seqs`. Requests that join are added to the set.
-        recruits: Whether new requests may join.
     """
 
     __slots__ = ("_absent", "_cramped", "_joined", "_ran", "_recruits", "_seqs", "_whole", "members")

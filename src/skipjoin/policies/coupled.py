@@ -1,7 +1,4 @@
-"""Coupled scheduling of prompts and decodes (EconoServe section 2).
-
-A request reserves all the KV that it will need before it starts.
-"""
+"""Coupled scheduling of prompts and decodes (EconoServe section 2)."""
 
 from __future__ import annotations
 

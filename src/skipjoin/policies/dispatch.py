@@ -233,11 +233,7 @@ class PrefixAware(LeastWork):
         return chosen
 
     def _worth(self, request: Request, replica: int, keys: Sequence[Key], held: int) -> tuple[float, int, int]:
-        """Return the rank of a replica, smallest first: its work minus the saved seconds, then the prefix length.
-
-        Args:
-            held: Number of the request's keys that the replica holds.
-        """
+        """Return the rank of a replica, smallest first: its work minus the saved seconds, then the prefix length."""
         # The number of unfinished requests approximates how many uses ago the oldest of them arrived.
         shared = self._held.count_shared(replica, keys, held, self._held.uses - len(self._left))
         nothing, others, all_s = (

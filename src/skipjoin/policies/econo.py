@@ -228,9 +228,6 @@ class Tasks:
     """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts.
 
     A nested reservation therefore ranks behind its hosting request.
-
-    Args:
-        order: Orders the waiting requests.
     """
 
     def __init__(self, order: QueueOrder) -> None:

@@ -20,8 +20,6 @@ class _Job:
     """MLFQ state of a request.
 
     Attributes:
-        place: FIFO position in its queue.
-        used: Used seconds of its quantum.
         home: Level and used seconds to restore after a promotion, or None.
     """
 

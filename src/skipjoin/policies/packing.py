@@ -110,9 +110,6 @@ class Packing:
 class Pack:
     """Batch of one `Packing` step.
 
-    Args:
-        limit: Time limit of the step in seconds.
-
     Attributes:
         chosen: Requests chosen but not yet taken, with their tokens.
     """

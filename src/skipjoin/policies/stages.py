@@ -117,9 +117,6 @@ class EvenBuilder:
     Args:
         flying: Loads of the plans in flight.
         passed: How often in a row each request was skipped.
-
-    Attributes:
-        load: Load of the batch so far.
     """
 
     def __init__(

@@ -15,11 +15,7 @@ _MOVING_SHARE = 1.5
 
 
 def starvation_after(slo_s: float) -> float:
-    """Return the seconds without running after which a request is promoted (FastServe section 4.1).
-
-    Args:
-        slo_s: Acceptable seconds per output token.
-    """
+    """Return the seconds without running after which a request is promoted (FastServe section 4.1)."""
     return _OBJECTIVES * slo_s
 
 

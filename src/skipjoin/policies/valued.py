@@ -32,7 +32,6 @@ class Value(Protocol):
 
         Args:
             known: Tokens of the request, including one just sampled.
-            now: Seconds on the driver's clock.
         """
         ...
 

@@ -23,9 +23,6 @@ class Backlog:
     """Histogram of work in seconds by key, whose bucket width doubles above `_BUCKETS` buckets.
 
     No operation costs the number of requests.
-
-    Args:
-        width: Initial bucket width in the unit of the keys.
     """
 
     def __init__(self, width: float) -> None:

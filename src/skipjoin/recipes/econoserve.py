@@ -97,7 +97,6 @@ def decoupled(
 
     Args:
         groups: Whether decodes that are equal in `order` start together.
-        hosts: None disables nested reservations.
     """
 
     def group(request: Request, now: float) -> tuple[object, ...]:

@@ -61,12 +61,7 @@ def greedy(s: Settings, max_tokens: int, *, chunked: bool) -> Batcher:
 
 
 def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Batcher:
-    """Return the batcher itself or, in a pipeline, a wrapper that balances its plans.
-
-    Args:
-        max_tokens: Maximum prompt tokens of a step.
-        cuts: Whether prompts may be cut.
-    """
+    """Return the batcher itself or, in a pipeline, a wrapper that balances its plans."""
     if s.stages == 1:
         return batcher
     seqs, tokens = s.stages * s.max_seqs, s.stages * max_tokens

@@ -84,9 +84,6 @@ class Params:
     def resolved(self, s: Settings, policies: Policies) -> Self:
         """Return the parameters with derived values filled in.
 
-        Args:
-            policies: What the recipe builds from these parameters.
-
         Raises:
             ConfigError: Values exclude each other or are infeasible for this engine.
         """
@@ -102,7 +99,6 @@ class Recipe:
     """Serving system.
 
     Attributes:
-        forecasts: What it expects in `Request.forecast`.
         needs_lossless_swap: Whether swapping must preserve KV exactly.
         fixed: Parameters given in the name, as in `fastserve[eviction=recompute]`.
     """
@@ -295,9 +291,6 @@ def own(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
 
 def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str], field: str) -> dict[str, Value]:
     """Parse parameters of recipes from texts such as "starvation_s=3".
-
-    Args:
-        field: Where the texts come from, for errors.
 
     Raises:
         ConfigError: A text is malformed, a name is repeated, or no recipe has the parameter.

@@ -26,7 +26,6 @@ class Bound:
     Attributes:
         field: Dotted name, such as "ttft_s.p95".
         operator: <=, >=, < or >.
-        limit: In the field's unit.
     """
 
     field: str

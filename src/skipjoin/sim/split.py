@@ -23,11 +23,7 @@ from skipjoin.sim.hardware import NETWORK_LATENCY_S
 
 
 class Network:
-    """Full-duplex links, one per replica. Transfers queue in request order.
-
-    Args:
-        latency_s: Time from the last byte to its arrival.
-    """
+    """Full-duplex links, one per replica. Transfers queue in request order."""
 
     def __init__(self, bytes_per_s: float, *, latency_s: float = NETWORK_LATENCY_S) -> None:
         self._bytes_per_s = bytes_per_s

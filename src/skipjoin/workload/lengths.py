@@ -90,10 +90,7 @@ class PromptBin:
 
 @dataclass(frozen=True)
 class QuantileTable:
-    """Measured joint distribution: prompt quantiles, and output quantiles given the prompt's bin.
-
-    Sampling is by inverse transform with linear interpolation.
-    """
+    """Measured joint distribution: prompt quantiles, and output quantiles given the prompt's bin."""
 
     name: str
     output_levels: tuple[float, ...]

@@ -49,7 +49,6 @@ class TraceRow(NamedTuple):
     """One recorded request; fields that its file lacks are None.
 
     Attributes:
-        prompt: Text of the prompt.
         parts: Complete named parts of the prompt, from hash_ids.
     """
 

@@ -38,8 +38,6 @@ class WorkloadRequest(NamedTuple):
 
     Attributes:
         at: Arrival in seconds from the start.
-        stream: Stream's name, by which records group requests.
-        row: Index of the trace's row, if any.
         deadline_s: Deadline relative to the arrival.
     """
 
@@ -71,9 +69,6 @@ class Closed:
     """Closed-loop stream with at most `size` requests in flight.
 
     Its first jobs are submitted at 0, and none after the workload's duration.
-
-    Attributes:
-        prefix: Shared prefix in addition to the drawn prompt length.
     """
 
     name: str
@@ -148,13 +143,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Stream:
-    """Open-loop stream of jobs.
-
-    Attributes:
-        share: Share of the total rate.
-        priority: Lower values run earlier.
-        prefix: Shared prefix in addition to the drawn prompt length.
-    """
+    """Open-loop stream of jobs."""
 
     name: str
     lengths: Lengths

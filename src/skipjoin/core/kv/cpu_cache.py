@@ -53,11 +53,7 @@ class CpuCache:
                 self._cpu.unname(block)
 
     def begin(self, depth: int) -> Move | None:
-        """Start a copy, unless there is nothing to copy or a copy is in transit.
-
-        Args:
-            depth: Maximum number of plans in flight.
-        """
+        """Start a copy, unless there is nothing to copy or a copy is in transit."""
         device, cpu = self._device, self._cpu
         if self._copy is not None:
             self._waited += 1

@@ -129,11 +129,7 @@ class Tiered(Protocol):
         """
 
     def keep_cached(self, depth: int) -> Move | None:
-        """Start an overlapped copy to the CPU tier of cached device blocks that are about to be reused.
-
-        Args:
-            depth: Maximum number of plans in flight.
-        """
+        """Start an overlapped copy to the CPU tier of cached device blocks that are about to be reused."""
 
     def expect(self, request: Request) -> None:
         """Allocate and fence device blocks for the computed tokens, whose KV arrives from another engine."""
@@ -221,10 +217,7 @@ class Reserving(Protocol):
         """Return the parent reservation; None for the shared pool or without a reservation."""
 
     def beneficiaries(self, request: Request, parent: Owner) -> frozenset[Owner]:
-        """Return the owners whose freed blocks help a reservation of the request from `parent`.
-
-        They are the request, the parent and the parent's ancestors up to None, the shared pool.
-        """
+        """Return the owners whose freed blocks help a reservation of the request from `parent`."""
 
     def returns_to(self, request: Request, owners: frozenset[Owner]) -> bool:
         """Return whether evicting the request returns its whole footprint to one of `owners`."""

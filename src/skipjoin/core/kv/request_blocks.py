@@ -39,8 +39,6 @@ class Sharing:
     """Bidirectional blocks of one request, by index in its table; changed by `SharedBlocks`.
 
     Attributes:
-        lends: Blocks that it owns.
-        borrows: Blocks of others that it fills.
         overwritten: Number of lent blocks in which the borrower overwrites slots.
     """
 

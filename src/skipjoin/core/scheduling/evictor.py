@@ -48,10 +48,7 @@ class Evictor:
         return [request for request in self._holders_ranked() if rank(request) > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
-        """Return the best-effort requests that this one may evict immediately.
-
-        Requests that already wait for swapped-out KV come first, then the least important.
-        """
+        """Return the best-effort requests that this one may evict immediately."""
         below = self._evictable(request, None, newcomer=True)
         able = [victim for victim in below if victim.is_best_effort and not victim.in_flight]
         return sorted(able, key=lambda victim: not self.blocks_away(victim))
@@ -182,10 +179,7 @@ class Evictor:
         return move
 
     def _holders_ranked(self) -> list[Request]:
-        """Return the holders that this step may still run or evict, best first.
-
-        Requests that the step already runs can be left out: they outrank every request examined later.
-        """
+        """Return the holders that this step may still run or evict, best first."""
         if self._holders is None:
             blocks_of, returns_overlapped = self._kv.blocks_of, self._policies.eviction.returns_overlapped
             plan_id = self._context.plan_id

@@ -267,11 +267,6 @@ class Residency:
         return kv.grow(request, target)
 
     def _miss(self, request: Request, blocks: int) -> None:
-        """Skip a request because not all of its KV is on the device.
-
-        Args:
-            blocks: Number of its blocks on the device or in transit to it.
-        """
         if request.in_flight:  # a plan in flight swaps its KV in before its slices
             return
         for slice_ in self._slices[self._counted :]:

@@ -163,11 +163,6 @@ class Scheduler:
             self.tail = WaitState(planner.tail, now)
 
     def _note_pauses(self, plan: StepPlan, started: int, now: float) -> None:
-        """Report running requests that this plan skips.
-
-        Args:
-            started: Number of requests in the plan that were not running before.
-        """
         self._recent.append(plan)
         if len(self._recent) <= self._window:
             return

@@ -32,7 +32,6 @@ class WaitState(NamedTuple):
     """Current wait of a request.
 
     Attributes:
-        since: Seconds on the driver's clock.
         short: Number of missing KV blocks, with NO_KV.
     """
 

@@ -186,10 +186,7 @@ class _Clock:
 def _measure_steps(
     executor: ModelExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
 ) -> list[_Measured]:
-    """Measure as many steps as there is time for, at least the smallest one.
-
-    Steps are measured in rounds, so that a slow period of the machine affects all of them.
-    """
+    """Measure as many steps as there is time for, at least the smallest one."""
     block_size, used = executor.pools[-1], _used_blocks(executor, limits)
     executor.touch(used)
     plans = [(case, _plan(case.slices, block_size, used)) for case in cases(limits, _PER_KIND)]

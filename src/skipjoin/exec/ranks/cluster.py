@@ -61,13 +61,7 @@ class ClusterError(Exception):
 
 
 class Cluster:
-    """Connection to Ray. A process that already uses Ray keeps its connection.
-
-    Args:
-        address: Address at which other processes of this machine can join.
-        settings: Settings of a private cluster.
-        is_ours: Whether `close` disconnects.
-    """
+    """Connection to Ray. A process that already uses Ray keeps its connection."""
 
     def __init__(
         self,

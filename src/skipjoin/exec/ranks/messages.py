@@ -96,12 +96,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
-    """Failure of a rank.
-
-    Attributes:
-        lost_peer: Whether it failed only because it lost another rank.
-        out_of_step: Whether its plans differ from the sender's.
-    """
+    """Failure of a rank."""
 
     text: str
     lost_peer: bool

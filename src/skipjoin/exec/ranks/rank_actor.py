@@ -50,12 +50,7 @@ GROUP_S = 60.0
 
 
 class RankModel(NamedTuple):
-    """What every rank loads.
-
-    Attributes:
-        gpu_share: Fraction of a GPU's memory to use.
-        graph_sizes: Batch sizes of decode steps to capture as CUDA graphs.
-    """
+    """What every rank loads."""
 
     folder: str
     dtype: str

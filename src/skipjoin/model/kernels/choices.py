@@ -91,9 +91,6 @@ def tune_attention(
     """Measure the choices for this shape that `table` lacks, on CUDA devices.
 
     Takes seconds, mostly for compilation. With too little memory, the default sizes are used.
-
-    Args:
-        cache_bytes: Size of the device's L2 cache.
     """
     bench = _Bench(table, shape, kv_heads, device, cache_bytes)
     for measure, sizes in ((bench.decode, _DECODES), (bench.prefill, _PROMPTS)):

@@ -59,7 +59,6 @@ class Service:
     It accepts generation requests from `open` until `drain` or the loss of the engine.
 
     Attributes:
-        names: Model names that requests may use.
         busy: Number of generation requests over HTTP in progress.
     """
 
@@ -102,7 +101,6 @@ class Service:
         Args:
             keeper: Forecaster of output lengths. None disables forecasts.
             ask: Requests forecasts from another server, which take precedence.
-            sampling_defaults: The model's defaults for missing sampling parameters.
         """
         self._info, self._tokenizer = info, tokenizer
         self._grammars = Grammars(lambda: tokenizer, info.vocab_size, tokenizer.eos_token_ids)

@@ -131,7 +131,6 @@ class Line:
 
     Attributes:
         attempt: Number of the attempt, from 1.
-        expires_at: End of the window of its batch.
         lost: Number of attempts that ended with an engine crash.
     """
 

@@ -50,7 +50,6 @@ class ConnectedEngine:
 
     Attributes:
         send: Must not block or raise.
-        questions: Pending `DescribeRequests`, by id.
         is_hung: True while the engine makes no progress.
     """
 

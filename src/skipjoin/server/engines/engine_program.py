@@ -31,7 +31,6 @@ def describe_end(code: int, *, is_out_of_memory: bool = False) -> str:
 
     Args:
         code: Exit code, or a negative signal number.
-        is_out_of_memory: True if the kernel's OOM killer was active meanwhile.
     """
     if code >= 0:
         return f"the engine process ended with exit code {code}"

@@ -104,7 +104,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """Reports that the engine accepts requests, and describes the engine.
 
     Attributes:
-        folder: Folder of the tokenizer.
         cpu_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
     """
 

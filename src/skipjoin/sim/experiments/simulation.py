@@ -139,13 +139,7 @@ def _ignore(events: list[Event]) -> None:
 
 
 class ShardResult(NamedTuple):
-    """Result of one shard.
-
-    Attributes:
-        forecasts: None if no predictions were made.
-        usages, decisions: One per replica, prefill replicas first.
-        split: None without prefill replicas.
-    """
+    """Result of one shard."""
 
     end_s: float
     facts: list[RequestFacts]
@@ -327,12 +321,7 @@ def run(
     on_events: Callable[[list[Event]], None] = _ignore,
     on_requests: Callable[[Iterator[Record]], None] | None = None,
 ) -> Record:
-    """Simulate a cell and return its record.
-
-    Args:
-        on_events: Called with the events of the first replica.
-        on_requests: Called at the end with `Run.requests`.
-    """
+    """Simulate a cell and return its record."""
     whole, count = Run(cell), cell.shards
 
     def simulated(shard: int) -> ShardResult:

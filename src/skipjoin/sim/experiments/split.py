@@ -24,7 +24,6 @@ class SplitFigures:
 
     Attributes:
         requests, bytes: Requests whose KV has crossed the network, and its size.
-        wait_s: Time between first tokens and the start of transfers.
         prefill_prompt_tokens, decode_prompt_tokens: Prompt tokens computed, including recomputation.
     """
 
@@ -57,11 +56,7 @@ class SplitFigures:
 
 
 class Handovers(SplitWatcher):
-    """Follows requests between replicas, so that each has a single `RequestFacts`.
-
-    Args:
-        logs: One per replica. Those of prefill replicas must call `takes` for finished requests.
-    """
+    """Follows requests between replicas, so that each has a single `RequestFacts`."""
 
     def __init__(
         self, logs: Sequence[RequestLog], prefill_replicas: int, predictions: Predictions | None = None

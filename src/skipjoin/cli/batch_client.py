@@ -1,5 +1,3 @@
-"""HTTP client of a server's files and batches."""
-
 from __future__ import annotations
 
 import os

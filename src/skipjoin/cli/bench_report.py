@@ -1,5 +1,3 @@
-"""Output of `skipjoin bench`."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""Typer commands with grouped options."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

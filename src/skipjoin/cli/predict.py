@@ -40,8 +40,6 @@ ForecastDir = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
-    """Options of an evaluation."""
-
     trace: Annotated[
         Path, Option("JSONL file with prompts and with lengths or texts of outputs.", metavar="FILE", is_common=True)
     ]

@@ -12,8 +12,6 @@ from skipjoin.report.results import Existing
 
 
 class RequestsFile:
-    """File of the requests of one or several runs."""
-
     def __init__(self, path: Path, existing: Existing) -> None:
         self.path = path
         self._waiting: dict[int, tuple[Record, list[Record]]] = {}

@@ -1,5 +1,3 @@
-"""Output of `skipjoin simulate`."""
-
 from __future__ import annotations
 
 import sys
@@ -158,8 +156,6 @@ class SimulationReport:
 
 
 class _Group(NamedTuple):
-    """Key of records that differ only in their seeds."""
-
     recipe: str
     rate: float  # 0 if the workload has its own times
     replicas: int

@@ -1,5 +1,3 @@
-"""Access settings of a server."""
-
 from __future__ import annotations
 
 import ipaddress
@@ -24,7 +22,6 @@ class AccessConfig:
 
     Attributes:
         api_keys: Each grants access to all routes except health, which is open; empty requires no key.
-        metrics_keys: Each grants access to /metrics besides `api_keys`.
         allowed_hosts: Host header values besides localhost and IP addresses. Empty allows all, except on a server
             without keys on a loopback address.
     """

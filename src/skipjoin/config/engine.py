@@ -1,5 +1,3 @@
-"""Engine configuration."""
-
 from __future__ import annotations
 
 import re

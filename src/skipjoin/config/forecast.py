@@ -1,5 +1,3 @@
-"""Forecast configuration."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,8 +11,6 @@ FORECASTERS = ("learned", "alise", "prior", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastConfig:
-    """Configuration of output length forecasts."""
-
     forecaster: Annotated[
         str | None,
         Option(

@@ -38,7 +38,6 @@ class ProfileKey:
         model: Model name for messages, not part of the identity.
         shape: Hash of the model's configuration, so that folders with the same shape share a profile.
         device: Model name of the CPU or GPU.
-        operators: Backend of the other operations, such as amx, avx512-bf16, torch or triton.
     """
 
     model: str
@@ -98,7 +97,6 @@ class Profile:
     Attributes:
         cost: Step costs, and transfer costs per block of `block_size` tokens in the slower direction.
         unrest: Mean over undisturbed time of a step. The fit uses undisturbed times, and `cost` includes this factor.
-        stage_shares: Share of each pipeline stage in a step; a single 1 without stages.
         kv_bytes_per_block, weight_bytes: Totals over all devices.
     """
 

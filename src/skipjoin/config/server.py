@@ -1,5 +1,3 @@
-"""Server configuration."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -57,8 +55,6 @@ def _objective(what: str, default: str = "none", group: str = OBJECTIVES, *, is_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(AccessConfig):
-    """Configuration of the HTTP server around an engine."""
-
     host: Annotated[str, Option("Address to listen on.", group=SERVER, is_common=True)] = "127.0.0.1"
     port: Annotated[
         int, Option("Port to listen on; 0 picks a free one.", low=0, high=65535, group=SERVER, is_common=True)

@@ -151,7 +151,7 @@ class EngineCore:
         """Simulate consecutive decode-only steps at once, after the plan that `steady` returned.
 
         In each step every request gets one more token, equal to its last one, and none finishes. The outcome equals
-        that of single steps, except for the ids of plans and blocks and for the events (`Decoded`).
+        that of single steps, except for ids and events (`Decoded`).
 
         Args:
             since: Time of the steady plan's result.
@@ -200,7 +200,6 @@ class EngineCore:
         self.on_finished(request)
 
     def _drop_old_deadlines(self) -> None:
-        """Limit the heap to twice the number of live entries, at amortized constant cost."""
         if len(self._deadlines) > 2 * self._with_deadline:
             self._deadlines = list({entry for entry in self._deadlines if self._is_live(*entry)})
             heapq.heapify(self._deadlines)

@@ -134,9 +134,7 @@ class Computed(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Several decode-only steps ran at once (`EngineCore.decode`), each with one token per request.
-
-    It replaces all `Planned`, `Computed` and `Token` events of these steps.
+    """Several decode-only steps ran at once (`EngineCore.decode`), instead of `Planned`, `Computed` and `Token` events.
 
     Attributes:
         since: Time at which the first step was planned.

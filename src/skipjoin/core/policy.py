@@ -217,10 +217,9 @@ class Eviction(NamedTuple):
     Attributes:
         how: What happens to its device KV: SWAP, SPILL or DROP.
         blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`. The
-            request keeps the rest and waits until all of its KV fits on the device again. None, or a number that covers
-            everything, evicts the whole request.
-        lent: Whether to share these blocks bidirectionally with the request that needs them. Only what it overwrites is
-            saved to the CPU tier. `how` applies where sharing is impossible.
+            request then waits until all of its KV fits on the device again. None evicts the whole request.
+        lent: Whether to share these blocks bidirectionally with the request that needs them. `how` applies where
+            sharing is impossible.
     """
 
     request: Request
@@ -271,8 +270,8 @@ class EvictionPolicy(Protocol):
         return overlapped, at least one must be swapped in.
 
         Args:
-            settled: Unordered holders of KV on either tier with nothing in transit. A request that a plan in flight
-                runs pauses in this step and can be swapped out in a later one.
+            settled: Unordered holders of KV on either tier with nothing in transit. Running ones pause, and are swapped
+                out in a later step.
         """
         ...
 

@@ -88,8 +88,8 @@ class Request:
     `options` while it assigns a forecast.
 
     Progress is measured by two counters: *known* tokens (prompt and output) and *computed* tokens (their KV exists).
-    Prefill, chunked prefill, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples`
-    also count what the plans in flight will add.
+    Prefill, chunks, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples` also
+    count what the plans in flight will add.
 
     Attributes:
         id: Unique; increases with arrival.

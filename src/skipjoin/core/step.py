@@ -28,8 +28,6 @@ class Slice(NamedTuple):
 
 
 class Direction(Enum):
-    """Direction of a KV transfer."""
-
     OUT = "device to host"
     WITHIN = "device to device"  # always blocking
     IN = "host to device"
@@ -49,10 +47,9 @@ class Span(NamedTuple):
 class Move(NamedTuple):
     """Copy of KV blocks between the tiers or within the device: `source[i]` is copied to `target[i]`.
 
-    Without `spans`, the blocks are consecutive in the request's block table.
-
     Attributes:
-        request: Owner of the blocks. None for cached blocks that are copied to the CPU tier for later hits.
+        request: Owner of the blocks, which without `spans` are consecutive in its table. None for cached blocks that
+            are copied to the CPU tier.
         tokens: Number of tokens that the copied slots hold. Only the last block may be partly filled.
         spans: Slots to copy of each block, to the same slots of its target. Empty to copy whole blocks.
     """
@@ -143,8 +140,8 @@ class StepResult:
         failed: Moves that failed since then. Their target blocks, and slices that read these, are invalid.
         stages: Times of the pipeline stages, first to last. Empty without a pipeline.
         dropped: Reasons why slices were dropped, by index: the step exceeded the device's memory, or the grammar
-            failed. Their tokens are ignored, and their requests end with `FinishReason.ERROR`. Executors with several
-            ranks drop none for lack of memory, because their ranks would diverge.
+            failed. Their tokens are ignored, and their requests end with `FinishReason.ERROR`. Several ranks drop none
+            for lack of memory, because they would diverge.
     """
 
     plan: StepPlan

@@ -1,5 +1,3 @@
-"""Step driver: keeps an executor's pipeline of plans full."""
-
 from __future__ import annotations
 
 from collections import deque

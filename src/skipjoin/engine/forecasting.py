@@ -1,5 +1,3 @@
-"""Output length forecasting with persistent state."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Scheduler construction from a configuration."""
-
 from __future__ import annotations
 
 from skipjoin.config import EngineConfig

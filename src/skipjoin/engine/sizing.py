@@ -1,5 +1,3 @@
-"""Size the KV pools of both tiers."""
-
 from __future__ import annotations
 
 import math

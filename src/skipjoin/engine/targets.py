@@ -1,5 +1,3 @@
-"""JCT targets for requests without one."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

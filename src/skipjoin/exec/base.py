@@ -1,5 +1,3 @@
-"""Executor protocol."""
-
 from __future__ import annotations
 
 from typing import Protocol, TypeVar
@@ -34,7 +32,7 @@ class Executor(Protocol[HandleT_co]):
 
     Blocking moves of a plan land before its slices run, swap-outs before swap-ins. Overlapped moves start after the
     blocking moves, and not before earlier plans have started. Each move is reported once, in `landed` or `failed`; a
-    blocking one in its own plan's result. A plan without slices collects moves that finish while no slice runs.
+    blocking one in its own plan's result.
 
     `submit` may read a plan's requests until the result is ready.
     """

@@ -1,5 +1,3 @@
-"""Clocks for step times."""
-
 from __future__ import annotations
 
 import time
@@ -24,8 +22,6 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """CPU clock."""
-
     def mark(self) -> Mark:
         return time.perf_counter()
 

@@ -1,5 +1,3 @@
-"""Fit of step costs to measured times."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""KV block tensors of both tiers."""
-
 from __future__ import annotations
 
 import logging

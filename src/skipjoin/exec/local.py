@@ -1,5 +1,3 @@
-"""Executor that runs the model in this process."""
-
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +19,6 @@ from skipjoin.model.grammars import Grammars
 
 
 class LocalHandle:
-    """Future of a plan."""
-
     def __init__(self, worker: Worker, in_flight: Future[InFlightStep]) -> None:
         self._worker, self._in_flight = worker, in_flight
         self._result: StepResult | None = None

@@ -1,5 +1,3 @@
-"""Quantized swapping between the device and an int8 CPU tier."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Properties and memory of one rank."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""State of a request on one rank."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

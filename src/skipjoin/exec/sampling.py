@@ -1,5 +1,3 @@
-"""Sampling state for model executors."""
-
 from __future__ import annotations
 
 from typing import NamedTuple

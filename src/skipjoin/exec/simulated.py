@@ -1,5 +1,3 @@
-"""Simulated executor: a cost model gives the duration of each plan on a virtual clock."""
-
 from __future__ import annotations
 
 import heapq
@@ -56,14 +54,13 @@ class SimulatedHandle:
 class SimulatedExecutor:
     """Simulated device that runs plans back to back, or a simulated pipeline of such stages.
 
-    A plan takes the time of its blocking moves, then that of its slices. A stage's share of the moves comes first
-    (FastServe section 4.3). Overlapped moves queue for the link, one queue per direction; blocking moves go first.
+    A plan takes the time of its blocking moves, then that of its slices (FastServe section 4.3). Overlapped moves queue
+    for the link, one queue per direction; blocking moves go first.
 
     Args:
         cost: Predicts seconds, over all stages.
         stages: Number of equal stages, or each stage's relative compute time.
         alike: Returns a lower bound on how many of a request's next tokens are identical and do not finish it.
-        jitter: Returns the factor by which the next step takes longer than `cost` predicts.
     """
 
     def __init__(
@@ -144,7 +141,6 @@ class SimulatedExecutor:
         return ready_at, tuple(times) if len(parts) > 1 else ()
 
     def _begin(self, plan: StepPlan, begin: float, moved: float, lag: float) -> None:
-        """Queue overlapped moves after the blocking ones, which take from `begin` to `moved`."""
         link = self._link_free_at
         for direction, free_at in link.items():
             link[direction] = max(free_at, begin) + (moved - begin)

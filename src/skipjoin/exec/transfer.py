@@ -117,12 +117,11 @@ class StreamCopier:
     No ordering is needed beyond the wait for the model's stream in `begin`:
 
     - Blocking moves read what all earlier steps wrote, and later work on that stream may overwrite what they read.
-    - An overlapped move waits for all earlier steps, and the blocking moves of this and earlier plans. Target blocks of
-      swap-ins are therefore safe. Every block is freed when the plan or move that uses it is settled, except the source
-      of a blocking swap-out, which is free immediately.
+    - An overlapped move waits for all earlier steps, and the blocking moves of this and earlier plans. Every block is
+      freed when the plan or move that uses it is settled, except the source of a blocking swap-out, which is free
+      immediately.
     - No two overlapped moves share a block, because the ledger fences source and target until the move has landed. A
-      copy for the prefix cache does not fence its source: if that is written before the copy has landed, the copy is
-      never read.
+      copy for the prefix cache does not fence its source, but is never read if that is written meanwhile.
     """
 
     def __init__(self, store: KVStore) -> None:

@@ -1,5 +1,3 @@
-"""Runs plans on one rank."""
-
 from __future__ import annotations
 
 import logging
@@ -66,7 +64,7 @@ class Worker:
     calls of `begin` come from one thread and all calls of `finish` from one thread, in the same order.
 
     All ranks run the same plans. A stage executes a plan's blocking moves while the previous stage still computes
-    (FastServe section 4.3). Slices can await tokens only with a single stage, because the stage that samples must also
+    (FastServe section 4.3). Only with a single stage can slices await tokens, because the stage that samples must also
     embed.
 
     Args:
@@ -248,10 +246,7 @@ class Worker:
     def _score(
         self, selected: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], part: _Part
     ) -> torch.Tensor:
-        """Run the segments, score prompts, and return the logits that predict the next tokens.
-
-        Prompts are scored a few rows at a time: logits of a whole prompt may take more memory than the step.
-        """
+        """Score prompts a few rows at a time, because logits of a whole prompt may take more memory than the step."""
         batch = self._packed(segments)
         rows = self.model.wanted_rows(batch, self.store.device)
         if not self.model.shard.is_last:

@@ -1,5 +1,3 @@
-"""Construction of forecasters."""
-
 from __future__ import annotations
 
 import time

@@ -91,7 +91,6 @@ def _read(file: Path, name: str) -> Array:
 
 
 def _projection(width: int) -> Array:
-    """Return random directions, equal for equal widths, or the identity if narrow: (width, at most `_MAX_WIDTH`)."""
     if width <= _MAX_WIDTH:
         return np.eye(width, dtype=np.float32)
     drawn = np.random.default_rng(width).standard_normal((width, _MAX_WIDTH), dtype=np.float32)

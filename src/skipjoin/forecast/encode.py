@@ -78,7 +78,6 @@ def _mixed(values: Array) -> Array:
 
 
 def _length_features(tokens: int) -> tuple[Array, Array]:
-    """Return the length as an interpolation between two of `_LENGTHS` half-octave points, and a constant."""
     at = min(2 * np.log2(1 + tokens), _LENGTHS - 1.001)
     low = int(at)
     start = 1 << HASH_BITS

@@ -1,5 +1,3 @@
-"""Forecaster of output lengths."""
-
 from __future__ import annotations
 
 import threading
@@ -129,7 +127,6 @@ class Forecaster:
 
 
 def _check_alike(state: dict[str, Array], own: dict[str, Array]) -> None:
-    """Raise ValueError for non-finite numbers and other shapes or types, except the size of an index."""
     for name, array in state.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{name} has numbers that are none")

@@ -1,5 +1,3 @@
-"""Linear model of hazards."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Index of past prompts and their output lengths."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,5 +1,3 @@
-"""Length models of a `Forecaster`."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,8 +14,6 @@ from skipjoin.forecast.prior import Prior
 
 
 class Prompt(NamedTuple):
-    """Prompt as models see it."""
-
     features: Hashed
     vector: Array
     tokens: int

@@ -1,5 +1,3 @@
-"""Length distribution from similar prompts."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Separate forecasters for clients that must not learn from each other."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""Prior length distribution."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

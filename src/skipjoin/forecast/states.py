@@ -1,5 +1,3 @@
-"""Stored forecaster states."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""Accuracy statistics of forecasts for metrics."""
-
 from __future__ import annotations
 
 from collections import Counter

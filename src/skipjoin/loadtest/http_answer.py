@@ -1,5 +1,3 @@
-"""Incremental parser of streamed responses."""
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

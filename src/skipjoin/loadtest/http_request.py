@@ -1,5 +1,3 @@
-"""Request bodies of the load client."""
-
 from __future__ import annotations
 
 import math

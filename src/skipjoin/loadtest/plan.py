@@ -1,5 +1,3 @@
-"""Plan of load runs against a server."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Consecutive load runs against a server."""
-
 from __future__ import annotations
 
 import asyncio
@@ -41,8 +39,6 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class LoadWatcher(Protocol):
-    """Observer of the runs."""
-
     def begun(self, number: int, rate: float | None, seed: int) -> None:
         """Called when run `number`, counted from 0, starts."""
 

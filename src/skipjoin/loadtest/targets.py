@@ -1,5 +1,3 @@
-"""Server under load."""
-
 from __future__ import annotations
 
 import json

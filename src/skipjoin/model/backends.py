@@ -1,5 +1,3 @@
-"""Choice of a model's layer operations and attention back end."""
-
 from __future__ import annotations
 
 import ctypes

@@ -80,7 +80,6 @@ class PackedBatch:
             known.
         query_start: Shape [n + 1].
         context_lens: Shape [n], tokens with KV after this step; 0 for padding.
-        offsets: Shape [n], as `reversed`, 0 or 1.
         block_tables: Shape [n, widest], padded with 0.
         logit_rows: Shape [rows], tokens whose logits are wanted. None for all T.
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].

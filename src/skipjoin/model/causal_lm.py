@@ -1,5 +1,3 @@
-"""Decoder-only language model over packed batches."""
-
 from __future__ import annotations
 
 import torch

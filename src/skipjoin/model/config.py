@@ -1,5 +1,3 @@
-"""Configuration of a model folder."""
-
 from __future__ import annotations
 
 import json

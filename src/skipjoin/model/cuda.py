@@ -1,5 +1,3 @@
-"""Facts about this machine's NVIDIA GPUs."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""Interface of the layers of a model family."""
-
 from __future__ import annotations
 
 from typing import Protocol

@@ -1,5 +1,3 @@
-"""Registry of model families, in this package or in installed ones."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

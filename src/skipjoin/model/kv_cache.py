@@ -1,5 +1,3 @@
-"""Paged KV cache."""
-
 from __future__ import annotations
 
 import math

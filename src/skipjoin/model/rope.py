@@ -1,5 +1,3 @@
-"""Rotary position embedding."""
-
 from __future__ import annotations
 
 import math

@@ -224,8 +224,7 @@ class Detokenizer:
     def _complete(self, text: str) -> str:
         """Return `text` without the end that later tokens may still turn into characters.
 
-        Byte-level decoding gives one U+FFFD for an unfinished character. A run of single-byte tokens gives one for each
-        byte until the whole run is valid.
+        A run of single-byte tokens gives one U+FFFD for each byte until the whole run is valid.
         """
         if self._tokenizer.byte_level:
             return text.removesuffix(_REPLACEMENT)

@@ -1,5 +1,3 @@
-"""Group of ranks over torch.distributed."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Durations of scheduling decisions."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Accuracy of output-length predictions."""
-
 from __future__ import annotations
 
 import math

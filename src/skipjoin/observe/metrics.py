@@ -1,5 +1,3 @@
-"""Engine metrics, folded from core events."""
-
 from __future__ import annotations
 
 import math
@@ -55,8 +53,6 @@ class Histogram:
 
 
 class _ClassCounts:
-    """Metrics of one service class."""
-
     def __init__(self) -> None:
         rows = self.rows = {metric.name: [0.0] * metric.width for metric in ENGINE_METRICS if metric.by_class}
         self._generated = rows["generation_tokens_total"]
@@ -84,7 +80,6 @@ class _ClassCounts:
         self._judge("ttft", ttft, facts.target.ttft_s)
 
     def next(self, gap: float, times: int) -> None:
-        """Count `times` tokens with an inter-token latency of `gap` seconds."""
         self._generated[0] += times
         self._between.observe(gap, times)
 

@@ -115,7 +115,6 @@ def _figures(part: _Part, now: float, slo: Slo, window_s: float | None) -> Recor
 
 
 def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | None:
-    """Return the throughput until the last submission, without the fading load after it."""
     if not window_s:
         return None
     complete = [one for one in facts if one.is_complete and one.ended is not None and one.ended <= window_s]

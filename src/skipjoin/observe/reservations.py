@@ -20,9 +20,8 @@ class _Reservation(NamedTuple):
 class ReservationUse:
     """Statistics of hosted requests, reserve blocks and groups.
 
-    A request is hosted while its reservation is nested in another request's (EconoServe section 3.2). When the hosting
-    request finishes, its parent takes over. A group consists of requests that reserve at the same time with equal
-    `Reserved.group`.
+    A request is hosted while its reservation is nested in another request's (EconoServe section 3.2). A group consists
+    of requests that reserve at the same time with equal `Reserved.group`.
 
     Attributes:
         hosted: Number of requests that were hosted at least once.

@@ -91,8 +91,6 @@ class _Span:
 
 @dataclass(slots=True)
 class _Track:
-    """State of a request in the trace."""
-
     span: _Span | None = None
     plans: int = 0
     leaving: str | None = None
@@ -108,14 +106,11 @@ class Timeline:
     """Trace writer of one engine, driven by core events.
 
     There is one lane per batch slot, one for steps and one per copy direction. A request has one span per uninterrupted
-    phase, in the lowest free slot. The moves of a plan share its time in proportion to their blocks. Spans show
-    execution time, which with several plans in flight is later than the decision.
+    phase, in the lowest free slot. Moves share a plan's time in proportion to their blocks. Spans show execution time,
+    which with several plans in flight is later than the decision.
 
     With pipeline stages, each stage has a lane with its part of every step and with bubbles. Stages report durations
     only, so parts are drawn as early as possible.
-
-    A span's `left` is a `FinishReason`, a `Preemption`, "caught up" (decode follows prefill in the same slot), "lost in
-    a restart", or "still running" (at `close`).
 
     Args:
         file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.
@@ -250,7 +245,6 @@ class Timeline:
         self._stage_ends = [stop for _, _, stop in reversed(parts)]
 
     def _settle(self, plan: StepPlan) -> None:
-        """Remove requests that finished while the plan ran, unless another plan holds them."""
         for slice_ in plan.slices:
             track = self._tracks.get(slice_.request)
             if track is None:

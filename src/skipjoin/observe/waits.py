@@ -171,7 +171,6 @@ class WaitLog:
         self._add(times, _PENDING if chosen.is_queued else _DISPATCH, begin - since)
 
     def _leave(self, times: WaitTimes, now: float, mark: Mark) -> None:
-        """End the request's current wait; `mark` is the reading of the tail's clock at `now`."""
         if times.freed is not None or times.mark is not None:
             before = times.mark if times.freed is None else times.freed.mark
             assert before is not None

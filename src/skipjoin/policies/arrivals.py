@@ -1,5 +1,3 @@
-"""Estimator of the prompt tokens that will arrive soon."""
-
 from __future__ import annotations
 
 import math

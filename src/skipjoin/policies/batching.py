@@ -27,9 +27,8 @@ def _check_budgets(max_seqs: int, max_tokens: int) -> None:
 class Greedy:
     """Adds requests in rank order until the step has `max_seqs` requests or `max_tokens` tokens.
 
-    Without chunking, `max_tokens` limits prompt tokens only, because otherwise a long prompt would wait until hardly
-    any request decodes. A prompt that does not fit waits, and no new request overtakes it. A prompt longer than
-    `max_tokens` is the only one of its step.
+    Without chunking, `max_tokens` limits prompt tokens only. A prompt that does not fit waits, and no new request
+    overtakes it. A prompt longer than `max_tokens` is the only one of its step.
 
     Args:
         chunked: Whether prompts are cut to the remaining tokens of the step (Sarathi).
@@ -141,12 +140,10 @@ class TargetBuilder(ChunkedBuilder):
 class RunToCompletion:
     """Static batching, i.e. job-level scheduling as in FasterTransformer (FastServe sections 2.2 and 6.1).
 
-    Waiting requests form a batch of up to `max_seqs`; the next batch starts when the last member has finished. Members
-    join over several steps, each with up to `max_tokens` prompt tokens or one longer prompt. The batch closes when it
-    is full, or after a step that ran members and had space for more prompts. A member that loses its KV remains a
-    member.
-
-    Unlike in FasterTransformer, answers are neither delayed until the whole batch has finished nor padded.
+    The next batch starts when the last member has finished. Members join over several steps, each with up to
+    `max_tokens` prompt tokens or one longer prompt. The batch closes when it is full, or after a step that ran members
+    and had space for more prompts. A member that loses its KV remains a member. Answers are neither delayed until the
+    whole batch has finished nor padded.
     """
 
     def __init__(self, max_seqs: int, max_tokens: int) -> None:

@@ -1,5 +1,3 @@
-"""Limit on how much best-effort requests lengthen the steps of real-time requests."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,14 +33,13 @@ _LIMIT_RATE = 0.2
 class LimitedBestEffort(Callbacks):
     """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
 
-    The bound applies while real-time requests are present or were within the last `QUIET_S`. A best-effort request then
-    joins only if the modeled time of the step stays below a limit. The limit is a quarter of the TTFT objective and at
-    most the TPOT objective, or without objectives a fifth of the prefill time. A step of real-time requests may always
-    become 10 % longer.
+    While real-time requests are present or were within the last `QUIET_S`, a best-effort request joins only if the
+    modeled time of the step stays below a limit. This is a quarter of the TTFT objective and at most the TPOT
+    objective, or without objectives a fifth of the prefill time. A step of real-time requests may always become 10 %
+    longer.
 
     Args:
         is_best_effort: Returns whether a request is currently served as best-effort.
-        default: Objectives of real-time requests without their own.
     """
 
     def __init__(

@@ -138,11 +138,9 @@ class TrackedCost:
 class LearningCost:
     """Linear cost model that adapts to measured steps, but not to measured transfers.
 
-    Each step scales every coefficient by the step's relative error times the coefficient's share of its time. This is
-    the normalized gradient of the squared relative error in log coefficients, which keeps them positive.
-
-    Published costs change only between revisions, and stay within `REVISION_FACTOR` of the learned ones, so results can
-    be cached within a revision.
+    Each step scales every coefficient by the step's relative error times the coefficient's share of its time, which
+    keeps coefficients positive. Published costs change only between revisions, and stay within `REVISION_FACTOR` of the
+    learned ones.
     """
 
     def __init__(self, start: LinearCost) -> None:

@@ -153,8 +153,6 @@ class WholePromptsBuilder(TargetBuilder):
 
 
 class _Class(IntEnum):
-    """Primary rank of a request."""
-
     HOLDER = 0  # has reserved KV and not lost it
     CHOSEN = 1  # chosen for this step
     WAITING = 2

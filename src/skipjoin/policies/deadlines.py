@@ -51,9 +51,9 @@ class NextTokens:
 class ByDeadline(Callbacks):
     """Earliest deadline of the next token first (BROS section 4.2).
 
-    A request that missed its deadline ranks behind those that can still meet theirs, fewest remaining tokens first, and
-    can be preempted by them. After another `overdue_s` it ranks first, by deadline, so no request starves. It can then
-    preempt late requests, but not those that can still meet their deadlines.
+    A request that missed its deadline ranks behind those that can still meet theirs, fewest remaining tokens first.
+    After another `overdue_s` it ranks first, by deadline, so no request starves. It can then preempt late requests, but
+    not those that can still meet their deadlines.
     """
 
     def __init__(self, next_tokens: NextTokens, overdue_s: float) -> None:

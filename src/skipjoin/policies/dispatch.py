@@ -45,8 +45,6 @@ class Dispatch(Protocol):
 
 
 class RoundRobin:
-    """Assigns requests to the replicas in rotation."""
-
     ignores_tokens = True
 
     def __init__(self, replicas: int) -> None:
@@ -63,8 +61,6 @@ class RoundRobin:
 
 
 class _Prices:
-    """Cost of work on one replica, in seconds."""
-
     __slots__ = ("_batch_s", "_cost", "token_s")
 
     def __init__(self, cost: CostModel) -> None:
@@ -81,9 +77,7 @@ class _Left:
     """Remaining work of a request.
 
     Attributes:
-        prefill_s: Seconds of its prefill, 0 once computed.
         tokens: Expected number of further output tokens, of `token_s` seconds each.
-        has_token: Whether this replica has generated a token for it.
     """
 
     __slots__ = ("has_token", "keys", "prefill_s", "replica", "token_s", "tokens")
@@ -233,7 +227,6 @@ class PrefixAware(LeastWork):
         return chosen
 
     def _worth(self, request: Request, replica: int, keys: Sequence[Key], held: int) -> tuple[float, int, int]:
-        """Return the rank of a replica, smallest first: its work minus the saved seconds, then the prefix length."""
         # The number of unfinished requests approximates how many uses ago the oldest of them arrived.
         shared = self._held.count_shared(replica, keys, held, self._held.uses - len(self._left))
         nothing, others, all_s = (
@@ -262,7 +255,6 @@ class PrefixAware(LeastWork):
         super().observe(replica, events)
 
     def _keys(self, request: Request, last: int) -> Sequence[Key]:
-        """Return up to `MAX_KEYS` keys of the request's tokens except the `last` ones."""
         size = self._block_size
         count = min(MAX_KEYS, (len(request.prompt) + len(request.output) - last) // size)
         return request.keys(count * size)[:count]

@@ -143,8 +143,8 @@ class ByObjective:
     """Order by slack to the request's objective, then most KV held, then length (EconoServe section 3.4).
 
     Each is compared by range, and decodes of equal ranges form groups. Slack is the time until the completion target
-    (`Target.jct_s`) minus the remaining work. A request without a target is in the range of most slack. One that can no
-    longer meet its target follows all that can.
+    (`Target.jct_s`) minus the remaining work. A request without a target has the most slack. One that can no longer
+    meet its target follows all that can.
 
     Args:
         time_ranges_s: Ascending boundaries between ranges of slack.
@@ -207,7 +207,6 @@ class ByObjective:
         return ranges if passed == ranges else ranges - 1 - passed
 
     def _crossings(self, request: Request, known: int) -> list[float]:
-        """Return the ascending times at which the slack falls to each boundary."""
         target_s = request.options.target.jct_s
         if target_s == math.inf:
             return [math.inf] * len(self._borders)

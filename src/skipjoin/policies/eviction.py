@@ -72,12 +72,11 @@ class Swap(Recompute):
     """Reactive swapping (FastServe section 4.2): swaps the lowest-ranked requests out and in with blocking transfers.
 
     KV is dropped if its prefill is unfinished, the CPU tier is full, or recomputation is faster than swapping it out
-    and in. Dropping for new requests is rate-limited, because otherwise recomputation would take all the time above
-    capacity.
+    and in.
 
     Args:
-        drop_share: Maximum share of time for such recomputation; inf disables the limit. New requests of a better band
-            than their victim are exempt.
+        drop_share: Maximum share of time for recomputation after drops for new requests; inf disables the limit. New
+            requests of a better band than their victim are exempt.
     """
 
     is_decode_invariant = True
@@ -205,9 +204,9 @@ _STEP_RATE = 0.1
 class ProactiveSwap(Swap):
     """Proactive swapping (FastServe section 4.2), overlapped with steps and ordered by next scheduled time.
 
-    While blocks are short, the request scheduled last is swapped out first. The request scheduled soonest is swapped in
-    first, into free blocks or in place of requests scheduled later. Blocks are kept free for expected arrivals and for
-    growth. Swaps are blocking where that does not suffice, and where transfers take next to no time.
+    While blocks are short, the request scheduled last is swapped out first, and the one scheduled soonest is swapped in
+    first. Blocks are kept free for expected arrivals and for growth. Swaps are blocking where that does not suffice,
+    and where transfers take next to no time.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
@@ -242,10 +241,7 @@ class ProactiveSwap(Swap):
         return exchange.choose(ordering.expected_order(still, now)) if exchange.is_possible else ((), ())
 
     def _finds_moves_cheap(self, holders: int, kv: KVAccounts, tiers: Tiered) -> bool:
-        """Return whether moving an average request's KV is negligible next to a decode step of all KV on the device.
-
-        Both times come from the profile, because measured steps include transfers.
-        """
+        """Return whether moving an average request's KV is negligible next to a decode step of all KV on the device."""
         used = kv.device_total - kv.device_free
         step = StepShape(decodes=max(1, holders), context=used * kv.block_size)
         held = used + tiers.cpu_total - tiers.cpu_free
@@ -278,8 +274,6 @@ class ProactiveSwap(Swap):
 
 
 class _Exchange:
-    """One choice of requests to swap out and in."""
-
     def __init__(self, eviction: ProactiveSwap, kv: KVAccounts, tiers: Tiered, spare: int) -> None:
         self._eviction = eviction
         self._kv = kv

@@ -25,7 +25,7 @@ class Hosts:
     """Finds hosting requests, whose unused reserved KV can hold another request until it finishes (KVC pipelining).
 
     A nested request needs `blocks` blocks for `steps` steps, and the growth of the hosting request in that time must
-    fit as well. Nested requests may host others in turn. The hosting request with the fewest unused blocks is chosen.
+    fit as well. Nested requests may host others. The hosting request with the fewest unused blocks is chosen.
 
     Args:
         buffer: Share of the nested request's steps by which it may be late.
@@ -86,8 +86,7 @@ class ExactReservations(Callbacks):
     """Reserves exactly the KV that a decode is predicted to need until it finishes.
 
     A prompt reserves only its own KV, from a share of the pool. It then becomes a decode that waits for its reservation
-    (EconoServe section 3.3). Prompts exceed that share only while no decode waits. If a hosting request has room, a
-    request nests its whole reservation, prompt and output.
+    (EconoServe section 3.3). If a hosting request has room, a request nests its whole reservation, prompt and output.
 
     A request that outgrows its reservation extends it from its parent's unused blocks, available blocks, and the
     prompts' share, in this order. If none suffices it pauses with its KV in place and waits for a new reservation
@@ -95,7 +94,7 @@ class ExactReservations(Callbacks):
     priority.
 
     Args:
-        reserve: Share of the pool for prompts.
+        reserve: Share of the pool for prompts, which they exceed only while no decode waits.
         hosts: None disables nested reservations.
         overdue_s: Age in seconds from which a request without KV for its prompt blocks KV for other prompts. Otherwise
             a prompt larger than the reserve would starve behind decodes.
@@ -162,7 +161,6 @@ class ExactReservations(Callbacks):
         return Deferral.REQUEST
 
     def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
-        """Decide on the reservation of a request without KV: whole if nested, else for its prompt."""
         known = request.known
         if self._hosts is not None:
             tokens, blocks, need = self._whole(request, kv)
@@ -186,7 +184,6 @@ class ExactReservations(Callbacks):
         return _parent_of(request, kv) is not PROMPTS and len(request.prompt) < request.reserved_tokens < UNLIMITED
 
     def _more(self, request: Request, target: int, kv: KVAccounts) -> Allocation | None:
-        """Return the extension of an outgrown reservation to the expected need or, failing that, by a block."""
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
         parent = _parent_of(request, kv)
         for blocks in (kv.blocks_for(tokens), kv.blocks_for(target)):

@@ -1,5 +1,3 @@
-"""Linear model of a request's execution time."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

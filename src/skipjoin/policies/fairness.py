@@ -68,9 +68,8 @@ class Fair(Callbacks):
     returning client is lifted to the smallest counter of the active clients. While two clients are backlogged, their
     counters differ by at most the capacity of the KV pool.
 
-    Counters decide in every step which requests run and which get freed KV. Requests are preempted only for clients
-    that are behind by a `lead` or more, so two clients do not preempt each other in turn. Among clients within one lead
-    new requests do not preempt.
+    Requests are preempted only for clients that are behind by a `lead` or more, so two clients do not preempt each
+    other in turn.
 
     Args:
         lead: In weighted tokens: the capacity of the KV pool, which bounds what is evicted and recomputed for it.

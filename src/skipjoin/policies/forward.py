@@ -1,5 +1,3 @@
-"""Forward size that saturates the device."""
-
 from __future__ import annotations
 
 from bisect import bisect_left

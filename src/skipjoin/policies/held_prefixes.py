@@ -1,5 +1,3 @@
-"""Estimate of the prefixes that each replica has cached."""
-
 from __future__ import annotations
 
 from bisect import bisect_left

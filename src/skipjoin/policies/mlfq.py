@@ -1,5 +1,3 @@
-"""Skip-join multi-level feedback queue, the ordering of FastServe."""
-
 from __future__ import annotations
 
 import heapq
@@ -40,9 +38,8 @@ class SkipJoinMlfq(Callbacks):
     """Skip-join multi-level feedback queue (FastServe section 4.1).
 
     Queue i has a quantum of `2^i` times the shortest iteration. A request joins the first queue whose quantum covers
-    its prefill, and is demoted when its quantum is used up. It is charged the profiled time of its own slices, not the
-    time of the shared batch. Within a queue the order is FIFO: running requests keep their position, demoted and
-    promoted ones join the tail.
+    its prefill, and is demoted when its quantum is used up. It is charged the profiled time of its own slices. Within a
+    queue the order is FIFO: running requests keep their position, demoted and promoted ones join the tail.
 
     After `starvation_s` seconds without running, a request is promoted to the first queue for one quantum, plus the
     time to recompute lost KV. It then returns to its former queue, because permanent promotion turns the queues into
@@ -51,8 +48,8 @@ class SkipJoinMlfq(Callbacks):
     Args:
         quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model.
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
-        promotion_share: Maximum share of time for promoted requests. Infinity promotes every starving request at once,
-            which bounds waiting but leaves time for little else at overload.
+        promotion_share: Maximum share of time for promoted requests. Infinity bounds waiting, but leaves time for
+            little else at overload.
         skip_join: Whether requests skip queues; False is plain MLFQ.
     """
 
@@ -183,7 +180,6 @@ class SkipJoinMlfq(Callbacks):
         return self._jobs[request].level
 
     def _seconds_above(self) -> list[float]:
-        """Return, for each queue, the time until all requests in higher queues have descended to it."""
         seconds, total, above = [], 0.0, 0
         for quantum, queue in zip(self._quanta, self._queues, strict=True):
             seconds.append(total / self._batch)
@@ -194,7 +190,6 @@ class SkipJoinMlfq(Callbacks):
     # -- moving between queues ----------------------------------------------------------------------------
 
     def _step_down(self, request: Request, job: _Job) -> None:
-        """End the request's promotion, or demote it to the first lower queue that covers its next iteration."""
         if job.home is not None:
             level, used = job.home
             job.home = None
@@ -228,7 +223,6 @@ class SkipJoinMlfq(Callbacks):
             heapq.heapreplace(watch, (again, request.id, request))
 
     def _promote(self, request: Request, job: _Job, now: float) -> None:
-        """Promote to the first queue for one quantum besides the recomputation of lost KV."""
         again = self._prefill_seconds(request.pending)
         job.home = (job.level, job.used)
         self._join(request, job, 0, 0.0)

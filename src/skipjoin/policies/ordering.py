@@ -150,7 +150,6 @@ class Prioritized(Callbacks):
         ]
 
     def _lift_oldest(self, now: float) -> None:
-        """Serve the oldest best-effort request as real-time if it has waited long enough alongside real-time ones."""
         oldest = next(iter(self._best_effort))
         if now - oldest.arrival >= self._wait_s and not min(self._bands)[0]:
             self._leave(oldest, now)

@@ -30,13 +30,12 @@ class Packing:
     """Builds steps whose modeled time ends before the next token of the most urgent real-time request is due.
 
     The most urgent real-time request joins unconditionally, others by urgency within the limit. Best-effort requests
-    follow while slots and time remain; otherwise each may replace the least urgent real-time request that `replacing`
-    allows, if it can wait for another step. Prompts are cut to the remaining time. Modeled times include the cost
-    model's margin, so that deadlines hold although steps take longer than modeled.
+    follow while slots and time remain; otherwise each may replace the least urgent real-time request if that can wait
+    for another step. Prompts are cut to the remaining time.
 
     Best-effort requests join until a step has `cap` requests. The cap doubles with each step without real-time
     requests, up to `max_seqs`, and resets to `base` when real-time requests exceed the time. The paper caps both
-    classes, but then real-time requests wait although the step has time.
+    classes.
 
     Args:
         next_tokens: Token deadlines; it contains exactly the real-time requests.
@@ -87,10 +86,9 @@ class Packing:
         return pack
 
     def _limit(self, urgent: Sequence[tuple[Request, int]], context: StepContext) -> float:
-        """Return the time limit of the step: the slack of the most urgent request that can still meet its deadline.
+        """Return the slack of the most urgent request that can still meet its deadline.
 
-        A request that would be late even alone does not limit the step. If all would be late, the limit is the default
-        TPOT.
+        If all would be late even alone, the limit is the default TPOT.
         """
         if not urgent:
             return inf

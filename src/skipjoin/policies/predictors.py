@@ -1,5 +1,3 @@
-"""Predicted output lengths for policies."""
-
 from __future__ import annotations
 
 import math

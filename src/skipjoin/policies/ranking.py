@@ -1,5 +1,3 @@
-"""Sorted collection of requests, most of whose keys rarely change."""
-
 from __future__ import annotations
 
 from bisect import bisect_left, insort

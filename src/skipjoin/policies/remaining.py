@@ -1,5 +1,3 @@
-"""Remaining time as a value function, for SRPT and ALISE."""
-
 from __future__ import annotations
 
 import math
@@ -13,11 +11,10 @@ class RemainingTime:
     """Value function of the least remaining work in seconds: uncached tokens plus predicted output (ALISE section 3.1).
 
     With true lengths this is SRPT. A request that outgrows its predicted length is predicted to get twice as long,
-    repeatedly, so it falls behind instead of staying next to finish.
+    repeatedly.
 
     Every `aging_s` seconds since its arrival count like e times less remaining work. As all requests age alike, the key
-    is log(remaining time) + arrival / `aging_s` and does not change while the request waits. A request that arrives
-    later than `aging_s` times the log ratio of the remaining times cannot overtake.
+    is log(remaining time) + arrival / `aging_s` and does not change while the request waits.
 
     Args:
         aging_s: inf disables aging.

@@ -1,5 +1,3 @@
-"""Even batches for pipeline parallelism."""
-
 from __future__ import annotations
 
 import math
@@ -54,9 +52,8 @@ class EvenStages:
     """Batcher wrapper that gives the plans in flight equal shares of the work, so that no pipeline stage idles.
 
     A plan takes the best requests until its load reaches the mean: the load of all running and runnable requests
-    divided by the number of stages. So a plan has at least the mean load or all idle requests, and at most the mean
-    plus one slice. A skipped request joins the next plan, one stage's time later, and is skipped at most `stages` - 1
-    times in a row.
+    divided by the number of stages. A skipped request joins the next plan, and is skipped at most `stages` - 1 times in
+    a row.
 
     Args:
         max_seqs: Requests that fit all stages together.

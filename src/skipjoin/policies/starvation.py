@@ -84,7 +84,6 @@ class WorstCase:
 
     @property
     def _all_moves_s(self) -> float:
-        """Time to swap out all KV on the device and swap in as much."""
         return 2 * self.cost.transfer(self.device_blocks) if self.cpu_blocks else 0.0
 
 

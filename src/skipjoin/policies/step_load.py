@@ -1,5 +1,3 @@
-"""Load of a step, and the tokens that fit a time limit."""
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,5 +1,3 @@
-"""Ordering by a value function."""
-
 from __future__ import annotations
 
 import heapq
@@ -114,7 +112,6 @@ class Valued(Callbacks):
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
     def _place(self, request: Request, now: float) -> None:
-        """Give the request a key that holds until it runs or time changes it."""
         key = self._value.key(request, request.known, now)
         self._ranking.set_stable(request, (key, request.arrival, request.id))
         self._changes.pop(request, None)

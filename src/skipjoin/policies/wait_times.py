@@ -1,5 +1,3 @@
-"""Estimated wait times of requests ordered by remaining time (ALISE section 3.2)."""
-
 from __future__ import annotations
 
 import math
@@ -71,10 +69,8 @@ class ShortestWithWaits(Valued):
     """Shortest remaining time first, with next scheduled times from wait times (ALISE section 3.2, equations 6 and 7).
 
     The wait time is the total remaining time of smaller keys divided by the mean batch size. It is capped by the time
-    until aging ranks the request before all future arrivals.
-
-    Requests that have not run since their arrival or eviction have stable keys and are in a `Backlog`. Of the others,
-    those passed to `expected_order` count.
+    until aging ranks the request before all future arrivals. Requests that have not run since their arrival or eviction
+    are in a `Backlog`. Of the others, those passed to `expected_order` count.
 
     Args:
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.

@@ -35,8 +35,6 @@ class AgingParams(Params):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastParams(AgingParams):
-    """Aging and forecast parameters."""
-
     length_quantile: Annotated[
         float,
         Option(

@@ -1,5 +1,3 @@
-"""Recipes and their registry."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,5 +1,3 @@
-"""Bounds on record fields."""
-
 from __future__ import annotations
 
 import difflib

@@ -1,5 +1,3 @@
-"""Plots of result records."""
-
 from __future__ import annotations
 
 import difflib

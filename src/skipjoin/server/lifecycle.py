@@ -125,8 +125,6 @@ def run_server(
 
 
 class Server:
-    """Components of a running server."""
-
     def __init__(self, settings: Settings, command: Sequence[str], make_engines: MakeEngines) -> None:
         self._config = config = settings.server
         self._forecasts = settings.forecasts

@@ -20,8 +20,6 @@ _spell: Callable[[str], str] = str
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as a line of text."""
-
     def __init__(self) -> None:
         super().__init__(_TEXT)
 
@@ -31,8 +29,6 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object on one line."""
-
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),

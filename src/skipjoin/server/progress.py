@@ -1,5 +1,3 @@
-"""Startup progress on standard error."""
-
 from __future__ import annotations
 
 import logging

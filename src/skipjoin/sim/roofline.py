@@ -1,5 +1,3 @@
-"""Roofline cost model of steps and transfers on simulated hardware."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Private temporary folders of a process."""
-
 from __future__ import annotations
 
 import os

@@ -29,8 +29,6 @@ class Arrivals(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """One arrival every second."""
-
     name: str
 
     def times(self, random: random.Random) -> Iterator[float]:
@@ -39,8 +37,6 @@ class Constant:
 
 @dataclass(frozen=True)
 class Poisson:
-    """Poisson process."""
-
     name: str
 
     def times(self, random: random.Random) -> Iterator[float]:

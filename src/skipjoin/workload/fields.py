@@ -1,5 +1,3 @@
-"""Parsers of workload options."""
-
 from __future__ import annotations
 
 import math

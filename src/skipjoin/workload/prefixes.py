@@ -1,5 +1,3 @@
-"""Shared prompt prefixes of a workload."""
-
 from __future__ import annotations
 
 import random

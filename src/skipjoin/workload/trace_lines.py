@@ -24,8 +24,6 @@ _SHOWN = 60
 
 
 class Line(Protocol):
-    """One row of a file."""
-
     @property
     def columns(self) -> KeysView[str]: ...
 

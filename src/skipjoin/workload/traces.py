@@ -244,7 +244,6 @@ def _tokens(line: Line, column: str, text_column: str) -> int:
 
 
 def _timestamp(text: str) -> float:
-    """Parse seconds, or a date and time to seconds since 1970; NaN for other text."""
     if not math.isnan(seconds := _number(text)):
         return seconds
     try:

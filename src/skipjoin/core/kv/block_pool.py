@@ -1,5 +1,3 @@
-"""Pool of KV blocks of one tier, with the index of the prefix cache."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""CPU tier of the prefix cache, and the copies that fill it."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

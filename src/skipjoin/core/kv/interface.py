@@ -34,17 +34,15 @@ MISS = Hit(0, 0)
 
 
 class HeldBlocks(Protocol):
-    """Read-only view of the blocks that one request holds.
+    """Read-only view of the blocks that one request holds, which each step reads for each request.
 
-    It is one record because each step reads it for each request. The fields from `cpu` on are constant with a single
-    tier.
+    The fields from `cpu` on are constant with a single tier.
 
     Attributes:
-        device: Blocks on the device; only their number is used.
+        device: Blocks on the device; only their number is used, as of `cpu`.
         table: Block table for plans; empty for ledgers that only count.
         room: Tokens that the request may have on the device without another ledger call; 0 unless all its KV is there.
         regains: Tokens that it had before its last ones were dropped; 0 if none were.
-        cpu: Blocks on the CPU tier; only their number is used.
         away: Blocks that must be swapped in before the request can run.
         is_settled: Whether none of its KV is in transit, saved slots that another request overwrites included.
     """

@@ -1,5 +1,3 @@
-"""KV block accounting on both tiers."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,9 +18,9 @@ from skipjoin.core.step import Direction, Move, Span
 class KVLedger:
     """Ledger of the KV blocks that each request holds and reserves, and of the moves in transit.
 
-    The first blocks of a request are on the device and the rest on the CPU tier. While one of its moves is in transit,
-    a request cannot be moved again or released. Blocks that the move still reads are *fenced*: neither free nor usable
-    until `land`. Blocks are allocated in a fixed order, so that traces are reproducible.
+    The first blocks of a request are on the device and the rest on the CPU tier. A request with a move in transit
+    cannot be moved again or released. Blocks that the move still reads are *fenced*: neither free nor usable until
+    `land`. Blocks are allocated in a fixed order, so that traces are reproducible.
 
     Args:
         is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV is neither cached nor shared.
@@ -249,7 +247,6 @@ class KVLedger:
         held.refresh_room()
 
     def _copies(self) -> Iterable[int]:
-        """Iterate over the CPU-tier blocks with KV that are neither held nor cached."""
         return chain(self._shared.copies(), self.cache.cpu.targets)
 
     # -- moves in transit ---------------------------------------------------------------------------------
@@ -295,7 +292,6 @@ class KVLedger:
         return Move(Direction.OUT, request, tuple(source), tuple(target), tokens)
 
     def _out_of_shared(self, held: RequestBlocks, keep: int) -> Move | None:
-        """Return the move for a request that lends blocks, without the slots that are already saved."""
         copies, target, size = list[Copy](), list[int](), self.block_size
         for index in range(keep, len(held.device)):
             shared, saved, copy = held.sharing.lends.get(index), 0, None

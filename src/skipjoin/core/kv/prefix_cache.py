@@ -1,5 +1,3 @@
-"""Prefix cache: full blocks that several requests share, and cached KV of finished requests."""
-
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
@@ -19,9 +17,7 @@ class _Search:
     `update` only looks up the first missing key, unless a pool reports changes.
 
     Attributes:
-        blocks: Number of hit blocks on the device.
-        held: Number of those that requests hold.
-        away: Number of hit blocks after them on the CPU tier.
+        away: Number of hit blocks on the CPU tier, after those on the device.
     """
 
     __slots__ = ("_changes", "away", "blocks", "held", "keys")
@@ -50,7 +46,7 @@ class PrefixCache:
     """Prefix cache of both tiers.
 
     Blocks with keys are full and read-only while requests hold them. Hits on the CPU tier are not shared: one request
-    swaps them in, after which the CPU-tier blocks are free and can be found again.
+    swaps them in.
 
     Args:
         is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV gets no keys.

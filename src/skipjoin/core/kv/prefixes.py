@@ -21,11 +21,11 @@ class Prefix(Protocol):
     def keys(self, read: ReadTokens, tokens: int, *, reverse: bool = False) -> Sequence[Key]:
         """Return the keys of the full blocks in the first `tokens` tokens, all of which must be known.
 
-        The sequence may contain further keys, or fewer if blocks have none. Callers must not keep it.
+        There may be more keys, or fewer if blocks have none. Callers must not keep the sequence.
 
         Args:
-            read: Reads the tokens; always the same ones for one object.
-            reverse: Whether blocks are filled from their last slot down; always the same for one object.
+            read: Reads the tokens; always the same ones for one object, as is `reverse`.
+            reverse: Whether blocks are filled from their last slot down.
         """
         ...
 

@@ -16,10 +16,8 @@ class SharedBlock:
     """Bidirectional block: its owner fills it from the last slot down, the borrower from the first slot up.
 
     Attributes:
-        index: Index in the owner's table.
         copy: CPU-tier block with the saved slots; None once it is part of the owner's swapped-out blocks.
         borrower: None after it left while some of the owner's slots are still saved.
-        at: Index in the borrower's table.
         split: The borrower may fill the slots below, the owner the slots from here on.
         saved: Number of the owner's lowest slots that the borrower overwrites.
     """
@@ -53,7 +51,6 @@ class Transit:
 
     Attributes:
         move: Move between the tiers; None while KV arrives from another engine.
-        aside: Move to other device blocks.
         saves: Moves that save slots which a borrower overwrites, with the index of their block.
         lost_from: Index of the first device block that a failed move lost, while another move is in transit.
     """

@@ -1,5 +1,3 @@
-"""Reservations of KV blocks: how many blocks an owner may have, and which parent reservation they come from."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
@@ -27,7 +25,7 @@ class Reservation:
     Reservations form a tree: nested ones use blocks that their parent does not use (EconoServe section 3.2).
 
     Attributes:
-        owner: None for the root, whose nested reservations hold everything that is reserved.
+        owner: None for the root, which holds everything that is reserved.
         held: Blocks that the owner holds. The ledger changes them and then calls `resize`.
         promised: Number of blocks that the owner may have in total, including those that it holds and lends.
         adopted: Number of held blocks that are counted in the reservation of another holder.
@@ -185,10 +183,7 @@ class Reservations:
         return unused
 
     def _freed(self, this: Reservation, parent: Reservation) -> int:
-        """Return how many blocks `parent` and its ancestors gain when the reservation ends.
-
-        Ancestors in between keep the blocks that they are promised, and pass on the rest.
-        """
+        """Return how many blocks `parent` and its ancestors gain when the reservation ends."""
         theirs = (parent, *parent.ancestors())
         one, freed = this.parent, this.size
         while one is not None and one not in theirs:

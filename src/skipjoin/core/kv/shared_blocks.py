@@ -23,12 +23,12 @@ class SharedBlocks:
     """Blocks that two requests fill from both ends.
 
     A request that fills its blocks from the last slot down (`Request.reverse`) lends blocks to one that fills upward,
-    while no plan contains the owner. The borrower takes the empty slots first. Before it overwrites a slot of the
-    owner, the slot is saved to a CPU-tier block (a lazy checkpoint). The owner runs again once all of its KV is on the
-    device: in place if the borrower has left, otherwise in a block of its own.
+    while no plan contains the owner. Before the borrower overwrites a slot of the owner, the slot is saved to a
+    CPU-tier block (a lazy checkpoint). The owner runs again once all of its KV is on the device: in place if the
+    borrower has left, otherwise in its own block.
 
     A lent block counts in its owner's reservation while the owner holds it. A block has at most one borrower and no
-    key, so no third request holds it.
+    key.
     """
 
     def __init__(

@@ -1,5 +1,3 @@
-"""KV moves in transit."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

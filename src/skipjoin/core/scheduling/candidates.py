@@ -66,8 +66,8 @@ class _Space:
     """Device blocks that candidates can still take.
 
     Attributes:
-        donors: Least important best-effort requests, whose blocks real-time candidates take. Surplus blocks of the last
-            one are not offered to best-effort candidates, because an eviction may leave them in place.
+        donors: Least important best-effort requests, whose blocks real-time candidates take. Best-effort candidates do
+            not get their surplus, because an eviction may leave it in place.
     """
 
     def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
@@ -79,7 +79,6 @@ class _Space:
         self._donors: Iterator[Request] | None = None
 
     def take(self, request: Request, blocks: int, spare: int) -> bool:
-        """Take `blocks` blocks, with `spare` more remaining. Return False if there are too few."""
         if request.is_best_effort:
             if blocks + spare > self._free:
                 return False

@@ -1,5 +1,3 @@
-"""Context of one scheduling step."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +22,8 @@ class StepContext:
         decision: Number of this decision; decisions without a plan count too.
         in_flight: Plans that have not committed, oldest first.
         candidates: Requests that could run, in rank order, with the number of tokens to compute. Requests without KV
-            are included only if they find blocks: free ones, or for real-time requests those of best-effort ones, which
-            are then left out. The lazy iterator may be read once, before the first offer.
+            are included only if they find blocks. Best-effort requests are left out if real-time ones take their
+            blocks. The lazy iterator may be read once, before the first offer.
         blocks_away: Returns how many KV blocks of a request must be swapped in before it runs.
         pausing: Requests that skip this step, so that they can be evicted once no plan in flight contains them.
     """

@@ -179,7 +179,6 @@ class Evictor:
         return move
 
     def _holders_ranked(self) -> list[Request]:
-        """Return the holders that this step may still run or evict, best first."""
         if self._holders is None:
             blocks_of, returns_overlapped = self._kv.blocks_of, self._policies.eviction.returns_overlapped
             plan_id = self._context.plan_id
@@ -198,8 +197,8 @@ class Evictor:
     def _evictable(self, request: Request, parent: Owner, *, newcomer: bool) -> list[Request]:
         """Return requests that may be evicted for this one once no plan in flight contains them, least important first.
 
-        A victim's blocks must help a reservation from `parent`. A running request is evicted for a newcomer only after
-        it has generated a token since it got its KV. Two requests therefore cannot evict each other endlessly.
+        A running request is evicted for a newcomer only after it has generated a token since it got its KV. Two
+        requests therefore cannot evict each other endlessly.
         """
         outranks, latest = self._policies.ordering.outranks, self._context.latest
         own, reservations = self._rank(request), self._reservations
@@ -254,7 +253,6 @@ class Evictor:
         return computed - victim.computed
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
-        """Take the blocks with KV after the first `keep`, and return what happened to their KV."""
         kv, tiers = self._kv, self._tiers
         if keep and keep == kv.filled(victim):  # freeing blocks without KV is enough
             kv.trim(victim)

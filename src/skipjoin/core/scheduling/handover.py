@@ -1,5 +1,3 @@
-"""Requests that continue from another engine."""
-
 from __future__ import annotations
 
 from skipjoin.core.events import Admitted, Event, Reserved

@@ -1,5 +1,3 @@
-"""Planner of one engine step."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -174,8 +172,8 @@ class StepPlanner:
     def _force(self, builder: BatchBuilder) -> None:
         """Run the first request that the batcher accepts, whatever the other policies decide.
 
-        No plan is in flight and no KV in transit, so every other request can be evicted. Only blocks that another
-        engine still reads or writes (`Request.keeps_kv`, `Incoming`) can prevent that.
+        Every other request can be evicted, except where another engine still reads or writes blocks
+        (`Request.keeps_kv`, `Incoming`).
         """
         self._is_forced = True
         if (reservations := self._kv.reservations) is not None:
@@ -209,7 +207,6 @@ class StepPlanner:
             self._wait(request, WaitReason.HELD_BY_EVICTION)
 
     def _wait(self, request: Request, reason: WaitReason, short: int = 0) -> None:
-        """Record why the request waits. An event reports each change."""
         if request.in_flight:
             return
         self.waiting.append(request)

@@ -1,5 +1,3 @@
-"""Allocation of device KV for requests: admission, swap-in and growth."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -124,7 +122,6 @@ class Residency:
         return held
 
     def _missing(self, request: Request, allocation: Allocation, target: int, *, found: int = 0) -> int:
-        """Return how many blocks a newcomer lacks, if it gets `found` blocks from the prefix cache."""
         kv = self._kv
         need = max(allocation.now, allocation.blocks, kv.blocks_for(target)) + allocation.spare - found
         room = need - kv.shortfall_of_reservation(request, need, allocation.parent)

@@ -1,5 +1,3 @@
-"""Generic preemptive scheduler, independent of policies, clocks and tensors."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -33,8 +31,7 @@ class Scheduler:
         kv: Ledger, modified only by the scheduler.
         depth: Maximum number of plans in flight, at least 1; at most 2 with `overlap`.
         overlap: Whether a request may be scheduled while its input token is being sampled, for one device that runs
-            plans back to back. Otherwise, it is not scheduled again until its plan commits. Prompt chunks await no
-            token, so they may follow each other through pipeline stages either way.
+            plans back to back. Otherwise, only prompt chunks may follow each other through pipeline stages.
     """
 
     def __init__(
@@ -197,8 +194,7 @@ class Scheduler:
 
         Returns:
             Requests whose slices are void, because KV that they read was lost in transit, or because the executor
-                dropped them. Slices of finished requests are void too and register no keys: the executor may have
-                dropped an earlier slice.
+                dropped them. Slices of finished requests are void too: the executor may have dropped an earlier one.
         """
         if not self._in_flight or result.plan is not self._in_flight[0]:
             raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
@@ -245,7 +241,6 @@ class Scheduler:
             self._drop(request, 0, now)
 
     def _settle_moves(self, result: StepResult, now: float) -> dict[Request, int]:
-        """Lift the fences of finished moves; return requests that lost KV, with their remaining full blocks."""
         lost: dict[Request, int] = {}
         if not (result.landed or result.failed) or (tiers := self.kv.tiers) is None:
             return lost

@@ -1,5 +1,3 @@
-"""Reasons why requests wait."""
-
 from __future__ import annotations
 
 from enum import StrEnum

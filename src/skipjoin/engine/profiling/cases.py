@@ -24,8 +24,6 @@ class Limits(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Step to measure."""
-
     slices: SliceShapes
     held_out: bool
 

@@ -1,5 +1,3 @@
-"""Measure a profile of steps and transfers."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -107,7 +107,6 @@ def _cache(profile: Profile) -> None:
 
 
 def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
-    """Raise `ConfigError` for a profile of another model, dtype or device kind; warn of other differences."""
     for field, what in (("shape", "model"), ("dtype", "dtype"), ("device_kind", "device")):
         theirs, ours = getattr(profile.key, field), getattr(key, field)
         if theirs != ours:

@@ -120,8 +120,6 @@ def end_with(connection: Connection) -> None:
 
 
 class TcpLink:
-    """Link to a rank."""
-
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
         self._rank = rank

@@ -96,8 +96,6 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
-    """Failure of a rank."""
-
     text: str
     lost_peer: bool
     out_of_step: bool = False

@@ -1,5 +1,3 @@
-"""One rank of a model: turns plan messages into result messages."""
-
 from __future__ import annotations
 
 import logging

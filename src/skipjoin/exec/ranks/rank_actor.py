@@ -1,5 +1,3 @@
-"""Ray actor of a rank."""
-
 from __future__ import annotations
 
 import contextlib

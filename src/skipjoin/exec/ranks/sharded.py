@@ -1,5 +1,3 @@
-"""Executor over several ranks."""
-
 from __future__ import annotations
 
 import time
@@ -38,8 +36,6 @@ class RankLink(Protocol):
 
 
 class ShardedHandle:
-    """Future of a plan."""
-
     def __init__(self, executor: ShardedExecutor, plan: StepPlan, checksum: bytes) -> None:
         self.plan, self.checksum = plan, checksum
         self.outcome: StepResult | None = None

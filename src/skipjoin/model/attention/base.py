@@ -1,5 +1,3 @@
-"""Interface of attention back ends."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

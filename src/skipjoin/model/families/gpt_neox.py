@@ -45,8 +45,6 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="gpt_neox.",
 )
 class GPTNeoXDecoder(RotaryDecoder):
-    """GPT-NeoX layers."""
-
     EMBEDDING, OUTPUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:

@@ -66,8 +66,6 @@ def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[in
     prefix="model.",
 )
 class LlamaDecoder(RotaryDecoder):
-    """Llama layers."""
-
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:

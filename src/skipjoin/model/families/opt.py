@@ -51,8 +51,6 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="model.",
 )
 class OPTDecoder:
-    """OPT layers."""
-
     EMBEDDING, OUTPUT = "model.decoder.embed_tokens.weight", "lm_head.weight"
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:

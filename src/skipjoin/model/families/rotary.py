@@ -1,5 +1,3 @@
-"""Base of the families with rotary positions."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -44,8 +44,6 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="model.",
 )
 class Starcoder2Decoder(RotaryDecoder):
-    """StarCoder2 layers."""
-
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:

@@ -106,8 +106,6 @@ def tune_attention(
 
 
 class _Bench:
-    """Benchmark of one shape, with random queries and cache."""
-
     def __init__(self, table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, cache_bytes: int) -> None:
         self._table, self._shape, self._kv_heads = table, shape, kv_heads
         self._device, self._cache_bytes = device, cache_bytes

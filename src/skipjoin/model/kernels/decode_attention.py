@@ -74,7 +74,6 @@ def _share_out(
     window: tl.tensor,
     INDEXED: tl.constexpr,
 ) -> None:
-    """Write the items of the program's sequence to their position among those of all `count` sequences."""
     own = tl.program_id(0)
     segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
     token = tl.load(query_start + segment).to(tl.int32) if INDEXED else own

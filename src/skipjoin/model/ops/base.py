@@ -1,5 +1,3 @@
-"""Interface of a layer's operations except attention."""
-
 from __future__ import annotations
 
 from typing import Protocol

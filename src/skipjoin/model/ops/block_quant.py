@@ -5,16 +5,14 @@ Each channel of a head's keys or values has a scale and a minimum over the token
     minimum = the smallest number, rounded down        code   = round((x - minimum) / scale), in [0, 255]
     scale   = (largest - minimum) / 255, rounded up    x again = minimum + scale * code
 
-The paper prints an integer zero point of round(-2^b / (max - min)); it must be round(-min / scale). Keeping the minimum
-itself avoids that rounding.
+The paper prints an integer zero point of round(-2^b / (max - min)); it must be round(-min / scale).
 
 The error of a number is at most half its channel's scale, plus the rounding of its own type (bfloat16: 1/256 of it).
 The scale is at most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. Products of a
 code and a scale are exact in float32, so all implementations return the same bits.
 
-NaN, infinities and numbers from 2^126 on are excluded from minimum and scale. They are restored as the largest number
-of their channel, NaN and negative ones as its minimum. Slots after the request's last token are restored as the
-minimum.
+NaN, infinities and numbers from 2^126 on do not affect the scale. They are restored as the largest number of their
+channel, NaN and negative ones as its minimum, as are slots after the request's last token.
 """
 
 from __future__ import annotations

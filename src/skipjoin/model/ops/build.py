@@ -131,7 +131,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _version(compiler: str) -> str:
-    """Return a fingerprint that changes when the compiler is replaced under the same name."""
     found = shutil.which(shlex.split(compiler)[0])
     try:
         status = os.stat(found or "")

@@ -1,5 +1,3 @@
-"""Self-test of layer operations against torch's."""
-
 from __future__ import annotations
 
 import torch

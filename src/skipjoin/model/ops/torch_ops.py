@@ -61,8 +61,6 @@ class TorchGatedLinear(TorchLinear):
 
 
 class TorchRMSNorm:
-    """RMS norm in torch."""
-
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
 
@@ -74,8 +72,6 @@ class TorchRMSNorm:
 
 
 class TorchLayerNorm:
-    """Layer norm in torch."""
-
     def __init__(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
         self.shape, self.weight, self.bias, self.eps = (width,), weight, bias, eps
 
@@ -87,8 +83,6 @@ class TorchLayerNorm:
 
 
 class TorchOps:
-    """Layer operations in torch."""
-
     name = path = "torch"
     quantization = "none"
 

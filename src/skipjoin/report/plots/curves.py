@@ -95,7 +95,6 @@ def _values(line: Line, field: str) -> list[float]:
 
 
 def _draw_curve(axes: Axes, line: Line, field: str) -> Line2D:
-    """Draw means over seeds above a band of their range, interpolated linearly as for `maximum_rate`."""
     points = {rate: [field_value(r, field) for r in records] for rate, records in line.by_rate().items()}
     rates = _between(list(points))
     (curve,) = axes.plot(rates, _between([fmean(values) for values in points.values()]), markevery=_STROKES)

@@ -1,5 +1,3 @@
-"""Access guard."""
-
 from __future__ import annotations
 
 import re
@@ -144,7 +142,6 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's request id without characters that are unsafe in headers or logs, or a new id."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and (clean := _NOT_ID.sub("", value.decode("latin-1"))[:_MAX_ID]):
             return clean

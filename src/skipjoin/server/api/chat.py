@@ -68,8 +68,6 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 
 
 class ChatFormat:
-    """See `generation.Format`."""
-
     def __init__(self, service: Service, body: ChatRequest, options: RequestOptions) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())

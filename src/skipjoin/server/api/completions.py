@@ -95,8 +95,6 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
 
 
 class CompletionFormat:
-    """See `generation.Format`."""
-
     def __init__(self, service: Service, body: CompletionRequest, options: RequestOptions) -> None:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())

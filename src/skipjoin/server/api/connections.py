@@ -1,5 +1,3 @@
-"""Limits on open connections."""
-
 from __future__ import annotations
 
 import ipaddress

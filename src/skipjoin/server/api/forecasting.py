@@ -150,7 +150,6 @@ class Forecasting:
     def _ask(
         self, prompt: Sequence[int], max_tokens: int, owner: str
     ) -> tuple[Expectation, asyncio.Future[None] | None]:
-        """Start a forecast. Return the expectation and a future of its arrival, or None if too many are pending."""
         ask = None if self._ask_for is None else partial(self._ask_for, prompt, max_tokens)
         if len(self._asked) >= MAX_WAITING:
             return Expectation(ask=ask), None

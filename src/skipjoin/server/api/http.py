@@ -1,5 +1,3 @@
-"""HTTP server."""
-
 from __future__ import annotations
 
 import asyncio
@@ -233,7 +231,6 @@ class BoundedProtocol(HttpToolsProtocol):
             raise self._fault
 
     def _count_forwarded(self) -> None:
-        """Count the connection of a trusted proxy for the client that it names."""
         values = [value for name, value in self.headers if name == _FORWARDED_FOR]
         forwarded = b", ".join(values).decode("latin-1")
         host = self.proxies.trusted_hosts.get_trusted_client_address(forwarded)[0] if forwarded.strip() else ""

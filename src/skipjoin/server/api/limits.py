@@ -141,10 +141,7 @@ class Runs:
 
 
 def _remaining(lengths: Sequence[float], age: float) -> float:
-    """Predict the remaining steps of a sequence of `age` from the sorted lengths of others.
-
-    A sequence that exceeds all of them is expected to run on for as long as it exceeds the longest.
-    """
+    """Predict the remaining steps of a sequence of `age` from the sorted lengths of others."""
     shorter = bisect_right(lengths, age)
     if shorter == len(lengths):
         return age - lengths[-1]

@@ -1,5 +1,3 @@
-"""Lingering close of a connection whose request is answered early."""
-
 from __future__ import annotations
 
 import asyncio

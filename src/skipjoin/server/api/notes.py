@@ -1,5 +1,3 @@
-"""Per-request notes for the request log."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Scheduling options of requests."""
-
 from __future__ import annotations
 
 import math

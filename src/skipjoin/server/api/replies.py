@@ -1,5 +1,3 @@
-"""HTTP responses of the endpoints."""
-
 from __future__ import annotations
 
 import asyncio

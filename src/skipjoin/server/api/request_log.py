@@ -1,5 +1,3 @@
-"""Log of HTTP requests."""
-
 from __future__ import annotations
 
 import logging

@@ -13,14 +13,10 @@ LOWEST_LOGPROB = -9999.0
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """Details of the prompt tokens."""
-
     cached_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of a request."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -64,8 +60,6 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """Alternative token."""
-
     token: str
     logprob: float
     bytes: list[int]
@@ -88,16 +82,12 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """Message of the assistant."""
-
     content: str
     role: str = "assistant"
     refusal: None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One output."""
-
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -148,8 +138,6 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """Served model."""
-
     id: str
     created: int
     max_model_len: int

@@ -1,5 +1,3 @@
-"""State and services that all routes share."""
-
 from __future__ import annotations
 
 import asyncio
@@ -46,8 +44,6 @@ ResultT = TypeVar("ResultT")
 
 
 class Phase(Enum):
-    """Phase of the server's life."""
-
     STARTING = "starting"
     OPEN = "open"
     DRAINING = "draining"

@@ -1,5 +1,3 @@
-"""Fair sharing of a capacity."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Base class of the parts of the store."""
-
 from __future__ import annotations
 
 import uuid

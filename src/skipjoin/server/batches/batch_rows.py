@@ -1,5 +1,3 @@
-"""Batches in the store."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence

@@ -111,7 +111,6 @@ class _OpenFile:
         self.when_idle(self._close)
 
     def when_idle(self, work: Callable[[], None]) -> None:
-        """Call `work` once no thread uses the file."""
         self._last.add_done_callback(lambda _: work())
 
     async def _result(self, work: Future[T]) -> T:

@@ -1,5 +1,3 @@
-"""Clock that never goes back."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Context of the routes of files and batches."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Full disks."""
-
 from __future__ import annotations
 
 import errno

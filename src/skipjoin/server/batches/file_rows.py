@@ -1,5 +1,3 @@
-"""Files in the store."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

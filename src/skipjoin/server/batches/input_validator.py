@@ -1,5 +1,3 @@
-"""Validation of new batches."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Lines of batches in the store."""
-
 from __future__ import annotations
 
 import heapq

@@ -1,5 +1,3 @@
-"""File lock of the batches' folder."""
-
 from __future__ import annotations
 
 import os

@@ -52,8 +52,6 @@ def window_s(text: str) -> int:
 
 
 class ErrorList(msgspec.Struct, frozen=True):
-    """Validation errors of a batch."""
-
     data: tuple[LineError, ...]
     object: str = "list"
 
@@ -67,8 +65,6 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """Details of prompt tokens."""
-
     cached_tokens: int = 0
 
 
@@ -116,8 +112,6 @@ class BatchObject(msgspec.Struct, frozen=True):
 
 
 class BatchList(msgspec.Struct, frozen=True):
-    """Page of batches."""
-
     data: list[BatchObject]
     has_more: bool
     first_id: str | None

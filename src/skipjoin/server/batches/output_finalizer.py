@@ -1,5 +1,3 @@
-"""Finalization of batches."""
-
 from __future__ import annotations
 
 from contextlib import suppress

@@ -1,5 +1,3 @@
-"""Periodic background tasks."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Group commit of finished and requeued lines to the store."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Execution of batch lines as best-effort requests."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Life cycle of files and batches of one server."""
-
 from __future__ import annotations
 
 import asyncio
@@ -133,8 +131,6 @@ def _trouble(error: Exception) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Work:
-    """Tasks that run while the store is open."""
-
     store: Store
     blobs: Blobs
     runner: Runner

@@ -1,5 +1,3 @@
-"""Streaming parser of a form with a file."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Event loop integration of a ZeroMQ socket."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Crash isolation."""
-
 from __future__ import annotations
 
 import asyncio

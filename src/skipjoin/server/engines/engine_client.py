@@ -1,5 +1,3 @@
-"""Client of the engines in the API process."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Single engine process."""
-
 from __future__ import annotations
 
 import asyncio

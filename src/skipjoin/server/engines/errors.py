@@ -1,5 +1,3 @@
-"""Engine errors that end a sequence."""
-
 from __future__ import annotations
 
 

@@ -154,8 +154,6 @@ class EngineLink:
 
 
 class _Allowed:
-    """Credentials provider that accepts only the engines' key."""
-
     def __init__(self, public: bytes) -> None:
         self._public = public
 

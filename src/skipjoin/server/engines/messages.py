@@ -175,8 +175,6 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
-    """Metrics of the engine."""
-
     blocks_used: int
     metrics: Snapshot
 

@@ -1,5 +1,3 @@
-"""Ray actor that runs one engine process."""
-
 from __future__ import annotations
 
 import os

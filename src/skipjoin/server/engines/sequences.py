@@ -1,5 +1,3 @@
-"""Sequences in the API process."""
-
 from __future__ import annotations
 
 import asyncio

@@ -33,8 +33,6 @@ class Prediction(NamedTuple):
 
 
 class Predictor(Protocol):
-    """Predictor of one run."""
-
     def forecast(self, request: Request) -> Prediction: ...
 
     def ended(self, event: Finished) -> None: ...
@@ -44,8 +42,6 @@ class Predictor(Protocol):
 
 
 class PredictorSpec(Protocol):
-    """Named predictor."""
-
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Predictor:
         """Create the predictor of a run; raise `ConfigError` if the workload lacks what it reads."""
         ...

@@ -1,5 +1,3 @@
-"""Jobs of a simulated run, and their requests."""
-
 from __future__ import annotations
 
 import math

@@ -167,8 +167,6 @@ class ReplicaSearch(BoundSearch):
 
 
 class SweepWatcher(Protocol):
-    """Observer of a sweep's progress."""
-
     def begun(self, number: int, cell: Cell) -> None: ...
 
     def share(self, number: int, share: float) -> None: ...

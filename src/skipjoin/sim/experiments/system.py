@@ -1,5 +1,3 @@
-"""Simulated system."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

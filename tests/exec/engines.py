@@ -24,6 +24,7 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model import backends, loader
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.grammars import Grammars
 from skipjoin.model.loader import random_model
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
@@ -31,6 +32,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.stages import EvenStages
 from skipjoin.sampling import SamplingParams
+from skipjoin.structured_output import StructuredOutput
 from support.policies import SpillAll
 
 VOCAB = 97
@@ -46,6 +48,21 @@ CONFIGS = {
     "opt": _COMMON | {"architectures": ["OPTForCausalLM"], "ffn_dim": 80, "max_position_embeddings": 256},
 }
 BLOCK_SIZE = 4
+
+
+class Characters:
+    """Tokenizer of the models above: the printable ASCII characters, and two special tokens at the end."""
+
+    special_ids = frozenset({VOCAB - 2, VOCAB - 1})
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"<special%d>" % token if token in self.special_ids else bytes([0x20 + token])
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [byte - 0x20 for byte in text.encode()]
+
+
+GRAMMARS = Grammars(Characters, VOCAB, [VOCAB - 1])  # type: ignore[arg-type]
 
 
 @cache
@@ -218,7 +235,7 @@ def engine(
         swap_dtype=swap_dtype,
     )
     copier = None if late is None else LateCopier(store, late)
-    return core, LocalExecutor(model, store, copier=copier)
+    return core, LocalExecutor(model, store, copier=copier, grammars=GRAMMARS)
 
 
 def findable(core: EngineCore) -> Keeps:
@@ -296,10 +313,23 @@ _APART = 4
 COMMON = (7, 5, 3, 2, 11, 13, 17, 19, 23)
 
 
+# Constraints under which outputs do not end within the requests' tokens.
+_NUMBERS = StructuredOutput.json({"type": "array", "items": {"type": "integer"}, "minItems": 20})
+_WORDS = StructuredOutput(kind="regex", text="[a-z]{2}([0-9]{1,3}[A-Z .]+){9}")
+_RECORDS = StructuredOutput.json(
+    {
+        "type": "object",
+        "properties": {"n": {"type": "number"}, "next": {"$ref": "#"}},
+        "required": ["n", "next"],
+        "additionalProperties": False,
+    }
+)
+
+
 def mixed_requests(
     eos: int | None = None, common: Sequence[int] = (), *, adopts: bool = False, has_classes: bool = True
 ) -> list[Request]:
-    """Return seven requests of mixed lengths with greedy and seeded sampling, penalties, logit bias and min_tokens.
+    """Return seven requests of mixed lengths and sampling parameters, three of them with a grammar.
 
     Args:
         common: Prefix of all prompts; the longest prompt does not grow by it.
@@ -309,11 +339,11 @@ def mixed_requests(
     kinds = [
         {"temperature": 0},
         {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "structured_outputs": _NUMBERS},
         {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7},
         {"temperature": 0, "logit_bias": {5: 2.0}, "min_tokens": 8},
-        {"temperature": 1.5, "min_p": 0.05},
-        {"temperature": 0},
+        {"temperature": 1.5, "min_p": 0.05, "structured_outputs": _WORDS},
+        {"temperature": 0, "structured_outputs": _RECORDS},
     ]
     draw = random.Random(11)
     requests = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from copiers import Keeps, LateCopier, keeps_nothing
-from engines import CONFIGS, make_store
+from engines import CONFIGS, GRAMMARS, make_store
 from torch import distributed
 
 from skipjoin.core.step import Direction, Move
@@ -84,7 +84,8 @@ def make_rank(
 
         model.attention = OneAtATime()
         graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=64)
-    return Rank(Worker(model, store, graphs=graphs, copier=None if late is None else LateCopier(store, late)))
+    copier = None if late is None else LateCopier(store, late)
+    return Rank(Worker(model, store, graphs=graphs, copier=copier, grammars=GRAMMARS))
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from engines import CONFIGS, SwapAll, engine, make_store, mixed_requests, run, tiny_model
+from engines import CONFIGS, GRAMMARS, SwapAll, engine, make_store, mixed_requests, run, tiny_model
 
 from skipjoin.exec.graphs import DecodeGraphs, Run, graph_batch_sizes, graph_bytes, record_graphs
 from skipjoin.exec.local import LocalExecutor
@@ -58,7 +58,7 @@ def test_graphs_produce_the_tokens_of_eager_steps(family: str, depth: int, evict
     core, _ = engine(model, eviction(), device_blocks=15, cpu_blocks=40, slots=3, depth=depth)
     store = make_store(model, 15, 40)
     graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=28)
-    run(core, LocalExecutor(model, store, graphs=graphs), graphed)
+    run(core, LocalExecutor(model, store, graphs=graphs, grammars=GRAMMARS), graphed)
     assert [request.output for request in graphed] == [request.output for request in plain]
     assert recorder.replays > 10
 

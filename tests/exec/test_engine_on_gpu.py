@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import BLOCK_SIZE, CONFIGS, Restless, SwapAll, make_core, mixed_requests, run, tiny_model
+from engines import BLOCK_SIZE, CONFIGS, GRAMMARS, Restless, SwapAll, make_core, mixed_requests, run, tiny_model
 
 from skipjoin.core.policy import EvictionPolicy
 from skipjoin.core.request import Request
@@ -64,7 +64,7 @@ def outputs(
     if graphs:
         recorded = record_graphs(model, store.device, graph_batch_sizes(4), 64)
         assert recorded is not None
-    executor = LocalExecutor(model, store, graphs=recorded)
+    executor = LocalExecutor(model, store, graphs=recorded, grammars=GRAMMARS)
     core = make_core(
         eviction,
         device_blocks=blocks,
@@ -81,7 +81,7 @@ def outputs(
 def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
     """Run the requests one by one on the CPU with memory for all."""
     model = tiny_model(family)
-    executor = LocalExecutor(model, make_store(model, 200, 0, BLOCK_SIZE))
+    executor = LocalExecutor(model, make_store(model, 200, 0, BLOCK_SIZE), grammars=GRAMMARS)
     core = make_core(Recompute(), device_blocks=200, slots=1)
     run(core, executor, requests)
     return [request.output for request in requests]

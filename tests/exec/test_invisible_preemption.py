@@ -12,6 +12,7 @@ from engines import (
     BLOCK_SIZE,
     COMMON,
     CONFIGS,
+    GRAMMARS,
     Restless,
     RestlessParts,
     SwapAll,
@@ -286,7 +287,7 @@ def test_preemption_changes_no_tokens_under_exact_allocation(depth: int, cpu_blo
     requests = mixed_requests(has_classes=False)
     for request in requests:
         request.forecast = Forecast((2, request.max_tokens)[request.id % 2], "test")
-    events = run(core, LocalExecutor(model, make_store(model, 9, cpu_blocks)), requests)
+    events = run(core, LocalExecutor(model, make_store(model, 9, cpu_blocks), grammars=GRAMMARS), requests)
     assert outputs(requests) == outputs_alone("llama")
     assert any(isinstance(event, Reserved) and isinstance(event.parent, Request) for event in events)
     assert happened(events)[Preemption.PAUSE] >= MIN_COUNT

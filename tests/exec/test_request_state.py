@@ -22,6 +22,7 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.grammar_mask import GrammarMask
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.logits_processors import ProcessorState, default_processors
 from skipjoin.model.sampler import Sampler
@@ -69,7 +70,8 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
     def sampler(model: CausalLM, grammars: Grammars | None) -> Sampler:
         made.append(Probe())
         vocab_size = model.config.vocab_size
-        return Sampler(vocab_size, processors=[*default_processors(vocab_size), made[-1]])
+        assert grammars is not None
+        return Sampler(vocab_size, processors=[*default_processors(vocab_size), GrammarMask(grammars), made[-1]])
 
     free = Worker.on_finished
 

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 import torch
-from engines import BLOCK_SIZE, SwapAll, make_core, make_store, mixed_requests, run, tiny_model
+from engines import BLOCK_SIZE, GRAMMARS, SwapAll, make_core, make_store, mixed_requests, run, tiny_model
 
 from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.kv.prefixes import ContentPrefix
@@ -52,7 +52,7 @@ class Ahead:
 def ahead(model: CausalLM, requests: list[Request], *, depth: int, **options: int) -> tuple[list[Event], int]:
     """Run the requests and return the events and the maximum number of plans in flight."""
     store = make_store(model, 12, 40)
-    executor = Ahead(Worker(model, store))
+    executor = Ahead(Worker(model, store, grammars=GRAMMARS))
     core = make_core(SwapAll(), device_blocks=12, cpu_blocks=40, slots=3, depth=depth, overlap=True, **options)
     return run(core, executor, requests), executor.max_begun
 
@@ -152,7 +152,7 @@ def test_chunks_after_a_failed_chunk_are_neither_computed_nor_cached() -> None:
     ahead(tiny_model("llama"), [alone], depth=1)
     model = limited_model(1)
     model.__class__ = OnceLimitedMemoryModel
-    worker = Worker(model, make_store(model, 12, 40))
+    worker = Worker(model, make_store(model, 12, 40), grammars=GRAMMARS)
     core = make_core(SwapAll(), device_blocks=12, cpu_blocks=40, slots=3, depth=2, overlap=True, chunk=8)
     lost, second = adopting(0), adopting(1)
     core.add(lost, 0.0)

@@ -86,6 +86,7 @@ class Worker:
         self.store = store
         self._graphs = graphs
         self._copier = copier or (copier_for(store) if store.cpu is not None else None)
+        self._has_grammars = grammars is not None
         self._sampler = _sampler(model, grammars)
         self._alone = model.shard.ranks == 1
         self._clock = DeviceClock(model.device) if model.device.type == "cuda" else CpuClock()
@@ -221,6 +222,8 @@ class Worker:
         state = self._states.get(request)
         if state is None:
             sampling: Sampling = request.sampling  # type: ignore[assignment]
+            if sampling.params.structured_outputs is not None and not self._has_grammars:
+                raise ValueError(f"request {request.id} has structured outputs, and this worker has no grammars")
             started = None
             if self.model.shard.is_last:
                 started = self._sampler.start(sampling.params, sampling.seed, request.prompt, sampling.eos_token_ids)

@@ -46,23 +46,23 @@ class GrammarMask:
             masks.itemsize * self._words,
             len(rows),
         )
-        ending = [row for mask, (row, state) in zip(masks, rows, strict=True) if state.settle(mask)]
+        ending = [(row, state.eos) for mask, (row, state) in zip(masks, rows, strict=True) if state.settle(mask)]
         bits = to_device(torch.from_numpy(masks.view(np.uint8)), logits.device)
         bias = _bias_of_bytes(logits.device)[bits.int()].view(len(rows), -1)[:, : logits.shape[1]]
         if len(rows) == len(logits):
             logits += bias
         else:
             logits.index_add_(0, send([row for row, _ in rows], logits.device), bias)
-        if ending:  # whatever other processors have done to end-of-sequence
-            index = send(ending, logits.device)[:, None], send(self._grammars.eos_token_ids, logits.device)
-            logits[index] = 0.0
+        # Whatever other processors have done to end-of-sequence.
+        if pairs := [(row, token) for row, tokens in ending for token in tokens]:
+            logits[tuple(send(pairs, logits.device).T)] = 0.0
 
 
 class GrammarState(ProcessorState):
     """Position of one request in its grammar.
 
     Attributes:
-        error: Why the request cannot continue; empty if it can.
+        eos: End-of-sequence tokens.
     """
 
     reads_output = True
@@ -74,6 +74,7 @@ class GrammarState(ProcessorState):
         self.error = error
         self._matcher = matcher
         self._params = params
+        self.eos = tuple(eos_token_ids)
         self._eos = _Bits(eos_token_ids)
         self._ending = _Bits([*eos_token_ids, *params.stop_token_ids])
         self._after = params.structured_outputs.after

@@ -171,7 +171,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.forecasting",
         "engine.text",
         "model.config",
-        "model.grammars",
+        "model.grammar_check",
         "model.tokenizer",
         "sampling",
         "server.api",

@@ -21,6 +21,8 @@ from skipjoin.structured_output import GrammarError, StructuredOutput
 
 # Compiled grammars to keep. Each takes from 10 KB to a few MB.
 _MAX_COMPILED = 64
+# Characters of an error, which may quote the grammar.
+_MAX_REASON = 400
 # Marks special tokens in the vocabulary, which no text can produce.
 _SPECIAL = b"\xff"
 
@@ -59,7 +61,7 @@ class Grammars:
         # Compiling releases the GIL, and must not block other grammars.
         compiled = LLMatcher(self.vocabulary, llguidance_grammar(structured), limits=self._limits, log_level=0)
         if compiled.is_error():
-            raise GrammarError(_reason(compiled.get_error()))
+            raise GrammarError(reason(compiled.get_error()))
         with self._lock:
             self._compiled[structured] = compiled
             if len(self._compiled) > _MAX_COMPILED:
@@ -125,5 +127,6 @@ def llguidance_grammar(structured: StructuredOutput) -> str:
         raise GrammarError(f"must be a JSON schema: {error}") from None
 
 
-def _reason(error: str) -> str:
-    return f"cannot be enforced: {error.strip()}"
+def reason(error: str) -> str:
+    """Return a compiler's error on one line, as the end of a sentence."""
+    return f"cannot be enforced: {' '.join(error.removesuffix('<non-verbose/>').split())[:_MAX_REASON]}"

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.model.config import ModelError
-from skipjoin.model.grammars import Grammars
+from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.sampling import ParameterError, SamplingParams
 from skipjoin.server.api.errors import (
@@ -82,6 +82,9 @@ class Service:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
         # One thread, because a single process renders chat templates.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-template")
+        # Likewise for grammars.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-grammar")
+        self._grammars: GrammarCheck | None = None
 
     def open(
         self,
@@ -99,7 +102,8 @@ class Service:
             ask: Requests forecasts from another server, which take precedence.
         """
         self._info, self._tokenizer = info, tokenizer
-        self._grammars = Grammars(lambda: tokenizer, info.vocab_size, tokenizer.eos_token_ids)
+        self._grammars = GrammarCheck(info.folder, info.vocab_size, tokenizer.eos_token_ids)
+        self._compiler.submit(self._grammars.start)
         self._sampling_defaults = sampling_defaults or {}
         if keeper is not None:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
@@ -115,7 +119,9 @@ class Service:
     def close(self) -> None:
         if self._forecasting is not None:
             self._forecasting.close()
-        for threads in (self._threads, self._renderer):
+        if self._grammars is not None:
+            self._grammars.close()
+        for threads in (self._threads, self._renderer, self._compiler):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._tokenizer is not None:
             self._tokenizer.close()
@@ -248,9 +254,10 @@ class Service:
         return structured
 
     async def check_grammar(self, structured: StructuredOutput, field: str) -> None:
-        """Raise 400, which names the field, unless a grammar compiles. Grammars are compiled in a thread, once each."""
+        """Raise 400, which names the field, unless a grammar compiles."""
+        assert self._grammars is not None
         try:
-            await self.in_thread(self._grammars.matcher, structured)
+            await asyncio.get_running_loop().run_in_executor(self._compiler, self._grammars.check, structured)
         except GrammarError as error:
             raise bad_request(f"{field} {error}", field) from None
 

@@ -1,0 +1,115 @@
+"""Checks whether grammars compile, in a separate process, with CPU time and memory limited by the kernel."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+
+from skipjoin.model import grammar_program as program
+from skipjoin.model.grammar_program import Vocabulary
+from skipjoin.model.template_program import read_frame, write_frame
+from skipjoin.structured_output import GrammarError, StructuredOutput
+
+_COMMAND = (sys.executable, "-m", program.__name__)
+# Seconds after which a process that does not answer, such as a stopped one, is killed. Loading the vocabulary takes
+# a few, and on a busy machine many.
+_MAX_WAIT_S = 60.0
+# Constraints whose outcome is remembered.
+_MAX_KNOWN = 1024
+# Smaller vocabularies load within the first request.
+_LARGE_VOCABULARY = 10_000
+_LIMITS = {
+    program.OUT_OF_TIME: f"takes more than {program.MAX_CPU_S * 1000:g} ms of processor time to compile",
+    program.OUT_OF_MEMORY: f"needs more than {program.MAX_MEMORY_BYTES >> 20} MiB of memory to compile",
+    program.TOO_DEEP: "is nested too deeply to compile",
+}
+
+
+class GrammarCheck:
+    """Compiles constraints in a process that starts on demand, and again if it ends. Thread-safe."""
+
+    def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocabulary = Vocabulary(str(folder), vocab_size, eos_token_ids)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._known: OrderedDict[StructuredOutput, str] = OrderedDict()
+        self._lock = threading.Lock()
+        weakref.finalize(self, self.close)
+
+    def start(self) -> None:
+        """Start the process, if its vocabulary takes long to load."""
+        if self._vocabulary.size >= _LARGE_VOCABULARY:
+            with self._lock:
+                self._running()
+
+    def check(self, structured: StructuredOutput) -> None:
+        """Compile a constraint, unless it is known. Releases the GIL.
+
+        Raises:
+            GrammarError: If it does not compile within the limits.
+        """
+        with self._lock:
+            if (error := self._known.get(structured)) is None:
+                error = self._known[structured] = self._error_of(structured)
+                if len(self._known) > _MAX_KNOWN:
+                    self._known.popitem(last=False)
+            else:
+                self._known.move_to_end(structured)
+        if error:
+            raise GrammarError(error)
+
+    def close(self) -> None:
+        if (process := self._process) is not None:
+            process.kill()  # ends a check in progress
+        with self._lock:
+            self._end()
+
+    def _error_of(self, structured: StructuredOutput) -> str:
+        kind, said = self._exchange(self._running(), msgspec.json.encode(structured))
+        if limit := _LIMITS.get(kind):
+            return f"{limit}: simplify it"
+        return said.decode()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._process is None:
+            self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            kind, said = self._exchange(self._process, msgspec.json.encode(self._vocabulary))
+            if kind != program.GOOD:
+                self._end()
+                raise GrammarError(f"is not supported with this model: {said.decode()}")
+        return self._process
+
+    def _exchange(self, process: subprocess.Popen[bytes], content: bytes) -> tuple[int, bytes]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            write_frame(process.stdin, 0, content)
+            waiting = select.poll()
+            waiting.register(process.stdout.fileno(), select.POLLIN)
+            if not waiting.poll(_MAX_WAIT_S * 1000):
+                process.kill()
+            return read_frame(process.stdout)
+        except (OSError, EOFError):
+            self._end()
+            raise GrammarError("could not be compiled, because the compiler's process ended: try again") from None
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:  # an unread frame is lost
+                continue

@@ -4,13 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 from skipjoin.core.request import Target
 from skipjoin.sampling import SamplingParams
+from skipjoin.structured_output import StructuredOutput
 from skipjoin.version import VERSION
 
 if TYPE_CHECKING:
     from skipjoin.llm import LLM
 
 __version__ = VERSION
-__all__ = ["LLM", "SamplingParams", "Target", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutput", "Target", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

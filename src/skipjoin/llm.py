@@ -114,7 +114,9 @@ class LLM:
             self.engine.executor.close()
             raise
         self._loop = EngineLoop(self.engine)
-        self._grammars = Grammars(lambda: self.tokenizer, info.vocab_size, info.eos_token_ids)
+        self._grammars = self.engine.executor.grammars or Grammars(
+            lambda: self.tokenizer, info.vocab_size, info.eos_token_ids
+        )
         self._next_id = 0
         self._is_closed = False
 

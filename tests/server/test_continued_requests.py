@@ -15,6 +15,7 @@ from skipjoin.engine.loop import EngineLoop
 from skipjoin.observe.metric_table import Snapshot, merged
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.structured_output import StructuredOutput
 
 PROMPT = list(range(40, 60))
 PARAMS: list[dict[str, Any]] = [
@@ -28,6 +29,13 @@ PARAMS: list[dict[str, Any]] = [
         "frequency_penalty": 0.7,
         "repetition_penalty": 1.4,
         "logit_bias": {7: 3.0},
+    },
+    {"temperature": 1.0, "seed": 3, "max_tokens": 16, "structured_outputs": StructuredOutput.json({"type": "array"})},
+    {
+        "temperature": 0,
+        "max_tokens": 16,
+        "repetition_penalty": 1.2,
+        "structured_outputs": StructuredOutput(kind="regex", text="([0-9]{1,3}, ){8}x", after=(78, 78)),
     },
 ]
 

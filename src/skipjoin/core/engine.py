@@ -102,6 +102,10 @@ class EngineCore:
             notify(request, now)
         return True
 
+    def grammar_compiled(self, request: Request) -> None:
+        """Let a request run that was added with `awaits_grammar`."""
+        request.awaits_grammar = False
+
     def start_step(self, now: float) -> StepPlan | None:
         """Plan the next step; return None if the pipeline is full or there is nothing to do."""
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -114,7 +118,9 @@ class EngineCore:
     @property
     def is_stalled(self) -> bool:
         """True if requests wait although no plan is in flight and no KV in transit."""
-        return bool(self.requests) and not self.scheduler.has_plans and not self.kv.is_moving
+        if self.scheduler.has_plans or self.kv.is_moving:
+            return False
+        return any(not request.awaits_grammar for request in self.requests.values())
 
     @property
     def next_deadline(self) -> float:

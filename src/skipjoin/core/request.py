@@ -120,6 +120,7 @@ class Request:
     computed: int = 0
     planned: int = 0  # `computed` after all plans in flight have committed
     pending_samples: int = 0  # tokens that plans in flight will sample
+    awaits_grammar: bool = False  # must not run until its grammar is compiled; see `EngineCore.grammar_compiled`
     reverse: bool = False  # fills its blocks from the last slot down; fixed on arrival
     led_since: float = math.inf  # since when it waits for another request to compute a shared prefix
     cached: int = 0  # prefix-cache hit on arrival, in tokens; 0 once it holds KV

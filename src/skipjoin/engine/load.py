@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -63,6 +64,10 @@ def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: Non
 def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> LocalExecutor:
     threads = default_threads(config.threads)
     torch.set_num_threads(threads)
+    grammars = grammars_of(folder, ModelConfig.from_folder(folder))
+    # Takes a second for a large vocabulary, with the GIL for most of it.
+    loading = Thread(target=grammars.load, daemon=True)
+    loading.start()
     model = load_model(
         folder,
         dtype=config.dtype,
@@ -86,8 +91,9 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     store = make_store(model, blocks, cpu_blocks, config.block_size, config.swap_dtype)
     warm_up(model, store.device, largest, partial(on_progress, "compiling kernels"))
     on_record = partial(on_progress, "recording decode steps")
+    loading.join()
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
-    return LocalExecutor(model, store, threads=threads, graphs=graphs, grammars=grammars_of(folder, model.config))
+    return LocalExecutor(model, store, threads=threads, graphs=graphs, grammars=grammars)
 
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:

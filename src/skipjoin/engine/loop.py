@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
@@ -19,6 +20,9 @@ from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
 from skipjoin.sampling import ParameterError, SamplingParams
+
+# Maximum time that a step without a plan waits for a grammar.
+_COMPILE_WAIT_S = 0.001
 
 
 class EngineLoop:
@@ -39,6 +43,7 @@ class EngineLoop:
         self._seeds = random.Random(engine.seed)
         self._running: deque[StepPlan] = deque()
         self._losses = RankLosses()
+        self._compiling: dict[Future[object], Request] = {}  # requests that await their grammars
 
     def add(
         self,
@@ -91,7 +96,20 @@ class EngineLoop:
         )
         if self._targets is not None:
             self._targets.arrived(request)
+        self._compile_grammar(request)
         self.core.add(request, now)
+
+    def _compile_grammar(self, request: Request) -> None:
+        """Let the request wait for its grammar, so that other requests do not."""
+        compiled = self.engine.executor.compile_grammar(request)
+        if compiled is not None and not compiled.done():
+            request.awaits_grammar = True
+            self._compiling[compiled] = request
+
+    def _release_compiled(self, timeout_s: float = 0.0) -> None:
+        if self._compiling:
+            for compiled in wait(self._compiling, timeout_s, FIRST_COMPLETED).done:
+                self.core.grammar_compiled(self._compiling.pop(compiled))
 
     def reforecast(self, request_id: int, forecast: Forecast) -> bool:
         if self._targets is not None and (request := self.core.requests.get(request_id)) is not None:
@@ -107,6 +125,7 @@ class EngineLoop:
 
     def submit(self) -> None:
         """Fill the pipeline, so that the caller can work while the model runs."""
+        self._release_compiled()
         try:
             self._driver.fill()
         except RankError as error:
@@ -122,10 +141,12 @@ class EngineLoop:
             RankError: If the restart fails.
             OutOfStepError: If a rank did not receive the plans as they were sent.
         """
+        self._release_compiled()
         try:
             if self.idle:
                 self.engine.executor.check()
-            self._driver.turn()
+            if self._driver.turn() is None:
+                self._release_compiled(_COMPILE_WAIT_S)
         except RankError as error:
             self._restart(error)
         events = self.core.take_events()

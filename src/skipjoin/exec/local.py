@@ -11,6 +11,7 @@ from skipjoin.core.step import Direction, StepPlan, StepResult
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.rank_spec import measure_transfers, rank_spec_of, touch
+from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.causal_lm import CausalLM
@@ -60,6 +61,8 @@ class LocalExecutor:
         self.model = model
         self.store = store
         self._worker = Worker(model, store, copier=copier, graphs=graphs, grammars=grammars)
+        self.grammars = grammars
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="skipjoin-grammar")
         threads = threads or torch.get_num_threads()
         self._thread = ThreadPoolExecutor(
             max_workers=1,
@@ -88,11 +91,19 @@ class LocalExecutor:
         with suppress(RuntimeError):  # closed
             self._thread.submit(self._worker.on_finished, request)
 
+    def compile_grammar(self, request: Request) -> Future[object] | None:
+        sampling: Sampling = request.sampling  # type: ignore[assignment]
+        structured = sampling.params.structured_outputs
+        if structured is None or self.grammars is None or self.grammars.has(structured):
+            return None
+        return self._compiler.submit(self.grammars.matcher, structured)
+
     def check(self) -> None: ...
 
     def restart(self, reason: Exception) -> None:
         raise reason
 
     def close(self) -> None:
+        self._compiler.shutdown(cancel_futures=True)
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from skipjoin.exec.base import Executor, Handle
 from skipjoin.exec.fit import fit_times
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.grammars import Grammars
 from skipjoin.model.kv_cache import PagedKV, QuantizedKV
 from skipjoin.system.container import free_memory
 from skipjoin.system.machine import cpu_name
@@ -85,6 +87,15 @@ class ModelExecutor(Executor[Handle], Protocol):
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
         """Measure moves per direction, within about `seconds`."""
+        ...
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Grammars compiled in this process; None if ranks compile their own."""
+        ...
+
+    def compile_grammar(self, request: Request) -> Future[object] | None:
+        """Start to compile a request's grammar. None if it needs none or is compiled with its first slice."""
         ...
 
     def check(self) -> None:

@@ -84,7 +84,7 @@ class GrammarCheck:
             kind, said = self._exchange(self._process, msgspec.json.encode(self._vocabulary))
             if kind != program.GOOD:
                 self._end()
-                raise GrammarError(f"is not supported with this model: {said.decode()}")
+                raise GrammarError(said.decode())
         return self._process
 
     def _exchange(self, process: subprocess.Popen[bytes], content: bytes) -> tuple[int, bytes]:

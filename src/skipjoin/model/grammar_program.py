@@ -60,7 +60,7 @@ def _serve() -> None:
     grammars = Grammars(partial(load_tokenizer, words.folder), words.size, words.eos_token_ids)
     try:
         _ = grammars.vocabulary
-    except Exception as error:
+    except GrammarError as error:
         write_frame(answers, REJECTED, _shown(error))
         return
     write_frame(answers, GOOD, b"")

@@ -7,6 +7,7 @@ engine the known output tokens advance a new one.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,9 +16,11 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from skipjoin.model.config import ModelConfig
+from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.structured_output import GrammarError, StructuredOutput
+
+logger = logging.getLogger(__name__)
 
 # Compiled grammars to keep. Each takes from 10 KB to a few MB.
 _MAX_COMPILED = 64
@@ -68,6 +71,17 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return compiled.deep_copy()
 
+    def has(self, structured: StructuredOutput) -> bool:
+        """Return whether a constraint is compiled."""
+        return structured in self._compiled
+
+    def load(self) -> None:
+        """Load the vocabulary now. A model without one fails later, and only for constrained requests."""
+        try:
+            _ = self.vocabulary
+        except GrammarError as error:
+            logger.info("outputs cannot be constrained: %s", error)
+
     @property
     def vocabulary(self) -> LLTokenizer:
         """The model's vocabulary as a tree of bytes, which takes about a second for 128,000 tokens."""
@@ -75,7 +89,10 @@ class Grammars:
             if self._vocabulary is None:
                 if not self.eos_token_ids:
                     raise GrammarError("needs a model with an end-of-sequence token, and this one has none")
-                self._vocabulary = _vocabulary(self._load_tokenizer(), self.vocab_size, self.eos_token_ids)
+                try:
+                    self._vocabulary = _vocabulary(self._load_tokenizer(), self.vocab_size, self.eos_token_ids)
+                except (ModelError, ValueError) as error:
+                    raise GrammarError(f"cannot be used with this model's tokenizer: {error}") from error
             return self._vocabulary
 
 

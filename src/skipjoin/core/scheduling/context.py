@@ -44,9 +44,11 @@ class StepContext:
 def eligible_tokens(request: Request, context: StepContext) -> int:
     """Return how many tokens of the request a plan may compute now. Pure.
 
-    The result is 0 if the request is pausing, if its next input token is unknown, or if its last token is being
-    sampled.
+    The result is 0 if the request is pausing or awaits its grammar, if its next input token is unknown, or if its last
+    token is being sampled.
     """
+    if request.awaits_grammar:
+        return 0
     pending_samples = request.pending_samples
     end = request.known + pending_samples
     if end >= request.max_total_tokens or (pending_samples and not context.overlap):

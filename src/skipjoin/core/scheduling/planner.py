@@ -204,7 +204,7 @@ class StepPlanner:
     def _pass_over(self, request: Request) -> None:
         waits = request.examined == self._context.decision
         if not (request.in_flight or request.is_satisfied or waits):
-            self._wait(request, WaitReason.HELD_BY_EVICTION)
+            self._wait(request, WaitReason.GRAMMAR if request.awaits_grammar else WaitReason.HELD_BY_EVICTION)
 
     def _wait(self, request: Request, reason: WaitReason, short: int = 0) -> None:
         if request.in_flight:

@@ -35,7 +35,7 @@ from skipjoin.exec.warm_up import warm_up
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import choose_device
-from skipjoin.model.grammars import grammars_of
+from skipjoin.model.grammars import Grammars, grammars_of
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import Alone, Group, Shard
 from skipjoin.model.torch_group import TorchGroup
@@ -96,7 +96,7 @@ class RankActor:
         self._model: CausalLM | None = None
         self._store: KVStore | None = None
         self._threads = 1
-        self._folder = ""
+        self._grammars: Grammars | None = None
         self._block_size = 0
         self._swap_dtype = "auto"
         self._largest: LargestStep | None = None
@@ -118,7 +118,6 @@ class RankActor:
     ) -> tuple[RankSpec, MemoryBudget]:
         device = choose_device(model.device)
         self._threads = model.threads or max(1, usable_cpus() // ranks_here)
-        self._folder = model.folder
         self._block_size, self._swap_dtype, self._largest = model.block_size, model.swap_dtype, model.largest
         torch.set_num_threads(self._threads)
         group: Group = Alone() if meeting is None else self._join(shard, meeting, device)
@@ -134,6 +133,8 @@ class RankActor:
             batch_invariant=model.batch_invariant,
         )
         loaded = self._model
+        self._grammars = grammars_of(model.folder, loaded.config)
+        self._grammars.load()
         loaded.attention.tune(loaded.config, loaded.dtype, loaded.device, model.block_size, loaded.shard)
         peak = measure_peak(loaded, model.largest, model.block_size)
         spec = rank_spec_of(loaded, model.block_size, self._threads, model.swap_dtype)
@@ -174,8 +175,8 @@ class RankActor:
         """Run plans until the engine at its `RankListener`'s address disconnects, then exit this process."""
         assert self._store is not None
         self._loaded.ops.use_threads(self._threads)  # the count is per thread, and this is a different thread
-        grammars = grammars_of(self._folder, self._loaded.config)
-        rank = Rank(Worker(self._loaded, self._store, graphs=self._graphs, grammars=grammars))
+        assert self._grammars is not None
+        rank = Rank(Worker(self._loaded, self._store, graphs=self._graphs, grammars=self._grammars))
         with contextlib.suppress(EOFError, OSError, RankError):
             connection = connect(address, secret, self._loaded.shard.rank)
             end_with(connection)

@@ -250,6 +250,13 @@ class RankedExecutor:
         if self._group is not None:
             self._group.executor.on_finished(request)
 
+    @property
+    def grammars(self) -> None:
+        return None
+
+    def compile_grammar(self, request: Request) -> None:
+        return None
+
     def check(self) -> None:
         self._live.executor.check()
 

@@ -1,0 +1,128 @@
+"""Constrained requests follow their grammar, end where it says, and fail alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import GRAMMARS, VOCAB, Characters, engine, mixed_requests, run, tiny_model
+from test_invisible_preemption import outputs
+
+from skipjoin.core.events import Finished
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.exec.sampling import Sampling
+from skipjoin.model.grammar_mask import GrammarMask, GrammarState
+from skipjoin.model.logits_processors import default_processors
+from skipjoin.model.sampler import Sampler, SampleRow
+from skipjoin.policies.eviction import Recompute
+from skipjoin.sampling import SamplingParams
+from skipjoin.structured_output import GrammarError, StructuredOutput
+
+EOS = VOCAB - 1
+regex = lambda text, **more: StructuredOutput(kind="regex", text=text, **more)  # noqa: E731
+
+
+def text_of(tokens: list[int]) -> str:
+    return b"".join(Characters().token_bytes(token) for token in tokens if token != EOS).decode()
+
+
+def generate(structured: StructuredOutput, max_tokens: int = 40, **params: Any) -> tuple[str, str]:
+    """Sample an output from random logits; return its text and the reason why it ended."""
+    asked = SamplingParams(max_tokens=max_tokens, structured_outputs=structured, seed=1, **params)
+    sampler = Sampler(VOCAB, processors=[*default_processors(VOCAB), GrammarMask(GRAMMARS)])
+    state, output = sampler.start(asked, 1, [1], (EOS,)), list[int]()
+    draw = torch.Generator().manual_seed(5)
+    while len(output) < max_tokens:
+        logits = torch.randn(1, VOCAB, generator=draw) * 3
+        logits[0, EOS] += 8
+        (sampled,) = sampler.sample(logits, [SampleRow(state, len(output))]).report.read()
+        assert not state.error
+        output.append(sampled.token)
+        if sampled.token == EOS or sampled.token in asked.stop_token_ids:
+            return text_of(output), "stop"
+        state.accept(output[-1:])
+    return text_of(output), "length"
+
+
+def test_outputs_follow_their_grammar_and_end_with_it() -> None:
+    assert generate(regex("[0-9]{3}")) == (generate(regex("[0-9]{3}"))[0], "stop")
+    assert generate(regex("[0-9]{3}"))[0].isdigit()
+    chosen, reason = generate(StructuredOutput.choice(['a "quoted" text', "back\\slash", "x"]), temperature=1.5)
+    assert (chosen in ['a "quoted" text', "back\\slash", "x"], reason) == (True, "stop")
+    schema = {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 2, "maxItems": 4}
+    values = json.loads(generate(StructuredOutput.json(schema))[0])
+    assert 2 <= len(values) <= 4
+    assert generate(StructuredOutput(kind="grammar", text='start: "a" B\nB: /[bc]{2}/'))[0][0] == "a"
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 30}, {"ignore_eos": True}, {"logit_bias": {EOS: -100.0}}])
+def test_outputs_end_where_the_grammar_must_end(params: dict[str, Any]) -> None:
+    text, reason = generate(regex("[a-z]{2,5}"), **params)
+    assert (reason, len(text)) == ("stop", 5)
+
+
+def test_outputs_end_by_stop_tokens_where_the_grammar_may_end() -> None:
+    stop = ord("z") - 0x20
+    text, reason = generate(regex("[a-y]{4,20}"), stop_token_ids=(stop,), logit_bias={stop: 100.0, EOS: -100.0})
+    assert (reason, len(text), text[-1]) == ("stop", 5, "z")
+
+
+def test_length_limit_cuts_a_text() -> None:
+    text, reason = generate(StructuredOutput.json({"type": "array", "items": {"type": "integer"}}), 5, min_tokens=5)
+    assert (reason, text[0], len(text)) == ("length", "[", 5)
+
+
+def test_constraints_begin_after_their_tokens() -> None:
+    state = GrammarMask(GRAMMARS).start(SamplingParams(structured_outputs=regex("x", after=(7, 8))), [1], (EOS,))
+    assert isinstance(state, GrammarState)
+    for chunk in ([7], [7], [1, 8, 7]):
+        state.accept(chunk)
+        assert not state.is_active(0)
+    state.accept([8, ord("x") - 0x20])
+    assert state.is_active(0)
+    assert state.matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        StructuredOutput.json({"not": {}}),
+        StructuredOutput.json('{"type"'),
+        StructuredOutput.json({"$ref": "http://example.com/schema.json"}),
+        StructuredOutput.json({"type": "string", "pattern": "(?=a)b"}),
+        regex("(?<!a)b"),
+        StructuredOutput(kind="grammar", text="start: unknown"),
+    ],
+)
+def test_grammars_that_cannot_be_enforced_are_refused(bad: StructuredOutput) -> None:
+    with pytest.raises(GrammarError, match=r"^(cannot be enforced|must be a JSON schema): "):
+        GRAMMARS.matcher(bad)
+
+
+def test_masks_remove_the_same_tokens_from_any_rows() -> None:
+    """Constrained rows between others, in a vocabulary that fills no whole word."""
+    sampler = Sampler(VOCAB, processors=[GrammarMask(GRAMMARS)])
+    digits = SamplingParams(temperature=0, structured_outputs=regex("[0-9]+"))
+    rows = [sampler.start(SamplingParams(temperature=0) if i % 2 else digits, 1, [1], (EOS,)) for i in range(5)]
+    logits = torch.from_numpy(np.random.default_rng(1).normal(size=(5, VOCAB)).astype(np.float32))
+    sampled = sampler.sample(logits, [SampleRow(row, 0) for row in rows]).report.read()
+    allowed = np.array([0x30 <= token + 0x20 <= 0x39 for token in range(VOCAB)])
+    expected = [np.where(allowed | (i % 2 == 1), row, -np.inf).argmax() for i, row in enumerate(logits.numpy())]
+    assert [one.token for one in sampled] == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failing_grammar_ends_its_request_alone(depth: int) -> None:
+    run(*engine(tiny_model("llama"), Recompute(), device_blocks=60, slots=3, depth=depth), others := mixed_requests())
+    expected = outputs(others)
+    params = SamplingParams(max_tokens=20, temperature=0, structured_outputs=StructuredOutput.json({"not": {}}))
+    bad = Request(7, 0.0, [1, 2, 3], 20, sampling=Sampling(params, 1, (EOS,)))
+    requests = mixed_requests()
+    events = run(*engine(tiny_model("llama"), Recompute(), device_blocks=60, slots=3, depth=depth), [*requests, bad])
+    assert outputs(requests) == expected
+    (ended,) = [event for event in events if isinstance(event, Finished) and event.request is bad]
+    assert ended.reason is FinishReason.ERROR
+    assert ended.detail == 'structured_outputs cannot be enforced: Unimplemented keys: ["not"]'

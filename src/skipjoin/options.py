@@ -37,7 +37,6 @@ class ConfigError(ValueError):
 
 
 def unknown(field: str, got: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for a name that is not in `known`, with the nearest names or all of them."""
     names = list(known)
     hint = nearest(got, names) or f"; choose from {', '.join(names)}"
     return ConfigError(f"{field}: there is no {got!r}{hint}")

@@ -107,7 +107,7 @@ class EngineCore:
         request.awaits_grammar = False
 
     def start_step(self, now: float) -> StepPlan | None:
-        """Plan the next step; return None if the pipeline is full or there is nothing to do."""
+        """Plan the next step; None if the pipeline is full or there is nothing to do."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             # The id may have been reused by a request with a later deadline.
@@ -124,7 +124,7 @@ class EngineCore:
 
     @property
     def next_deadline(self) -> float:
-        """Time at which `start_step` must be called for the next deadline; inf without deadlines."""
+        """Time at which `start_step` must be called for a deadline; inf without deadlines."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def finish_step(self, result: StepResult, now: float) -> None:
@@ -150,7 +150,6 @@ class EngineCore:
                 self._finish(request, FinishReason.LENGTH, now)
 
     def steady(self) -> StepPlan | None:
-        """Return the plan in flight if `decode` may follow it, else None."""
         return None if self._deadlines else self.scheduler.steady(len(self.requests))
 
     def decode(self, since: float, ends: Sequence[float]) -> None:
@@ -187,7 +186,7 @@ class EngineCore:
         return request.wait or tail._replace(since=max(tail.since, request.arrival))
 
     def restart(self, now: float) -> None:
-        """Reset after an executor restart. Requests continue from their known tokens; earlier plans are void."""
+        """Reset after an executor restart. Requests continue from their known tokens."""
         self.scheduler.restart(now)
 
     def take_events(self) -> list[Event]:

@@ -158,7 +158,7 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Number of tokens to compute before the next sample, including tokens that plans in flight will sample."""
+        """Number of tokens to compute before the next sample, including those that plans in flight will sample."""
         return self.known + self.pending_samples - self.planned
 
     @property
@@ -168,7 +168,6 @@ class Request:
 
     @property
     def is_satisfied(self) -> bool:
-        """True if every token that the request may generate is known or being sampled."""
         return self.known + self.pending_samples >= self.max_total_tokens
 
     def keys(self, tokens: int) -> Sequence[Key]:

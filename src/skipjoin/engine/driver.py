@@ -33,7 +33,6 @@ class StepDriver:
             self.in_flight.append(self.executor.submit(plan, self.clock()))
 
     def turn(self) -> StepResult | None:
-        """Fill the pipeline and commit the oldest plan's result; return None if there is no plan."""
         self.fill()
         if not self.in_flight:
             return None

@@ -102,7 +102,6 @@ class ForecastKeeper:
         return len(self.forecaster if self._owners is None else self._owners)
 
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool, owner: str = "") -> None:
-        """Learn from a request that got `tokens` tokens, at least 1; see `is_exact`."""
         if self._owners is None:
             self.forecaster.learn(predicted, tokens, exact=exact)
         else:
@@ -169,7 +168,7 @@ def _check_folders(config: ForecastConfig) -> None:
 def open_keeper(
     config: ForecastConfig, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str], owners: int = 0
 ) -> ForecastKeeper:
-    """Open the forecaster with its saved state; `owners` is the number of API keys with their own, or 0."""
+    """Open the forecaster with its saved state; `owners` is 0 if all share one."""
     # Imported lazily: it imports numpy, which an API process does not need.
     from skipjoin.forecast import default_folder, make_forecaster, make_owner_forecasters  # noqa: PLC0415
 

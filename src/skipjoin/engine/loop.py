@@ -177,7 +177,7 @@ class EngineLoop:
         self.engine.executor.close()
 
     def _prefix(self, params: SamplingParams, options: RequestOptions) -> ContentPrefix | None:
-        """Return the request's prefix-cache keys; None with prompt logprobs, which need every token computed."""
+        """Return the prefix-cache keys; None with prompt logprobs, which need every token computed."""
         if not self.engine.caches_prefixes or params.prompt_logprobs is not None:
             return None
         return ContentPrefix(self.engine.info.block_size, options.cache_salt.encode())

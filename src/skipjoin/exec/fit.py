@@ -67,7 +67,6 @@ def fit_times(features: Array, seconds: Array) -> Array:
 
 
 def _least_squares(matrix: Array, target: Array) -> Array:
-    """Return the nonnegative least-squares solution, by trying all 63 subsets of 6 columns."""
     # Column magnitudes differ by a factor of up to a million.
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1

@@ -66,7 +66,7 @@ class KVStore:
                     self._launch(self.cpu.block_view(), self.device.block_view(), (0,), (0,))
 
     def copy(self, move: Move) -> None:
-        """Execute a move on the calling thread, without the GIL, or on CUDA queue it on the current stream."""
+        """Execute a move without the GIL, or on CUDA queue it on the current stream."""
         if self.cpu is None:
             raise ValueError("a plan moves KV blocks, but there is no CPU pool")
         source = self.cpu if move.direction is Direction.IN else self.device

@@ -193,7 +193,6 @@ class Worker:
         self._sampled, self._rows = in_flight.sampled, rows
 
     def _halved(self, slices: Sequence[Slice], going: Sequence[int], in_flight: InFlightStep) -> list[_Part]:
-        """Run the slices at these indexes, halving the batch when memory runs out."""
         try:
             return [self._attempt(slices, in_flight.states, going)]
         except Exception as error:

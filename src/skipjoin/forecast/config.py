@@ -42,7 +42,6 @@ def make_forecaster(
 def make_owner_forecasters(
     config: ForecastConfig, served: str, encoder: Encoder, owners: int, kept_in: Path | None
 ) -> OwnerForecasters:
-    """Return a forecaster per owner, whose limits on kept requests are divided by the expected `owners`."""
     parts = min(owners, MAX_OWNERS)
 
     def make(owner: str, first: Array) -> Forecaster:

@@ -179,7 +179,6 @@ def _pairwise(expected: Array, true: Array) -> float:
 
 
 def _mean_of(runs: Sequence[Figures]) -> Figures:
-    """Return the mean of each figure except coverage by prompt, which is noise in a control."""
     fields = dataclasses.fields(Figures)[1:8]
     return Figures(
         runs[0].name, **{one.name: np.mean([getattr(run, one.name) for run in runs]).item() for one in fields}

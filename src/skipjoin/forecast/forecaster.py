@@ -69,7 +69,7 @@ class Forecaster:
         return Predicted(forecast, _interval(mass, max_tokens), max_tokens, seen, guess)
 
     def prior(self, max_tokens: int) -> Forecast:
-        """Return the forecast without the prompt. Takes microseconds, even while another thread learns or saves."""
+        """Return the forecast without the prompt. Takes microseconds, even while another thread learns."""
         with self._brief_lock:
             mass = self._prior.mass()
             self.stats.made("prior")

@@ -44,7 +44,6 @@ class VectorIndex:
         self._tokens[place], self._exact[place], self._times[place] = tokens, exact, now
 
     def search(self, vector: Array, count: int) -> Found:
-        """Return up to `count` entries most similar to a vector of length 1, in any order."""
         places, similarity = self._vectors.search(vector, count)
         taken = self._tokens[places] > 0
         places = places[taken]

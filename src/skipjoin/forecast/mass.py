@@ -43,7 +43,7 @@ def likelihood(mass: Array, end: int, exact: bool) -> float:
 
 
 def place(mass: Array, tokens: int) -> float:
-    """Return the probability of a length below `tokens` plus half of that of `tokens` itself."""
+    """Return the probability of a shorter length plus half of that of `tokens` itself."""
     end = length_bin(tokens)
     width = _ENDS[end] - EDGES[end]
     share = 0.5 if width <= 1 else math.log(tokens + 0.5 - (tokens == EDGES[end]) * 0.5) - _LOG_EDGES[end]

@@ -61,7 +61,6 @@ class Identity:
     owner: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        """Return the fields in the description. An empty owner is omitted, as in older states."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "owner" or value}
 
     def folder(self, parent: Path) -> Path:
@@ -79,7 +78,7 @@ def default_folder() -> Path:
 def save_state(
     parent: Path, identity: Identity, arrays: dict[str, Array], counts: dict[str, int], *, quiet: bool = False
 ) -> bool:
-    """Replace the state of this identity, and return whether that succeeded. A failure keeps the old state."""
+    """Replace the state, and return whether that succeeded. A failure keeps the old one."""
     folder = identity.folder(parent)
     if not _is_trusted(folder):
         return False
@@ -120,7 +119,7 @@ def _named_arrays(folder: Path) -> str | None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Return whether a dead writer left the file; a recent one may belong to an active writer."""
+    """Return whether a dead writer left the file; a recent one may be in use."""
     return file.name != STATE and time.time() - file.stat().st_mtime > _ORPHAN_S
 
 

@@ -86,7 +86,6 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
 
 
 def _closed(target: Target, plan: LoadPlan, rate: float | None, seed: int) -> list[ClosedLoad]:
-    """Return the closed-loop streams of a run, each with its own bodies, so that others do not change them."""
     assert plan.duration_s is not None or not plan.workload.closed
     return [
         ClosedLoad(

@@ -201,7 +201,7 @@ class PackedBatch:
 
     @classmethod
     def _of_decodes(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> PackedBatch:
-        """Build a batch of plain decodes in plain Python, which is faster than array operations for them."""
+        """Build a batch of plain decodes in plain Python, which is faster than arrays for them."""
         n = len(segments)
         width = max(len(segment.blocks) for segment in segments)
         tokens, starts, slots, sources = [], [], [], []

@@ -100,7 +100,7 @@ def _part(total: int, rank: int, size: int) -> range:
 
 
 def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
-    """Raise `ModelError` unless the model can be split: heads and the MLP's width must divide evenly."""
+    """Raise `ModelError` unless heads and the MLP's width divide evenly."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
     rules: list[tuple[Callable[[int], bool], str]] = [
         (lambda size: 1 <= size <= heads, f"be in [1, {heads}], the number of the model's attention heads"),

@@ -116,7 +116,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids with a token, including added ones; the model's vocabulary may be padded beyond."""
+        """Number of ids with a token; the model's vocabulary may be padded beyond."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:

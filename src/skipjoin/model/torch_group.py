@@ -78,7 +78,7 @@ class TorchGroup:
         self._sending = (work, x)
 
     def receive(self, x: torch.Tensor) -> None:
-        """Return when `x` has arrived, not when NCCL has queued the call, because the wait would count as work."""
+        """Return when `x` has arrived, not when NCCL has queued the call."""
         begin = time.perf_counter()
         with self._group_errors("receiving from the previous stage"):
             dist.recv(x, self.shard.rank - self.shard.tp_size)

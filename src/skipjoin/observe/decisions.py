@@ -26,7 +26,7 @@ class DecisionTimes:
 
     @staticmethod
     def summary(schedulers: Iterable[DecisionTimes]) -> dict[str, Any]:
-        """Return mean and 99th percentile in ms, None without decisions. The percentile is accurate to 2.2 %."""
+        """Return mean and 99th percentile in ms, accurate to 2.2 %; None without decisions."""
         schedulers = list(schedulers)
         buckets = sum((one._buckets for one in schedulers), Counter[int]())
         if not buckets:

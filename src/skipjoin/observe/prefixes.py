@@ -16,7 +16,7 @@ class PrefixUse:
         self._admitted: set[Request] = set()
 
     def admitted(self, event: Admitted) -> None:
-        """Record the cache hits of a request, unless it resumes from another engine, which has counted them."""
+        """Record the cache hits of a request, unless it resumes from an engine that has counted them."""
         request = event.request
         if request.prefix is None or request.resumed_tokens:
             return

@@ -139,7 +139,7 @@ class RequestFacts:
         return max(0.0, self.jct(now) - self.execution_s - self.swapping_s - self.scheduling_s)
 
     def wait_s(self) -> dict[WaitReason, float]:
-        """Return seconds by wait reason, until the request's end or until `RequestLog.live` was called."""
+        """Return seconds by wait reason, until the end or until `RequestLog.live` was called."""
         return {} if self.waits is None else dict(self.waits.by_reason())
 
     def _end(self, now: float) -> float:

@@ -221,7 +221,6 @@ class Timeline:
             self._draw_stages(result, flight.decided, end, after_rest)
 
     def _draw_stages(self, result: StepResult, decided: int, end: int, after_rest: bool) -> None:
-        """Draw each stage's part of the step that ended at `end`, and the bubble before it."""
         if not self._stage_ends:
             self._trace.group(_PIPELINE, "Pipeline")
             for number in range(len(result.stages)):

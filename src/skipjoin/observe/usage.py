@@ -258,7 +258,6 @@ class EngineUsage:
                 del self._on_cpu[request]
 
     def _reside(self, request: Request, tokens: int) -> None:
-        """Raise the number of the request's tokens on the device to at least `tokens`."""
         before = self._resident.get(request, 0)
         if request in self._live and tokens > before:
             self._used += tokens - before

@@ -37,7 +37,6 @@ class ArrivalHistory:
         self._last = now
 
     def tokens_within(self, seconds: float, now: float) -> float:
-        """Return the prompt tokens that may arrive in the next `seconds`, 0 before the second arrival."""
         if self._last is None or self._gap == math.inf:
             return 0.0
         # A pause longer than the mean gap also lowers the rate.

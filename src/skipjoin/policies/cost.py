@@ -70,7 +70,7 @@ class LinearCost:
 
 
 def scaled(cost: LinearCost, factor: float) -> LinearCost:
-    """Return the cost model of a machine whose steps take `factor` times as long, with equal transfers."""
+    """Return the cost model of a machine whose steps, not transfers, take `factor` times as long."""
     return replace(cost, **{name: getattr(cost, name) * factor for name in STEP_TERMS})
 
 
@@ -171,7 +171,7 @@ class LearningCost:
         return self._answer.transfer(blocks)
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        """Update the coefficients with a measured step. Times that are not positive and finite are ignored."""
+        """Update the coefficients. Times that are not positive and finite are ignored."""
         if not 0 < seconds < math.inf:
             return
         learned, bounds = self._learned, self._bounds

@@ -43,7 +43,6 @@ class Room:
         self._kv = kv
 
     def open(self, context: StepContext, slots: int, target: int) -> None:
-        """Start a step with these slots and tokens, less what current KV holders need."""
         assert self._kv is not None, "begin comes first"
         needs = [eligible_tokens(one, context) for one in self._kv.holders() if one.finish_reason is None]
         self.steps += 1
@@ -75,7 +74,6 @@ class Room:
         self._blocks -= self._kv.blocks_for(demand.kv)
 
     def _tokens_of(self, demand: Demand) -> int:
-        """Return the demand's tokens in this step; a prompt longer than a whole step is cut to the rest."""
         return demand.prompt if demand.prompt <= self._target else self._tokens
 
 

@@ -235,7 +235,6 @@ class PrefixAware(LeastWork):
         return self._work[replica] - (nothing - others) - OWN_WEIGHT * (others - all_s), -held, replica
 
     def found(self, request: Request, cached: int) -> None:
-        """Correct the request's prefill time when it starts with `cached` tokens in its replica's prefix cache."""
         left = self._left[request]
         if not left.has_token:
             prefill_s = self._prefill_s(request, left.replica, cached)

@@ -114,7 +114,6 @@ class Swap(Recompute):
         self._next_drop = max(now, self._next_drop) + seconds / self._drop_share
 
     def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
-        """Return whether the prompt is complete and swapping what follows `keep` blocks beats recomputing it."""
         return request.known - request.computed <= 1 and self._moves_faster(request, kv, keep)
 
     def _moves_faster(self, request: Request, kv: KVAccounts, keep: int) -> bool:

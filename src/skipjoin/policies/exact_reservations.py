@@ -57,7 +57,7 @@ class Hosts:
         return None
 
     def has_room(self, kv: KVAccounts) -> bool:
-        """Return whether a hosting request has a block to share besides one for its own growth."""
+        """Return whether a hosting request has a block to share besides one for its growth."""
         if self._unused is None:
             self._unused = self._sorted(kv)
         return bool(self._unused)
@@ -180,7 +180,6 @@ class ExactReservations(Callbacks):
         )
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
-        """Return whether the request used up an exact reservation that is not its prompt's."""
         return _parent_of(request, kv) is not PROMPTS and len(request.prompt) < request.reserved_tokens < UNLIMITED
 
     def _more(self, request: Request, target: int, kv: KVAccounts) -> Allocation | None:

@@ -158,7 +158,6 @@ class Pack:
         return True
 
     def add_real_time(self, urgent: Sequence[tuple[Request, int]]) -> bool:
-        """Choose real-time requests, most urgent first. Return False if some do not fit the time limit."""
         self._urgent.update(request for request, _ in urgent)
         for request, pending in urgent:
             if self._slots >= self._rules.max_seqs or self._tokens <= 0:
@@ -173,7 +172,6 @@ class Pack:
         return True
 
     def add_best_effort(self, request: Request, pending: int) -> bool:
-        """Choose the request, if necessary in place of a real-time one. Return whether it was chosen."""
         if self.slots_left > 0 and (tokens := self._room_for(request, pending)):
             self._choose(request, tokens)
             return True

@@ -11,7 +11,7 @@ NO_FORECAST_TOKENS = 16
 
 
 def forecast_tokens(request: Request) -> float:
-    """Return the forecast output length within [1, max_tokens], or `NO_FORECAST_TOKENS` without a forecast."""
+    """Return the forecast within [1, max_tokens], or `NO_FORECAST_TOKENS` without one."""
     expected = NO_FORECAST_TOKENS if request.forecast is None else request.forecast.tokens
     return min(max(expected, 1), request.max_tokens)
 

@@ -162,7 +162,6 @@ class EvenBuilder:
         self._share = self._share_of(self._sought)
 
     def passed_over(self) -> dict[Request, int]:
-        """Return how often in a row requests were skipped, including this step."""
         return {request: self._passed.get(request, 0) + 1 for request in self._idle} if self._is_full else {}
 
     def offer(self, request: Request, pending: int) -> int | Refusal:

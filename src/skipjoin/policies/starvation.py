@@ -50,7 +50,7 @@ class WorstCase:
 
     @property
     def step_s(self) -> float:
-        """Longest step without transfers: all tokens are prefill at the end of the context, with the most decodes."""
+        """Longest step without transfers: all tokens prefill at the end of the context, with the most decodes."""
         on_device = self.device_blocks * self.block_size
         seqs = min(self.max_seqs, self.max_tokens, self.requests)
         shape = StepShape(self.max_tokens, self.max_tokens * self.max_len, seqs, min(on_device, seqs * self.max_len))

@@ -44,7 +44,6 @@ class Backlog:
             del self._sums[place]
 
     def before(self, keys: Iterable[float]) -> Iterator[float]:
-        """Yield, for each of the ascending keys, the seconds in the buckets before its own."""
         sums, at, total = sorted(self._sums.items()), 0, 0.0
         for key in keys:
             place = self._bucket(key)

@@ -26,7 +26,6 @@ def _installed(path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoint]]:
 
 
 def load(name: str, is_builtin: bool) -> Any:
-    """Import the installed recipe. Raise `ConfigError` if its name is not unique, or if the import fails."""
     points = installed()[name]
     if is_builtin:
         raise ConfigError(

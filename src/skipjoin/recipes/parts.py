@@ -69,7 +69,7 @@ def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Bat
 
 
 def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
-    """Return `make` or, if clients are told apart, a factory of fair orderings with one `make` ordering per client."""
+    """Return `make`, or a factory of fair orderings if clients are told apart."""
     weight, limits = s.fair_output_weight, s.limits
     if weight is None:
         return make
@@ -124,7 +124,6 @@ def eviction_of(s: Settings, name: str, *, drop_share: float = DROP_SHARE) -> Ev
 
 
 def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], float]:
-    """Return the true output lengths for recipe `name`. Raise `ConfigError` if they are unknown."""
     if oracle == "max-tokens":
         return longest_output
     if not s.has_true_forecasts:

@@ -141,11 +141,9 @@ class Recipe:
         return params.resolved(s, self.make(s, params))
 
     def build(self, s: Settings, given: Mapping[str, Value]) -> Policies:
-        """Build the policies with the given parameters. Raise `ConfigError` for an invalid parameter or setting."""
         return self.make(s, self.resolve(s, given))
 
     def make(self, s: Settings, params: Params) -> Policies:
-        """Build the policies with all parameters. Raise `ConfigError` if the recipe does not fit the settings."""
         if self.needs_lossless_swap and not s.lossless_swap:
             raise ConfigError(
                 f"recipe {self.name} needs KV that returns from CPU memory as it left: swap_dtype must be auto"
@@ -258,7 +256,7 @@ def listed() -> dict[str, Recipe]:
 
 
 def absolute(name: str) -> str:
-    """Return the name with the absolute path of its file, for processes with another working folder."""
+    """Return the name with an absolute path, for processes with another working folder."""
     base, _ = spelling.split(name)
     file = files.parse(base)
     return name if file is None else f"{file.path}:{file.recipe}{name.strip().removeprefix(base)}"
@@ -282,7 +280,6 @@ def check_recipe(
 
 
 def own(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
-    """Return those of the given parameters that the recipe `name` has and does not fix."""
     found = find(name)
     return {name: value for name, value in given.items() if name in found.parameters and name not in found.fixed}
 

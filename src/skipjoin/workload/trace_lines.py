@@ -67,7 +67,6 @@ class CsvLine:
         return ConfigError(f"{self.file} line {line}, column {character} ({column}): {what}, got {self.cells[index]!r}")
 
     def _start(self, index: int) -> int:
-        """Return the position of a cell in the source: after `index` commas outside quotes."""
         start, quoted = 0, False
         for place, character in enumerate(self.source):
             if index == 0:

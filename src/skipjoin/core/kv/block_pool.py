@@ -96,7 +96,7 @@ class BlockPool:
         return block in self._keys
 
     def name(self, block: int, key: Key) -> bool:
-        """Assign a key to an allocated block; return False if another block already has it."""
+        """Assign a key to an allocated block; return False if another block has it."""
         if self._blocks.setdefault(key, block) != block:
             return False
         self._keys[block] = key
@@ -112,7 +112,7 @@ class BlockPool:
         self._read.update(blocks)
 
     def end_read(self, block: int) -> bool:
-        """Unmark a copied block; return False if its KV was lost, so that the copy may be invalid."""
+        """Unmark a copied block; return False if its KV was lost, so the copy may be invalid."""
         was_there = block in self._read
         self._read.discard(block)
         return was_there

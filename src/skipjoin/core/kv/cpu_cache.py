@@ -38,7 +38,6 @@ class CpuCache:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """Targets of the copy in transit, which are neither free nor held."""
         return self._copy.target if self._copy is not None else ()
 
     def name(self, block: int, key: Key) -> None:
@@ -51,7 +50,6 @@ class CpuCache:
                 self._cpu.unname(block)
 
     def begin(self, depth: int) -> Move | None:
-        """Start a copy, unless there is nothing to copy or a copy is in transit."""
         device, cpu = self._device, self._cpu
         if self._copy is not None:
             self._waited += 1

@@ -131,7 +131,6 @@ class PrefixCache:
         held.keyed = full
 
     def offer_swapped(self, held: RequestBlocks, move: Move) -> None:
-        """Register swapped-out blocks, which can be found once the request frees them."""
         request = held.request
         if request.prefix is None or held.is_private or not held.cpu or held.cpu[0] != move.target[0]:
             return

@@ -49,7 +49,7 @@ class Reservation:
 
     @property
     def alone(self) -> int:
-        """Number of blocks that return to the parent when this reservation ends; lent and shared ones stay in use."""
+        """Number of blocks that return to the parent when this reservation ends."""
         return self.size - self.lent - self.shared
 
     def ancestors(self) -> Iterator[Reservation]:
@@ -192,7 +192,6 @@ class Reservations:
         return freed
 
     def promise(self, request: Request, blocks: int, parent: Owner) -> None:
-        """Replace the request's open reservation by one of `blocks` blocks from `parent`."""
         lends, this = self.find(parent), self._of[request]
         if this is lends or this in lends.ancestors():
             raise LedgerError(f"request {request.id} reserves blocks that it lends itself")

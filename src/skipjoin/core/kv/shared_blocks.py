@@ -194,11 +194,10 @@ class SharedBlocks:
         return max(0, self._slots(index, held.request.planned))
 
     def _limit(self, shared: SharedBlock) -> int:
-        """Return the first slot of the owner that is not saved."""
         return self._size - self.filled_slots(shared.owner, shared.index) + shared.saved
 
     def _slots(self, index: int, tokens: int) -> int:
-        """Return how many slots of block `index` the first `tokens` tokens fill; negative if they do not reach it."""
+        """Return how many slots of block `index` the first `tokens` tokens fill; may be negative."""
         return min(self._size, tokens - index * self._size)
 
     def _taken(self, shared: SharedBlock) -> int:
@@ -206,7 +205,6 @@ class SharedBlocks:
         return max(0, self._slots(shared.at, borrower.request.planned)) if borrower is not None else 0
 
     def _is_contested(self, shared: SharedBlock, tokens: int) -> bool:
-        """Return whether the owner needs another block in place of this one to have `tokens` tokens."""
         if shared.borrower is None:
             return False
         return shared.saved > 0 or self._slots(shared.index, tokens) > self._size - self._taken(shared)

@@ -39,11 +39,11 @@ class Evictor:
         self._holders: list[Request] | None = None  # best first; sorted on first use
 
     def is_below_floor(self, request: Request) -> bool:
-        """Return whether this request, or one of at least equal importance, was evicted in this step."""
+        """Return whether a request of at most this importance was evicted in this step."""
         return self._floor is not None and self._rank(request) >= self._floor
 
     def holders_after(self, last: Request) -> list[Request]:
-        """Return the holders of KV ranked after `last` that this step may run, best first."""
+        """Return the holders ranked after `last` that this step may run, best first."""
         floor, rank = self._rank(last), self._rank
         return [request for request in self._holders_ranked() if rank(request) > floor]
 
@@ -88,7 +88,7 @@ class Evictor:
         return WaitReason.NO_KV
 
     def refusal(self, request: Request, short: int, *, parent: Owner) -> WaitReason | None:
-        """Return why evictions cannot free `short` blocks for a request without KV, or None if they may."""
+        """Return why evictions cannot free `short` blocks for a request without KV, or None."""
         candidates = self._evictable(request, parent, newcomer=True)
         if sum(map(self._kv.footprint, candidates)) + self._shared_within(candidates) < short:
             return WaitReason.NO_KV
@@ -221,7 +221,7 @@ class Evictor:
         return found
 
     def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
-        """Share the victim's blocks bidirectionally if the eviction asks for it. The victim loses no KV yet."""
+        """Share the victim's blocks bidirectionally, if asked. The victim loses no KV yet."""
         victim, kv, sharing = eviction.request, self._kv, self._sharing
         if not eviction.lent or self.takes_all or borrower is None or sharing is None:
             return False

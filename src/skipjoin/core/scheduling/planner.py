@@ -16,7 +16,6 @@ from skipjoin.core.step import Move, Slice, StepPlan
 
 
 def begin_decision(policies: Policies, kv: BlockLedger, now: float) -> None:
-    """Reserve the blocks that policies request for accounts, which get none without nested reservations."""
     reservations = kv.reservations
     for begin in policies.on_begin:
         for account, blocks in begin(now, kv):
@@ -139,7 +138,7 @@ class StepPlanner:
         return None
 
     def _meet(self, request: Request) -> int:
-        """Credit prefix-cache hits; return the eligible tokens, 0 while the request waits for a prefix."""
+        """Credit prefix-cache hits; return the eligible tokens, 0 if the request waits for a prefix."""
         hit = self._kv.hit(request)
         if not self._is_forced and comes_soon(request, hit, self._context):
             self._wait(request, WaitReason.BEHIND_PREFIX)

@@ -66,7 +66,7 @@ class Residency:
         return found
 
     def _admit(self, request: Request, target: int) -> HeldBlocks | WaitReason:
-        """Admit a request without KV. A refusal closes the step, unless the admission policy lets others pass."""
+        """Admit a request without KV. A refusal closes the step unless the policy lets others pass."""
         if self._evictor.is_below_floor(request):
             self.closed = WaitReason.BEHIND_MEMORY
             return WaitReason.BEHIND_MEMORY
@@ -82,7 +82,6 @@ class Residency:
         return found
 
     def _refuse_early(self, request: Request, target: int, hit: Hit) -> WaitReason | None:
-        """Return the wait reason, if any, before the slow adoption of a prefix-cache hit."""
         allocation = self._ask(request, target)
         if isinstance(allocation, WaitReason):
             return allocation

@@ -255,7 +255,7 @@ class Scheduler:
         return lost
 
     def _forget(self, request: Request, keep: int, now: float) -> None:
-        """Recompute what the request lost in transit, after its first `keep` blocks. No other plan contains it."""
+        """Recompute what the request lost in transit. No other plan contains it."""
         if request.finish_reason is not None:
             self.kv.release(request)
             return
@@ -263,7 +263,7 @@ class Scheduler:
         self._drop(request, self.kv.tokens_in(request, keep), now)
 
     def _drop(self, request: Request, kept: int, now: float) -> None:
-        """Reset the request to its first `kept` tokens with KV, after a loss that was not an eviction."""
+        """Reset the request to its first `kept` tokens after a loss that was not an eviction."""
         request.computed = request.planned = kept
         request.is_newly_resident = request.is_newly_resident or kept > 0
         request.last_plan = NEVER

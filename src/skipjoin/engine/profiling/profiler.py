@@ -184,7 +184,6 @@ class _Clock:
 def _measure_steps(
     executor: ModelExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
 ) -> list[_Measured]:
-    """Measure as many steps as there is time for, at least the smallest one."""
     block_size, used = executor.pools[-1], _used_blocks(executor, limits)
     executor.touch(used)
     plans = [(case, _plan(case.slices, block_size, used)) for case in cases(limits, _PER_KIND)]
@@ -227,7 +226,6 @@ def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: b
 
 
 def _imprecision(times: Iterable[Sequence[float]]) -> float:
-    """Estimate the relative error: a step's interquartile range over the root of its number of runs."""
     return statistics.median([_spread(runs[1:]) for runs in times if runs] or [math.inf])
 
 

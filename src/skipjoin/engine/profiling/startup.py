@@ -72,7 +72,7 @@ def measure(
 
 
 def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float) -> float:
-    """Measure the engine's CPU seconds per decode step that do not overlap with another step, in free KV blocks."""
+    """Measure the engine's CPU seconds per decode step that overlap with no other step."""
     cost = guess_cost(executor.rank_specs, config.block_size)
     policies = build(config.recipe, recipe_settings(config, cost), config.recipe_params)
     kv = KVLedger(executor.pools[0], 0, config.block_size)

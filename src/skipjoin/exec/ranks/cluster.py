@@ -119,7 +119,7 @@ class Cluster:
 
     @classmethod
     def join(cls, address: str) -> Cluster:
-        """Join the cluster at `address`, host:port; raise `ClusterError` on failure or if it requires no token."""
+        """Join the cluster at host:port; raise `ClusterError` on failure or if it requires no token."""
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ClusterError(f"ray_address must be host:port of a running Ray cluster, got {address!r}")
@@ -161,7 +161,7 @@ class Cluster:
 
 @contextmanager
 def _private_settings() -> Iterator[None]:
-    """Secure a cluster that this process starts, with its own token and on one machine, overriding the environment."""
+    """Secure a cluster that this process starts, overriding the environment."""
     constants: Any = import_module("ray._private.ray_constants")
     had_several = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported

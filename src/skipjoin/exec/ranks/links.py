@@ -74,7 +74,7 @@ class RankListener:
             threading.Thread(target=self._greet, args=(accepted, greeted), daemon=True).start()
 
     def _greet(self, accepted: socket.socket, greeted: SimpleQueue[tuple[Connection, int]]) -> None:
-        """Authenticate a connection within `_GREETING_S`, however slowly it sends, and queue it with its rank."""
+        """Authenticate a connection within `_GREETING_S`, however slowly it sends."""
         guard = accepted.dup()  # has its own file descriptor, which no other connection can reuse meanwhile
         clock = threading.Timer(_GREETING_S, _cut, (guard,))
         clock.start()

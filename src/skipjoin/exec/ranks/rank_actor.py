@@ -172,7 +172,6 @@ class RankActor:
         self._graphs = None
 
     def serve(self, address: Address, secret: bytes) -> None:
-        """Run plans until the engine at its `RankListener`'s address disconnects, then exit this process."""
         assert self._store is not None
         self._loaded.ops.use_threads(self._threads)  # the count is per thread, and this is a different thread
         assert self._grammars is not None

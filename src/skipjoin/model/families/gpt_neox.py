@@ -84,7 +84,7 @@ class _NeoXLayer:
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:
-    """Load the projections; the checkpoint interleaves each head's rows, but attention needs all queries first."""
+    """Load the projections, whose rows the checkpoint interleaves by head."""
     config, heads = builder.config, builder.shard.heads(builder.config)
     hidden, dim, count = config.hidden_size, config.head_dim, len(heads)
     own = scaled(heads, 3 * dim)

@@ -14,7 +14,7 @@ _BLOCK, _WARPS = 1024, 4
 def silu_and_mul_kernel(
     x: tl.tensor, out: tl.tensor, width: tl.tensor, x_stride: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Compute silu of the first `width` values times the next `width`; a program has one row and BLOCK columns."""
+    """Compute silu of the first `width` values times the next; a program has one row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

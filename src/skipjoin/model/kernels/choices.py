@@ -70,7 +70,7 @@ def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[objec
 def distinct_batches(
     group: int, kv_heads: int, block_size: int, seqs: int, positions: int
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Return the fewest batches that use all versions of the kernels; see `AttentionBackend.versions`."""
+    """Return the fewest batches that use all kernel versions; see `AttentionBackend.versions`."""
     widest = -(-positions // block_size)
     bucket, most = 1, 0
     batches: list[tuple[int, ...]] = []

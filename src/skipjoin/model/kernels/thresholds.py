@@ -27,7 +27,7 @@ def _magnitudes(row: tl.tensor, start: tl.tensor, vocab: tl.tensor, BLOCK: tl.co
 def _counts(
     row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the numbers of values with a magnitude of at most `first`, `second` and `third`, which are finite."""
+    """Return the numbers of values with a magnitude of at most each of the three, which are finite."""
     one = tl.zeros((BLOCK,), tl.int32)
     two = tl.zeros((BLOCK,), tl.int32)
     three = tl.zeros((BLOCK,), tl.int32)
@@ -89,7 +89,6 @@ def thresholds_kernel(
     vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Find the threshold of one row, the smallest magnitude that keeps enough values."""
     index = tl.program_id(0).to(tl.int64)  # rows times vocabulary may pass 2**31
     row = scaled + index * row_stride
     k, p = tl.load(top_k + index), tl.load(top_p + index)

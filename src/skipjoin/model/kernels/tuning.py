@@ -33,7 +33,7 @@ _WARM_UP, _RUNS = 3, 15
 
 
 def cuda_ms(call: Call, turns: int) -> float:
-    """Return the median time of a call in milliseconds, from a graph, because launches from Python take longer."""
+    """Return the median milliseconds of a call, from a graph, because launches from Python take longer."""
     for turn in range(_WARM_UP):
         call(turn % turns)
     graph = torch.cuda.CUDAGraph()

@@ -51,7 +51,6 @@ def draw_latency(lines: Sequence[Line], metric: str, bound: Bound | None, warn: 
 
 
 def draw_ttft_tpot(lines: Sequence[Line], bound: Bound | None, warn: Warn) -> Figure:
-    """Draw mean and 95th percentile of TTFT and TPOT over the rate."""
     fields = {metric: [f"{metric}.mean", f"{metric}.p95"] for metric in ("ttft_s", "tpot_s")}
 
     def need(record: Record) -> None:

@@ -55,7 +55,7 @@ def lines_of(records: Sequence[Record]) -> list[Line]:
 
 
 def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], warn: Warn) -> list[Line]:
-    """Return the lines without records for which `check` raises `ConfigError`; raise it if none is left."""
+    """Return the lines without records that fail `check`; raise `ConfigError` if none is left."""
     kept, warnings, reason = [], [], "there are no records"
     for line in lines:
         good, bad = [], defaultdict(list)

@@ -100,7 +100,6 @@ def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) ->
 
 
 def draw_kv(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """Draw KV usage and requests over time for the first seed."""
     lines = usable("kv", lines, _series, warn)
     rate_rps, lines = at_one_rate("kv", lines, rate_rps, warn)
     columns = min(len(lines), _MAX_COLUMNS)

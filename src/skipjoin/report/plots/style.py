@@ -129,7 +129,6 @@ def field_label(field: str) -> str:
 
 
 def log_where_wide(axes: Axes, axis: Axis, values: Iterable[float]) -> None:
-    """Make an axis logarithmic if its values are positive and wide-ranging."""
     known = list(values)
     low, high = min(known), max(known)
     if low <= 0 or high / low <= LOG_RANGE:

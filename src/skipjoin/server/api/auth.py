@@ -135,7 +135,7 @@ def _too_large(limit: int, headers: Mapping[str, str] | None = None) -> ApiError
 
 
 def _is_open(scope: Scope) -> bool:
-    """Return whether the path needs no key. The sent and the routed path must both match exactly."""
+    """Return whether the path needs no key. Sent and routed path must both match exactly."""
     path = scope["path"]
     raw = scope.get("raw_path")
     return path in OPEN_PATHS and not scope.get("root_path") and (raw is None or raw == path.encode())

@@ -91,7 +91,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 async def json_body(request: Request) -> bytes:
-    """Return a JSON body, or raise 415. Pages of other sites cannot send that type without a CORS preflight."""
+    """Return a JSON body, or raise 415. Pages of other sites cannot send that type without CORS."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if _JSON.fullmatch(kind) is None:
         got = repr(kind) if kind else "none"

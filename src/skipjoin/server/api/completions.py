@@ -149,7 +149,7 @@ def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogpr
 
 
 def _alternatives(tokenizer: Tokenizer, scored: TokenLogprob, text: str) -> dict[str, float]:
-    """Return the most likely tokens and the chosen one. Of tokens with the same text, keep the most likely."""
+    """Return the likeliest tokens and the chosen one. Of tokens with equal text, keep the likeliest."""
     found: dict[str, float] = {}
     for token, logprob in scored.top:
         found.setdefault(token_name(tokenizer, token), max(logprob, LOWEST_LOGPROB))

@@ -314,7 +314,6 @@ def _free(slots: Iterable[AdmissionSlot]) -> None:
 
 
 def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:
-    """Return the parameters of a choice, with its own reproducible seed if the request has a seed."""
     if params.seed is None or copy == 0:
         return params
     return replace(params, seed=SEED_MIN + (params.seed - SEED_MIN + copy) % 2**64)

@@ -132,7 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_excess = not self.pool.assign(self, kind, name)
 
     def _on_owner(self, owner: str) -> None:
-        """Count the connection for its API key. Raise `ApiError` if the key or address has too many."""
+        """Count the connection for its API key. Raise `ApiError` if there are too many."""
         if owner != ANONYMOUS:
             self._count_for("key", owner)
         if self._is_excess:

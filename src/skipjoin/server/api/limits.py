@@ -130,7 +130,7 @@ class Runs:
             self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
-        """Predict the seconds until `count` running sequences (or all) have finished; None if unknown."""
+        """Predict the seconds until `count` running sequences have finished; None if unknown."""
         every = -(-len(self._live) // _MAX_SAMPLES)  # sample every n-th sequence
         starts = list(islice(self._live.values(), 0, None, every or 1))
         if not (self._lengths and starts):
@@ -268,7 +268,7 @@ class Admission:
     def resize(
         self, slots: Sequence[AdmissionSlot], prompt_tokens: Sequence[int], *, is_best_effort: bool = False
     ) -> None:
-        """Replace the estimates by the actual numbers of tokens. The slots keep their estimates if this raises."""
+        """Replace the estimates by the actual numbers. The slots keep their estimates if this raises."""
         _, max_tokens, whose = self._limits(is_best_effort)
         tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
         if tokens > before:

@@ -55,7 +55,7 @@ def served_tier(options: RequestOptions) -> ServiceTier:
 
 
 def _tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier | None:
-    """Return the requested tier. Raise 400 for tier priority, which preempts others, unless the key has that right."""
+    """Return the tier. Raise 400 for priority, which preempts others, unless the key has that right."""
     if body.service_tier == "priority" and not config.rights_of(owner).tier:
         which = "this API key" if _has_own(config, owner, "tier") else "this server"
         raise bad_request(
@@ -66,7 +66,7 @@ def _tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier
 
 
 def _priority(asked: int, config: ServerConfig, owner: str) -> int:
-    """Return the requested priority. Raise 400 if the key does not allow it, because lower numbers preempt others."""
+    """Return the priority. Raise 400 if the key does not allow it."""
     low, high = bounds = config.rights_of(owner).priorities or (0, 0)
     if not asked or low <= asked <= high:
         return asked

@@ -75,7 +75,6 @@ class Shares:
         return is_entitled
 
     def take(self, client: str, amount: int) -> None:
-        """Add `amount`, which may be negative, to what the client holds, and end its reservation."""
         mine = self._clients.setdefault(client, _Client())
         mine.held += amount
         self.used += amount

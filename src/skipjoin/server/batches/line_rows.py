@@ -34,7 +34,7 @@ class LineRows(Base):
 
     @repeated
     async def take_lines(self, limit: int, model: str | None = None) -> list[Line]:
-        """Take READY lines from owners with the fewest running ones, and of each from its batch that expires first."""
+        """Take READY lines from owners with the fewest running ones, earliest expiry first."""
         async with self._db.writing() as connection:
             found = await self._in_progress(connection, is_for(model))
             running = await _running(connection, list(found))
@@ -129,7 +129,6 @@ class LineRows(Base):
 
 
 def deal(waiting: dict[str, list[Waiting]], running: Counter[str], limit: int) -> list[str]:
-    """Return the batch of each line to take, always for the owner with the fewest running lines."""
     queues = {owner: deque(sorted(own)) for owner, own in waiting.items()}
     turns = [(running[owner], queue[0], owner) for owner, queue in queues.items()]
     heapq.heapify(turns)

@@ -91,7 +91,7 @@ def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) ->
 
 
 def _check_same(asked: BatchRow, made: BatchRow) -> None:
-    """Raise 400 if the idempotency key belongs to a different batch. Official clients would retry after a 409."""
+    """Raise 400 if the idempotency key belongs to a different batch. Clients would retry after a 409."""
     for name, field in _ASKED.items():
         if getattr(asked, field) != getattr(made, field):
             raise bad_request(

@@ -39,7 +39,6 @@ def max_sequences_per_line(max_queued_requests: int) -> int:
 
 
 def is_folder_gone(blobs: Blobs, file_id: str) -> bool:
-    """Return whether the whole folder of a file is missing, which may be temporary."""
     return not blobs.path(file_id).parent.is_dir()
 
 
@@ -149,7 +148,7 @@ class Runner:
                 self._held.append(line)
 
     async def _owners_at(self, max_bytes: int, owners: Collection[str]) -> set[str]:
-        """Return the owners at their quota. None while the store fails, because `ResultWriter` checks again."""
+        """Return the owners at their quota; none while the store fails, as `ResultWriter` checks again."""
         with suppress(StoreError):
             return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= max_bytes}
         return set()

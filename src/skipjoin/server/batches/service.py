@@ -119,7 +119,7 @@ class Batches:
 
 
 def _trouble(error: Exception) -> tuple[str, ...]:
-    """Return the message for clients, and its code unless it is the default. Other errors may contain secrets."""
+    """Return the message for clients, and its code. Other errors may contain secrets."""
     if isinstance(error, FolderLocked):
         return ("files and batches cannot be used now: another server has their folder",)
     if isinstance(error, NoSpace):
@@ -194,7 +194,7 @@ class Leases:
     turn: int = 0
 
     async def renew(self) -> None:
-        """Renew the leases and stop lines that were lost. An idle server renews less often to spare disk writes."""
+        """Renew the leases and stop lines that were lost. An idle server renews less often."""
         if self.runner.live or self.turn % _IDLE_TURNS == 0:
             before = set(self.runner.live)
             held = await self.store.renew()

@@ -59,7 +59,6 @@ class CrashIsolation:
         self._end(sequence)
 
     def next(self) -> None:
-        """Start the next trial, or release all held sequences if there is no engine."""
         while self.held and self._trial is None:
             self._go_on(self.held.pop(next(iter(self.held))))
 

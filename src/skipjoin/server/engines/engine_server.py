@@ -357,7 +357,7 @@ class EngineServer:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits. Only Linux does; others notice within `HEARTBEAT_S`."""
+    """Make the kernel kill this process when its parent exits. Only Linux does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -430,7 +430,7 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
 
 
 def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Destroy the context in a thread, because ZeroMQ may block forever on a link lost during a reconnect."""
+    """Destroy the context in a thread, because ZeroMQ may block forever on a lost link."""
     ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True)
     ending.start()
     ending.join(_DESTROY_S)

@@ -23,7 +23,6 @@ class EngineReplica:
         return node
 
     def start(self, command: tuple[str, ...], setup: bytes) -> None:
-        """Start the engine with a `Setup` as JSON, of which `parent` and `heartbeat_fd` are set here."""
         self._oom_kills = oom_kills()
         self._heartbeat = HeartbeatReader()
         notify = self._heartbeat.engine_fd

@@ -79,7 +79,6 @@ class ReplicaSupervisor:
         self._reason = ""  # of the last failed start
 
     def deploy(self, command: tuple[str, ...], setup: bytes, *, replicas: int, needs: Needs) -> None:
-        """Start replicas, or raise `ClusterError` if the cluster is too small."""
         ray = import_ray()
         gpus = check_room(replicas, needs, [node.has for node in known_nodes()])
         self._needs = needs
@@ -179,7 +178,6 @@ class ReplicaSupervisor:
 
 
 def check_room(replicas: int, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return how many GPUs each engine's own process takes, or raise `ClusterError` if an idle cluster is too small."""
     wants_gpus = needs.device == "cuda" or (needs.device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
     each = {"CPU": needs.all_cpus} | ({"GPU": needs.ranks or 1} if wants_gpus else {})
     if needs.ranks:  # ranks may be on other nodes than the engine

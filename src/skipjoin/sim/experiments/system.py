@@ -277,7 +277,6 @@ class System:
         }
 
     def light_load(self, jobs: Sequence[WorkloadRequest]) -> tuple[float, float]:
-        """Return the seconds of a prefill and of a decode step of mean lengths without other requests."""
         prompt = _mean_prompt(jobs)
         output = sum(job.output_tokens for job in jobs) / max(1, len(jobs))
         return prefill_alone(self.cost, prompt), decode_alone(self.cost, round(prompt + output / 2))
@@ -286,7 +285,6 @@ class System:
         return scaled_jct(self.cost, scale, _mean_prompt(jobs))
 
     def max_output(self, job: WorkloadRequest) -> int:
-        """Return a job's maximum number of output tokens; a server would reject a larger request."""
         room = min(self.max_model_len, self.kv_blocks * self.block_size) - job.prompt_tokens
         # A prefill replica needs room for the prompt and the first token.
         return room if job.prompt_tokens < self.prefill_system.kv_blocks * self.block_size else 0

@@ -11,7 +11,7 @@ from skipjoin.core.policy import AdmissionPolicy, Allocation, Deferral
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.coupled import WholeReservations
 from skipjoin.policies.econo import PaddedLengths
-from skipjoin.policies.exact_reservations import ExactReservations, Hosts
+from skipjoin.policies.exact_reservations import ExactReservations, GroupGate, Hosts
 from support.load import make
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
@@ -22,6 +22,9 @@ ADMISSIONS: dict[str, AdmissionPolicy] = {
     "whole claims": WholeReservations(PaddedLengths(0.15)),
     "exact claims": ExactReservations(PaddedLengths(0.15), group=None, reserve=0.1, hosts=None),
     "exact claims, with hosts": ExactReservations(PaddedLengths(0.0), group=None, reserve=0.0, hosts=Hosts(0.1)),
+    "exact claims, gated": ExactReservations(
+        PaddedLengths(0.0), group=lambda request, now: 0, reserve=0.1, hosts=None, gate=GroupGate()
+    ),
 }
 every_admission = pytest.mark.parametrize("admission", ADMISSIONS.values(), ids=ADMISSIONS.keys())
 

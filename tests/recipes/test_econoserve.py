@@ -185,6 +185,16 @@ def test_hosted_requests_that_exceed_their_forecast_are_evicted_and_finish() -> 
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
+def test_gated_admission_forms_larger_groups() -> None:
+    """Decodes then accumulate until a group completes, instead of being admitted one by one."""
+    workload, extent = synthetic("uniform:4-16,8-128", "poisson"), Extent(200.0, None, 1, limit=400)
+    sizes = {}
+    for admission in ("continuous", "gated"):
+        found = seen("econoserve-sd", workload, extent, kv_blocks=600, reserve=0.2, admission=admission)
+        sizes[admission] = fmean(map(len, found.groups))
+    assert sizes["gated"] > 1.3 * sizes["continuous"], sizes
+
+
 @pytest.mark.parametrize("recipe", ["econoserve", "econoserve-sd", "econoserve-d"])
 def test_members_of_a_group_begin_and_end_together(recipe: str) -> None:
     """There are groups if lengths are equal, and hardly any if not; `econoserve-d` has none."""

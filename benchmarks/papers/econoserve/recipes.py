@@ -18,7 +18,7 @@ from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed,
 def econoserve_sd(s: Settings, p: GroupParams) -> Policies:
     """EconoServe without nested reservations and its order: separate queues, groups (EconoServe section 4, -SD)."""
     lengths = PaddedLengths(p.padding)
-    return decoupled(s, p, lengths, ByGroup(lengths, p.length_range), groups=True)
+    return decoupled(s, p, lengths, ByGroup(lengths, p.length_range), groups=True, gated=p.admission == "gated")
 
 
 @recipe(forecasts=Forecasts.LEARNED)

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from itertools import count
 from operator import itemgetter
 
 from skipjoin.core.forecast import Forecast
@@ -82,6 +83,61 @@ class Hosts:
         return False
 
 
+class GroupGate:
+    """Admission of groups until KV is full, and again once a group completes (EconoServe Algorithm 1).
+
+    A group consists of the decodes that reserve with equal labels while the gate is open. It completes when none of its
+    members runs within its reservation any more.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._was_refused = False
+        self._labels: dict[Request, Hashable] = {}
+        self._forming: dict[Hashable, int] = {}  # number of the group by label
+        self._group_of: dict[Request, int] = {}
+        self._sizes: Counter[int] = Counter()
+        self._numbers = count()
+
+    def begin(self) -> None:
+        """Start a step: the gate closes if a decode was refused while it was open, and lets others wait for a group."""
+        for request in [one for one in self._group_of if phase_of(one, one.known) is not Phase.RUNNING]:
+            self.leave(request)
+        if self._was_refused and self._sizes:
+            self.is_open = False
+            self._forming.clear()
+        self._was_refused = False
+
+    def refuse(self) -> None:
+        self._was_refused = self.is_open
+
+    def label(self, request: Request, label: Hashable) -> None:
+        """Set the label under which the request joins a group if it gets its reservation."""
+        self._labels[request] = label
+
+    def join(self, request: Request) -> None:
+        self.leave(request)
+        if (label := self._labels.pop(request, None)) is None:
+            return
+        if label not in self._forming:
+            self._forming[label] = next(self._numbers)
+        group = self._group_of[request] = self._forming[label]
+        self._sizes[group] += 1
+
+    def forget(self, request: Request) -> None:
+        self._labels.pop(request, None)
+        self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        group = self._group_of.pop(request, None)
+        if group is None:
+            return
+        self._sizes[group] -= 1
+        if not self._sizes[group]:
+            del self._sizes[group]
+            self.is_open = True
+
+
 class ExactReservations(Callbacks):
     """Reserves exactly the KV that a decode is predicted to need until it finishes.
 
@@ -96,6 +152,7 @@ class ExactReservations(Callbacks):
     Args:
         reserve: Share of the pool for prompts, which they exceed only while no decode waits.
         hosts: None disables nested reservations.
+        gate: Decides when waiting decodes are admitted; None admits them whenever KV suffices.
         overdue_s: Age in seconds from which a request without KV for its prompt blocks KV for other prompts. Otherwise
             a prompt larger than the reserve would starve behind decodes.
     """
@@ -109,6 +166,7 @@ class ExactReservations(Callbacks):
         group: Callable[[Request, float], Hashable] | None,
         reserve: float,
         hosts: Hosts | None,
+        gate: GroupGate | None = None,
         overdue_s: float = math.inf,
     ) -> None:
         if not 0 <= reserve < 1:
@@ -117,6 +175,7 @@ class ExactReservations(Callbacks):
         self._group = group
         self._reserve = reserve
         self._hosts = hosts
+        self._gate = gate
         self._overdue_s = overdue_s
         self._now = 0.0
         self._bands: Counter[Band] = Counter()  # of all requests
@@ -127,12 +186,24 @@ class ExactReservations(Callbacks):
         self._now = now
         if self._hosts is not None:
             self._hosts.begin()
+        if self._gate is not None:
+            self._gate.begin()
         return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
 
     def on_arrived(self, request: Request, now: float) -> None:
         self._bands[request.band] += 1
 
+    def on_reserved(self, request: Request, now: float) -> None:
+        if self._gate is not None and phase_of(request, request.known) is Phase.RUNNING:
+            self._gate.join(request)
+
+    def on_preempted(self, request: Request, now: float) -> None:
+        if self._gate is not None:
+            self._gate.leave(request)
+
     def on_finished(self, request: Request, now: float) -> None:
+        if self._gate is not None:
+            self._gate.forget(request)
         self._wholes.pop(request, None)
         band = request.band
         self._bands[band] -= 1
@@ -148,9 +219,12 @@ class ExactReservations(Callbacks):
         tokens = self._lengths.kv_tokens(request, generated)
         blocks = kv.blocks_for(tokens)
         group = None if self._group is None else self._group(request, self._now)
-        if kv.shortfall_of_reservation(request, blocks, None) <= 0:
+        if self._gate is not None:
+            self._gate.label(request, group)
+        is_open = self._gate is None or self._gate.is_open
+        if is_open and kv.shortfall_of_reservation(request, blocks, None) <= 0:
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group)
-        if self._hosts is not None:
+        if is_open and self._hosts is not None:
             lent = self._lengths.kv_tokens(request, generated, nested=True)
             need = self._hosts.need(kv.blocks_for(lent), lent - target + 1, kv)
             if (host := self._hosts.seek(request, need, kv)) is not None:
@@ -158,6 +232,8 @@ class ExactReservations(Callbacks):
                 return Allocation(now=blocks, blocks=blocks, tokens=lent, parent=host, group=group)
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
+        if self._gate is not None:
+            self._gate.refuse()
         return Deferral.REQUEST
 
     def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:

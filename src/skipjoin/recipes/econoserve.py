@@ -11,7 +11,7 @@ from skipjoin.options import ConfigError, Option
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.econo import ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.eviction import Vacate
-from skipjoin.policies.exact_reservations import ExactReservations, Hosts
+from skipjoin.policies.exact_reservations import ExactReservations, GroupGate, Hosts
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
@@ -46,6 +46,14 @@ class GroupParams(ReservationParams):
     """Parameters of groups of decodes that start and finish together."""
 
     length_range: LengthRange = 32
+    admission: Annotated[
+        str,
+        Option(
+            "When waiting decodes are admitted: whenever KV suffices or, gated as in the paper, by groups until KV is "
+            "full and again once a group completes",
+            choices=("continuous", "gated"),
+        ),
+    ] = "continuous"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +100,7 @@ def decoupled(
     *,
     groups: bool,
     hosts: Hosts | None = None,
+    gated: bool = False,
 ) -> Policies:
     """Return policies with separate queues for prompts and decodes and with exact reservations.
 
@@ -105,7 +114,12 @@ def decoupled(
     tasks = Tasks(order)
     batcher = TargetForward(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)
     reservations = ExactReservations(
-        lengths, group=group if groups else None, reserve=p.reserve, hosts=hosts, overdue_s=p.overdue_s
+        lengths,
+        group=group if groups else None,
+        reserve=p.reserve,
+        hosts=hosts,
+        gate=GroupGate() if gated else None,
+        overdue_s=p.overdue_s,
     )
     return classed(
         s,
@@ -129,4 +143,6 @@ def econoserve(s: Settings, p: OrderParams) -> Policies:
         longest_first=p.order == "longest",
         overdue_s=p.overdue_s,
     )
-    return decoupled(s, p, lengths, order, groups=True, hosts=Hosts(p.buffer) if p.sharing else None)
+    return decoupled(
+        s, p, lengths, order, groups=True, hosts=Hosts(p.buffer) if p.sharing else None, gated=p.admission == "gated"
+    )

@@ -81,7 +81,6 @@ class Setting:
     """Dataclass field with an `Option`.
 
     Attributes:
-        kind: Type without None and literals.
         words: Literal strings allowed besides `kind`, as in `int | Literal["all"]`.
     """
 

@@ -183,7 +183,7 @@ class Released(NamedTuple):
 class Restarted(NamedTuple):
     """The executor restarted. All KV on both tiers and these plans are lost.
 
-    Requests that held KV are preempted (DROP) next. All requests continue from their known tokens.
+    Requests that held KV are preempted (DROP) next.
     """
 
     plans: tuple[StepPlan, ...]

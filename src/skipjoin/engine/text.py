@@ -83,7 +83,6 @@ class Choice:
 
     Attributes:
         tokens: Number of generated tokens, including those of a stop string and the end-of-sequence token.
-        scored: Tokens whose logprobs have not been sent.
         finish_reason: "stop" or "length", or "error" after an output with an error.
     """
 

@@ -45,7 +45,7 @@ def _begin_thread(model: CausalLM, threads: int) -> None:
 class LocalExecutor:
     """Runs plans sequentially on a dedicated thread, so that the engine schedules while the model runs.
 
-    On a GPU the thread only queues work. With two plans in flight, the GPU does not idle between them.
+    On a GPU the thread only queues work.
     """
 
     def __init__(

@@ -11,10 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class QuantizedCopies:
-    """Quantizes KV on swap-out and dequantizes it on swap-in (ALISE section 3.2).
-
-    On CUDA only codes and scales cross the link.
-    """
+    """Quantizes KV on swap-out and dequantizes it on swap-in (ALISE section 3.2)."""
 
     def __init__(self, device: PagedKV, host: QuantizedKV) -> None:
         self._device, self._host = device, host

@@ -30,12 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class InFlightStep:
-    """Plan whose work is queued on the device, or done on a CPU.
-
-    Attributes:
-        states: States of the slices' requests, which may finish before the step does.
-        chosen: Indexes of the slices that sample, in the row order of `sampled`.
-    """
+    """Plan whose work is queued on the device, or done on a CPU."""
 
     plan: StepPlan
     start: Mark

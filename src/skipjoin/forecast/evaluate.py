@@ -45,7 +45,6 @@ class Figures:
     Attributes:
         r, r_log: Pearson correlation of lengths and of log lengths; 0 if all forecasts are equal.
         pairwise: Share of correctly ordered pairs; ties count half.
-        coverage: Share of lengths inside the 80 % interval.
         coverage_by_prompt: Coverage by quartile of prompt length, shortest first.
     """
 

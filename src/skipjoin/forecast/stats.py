@@ -14,7 +14,6 @@ class Stats:
     Attributes:
         known: Finished requests whose length is known, as they ended by themselves or at max_tokens.
         covered: Known requests inside their 80 % interval.
-        error_tokens: Sum of absolute errors of known requests.
     """
 
     forecasts: Counter[str] = field(default_factory=Counter)

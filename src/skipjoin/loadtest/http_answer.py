@@ -55,12 +55,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """Parser of the server-sent events of a completion or chat.
-
-    Attributes:
-        first_token, last_token: Times of events with a token. An event may hold several tokens or a part of one.
-        ended: Time of [DONE].
-    """
+    """Parser of the server-sent events of a completion or chat."""
 
     __slots__ = (
         "_parts",

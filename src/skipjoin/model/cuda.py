@@ -40,7 +40,6 @@ class CudaFacts:
     """Facts that decide whether and how models run on CUDA.
 
     Attributes:
-        present: Whether the machine has a GPU, usable by torch or not.
         archs: Compiled targets of torch's kernels, such as "sm_90".
         compiler: C compiler with which Triton builds launchers.
     """

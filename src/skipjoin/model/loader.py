@@ -218,10 +218,7 @@ def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -
 
 
 class RandomWeights:
-    """Random tensors, small enough that activations stay finite.
-
-    They depend only on the seed, the name and the kind of device, so ranks get shards of the same model.
-    """
+    """Random tensors that depend only on the seed, the name and the kind of device, so that ranks agree."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._seed = seed

@@ -11,11 +11,7 @@ SCALINGS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSettings:
-    """Rotary embedding of the first `rotary_dim` values of each head, value i paired with value i + rotary_dim / 2.
-
-    Attributes:
-        attention_factor: Multiplies both cosine and sine (YaRN).
-    """
+    """Rotary embedding of the first `rotary_dim` values of each head, value i paired with value i + rotary_dim / 2."""
 
     theta: float
     rotary_dim: int

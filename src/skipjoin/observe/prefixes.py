@@ -46,10 +46,8 @@ class PrefixCounts(NamedTuple):
 
     Attributes:
         queried: Prompt tokens of requests at their first admission.
-        hit: Those that were cached.
         regained: Cached tokens at later admissions, after an eviction.
         hit_on_cpu: Part of `hit` that was in CPU memory.
-        saved_bytes: Cached KV copied to CPU memory before the device evicted it.
     """
 
     queried: int = 0

@@ -24,7 +24,6 @@ class ReservationUse:
     of requests that reserve at the same time with equal `Reserved.group`.
 
     Attributes:
-        hosted: Number of requests that were hosted at least once.
         vacated: Number of times that a hosted request lost its KV.
     """
 

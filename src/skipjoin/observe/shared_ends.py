@@ -13,7 +13,6 @@ class SharedEndUse:
 
     Attributes:
         slots: Token slots checkpointed before another request overwrote them (lazy checkpoints).
-        restores: Number of times that a request's checkpointed slots were swapped in.
     """
 
     def __init__(self) -> None:

@@ -35,10 +35,7 @@ class Rests:
 
 
 class StageUse:
-    """Busy and idle seconds per pipeline stage; empty with a single stage.
-
-    Idle time counts from the stage's first step to its last, and only while there are requests.
-    """
+    """Busy and idle seconds per pipeline stage; empty with a single stage."""
 
     def __init__(self) -> None:
         self.busy: list[float] = []

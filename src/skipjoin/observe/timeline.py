@@ -74,12 +74,6 @@ class TraceFile:
 
 @dataclass(slots=True)
 class _Span:
-    """Uninterrupted steps of a request in one phase.
-
-    Attributes:
-        position: Computed tokens of the request at the end of the span.
-    """
-
     slot: int
     phase: str
     begin: int

@@ -26,12 +26,7 @@ Mark = tuple[float, ...]  # reading of the tail's clock: seconds by reason since
 
 
 class Moment:
-    """Time at which requests were chosen or became free to be chosen.
-
-    Attributes:
-        mark: Reading of the tail's clock.
-        is_queued: The plan was decided behind others in flight.
-    """
+    """Time at which requests were chosen or became free to be chosen."""
 
     __slots__ = ("decisions", "is_queued", "mark", "now")
 

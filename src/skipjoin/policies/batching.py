@@ -94,10 +94,6 @@ class TargetForward:
     """Adds every decode that is offered, and prompts up to the forward size that saturates the device.
 
     Decodes fill the KV cache and prompts fill the compute (EconoServe section 3.3.1).
-
-    Args:
-        cost: Determines the forward size, which is at most `max_tokens`.
-        target: Forward size in tokens; None derives it from `cost`.
     """
 
     is_decode_invariant = True
@@ -160,11 +156,7 @@ class RunToCompletion:
 
 
 class MemberBuilder:
-    """Batch of one `RunToCompletion` step.
-
-    Args:
-        members: Unfinished requests of the static batch, at most `seqs`. Requests that join are added to the set.
-    """
+    """Batch of one `RunToCompletion` step."""
 
     __slots__ = ("_absent", "_cramped", "_joined", "_ran", "_recruits", "_seqs", "_whole", "members")
 

@@ -17,10 +17,8 @@ STEP_TERMS = ("floor", "prefill_token", "attention_pair", "decode", "context_tok
 class LinearCost:
     """Cost model that is linear in a step's shape, above a floor (BROS section 4.2, ALISE section 3.2).
 
-    floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x pairs + context_token x KV
-    tokens
-
-    All attributes are in seconds.
+    A step takes floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x pairs +
+    context_token x KV tokens. All attributes are in seconds.
 
     Attributes:
         weights: Time to read the weights, which overlaps with the arithmetic of few tokens.

@@ -157,11 +157,7 @@ class _Class(IntEnum):
 
 
 class HoldersFirst(Callbacks):
-    """Ordering that ranks KV holders by the time of their reservation, then waiting requests; none preempts another.
-
-    Args:
-        order: Orders waiting requests like the decode queue of `TwoQueues`.
-    """
+    """Ordering that ranks KV holders by the time of their reservation, then waiting requests; none preempts another."""
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order

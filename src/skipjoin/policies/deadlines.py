@@ -18,9 +18,6 @@ class NextTokens:
     """Deadlines of the next token of each real-time request.
 
     The first token is due a TTFT after the arrival, each further one a TPOT after the last token (BROS section 4.1).
-
-    Args:
-        default: Objectives of requests without their own.
     """
 
     def __init__(self, default: Target) -> None:

@@ -94,8 +94,6 @@ class _Left:
 class LeastWork:
     """Chooses the replica with the least estimated remaining work in seconds, and the first among equals.
 
-    The cost of a choice depends on the changes since the last one, not on the number of replicas.
-
     Args:
         lengths: Predicts the total output tokens of a request. Called again when the request exceeds the prediction.
         learn: Called with every request that finished by itself.

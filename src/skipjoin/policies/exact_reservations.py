@@ -27,9 +27,6 @@ class Hosts:
 
     A nested request needs `blocks` blocks for `steps` steps, and the growth of the hosting request in that time must
     fit as well. Nested requests may host others. The hosting request with the fewest unused blocks is chosen.
-
-    Args:
-        buffer: Share of the nested request's steps by which it may be late.
     """
 
     def __init__(self, buffer: float) -> None:

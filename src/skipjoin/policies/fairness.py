@@ -40,8 +40,6 @@ class _Client:
 
     Attributes:
         number: Decreases with each arriving client, so that the latest is first among equal counters.
-        served: Virtual counter of the service received.
-        live: Unfinished requests, each with the number of its prompt tokens already counted.
         distance: Number of whole leads ahead of the client with the least service.
         is_apart: Whether no other client has this distance.
     """

@@ -22,9 +22,6 @@ class HeldPrefixes:
     """Prefix-cache keys that each replica probably holds, as an LRU model bounded by its blocks.
 
     The model follows the dispatched requests and does not query the replicas.
-
-    Attributes:
-        uses: Number of requests dispatched so far; each is a use of its keys.
     """
 
     def __init__(self) -> None:

@@ -109,12 +109,7 @@ class EvenStages:
 
 
 class EvenBuilder:
-    """Batch of one `EvenStages` step.
-
-    Args:
-        flying: Loads of the plans in flight.
-        passed: How often in a row each request was skipped.
-    """
+    """Batch of one `EvenStages` step."""
 
     def __init__(
         self, rules: EvenStages, inner: BatchBuilder, loads: _Loads, flying: Sequence[float], passed: dict[Request, int]

@@ -24,7 +24,6 @@ class WorstCase:
     """Worst-case load of an engine.
 
     Attributes:
-        requests: Maximum number of unfinished requests.
         max_len: Maximum tokens of a request, at most the device's capacity.
         max_seqs, max_tokens: Limits of a step.
         device_blocks, cpu_blocks: KV blocks on the device and CPU tiers; `cpu_blocks` is 0 where KV is never swapped.

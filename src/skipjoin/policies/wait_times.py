@@ -18,10 +18,7 @@ _BUCKETS = 256
 
 
 class Backlog:
-    """Histogram of work in seconds by key, whose bucket width doubles above `_BUCKETS` buckets.
-
-    No operation costs the number of requests.
-    """
+    """Histogram of work in seconds by key, whose bucket width doubles above `_BUCKETS` buckets."""
 
     def __init__(self, width: float) -> None:
         self._width = width
@@ -70,9 +67,6 @@ class ShortestWithWaits(Valued):
     The wait time is the total remaining time of smaller keys divided by the mean batch size. It is capped by the time
     until aging ranks the request before all future arrivals. Requests that have not run since their arrival or eviction
     are in a `Backlog`. Of the others, those passed to `expected_order` count.
-
-    Args:
-        hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
     """
 
     def __init__(self, value: RemainingTime, *, hysteresis_s: float = 0.25) -> None:

@@ -19,12 +19,7 @@ _BOUND = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Limit on one number of a record.
-
-    Attributes:
-        field: Dotted name, such as "ttft_s.p95".
-        operator: <=, >=, < or >.
-    """
+    """Limit on one number of a record."""
 
     field: str
     operator: str

@@ -27,7 +27,6 @@ class View:
     Attributes:
         metric: Dotted field of a "latency" plot. None uses the bound's field, or else the mean normalized latency.
         bound: Drawn in plots of its field, with each system's maximum rate.
-        rate_rps: None uses the highest common one.
     """
 
     metric: str | None = None

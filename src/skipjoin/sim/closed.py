@@ -18,7 +18,6 @@ class ClosedStream:
 
     Attributes:
         together: Submit the next `size` requests once all earlier ones have finished (BROS section 7.1).
-        until: Time in seconds from which no request is submitted.
     """
 
     size: int

@@ -34,9 +34,6 @@ class Replica:
     Args:
         decision_s: Virtual time between each decision and the start of its step.
         on_result: Called with each result after its commit. Steps predicted together have none.
-
-    Attributes:
-        decisions: Real durations of decisions, for reporting only.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ class Device:
         flops_per_s: Dense half-precision matrix operations with float32 accumulation.
         host_bytes_per_s: Bandwidth to CPU memory, one direction.
         peer_bytes_per_s: Total bandwidth to the other GPUs of the server, one direction.
-        host_memory_bytes: This GPU's share of the server's RAM.
         peer_latency_s: Latency of a small all-reduce, per doubling of the group.
     """
 

@@ -43,8 +43,6 @@ class Handover:
     """Migration of one request, `prompt` on the prefill replica and `request` on the decode replica.
 
     Attributes:
-        size: Bytes of KV.
-        ready: Time of the first token.
         pulled: Time when the decode replica had space.
         begun, landed: Start and arrival of the transfer, known once pulled.
     """
@@ -78,12 +76,7 @@ class SplitWatcher:
 
 
 class SplitTraffic:
-    """Traffic of disaggregated replicas, of which the first `prefill_replicas` compute prompts.
-
-    Args:
-        prefill, decode: Dispatch rules on arrival and after the prompt, each over the replicas of its kind.
-        token_bytes: Size of one token's KV, over all layers.
-    """
+    """Traffic of disaggregated replicas, of which the first `prefill_replicas` compute prompts."""
 
     def __init__(
         self,

@@ -67,8 +67,6 @@ class Burst:
     """Poisson arrivals whose rate alternates between two levels.
 
     Attributes:
-        factor: Rate in a burst relative to the rate outside, at least 1.
-        share: Share of time in bursts.
         length: Duration of a burst in seconds, which equal mean gaps. Times between bursts are exponential.
     """
 

@@ -46,11 +46,7 @@ KNOWN_COLUMNS = (
 
 
 class TraceRow(NamedTuple):
-    """One recorded request; fields that its file lacks are None.
-
-    Attributes:
-        parts: Complete named parts of the prompt, from hash_ids.
-    """
+    """One recorded request; fields that its file lacks are None."""
 
     arrival_s: float | None
     prompt_tokens: int

@@ -232,7 +232,6 @@ class Replay:
     selects, at `rate_rps`.
 
     Attributes:
-        speedup: Divides recorded times.
         arrivals: Arrival process of a trace without times.
     """
 

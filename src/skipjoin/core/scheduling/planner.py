@@ -24,12 +24,7 @@ def begin_decision(policies: Policies, kv: BlockLedger, now: float) -> None:
 
 
 class StepPlanner:
-    """Starts asynchronous swaps, fills the batch in rank order and records why the others wait.
-
-    Attributes:
-        tail: Wait reason of the requests that were not examined.
-        started: Number of requests in the batch that were not running before.
-    """
+    """Starts asynchronous swaps, fills the batch in rank order and records why the others wait."""
 
     def __init__(self, policies: Policies, kv: BlockLedger, events: list[Event], context: StepContext) -> None:
         self.waiting: list[Request] = []

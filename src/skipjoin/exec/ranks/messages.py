@@ -76,12 +76,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
-    """A rank's result of a plan; see `StepResult`.
-
-    Attributes:
-        tokens: Empty on a rank that does not sample.
-        landed: Numbers of moves, as in `failed`.
-    """
+    """A rank's result of a plan; see `StepResult`."""
 
     plan: int
     checksum: bytes

@@ -88,10 +88,7 @@ def _declared(call: Any, *arguments: type) -> Callable[..., None]:
 
 
 class TorchQuantizer:
-    """Quantizer in torch operations on the device: the reference and fallback.
-
-    On CUDA the work is queued on the current stream, and only codes and scales cross the link.
-    """
+    """Quantizer in torch operations on the device: the reference and fallback."""
 
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int

@@ -73,8 +73,6 @@ class Job:
 
     Attributes:
         choices: Sequences to generate, grouped by prompt.
-        copies: Number of choices per prompt.
-        prompt_tokens: Total tokens of the prompts, each counted once.
         arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
     """
 

@@ -83,7 +83,6 @@ class BatchRow:
     Attributes:
         failed: Number of failed lines, without expired and cancelled ones.
         output_expires_after_s: None keeps the output files.
-        model: Required model; None allows any.
     """
 
     id: str
@@ -130,7 +129,6 @@ class Line:
     """Line that this server runs.
 
     Attributes:
-        attempt: Number of the attempt, from 1.
         lost: Number of attempts that ended with an engine crash.
     """
 

@@ -99,7 +99,6 @@ class EngineClient:
     A moved sequence continues after the tokens that it has, so its output does not change.
 
     Args:
-        seed: Seed from which requests without their own seed derive one.
         patience_s: Time that a sequence waits for an engine before it fails.
 
     Attributes:

@@ -216,11 +216,7 @@ class TimelineWriter:
 
 
 class EngineServer:
-    """Moves messages between the socket and the engine loop.
-
-    Args:
-        stall_s: Time without a plan after which an engine with requests exits.
-    """
+    """Moves messages between the socket and the engine loop."""
 
     def __init__(
         self,

@@ -30,7 +30,6 @@ class Setup(msgspec.Struct, frozen=True):
 
     Attributes:
         at: Address of the API process's local socket, or the key to its listener.
-        parent: Process id of the parent. The engine exits when the parent does.
         heartbeat_fd: None disables the heartbeat.
     """
 
@@ -194,10 +193,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
         state: "running" if it is in the latest plan, "waiting" if it has never run, "preempted" if its KV is on the
             device or dropped, "swapped" if its KV is on the CPU tier or moving.
         is_urgent: True if it ranks before the other requests of its service class.
-        place: Rank in the scheduler's order, from 0.
-        computed_tokens: Number of tokens that have KV.
         wait_s: Seconds since it began to wait for `wait_reason`.
-        short_blocks: Number of KV blocks that were missing then.
         predicted_tokens: Predicted length of its whole output.
     """
 

@@ -82,7 +82,6 @@ class EngineSequence:
         has_begun: True if it has run at its current engine.
         deaths: Number of engines that crashed while it was running.
         stuck: Number of crashes since its last token that it may have caused.
-        scores: Log-probabilities of the prompt that arrived before the first token.
     """
 
     __slots__ = (

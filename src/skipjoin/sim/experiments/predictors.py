@@ -217,11 +217,7 @@ def default_predictor(workload: Workload) -> str:
 
 
 class Predictions:
-    """Dispatch rule that first gives each arriving request its prediction, and records the accuracy.
-
-    Args:
-        jct: JCT objective in seconds by output tokens, for real-time requests.
-    """
+    """Dispatch rule that first gives each arriving request its prediction, and records the accuracy."""
 
     def __init__(
         self, dispatch: Dispatch, predictor: Predictor, *, jct: Callable[[float], float] | None = None

@@ -20,12 +20,7 @@ from skipjoin.sim.split import Handover, SplitWatcher
 
 @dataclass(slots=True)
 class SplitFigures:
-    """Sums over a run or a shard.
-
-    Attributes:
-        requests, bytes: Requests whose KV has crossed the network, and its size.
-        prefill_prompt_tokens, decode_prompt_tokens: Prompt tokens computed, including recomputation.
-    """
+    """Sums over a run or a shard."""
 
     requests: int = 0
     bytes: float = 0.0

@@ -26,7 +26,6 @@ class Submissions:
     """Jobs of one shard, by request id: those of the workload, then those of closed streams.
 
     Attributes:
-        lengths: True output lengths by request id.
         rejected: Rejected jobs of closed streams, each replaced at once by the next job.
     """
 

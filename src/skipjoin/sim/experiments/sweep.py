@@ -56,9 +56,6 @@ class BoundSearch(ABC):
     """Search for the number (rate or replicas) at which the mean of a field over seeds just satisfies a bound.
 
     The search moves in growing strides until the number is bracketed, then bisects on a logarithmic scale.
-
-    Args:
-        cells: One per seed, all at the initial number.
     """
 
     # Whether the bound is harder to keep at larger numbers.

@@ -50,8 +50,6 @@ class System:
         stage_shares: Share of each stage in a step's computation; empty if all are equal.
         kv_blocks, cpu_blocks: Blocks per replica on the device and in CPU memory.
         cpu_block_bytes: None if the size is the same as on the device.
-        swap_dtype: Format of blocks in CPU memory, for the record.
-        decision_s: Virtual time of each scheduling decision.
         step_noise: Standard deviation of the logarithm of measured over modeled step times.
         prefill: System of the prefill replicas, of which only the machine matters.
     """

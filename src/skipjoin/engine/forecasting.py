@@ -132,11 +132,7 @@ class ForecastKeeper:
 
 
 def chosen_forecasts(config: ForecastConfig, engine: EngineConfig, *, url: str | None = None) -> ForecastConfig | None:
-    """Resolve the default forecaster, None if nothing is forecast, and validate the settings early.
-
-    Args:
-        url: Server that provides forecasts, which leaves only the prior to this one.
-    """
+    """Resolve the default forecaster, None if nothing is forecast, and validate the settings early."""
     is_needed = find(engine.recipe).forecasts is Forecasts.LEARNED or engine.slo_jct_scale is not None
     if url is not None:
         if config.forecaster not in (None, "prior"):

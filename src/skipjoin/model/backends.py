@@ -47,7 +47,6 @@ def implementations(
     """Choose compiled operations on a CPU and Triton kernels on a GPU where they work, and torch elsewhere.
 
     Args:
-        lost: A known loss of speed, to include in the single warning.
         invariant: Results of a sequence must not depend on the rest of the batch.
     """
     if quantization not in QUANTIZATIONS:

@@ -27,10 +27,7 @@ _NEW_INDEX = "model.safetensors.index.json"
 
 
 def convert_folder(source: str | Path, target: str | Path, progress: Progress | None = None) -> Path:
-    """Write a copy of `source`, with its weights as safetensors, to the empty or new folder `target`.
-
-    Needs memory for one weight file at a time.
-    """
+    """Write a copy of `source`, with its weights as safetensors, to the empty or new folder `target`."""
     source, target = Path(source), Path(target)
     files = _bin_files(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

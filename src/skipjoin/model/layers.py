@@ -223,10 +223,7 @@ class Layer(Protocol):
 
 
 def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-    """Run [T, hidden] through the layers, in place.
-
-    A layer's last sum also computes the next layer's first norm, except at the end of a stage.
-    """
+    """Run [T, hidden] through the layers, in place."""
     normed = layers[0].norm(x)
     for layer, following in pairwise(layers):
         normed = layer(x, normed, step, following.norm)

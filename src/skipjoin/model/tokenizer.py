@@ -187,10 +187,7 @@ class Tokenizer:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the alphabet of byte-level vocabularies.
-
-    Printable Latin-1 bytes map to themselves, and the others to U+0100 and up, in order.
-    """
+    """Return the alphabet of byte-level vocabularies."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -222,10 +219,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids, skip_special_tokens=False) if self._ids else ""
 
     def _complete(self, text: str) -> str:
-        """Return `text` without the end that later tokens may still turn into characters.
-
-        A run of single-byte tokens gives one U+FFFD for each byte until the whole run is valid.
-        """
+        """Return `text` without the end that later tokens may still turn into characters."""
         if self._tokenizer.byte_level:
             return text.removesuffix(_REPLACEMENT)
         return text.rstrip(_REPLACEMENT)

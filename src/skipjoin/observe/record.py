@@ -54,8 +54,6 @@ def summarize(
     Args:
         facts: Accepted requests, finished or not.
         now: End of the observation, in seconds since its start. Unfinished requests count with their age.
-        rejected: Kinds of rejected requests, which are not in `facts`.
-        errors: Kinds of failed requests, which are not in `facts`.
     """
     whole = _Part(list(facts), Counter(rejected), Counter(errors))
     record = _figures(whole, now, slo, window_s)
@@ -127,11 +125,7 @@ def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | N
 
 
 def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: int | None = None) -> None:
-    """Add what only the engine observes: steps, batches and KV.
-
-    Args:
-        usages: One per replica. Shares are averaged; the series is the first replica's.
-    """
+    """Add what only the engine observes: steps, batches and KV."""
     steps = sum(usage.steps for usage in usages)
     record["kv"] = _together([usage.kv() for usage in usages])
     if prefix := _prefix([usage.prefixes.counts for usage in usages]):

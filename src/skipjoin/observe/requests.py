@@ -180,11 +180,7 @@ class RequestLog:
         }
 
     def expect(self, request: Request, facts: RequestFacts, waited: Mapping[WaitReason, float]) -> None:
-        """Register a request that arrives next from another engine, with the facts of that engine's log.
-
-        Args:
-            waited: Seconds by wait reason since the request left that engine.
-        """
+        """Register a request that arrives next from another engine, with the facts of that engine's log."""
         self._coming[request] = facts, waited
 
     def live(self, now: float) -> Iterator[RequestFacts]:

@@ -128,10 +128,7 @@ class EngineUsage:
         return {name: [getattr(point, name) for point in points] for name in Point._fields}
 
     def close(self, *, keeps_series: bool) -> None:
-        """Release references to requests, so that the rest is small enough to send to another process.
-
-        No events may be observed afterward.
-        """
+        """Release references to requests, so that the rest is small enough to send to another process."""
         for known in (self._live, self._resident, self._on_cpu, self._dropped, self._spilled):
             known.clear()
         self.reservations.close()

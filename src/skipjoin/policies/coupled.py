@@ -56,10 +56,7 @@ class Room:
         return min(self._slots, self._tokens, self._blocks) <= 0
 
     def distance(self, demand: Demand) -> float:
-        """Return the Euclidean distance between a demand and the remaining capacity, or inf if the demand does not fit.
-
-        Tokens are scaled by the step's tokens and blocks by the pool's blocks.
-        """
+        """Return the Euclidean distance between a demand and the capacity, in shares; inf if it does not fit."""
         if self._kv is None:
             return math.inf
         tokens, blocks = self._tokens_of(demand), self._kv.blocks_for(demand.kv)

@@ -139,10 +139,7 @@ class LeastWork:
         return left
 
     def _prefill_s(self, request: Request, replica: int, cached: int = 0) -> float:
-        """Return the prefill seconds of a request on a replica that has the KV of its first `cached` tokens.
-
-        Output tokens that the request already has are prefilled as well, unless their KV comes with it.
-        """
+        """Return the prefill seconds of a request on a replica that has the KV of its first `cached` tokens."""
         reached = max(cached, request.reached)
         return self._prices[replica].prefill_s(len(request.prompt) + len(request.output) - reached, reached)
 
@@ -273,9 +270,6 @@ def make_dispatch(
 
     `least-work` and `prefix-aware` learn lengths from finished requests, as in the server. `least-work-oracle` takes
     them from `oracle`.
-
-    Args:
-        blocks: KV blocks of each replica, of `block_size` tokens.
 
     Raises:
         ValueError: The name is unknown.

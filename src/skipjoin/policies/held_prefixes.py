@@ -80,12 +80,7 @@ class HeldPrefixes:
         self._shrink(replica)
 
     def extend(self, replica: int, keys: Sequence[Key], begin: int) -> None:
-        """Add the keys of a finished request.
-
-        Args:
-            begin: Number of keys at its arrival, at least 1. If the replica no longer holds the last of these, the
-                others are useless and not added.
-        """
+        """Add the keys of a finished request."""
         held, holders, bit = self._held[replica], self._holders, 1 << replica
         if len(keys) == begin or keys[begin - 1] not in held:
             return

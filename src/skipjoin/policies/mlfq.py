@@ -147,11 +147,7 @@ class SkipJoinMlfq(Callbacks):
         return self._jobs[one].level < self._jobs[other].level
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        """Order by estimated next scheduled time (section 4.2), in units of the hysteresis.
-
-        This is the earlier of the time to promotion and the time in which requests in higher queues descend to this
-        queue.
-        """
+        """Order by estimated next scheduled time (section 4.2), in units of the hysteresis."""
         jobs, grain, after = self._jobs, self._grain_s, self._starvation_s - now
         execute = self._seconds_above()
         keys = [int(seconds / grain) for seconds in execute]

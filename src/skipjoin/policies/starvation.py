@@ -89,32 +89,31 @@ class WorstCase:
 def min_bound(most: WorstCase) -> float:
     """Return the smallest bound on waiting in seconds that can be guaranteed: `around_s + 2 x stay_s`.
 
-    A wait lasts from a request's arrival, or the end of a step that ran it, to the end of the next step that runs it.
-    The bound holds for skip-join MLFQ (FastServe section 4.1) without rate-limited promotions. The threshold is alpha =
-    bound - around_s - stay_s, which is at least stay_s. It assumes that steps and transfers take the profiled time,
-    that copies do not fail, and that no request is in a better band. There is no bound where new requests wait for
-    memory until another finishes (`Defer`).
+    A wait lasts until the end of the next step that runs the request. The bound holds for skip-join MLFQ (FastServe
+    section 4.1) without rate-limited promotions. The threshold is alpha = bound - around_s - stay_s, which is at least
+    stay_s. It assumes that steps and transfers take the profiled time, that copies do not fail, and that no request is
+    in a better band. There is no bound where new requests wait for memory until another finishes (`Defer`).
 
     Proof. An arrival is noticed at the end of a step. It starves alpha later, and is promoted to the tail of the first
     queue at most a step later. Once chosen, its step is complete after `depth` steps. These are `around_s`. In between
-    it stays in the first queue, with at most requests - 1 ahead. As alpha is at least the stay, no request is promoted
-    again within it. So each request is served once. From becoming the head, it takes at most `turn_steps` steps:
+    at most requests - 1 are ahead of it. As alpha is at least the stay, no request is promoted again within it, so each
+    is served once. From becoming the head it takes at most `turn_steps` steps:
 
     - Each step runs the head, or else the best KV holder of the queue, which no request evicts. It leaves after the
-      chunks of max_len, whose time its promotion grants, and a decode, which uses a whole quantum. The best holder may
-      lose its chunks once, to a head that was admitted later: 2 x chunks + 1 steps.
-    - The head may find no space, as running requests that have not sampled since their admission are spared. In a step
-      with spare tokens all of those sample. In another one all except the last do. The last leaves space for the head
-      if the device holds three longest requests and the blocks of the plans in flight. On a smaller one they compute at
-      least max_tokens - max_seqs + 1 of its tokens per step.
+      chunks of max_len and a decode. The best holder may lose its chunks once, to a head that was admitted later: 2 x
+      chunks + 1 steps.
+    - Running requests that have not sampled since their admission are spared. In a step with spare tokens all of those
+      sample, in another one all except the last. The last leaves space for the head if the device holds three longest
+      requests and the blocks of the plans in flight. On a smaller device they compute at least max_tokens - max_seqs +
+      1 of its tokens per step.
     - With plans in flight each of these is noticed `depth` - 1 steps late, and victims first pause for as long.
     - While the head's KV moves, others may be admitted and run: two steps.
 
     Blocking transfers swap at most the whole device out and in. Where transfers overlap with steps, only the head is
     swapped in with a blocking one. All KV that is swapped out was computed before, which took longer (`Swap`), or
     swapped in within the time of steps. So transfers take one and a half times the steps' time. The KV initially on the
-    device and the longest request's transfers (in, out and in again) come on top. The head may be in transit: the link
-    holds two steps' time and one request more.
+    device and the longest request's transfers (in, out and in again) come on top. The link may hold two steps' time and
+    one request more.
 
     With pipeline stages, the work of one step for the head or for spared requests takes up to `stages` plans.
     """

@@ -263,11 +263,7 @@ def absolute(name: str) -> str:
 
 
 def build(name: str, settings: Settings, given: Mapping[str, Value] | None = None) -> Policies:
-    """Build the policies of the recipe `name`.
-
-    Raises:
-        ConfigError: The recipe or a parameter is unknown or invalid, or the settings lack something it needs.
-    """
+    """Build the policies of the recipe `name`."""
     return find(name).build(settings, given or {})
 
 
@@ -285,11 +281,7 @@ def own(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str], field: str) -> dict[str, Value]:
-    """Parse parameters of recipes from texts such as "starvation_s=3".
-
-    Raises:
-        ConfigError: A text is malformed, a name is repeated, or no recipe has the parameter.
-    """
+    """Parse parameters of recipes from texts such as "starvation_s=3"."""
     found: dict[str, Value] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))

@@ -1,9 +1,8 @@
 """Disaggregated prefill and decode, as in DistServe: prompt KV crosses the network between replicas.
 
-A prefill replica keeps a request's KV until it has landed on a decode replica, which pulls it, first come, first
-served, when its admission policy has space without an eviction. Full decode replicas therefore stall prefill replicas.
-
-Each replica has its own link, even if replicas share a server.
+A prefill replica keeps a request's KV until it has landed on a decode replica. That replica pulls it, first come, first
+served, when its admission policy has space without an eviction. Each replica has its own link, even if replicas share a
+server.
 """
 
 from __future__ import annotations

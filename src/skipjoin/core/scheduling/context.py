@@ -44,8 +44,7 @@ class StepContext:
 def eligible_tokens(request: Request, context: StepContext) -> int:
     """Return how many tokens of the request a plan may compute now. Pure.
 
-    The result is 0 if the request is pausing or awaits its grammar, if its next input token is unknown, or if its last
-    token is being sampled.
+    The result is 0 if the request pauses or awaits its grammar, or if a token that it needs is still being sampled.
     """
     if request.awaits_grammar:
         return 0

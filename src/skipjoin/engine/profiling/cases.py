@@ -29,10 +29,7 @@ class Case(NamedTuple):
 
 
 def cases(limits: Limits, per_kind: int) -> list[Case]:
-    """Return the smallest step, then up to `per_kind` steps of each kind, interleaved.
-
-    Sizes follow a Halton sequence, every prefix of which fills the space evenly.
-    """
+    """Return the smallest step, then up to `per_kind` steps of each kind, interleaved."""
     found: dict[SliceShapes, bool] = {((0, 1),): False}
     if limits.tokens < 2 or limits.positions < 2:
         kinds: tuple[Callable[[Limits, list[float]], SliceShapes], ...] = (_decodes,)

@@ -88,10 +88,7 @@ def distinct_batches(
 def tune_attention(
     table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, processors: int, cache_bytes: int
 ) -> None:
-    """Measure the choices for this shape that `table` lacks, on CUDA devices.
-
-    Takes seconds, mostly for compilation. With too little memory, the default sizes are used.
-    """
+    """Measure the choices for this shape that `table` lacks, on CUDA devices."""
     bench = _Bench(table, shape, kv_heads, device, cache_bytes)
     for measure, sizes in ((bench.decode, _DECODES), (bench.prefill, _PROMPTS)):
         for size in sizes:

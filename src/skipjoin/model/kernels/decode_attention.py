@@ -242,10 +242,7 @@ def _decode(
 def _reduce(
     out: tl.tensor, sums: tl.tensor, stats: tl.tensor, sequences: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ) -> None:
-    """Combine the results of a sequence with several chunks. A program is (sequence, head).
-
-    The order of the sums depends on the number of chunks only.
-    """
+    """Combine the results of a sequence with several chunks. A program is (sequence, head)."""
     record = sequences + tl.program_id(0) * _SEQUENCE
     first = tl.load(record)
     chunks = tl.load(record + 1)
@@ -274,11 +271,7 @@ def _reduce(
 
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
-    """Return candidate sizes, the default first.
-
-    STAGES is explained in `_decode`. maxnreg is set if the compiler would use fewer registers than shared memory lets a
-    multiprocessor use, and spill.
-    """
+    """Return candidate sizes, the default first. `maxnreg` prevents spills by the compiler's choice."""
     rows = 4096 // (padded(dim) * itemsize)  # a quarter of the bytes that must be in flight
     dots = [
         {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps}
@@ -332,7 +325,6 @@ def decode_attention(
 
     Args:
         out: Shape [T, heads, head_dim], contiguous; only the segments' rows are written.
-        query: Shape [T, heads, head_dim].
         keys: One layer of the cache, with the new tokens written, as `values`.
     """
     heads, dim = query.shape[1:]

@@ -183,10 +183,7 @@ def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bo
 
 
 def query_tiles(batch: PackedBatch, segments: Sequence[int], per_tile: int) -> np.ndarray:
-    """Return int64 [tiles, 2]: (segment, its first token in the tile).
-
-    Tiles with the most keys are first, so that the last programs to start are the shortest.
-    """
+    """Return int64 [tiles, 2]: (segment, its first token in the tile)."""
     parts = [np.arange(0, batch.lengths[i], per_tile) for i in segments]
     owners = np.repeat(np.asarray(segments, np.int64), [len(p) for p in parts])
     first = np.concatenate(parts)

@@ -60,10 +60,7 @@ def _sums(
 def _least(
     row: tl.tensor, vocab: tl.tensor, limit: tl.tensor, enough: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Return the smallest magnitude that keeps `enough` values (COUNT) or enough of their sum, at most `limit`.
-
-    Each pass over the row leaves a quarter of the magnitudes.
-    """
+    """Return the smallest magnitude that keeps `enough` values (COUNT) or enough of their sum, at most `limit`."""
     low = tl.zeros((), tl.int32)
     while low < limit:
         quarter = (limit - low) // 4

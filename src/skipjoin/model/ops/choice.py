@@ -63,10 +63,7 @@ class Choices:
 
 
 def fastest(ways: Sequence[str], seconds: Callable[[str, int], float]) -> str:
-    """Return the way whose times have the smallest product.
-
-    Ways alternate, and the minimum of several runs counts, since interference only adds time.
-    """
+    """Return the way whose times have the smallest product."""
     least = {(way, rows): math.inf for rows in ROWS for way in ways}
     for rows in ROWS:
         for _ in range(_RUNS):

@@ -40,10 +40,7 @@ class Line:
 
 
 def lines_of(records: Sequence[Record]) -> list[Line]:
-    """Group records by recipe and other distinguishing fields, in order of appearance.
-
-    A setting distinguishes if it differs between records of equal recipe, rate and seed.
-    """
+    """Group records by recipe and other distinguishing fields, in order of appearance."""
     features = [_features(record) for record in records]
     names = _differing(_IDENTITY, features) + _telling(records, features)
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)

@@ -72,10 +72,7 @@ class Throughput:
             self._sum -= dropped
 
     def seconds_until(self, amount: float) -> float:
-        """Estimate the time until `amount` more has left the queue.
-
-        It is at least the longest recent gap, because requests that start together finish together.
-        """
+        """Estimate the time until `amount` more has left the queue."""
         return max(self.by_rate(amount), self._gap_s, self._clock() - self._latest)
 
     def by_rate(self, amount: float) -> float:
@@ -230,7 +227,6 @@ class Admission:
 
         Args:
             client: Client that is charged if clients share the limits.
-            param: Request field of the prompts, for errors.
 
         Raises:
             ApiError: 429 with an estimated Retry-After if there is no room now, 400 if there never is.

@@ -1,7 +1,7 @@
 """Structural check of large bodies before validation.
 
-pydantic parses a whole JSON text and reports all errors, so 4 MB of empty lists or of unknown fields block the
-interpreter for half a second. msgspec skips untyped values (`Raw`) and stops at the first error.
+pydantic parses a whole JSON text and reports all errors. 4 MB of unknown fields thus block the interpreter for half a
+second. msgspec skips untyped values (`Raw`) and stops at the first error.
 """
 
 from __future__ import annotations

@@ -236,7 +236,6 @@ class EngineClient:
         """Submit a sequence.
 
         Args:
-            index: Index of the choice, which each output carries.
             like: Sequence with the same prompt and options, whose prefix hashes are reused.
             on_start: Called when the sequence first runs at each engine.
             on_end: Called once with the reason and the total number of output tokens.

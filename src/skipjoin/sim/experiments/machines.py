@@ -87,10 +87,7 @@ class Machine:
         check_swap_type(self.swap_dtype, "swap_gib", self.swap_gib)
 
     def systems(self, recipes: str, **settings: Any) -> list[System]:
-        """Return one system per recipe of a list such as "fcfs,fastserve[eviction=recompute],./mine.py:edf".
-
-        Recipes that need lossless swapping get it regardless of `swap_dtype`.
-        """
+        """Return one system per recipe of a list such as "fcfs,fastserve[eviction=recompute],./mine.py:edf"."""
         names = names_in(recipes)
         found = [find(name) for name in names]
         shown = [recipe.name for recipe in found]

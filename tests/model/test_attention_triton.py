@@ -219,30 +219,35 @@ def test_logits_equal_those_of_torch_attention(name, tmp_path):
         torch.testing.assert_close(ours.cpu(), expected, atol=1e-4 if DEVICE == "cpu" else 1e-3, rtol=0)
 
 
-def test_kernels_compile_without_a_gpu(tmp_path):
+def compiled(tmp_path, *cases: str) -> tuple[list[str], list[str]]:
+    """Return the kernels that compile_kernels.py compiled, and its lines about them.
+
+    The script asserts that decode kernels have copies in flight and that no kernel spills.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("compile_kernels.py")
-    cases = [
-        "90:bfloat16:llama-8b",
-        "80:float32:neox",
-        "80:float16:wide:reduce",
-        "--every",
-        "90:bfloat16:opt-13b:decode",
-        "80:bfloat16:llama-8b:prefill",
-    ]
-    command = [sys.executable, str(script), *cases]
+    command = [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    names = [line.split()[1].rstrip(":") for line in lines]
-    # The script asserts that decode kernels have copies in flight and that no kernel spills.
-    first = ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
-    assert names == [*first, *first, "reduce", *["decode"] * 6, *["prefill"] * 3]
     for line in lines:
         assert " stack 0 " in line
         assert "share_out" in line or re.search(r"LDG(STS)?\.128", line)
+    return [line.split()[1].rstrip(":") for line in lines], lines
+
+
+def test_kernels_compile_without_a_gpu(tmp_path):
+    names, lines = compiled(tmp_path, "90:bfloat16:llama-8b")
+    assert names == ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
     assert "HMMA" in lines[2]
     assert "HGMMA" in lines[4]
+
+
+@pytest.mark.exhaustive
+def test_every_config_of_the_kernels_compiles_without_a_gpu(tmp_path):
+    others = ("80:float32:neox", "80:float16:wide:reduce")
+    names, _ = compiled(tmp_path, *others, "--every", "90:bfloat16:opt-13b:decode", "80:bfloat16:llama-8b:prefill")
+    first = ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
+    assert names == [*first, "reduce", *["decode"] * 6, *["prefill"] * 3]
 
 
 @pytest.mark.gpu

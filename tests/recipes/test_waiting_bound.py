@@ -161,12 +161,18 @@ def extremes(mode: str, depth: int, requests: int, slots: int, stages: int = 1) 
     return recipe, replace(limits, depth=depth, requests=requests, max_seqs=slots)
 
 
-# Plans in flight, and pipeline stages.
-pipelines = pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2)])
+# Modes, plans in flight, and pipeline stages.
+every_duel = pytest.mark.parametrize(
+    ("mode", "depth", "stages"),
+    [
+        pytest.param(mode, depth, stages, marks=[pytest.mark.exhaustive] if stages > 1 and mode != "proactive" else [])
+        for mode in MODES
+        for depth, stages in ((1, 1), (2, 1), (2, 2))
+    ],
+)
 
 
-@pipelines
-@pytest.mark.parametrize("mode", MODES)
+@every_duel
 def test_no_wait_exceeds_the_minimum_bound(mode: str, depth: int, stages: int) -> None:
     recipe, limits = extremes(mode, depth, 4, 2, stages)
     bound = min_bound(limits)
@@ -176,8 +182,7 @@ def test_no_wait_exceeds_the_minimum_bound(mode: str, depth: int, stages: int) -
         assert longest <= bound, f"{adversary.__name__}: a wait takes {longest / bound:.0%} of the bound"
 
 
-@pipelines
-@pytest.mark.parametrize("mode", MODES)
+@every_duel
 def test_a_promoted_request_runs_within_the_time_that_the_bound_allows_for(mode: str, depth: int, stages: int) -> None:
     """A threshold below the one that keeps the bound causes many more promotions in a short time."""
     recipe, limits = extremes(mode, depth, 6, 1, stages)

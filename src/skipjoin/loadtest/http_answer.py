@@ -91,7 +91,6 @@ class Answer:
                 self._take(line[5:].strip(), now)
 
     def close(self, now: float) -> None:
-        """Parse the last line, which may lack its line end."""
         self.feed(b"\n", now)
 
     def problem(self, wanted: int, *, may_stop: bool) -> Failure | None:

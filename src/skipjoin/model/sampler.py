@@ -360,7 +360,6 @@ def largest_first(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` largest values of each row, descending."""
     if values.device.type != "cpu":
         return values.topk(count).values
     rows = values.numpy()

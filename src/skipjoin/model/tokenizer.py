@@ -187,7 +187,6 @@ class Tokenizer:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the alphabet of byte-level vocabularies."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -125,7 +125,6 @@ def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | N
 
 
 def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: int | None = None) -> None:
-    """Add what only the engine observes: steps, batches and KV."""
     steps = sum(usage.steps for usage in usages)
     record["kv"] = _together([usage.kv() for usage in usages])
     if prefix := _prefix([usage.prefixes.counts for usage in usages]):

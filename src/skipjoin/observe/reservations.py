@@ -58,7 +58,6 @@ class ReservationUse:
             self._join_group(event.group, event.now)
 
     def lost_kv(self, request: Request, *, blocks_left: int = 0) -> None:
-        """Record that a request's KV was dropped or swapped out."""
         reservation = self._reservations.get(request)
         self.vacated += reservation is not None and isinstance(reservation.parent, Request)
         self._end(request)

@@ -114,7 +114,6 @@ class LeastWork:
         self._changed: set[int] = set()
 
     def join(self, replica: int, cost: CostModel) -> None:
-        """Add an idle replica whose work is priced by `cost`."""
         self._prices[replica] = _Prices(cost)
         self._work[replica] = 0.0
         self._changed.add(replica)

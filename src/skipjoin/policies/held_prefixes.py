@@ -80,7 +80,6 @@ class HeldPrefixes:
         self._shrink(replica)
 
     def extend(self, replica: int, keys: Sequence[Key], begin: int) -> None:
-        """Add the keys of a finished request."""
         held, holders, bit = self._held[replica], self._holders, 1 << replica
         if len(keys) == begin or keys[begin - 1] not in held:
             return

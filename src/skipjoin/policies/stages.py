@@ -188,7 +188,6 @@ class EvenBuilder:
         return min((self._flying + sought) / self._rules.stages, sought / (self._more + 1))
 
     def _is_urgent(self, request: Request) -> bool:
-        """Return whether the request must not be skipped."""
         is_unseen = request not in self._idle and not self._is_full
         return is_unseen or request in self._overdue or not (self._rules.holds_back or request.planned)
 

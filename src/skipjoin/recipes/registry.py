@@ -263,7 +263,6 @@ def absolute(name: str) -> str:
 
 
 def build(name: str, settings: Settings, given: Mapping[str, Value] | None = None) -> Policies:
-    """Build the policies of the recipe `name`."""
     return find(name).build(settings, given or {})
 
 

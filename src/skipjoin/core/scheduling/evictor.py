@@ -48,7 +48,6 @@ class Evictor:
         return [request for request in self._holders_ranked() if rank(request) > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
-        """Return the best-effort requests that this one may evict immediately."""
         below = self._evictable(request, None, newcomer=True)
         able = [victim for victim in below if victim.is_best_effort and not victim.in_flight]
         return sorted(able, key=lambda victim: not self.blocks_away(victim))

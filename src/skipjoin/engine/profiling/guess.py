@@ -28,7 +28,6 @@ RATES = {
 
 
 def guess_cost(rank_specs: Sequence[RankSpec], block_size: int) -> LinearCost:
-    """Estimate the cost model from the specs of all ranks."""
     stages = [_guess(stage[0], block_size) for stage in by_stage(rank_specs)]
     return LinearCost(*(sum(terms) for terms in zip(*map(dataclasses.astuple, stages), strict=True)))
 

@@ -74,7 +74,6 @@ class RankPlace(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all nodes."""
     return {
         "Skipjoin": VERSION,
         "Python": platform.python_version(),

@@ -72,7 +72,6 @@ class Throughput:
             self._sum -= dropped
 
     def seconds_until(self, amount: float) -> float:
-        """Estimate the time until `amount` more has left the queue."""
         return max(self.by_rate(amount), self._gap_s, self._clock() - self._latest)
 
     def by_rate(self, amount: float) -> float:

@@ -59,7 +59,6 @@ class BatchContext:
 
 
 def owner_of(request: Request) -> str:
-    """Return a hash of the request's API key."""
     owner: str = request.state.owner
     return owner
 

@@ -321,7 +321,6 @@ def run(
     on_events: Callable[[list[Event]], None] = _ignore,
     on_requests: Callable[[Iterator[Record]], None] | None = None,
 ) -> Record:
-    """Simulate a cell and return its record."""
     whole, count = Run(cell), cell.shards
 
     def simulated(shard: int) -> ShardResult:

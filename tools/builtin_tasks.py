@@ -151,7 +151,6 @@ def count_down(rng: random.Random) -> Task:
 
 
 def even(rng: random.Random) -> Task:
-    """Return a task to list the even numbers of a range, including both ends."""
     a, b = _range(rng, 100)
     b = min(MAX_NUMBER, b + 2)
     a = min(a, b - 2)
@@ -168,7 +167,6 @@ def spell(rng: random.Random) -> Task:
 
 
 def repeat(rng: random.Random) -> Task:
-    """Return a task to repeat a word in numbered lines."""
     word, times = _word(rng), _length(rng, MAX_REPEATS)
     wordings = ["repeat {w} {n} times", "repeat the word {w} {n} times", "say {w} {n} times"]
     answer = "\n".join(f"{number}. {word}" for number in range(1, times + 1))
@@ -192,7 +190,6 @@ def table(rng: random.Random) -> Task:
 
 
 def reverse(rng: random.Random) -> Task:
-    """Return a task to reverse a list of different numbers."""
     numbers = rng.sample(range(100), rng.randint(2, 8))
     wordings = ["reverse {l}", "reverse the list {l}", "reverse this list: {l}"]
     return Task(("reverse", *numbers), _phrase(rng, wordings, l=_joined(numbers)), _joined(numbers[::-1]))

@@ -88,7 +88,6 @@ def is_allowed(expression: str) -> bool:
 
 
 def rows() -> Iterator[tuple[Locked, str, str]]:
-    """Yield each locked distribution with its license and the installations that need it."""
     runtime = read_lock(ROOT / "requirements.lock")
     for name, entry in read_lock(ROOT / "requirements-dev.lock").items():
         try:

@@ -50,7 +50,6 @@ def main() -> None:
 
 
 def install_uv(folder: Path) -> Path:
-    """Install the resolver in a separate virtual environment and return its path."""
     venv.create(folder, with_pip=True)
     programs = folder / ("Scripts" if sys.platform == "win32" else "bin")
     pip = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS), "uv"]

@@ -86,7 +86,6 @@ SOURCES = {
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Return the prompt and output tokens of every row of a CSV file."""
     with path.open(newline="", encoding="utf-8") as file:
         return [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
 
@@ -126,7 +125,6 @@ def quantile(ranked: Sequence[int], level: float) -> int:
 
 
 def moments(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return means, standard deviations, quantiles and correlations of the pairs."""
     prompts, outputs = [prompt for prompt, _ in pairs], [output for _, output in pairs]
     return {
         "prompt": marginal(prompts),

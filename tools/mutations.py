@@ -127,7 +127,6 @@ def mutated(mutation: Mutation, root: Path) -> str:
 
 
 def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[int, str]:
-    """Return pytest's exit code and the last line of its output."""
     options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-n", "0", "--tb", "no", "-r", "f")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(f"tests/{name}" for name in tests)],

@@ -47,7 +47,6 @@ FORECASTS = {Forecasts.NONE: "", Forecasts.LEARNED: "predicted", Forecasts.TRUE:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page, by its file name."""
     makers = {"cli.md": _cli, "configuration.md": _configuration, "metrics.md": _metrics, "recipes.md": _recipes}
     return {name: "\n".join([NOTE, "", *make()]).rstrip() + "\n" for name, make in makers.items()}
 

@@ -15,7 +15,6 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def run_figure(evaluation: str, figure: str, out: Path, *options: str) -> dict[str, Any]:
-    """Run the command of a figure and return its result."""
     command = [sys.executable, str(BENCHMARKS / "papers" / evaluation / figure / "run.py"), "--out", str(out), *options]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     return json.loads((out / "result.json").read_text(encoding="utf-8"))

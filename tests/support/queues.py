@@ -45,6 +45,5 @@ class Queues:
         return list(self.mlfq.ranked(self.now))
 
     def promoted(self, *requests: Request) -> list[Request]:
-        """Return the requests that are now in the first queue."""
         self.order()
         return [request for request in requests if self.mlfq.level(request) == 0]

@@ -1,5 +1,3 @@
-"""Table of streams of `simulate` and `bench`."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

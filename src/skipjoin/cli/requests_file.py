@@ -1,5 +1,3 @@
-"""Output file of `--record-requests`: JSON lines, one per request."""
-
 from __future__ import annotations
 
 import json

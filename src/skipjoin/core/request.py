@@ -1,5 +1,3 @@
-"""Requests: what a client asked for and how far generation has progressed."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Build an engine from a configuration."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass

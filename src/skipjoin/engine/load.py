@@ -1,5 +1,3 @@
-"""Load a model on this device or on ranks, and allocate its KV pools."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

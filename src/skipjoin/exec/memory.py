@@ -1,5 +1,3 @@
-"""Peak activation memory of steps."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

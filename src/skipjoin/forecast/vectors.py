@@ -1,5 +1,3 @@
-"""Vector stores with exact or approximate similarity search."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

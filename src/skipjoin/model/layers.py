@@ -1,5 +1,3 @@
-"""Building blocks shared by the families."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

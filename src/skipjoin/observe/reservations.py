@@ -1,5 +1,3 @@
-"""KV reservations over time, folded from core events."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Utilization of pipeline stages, folded from core events."""
-
 from __future__ import annotations
 
 from collections import deque

@@ -1,5 +1,3 @@
-"""Steps and KV usage of an engine, folded from core events."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -146,7 +146,7 @@ class Cached(Protocol):
         """Add the full computed blocks of the request to the cache."""
 
     def await_prefix(self, request: Request) -> None:
-        """Keep the cached blocks that this waiting request could use for as long as possible."""
+        """Prefer to keep the cached blocks that this waiting request could use, until it holds blocks."""
 
     def forget_prefix(self, request: Request) -> None:
         """Undo `await_prefix`; no effect if it was not called."""

@@ -1,5 +1,3 @@
-"""Candidates for a step, determined for the batcher before the batch is filled."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Eviction of requests, so that more important ones get their KV blocks."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

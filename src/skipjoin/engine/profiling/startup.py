@@ -1,5 +1,3 @@
-"""Step costs at engine startup."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Plots over the arrival rate."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

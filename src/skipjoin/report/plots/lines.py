@@ -1,5 +1,3 @@
-"""Grouping of records into the lines of a plot."""
-
 from __future__ import annotations
 
 import json

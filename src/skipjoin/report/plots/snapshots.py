@@ -1,5 +1,3 @@
-"""Plots at one arrival rate."""
-
 from __future__ import annotations
 
 import textwrap

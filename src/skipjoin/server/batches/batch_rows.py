@@ -218,7 +218,8 @@ class BatchRows(Base):
     ) -> BatchRow | None:
         """Add the files and end the batch in one transaction, then delete its lines and results.
 
-        Returns None if this server no longer holds the batch, so that its files must be deleted.
+        Returns:
+            None if this server no longer holds the batch, so that its files must be deleted.
         """
         async with self._db.writing() as connection:
             if await self._held(connection, batch_id, BatchStatus.FINALIZING, BatchStatus.CANCELLING) is None:

@@ -38,7 +38,7 @@ class BatchContext:
 
     @property
     def store(self) -> Store:
-        """Raises 404 if this server has no batches, and 503 while the store is unavailable."""
+        """Return the store. Raise 404 if this server has no batches, and 503 while it is unavailable."""
         if self._store is None:
             raise self._closed()
         return self._store

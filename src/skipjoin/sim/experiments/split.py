@@ -1,5 +1,3 @@
-"""Observations of a disaggregated run."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

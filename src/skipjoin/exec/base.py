@@ -34,7 +34,8 @@ class Executor(Protocol[HandleT_co]):
     blocking moves, and not before earlier plans have started. Each move is reported once, in `landed` or `failed`; a
     blocking one in its own plan's result.
 
-    `submit` may read a plan's requests until the result is ready.
+    `submit` may read a plan's requests until the result is ready. Preemption must not change the state of a request,
+    which is kept from its first slice to `on_finished`.
     """
 
     def submit(self, plan: StepPlan, now: float) -> HandleT_co:

@@ -50,7 +50,7 @@ class PagedKV:
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of this cache's layer `index`, [num_blocks, block_size, kv_heads, head_dim]."""
+        """Return strided views of this cache's layer `index`, [num_blocks, block_size, kv_heads, head_dim] each."""
         return self._layers[index]
 
     def block_view(self) -> torch.Tensor:

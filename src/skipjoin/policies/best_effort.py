@@ -33,8 +33,8 @@ _LIMIT_RATE = 0.2
 class LimitedBestEffort(Callbacks):
     """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
 
-    Where real-time requests are present or were within the last `QUIET_S`, a best-effort request joins only below a
-    limit of the modeled time. This is a quarter of the TTFT objective and at most the TPOT objective, or without
+    While real-time requests are present or recent (`QUIET_S`), a best-effort request joins only if the step's modeled
+    time stays below a limit. This is a quarter of the TTFT objective and at most the TPOT objective, or without
     objectives a fifth of the prefill time. A step of real-time requests may always become 10 % longer.
 
     Args:

@@ -36,7 +36,7 @@ class CrashIsolation:
         return True
 
     def blame(self, orphans: Collection[EngineSequence]) -> list[EngineSequence]:
-        """Count a crash against the suspects, and return those that must fail. Then resubmit the others."""
+        """Count a crash and return the suspects that must fail. Resubmit the others, then call `next`."""
         begun = [sequence for sequence in orphans if sequence.has_begun]
         trial = self._trial
         accused = [trial] if trial is not None and trial in begun else begun

@@ -32,6 +32,10 @@ _LIMITS = {
 }
 
 
+class _EndedError(GrammarError):
+    pass
+
+
 class GrammarCheck:
     """Compiles constraints in a process that starts on demand, and again if it ends. Thread-safe."""
 
@@ -71,7 +75,11 @@ class GrammarCheck:
             self._end()
 
     def _error_of(self, structured: StructuredOutput) -> str:
-        kind, said = self._exchange(self._running(), msgspec.json.encode(structured))
+        content = msgspec.json.encode(structured)
+        try:
+            kind, said = self._exchange(self._running(), content)
+        except _EndedError:  # killed from outside
+            kind, said = self._exchange(self._running(), content)
         if limit := _LIMITS.get(kind):
             return f"{limit}: simplify it"
         return said.decode()
@@ -99,7 +107,7 @@ class GrammarCheck:
             return read_frame(process.stdout)
         except (OSError, EOFError):
             self._end()
-            raise GrammarError("could not be compiled, because the compiler's process ended: try again") from None
+            raise _EndedError("could not be compiled, because the compiler's process ended: try again") from None
 
     def _end(self) -> None:
         process, self._process = self._process, None

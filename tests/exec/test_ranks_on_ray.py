@@ -30,6 +30,7 @@ from skipjoin.exec.ranks.plan_messages import OutOfStepError
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
+from skipjoin.structured_output import StructuredOutput
 from support.recipes import SPELLED
 
 pytestmark = pytest.mark.ray
@@ -78,8 +79,15 @@ def wait_until_gone(seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+# Has more tokens than the outputs.
+NUMBERS = StructuredOutput.json({"type": "array", "items": {"type": "integer"}, "minItems": 60})
+
+
 class Session:
-    """An engine with twelve requests, alternately greedy and seeded, whose prompts are as long as their outputs."""
+    """An engine with twelve requests, whose prompts are as long as their outputs.
+
+    They are alternately greedy and seeded, and two are constrained.
+    """
 
     def __init__(self, engine: Engine, tokens: int = 60) -> None:
         self.loop = EngineLoop(engine)
@@ -93,6 +101,7 @@ class Session:
                 max_tokens=tokens,
                 ignore_eos=True,
                 logprobs=1 if number == 3 else None,
+                structured_outputs=NUMBERS if number in (4, 7) else None,
                 **({"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0.0}),
             )
             self.loop.add(number, [5 + (number * 31 + place * 7) % 500 for place in range(60)], params)

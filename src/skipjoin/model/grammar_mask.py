@@ -47,15 +47,34 @@ class GrammarMask:
             len(rows),
         )
         ending = [(row, state.eos) for mask, (row, state) in zip(masks, rows, strict=True) if state.settle(mask)]
-        bits = to_device(torch.from_numpy(masks.view(np.uint8)), logits.device)
-        bias = _bias_of_bytes(logits.device)[bits.int()].view(len(rows), -1)[:, : logits.shape[1]]
-        if len(rows) == len(logits):
-            logits += bias
-        else:
-            logits.index_add_(0, send([row for row, _ in rows], logits.device), bias)
+        remove_tokens(logits, [row for row, _ in rows], masks)
         # Whatever other processors have done to end-of-sequence.
         if pairs := [(row, token) for row, tokens in ending for token in tokens]:
             logits[tuple(send(pairs, logits.device).T)] = 0.0
+
+
+def remove_tokens(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
+    """Set the logits of tokens outside the masks to -inf, in place.
+
+    Args:
+        rows: Row of the logits of each mask.
+        masks: Packed bits of the allowed tokens, int32 [len(rows), words].
+    """
+    vocab_size, in_bytes = logits.shape[1], masks.view(np.uint8)
+    if logits.device.type == "cpu":  # a row fits the cache, and numpy starts no threads, which wait for each other
+        table, values = _bias_of_bytes(logits.device).numpy(), logits.numpy()
+        bias = np.empty((in_bytes.shape[1], 8), np.float32)
+        for row, mask in zip(rows, in_bytes, strict=True):
+            np.take(table, mask, 0, bias, "clip")
+            values[row] += bias.reshape(-1)[:vocab_size]
+        return
+    # Packed, because the copy is 32 times as large otherwise.
+    index = to_device(torch.from_numpy(in_bytes), logits.device).int().flatten()
+    biases = _bias_of_bytes(logits.device).index_select(0, index).view(len(rows), -1)[:, :vocab_size]
+    if len(rows) == len(logits):
+        logits += biases
+    else:
+        logits.index_add_(0, send(rows, logits.device), biases)
 
 
 class GrammarState(ProcessorState):

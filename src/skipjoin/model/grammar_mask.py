@@ -164,7 +164,8 @@ class _Bits:
 
 @cache
 def _executor() -> LLExecutor:
-    return LLExecutor()
+    """Return threads that compute masks, as many as torch has."""
+    return LLExecutor(torch.get_num_threads())
 
 
 @cache

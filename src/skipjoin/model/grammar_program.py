@@ -2,21 +2,23 @@
 
     python -m skipjoin.model.grammar_program
 
-It reads frames from standard input and answers each on standard output: first a `Vocabulary`, then constraints. Each is
-compiled in a fork of this process, whose CPU time and memory the kernel limits. A compiler cannot bound them: some
-patterns take minutes, and deep rules overflow the stack.
+It reads frames from standard input and answers each on standard output: first a `Vocabulary`, then constraints. A fork
+of this process compiles them, with CPU time, memory and stack limited by the kernel. A compiler cannot bound them: some
+patterns take minutes, and deep rules overflow the stack. The next fork replaces one that is killed, and has the
+vocabulary, which takes a second to load.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import IO, NoReturn
 
 import msgspec
 
@@ -35,7 +37,9 @@ _MAX_ERROR_CHARS = 500
 
 # Kinds of answers: a grammar that compiles, one that does not, and limits that were reached.
 GOOD, REJECTED, OUT_OF_TIME, OUT_OF_MEMORY, TOO_DEEP = range(5)
-_KIND_OF_SIGNAL = {signal.SIGPROF: OUT_OF_TIME, signal.SIGABRT: OUT_OF_MEMORY}
+_LIMITS = (OUT_OF_TIME, OUT_OF_MEMORY, TOO_DEEP)
+# By the exit code of a process that reached a limit.
+_KINDS = {-signal.SIGPROF: OUT_OF_TIME, -signal.SIGABRT: OUT_OF_MEMORY, -signal.SIGSEGV: TOO_DEEP}
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -64,50 +68,77 @@ def _serve() -> None:
         write_frame(answers, REJECTED, _shown(error))
         return
     write_frame(answers, GOOD, b"")
+    gc.freeze()  # a collection in a fork would copy all memory
+    compiler = _Fork(grammars)
     while True:
         _, content = read_frame(requests)
-        write_frame(answers, *_in_fork(partial(_compile, grammars, content)))
+        kind, said = compiler.ask(content)
+        if kind in _LIMITS and compiler.asked > 1:  # earlier grammars may have left less memory
+            compiler = _Fork(grammars)
+            kind, said = compiler.ask(content)
+        if kind in _LIMITS:
+            compiler = _Fork(grammars)
+        write_frame(answers, kind, said)
 
 
-def _compile(grammars: Grammars, content: bytes) -> bytes:
+class _Fork:
+    """Fork of this process that compiles grammars, one at a time."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self.asked = 0
+        reading, request = os.pipe()
+        answer, writing = os.pipe()
+        self._process = os.fork()
+        if not self._process:
+            os.close(request)
+            os.close(answer)
+            _compile_all(grammars, os.fdopen(reading, "rb"), os.fdopen(writing, "wb"))
+        os.close(reading)
+        os.close(writing)
+        self._requests, self._answers = os.fdopen(request, "wb"), os.fdopen(answer, "rb")
+
+    def ask(self, content: bytes) -> tuple[int, bytes]:
+        """Return whether a grammar compiles. No grammar may follow one that reaches a limit."""
+        self.asked += 1
+        try:
+            write_frame(self._requests, 0, content)
+            return read_frame(self._answers)
+        except (OSError, EOFError):
+            _, status = os.waitpid(self._process, 0)
+            for pipe in (self._requests, self._answers):
+                with suppress(OSError):  # an unread frame is lost
+                    pipe.close()
+            return _KINDS.get(os.waitstatus_to_exitcode(status), TOO_DEEP), b""
+
+
+def _compile_all(grammars: Grammars, requests: IO[bytes], answers: IO[bytes]) -> NoReturn:
+    """Compile grammars within the limits, and end this process. The system kills it where it is when its time is up."""
+    try:
+        resource.setrlimit(resource.RLIMIT_STACK, (_MAX_STACK_BYTES, _MAX_STACK_BYTES))
+        memory = _address_space() + MAX_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        while True:
+            _, content = read_frame(requests)
+            signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+            error = _error_of(grammars, msgspec.json.decode(content, type=StructuredOutput))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            write_frame(answers, REJECTED if error else GOOD, error)
+    except MemoryError:
+        os.abort()
+    finally:
+        os._exit(1)
+
+
+def _error_of(grammars: Grammars, structured: StructuredOutput) -> bytes:
     """Compile a grammar and its first mask. Return why it is rejected; empty if it is not."""
     try:
-        matcher = grammars.matcher(msgspec.json.decode(content, type=StructuredOutput))
+        matcher = grammars.compiled(structured)
         matcher.compute_bitmask()
         if matcher.is_stopped():
             raise GrammarError("allows no text" if not matcher.is_error() else reason(matcher.get_error()))
         return b""
     except GrammarError as error:
         return _shown(error)
-
-
-def _in_fork(work: Callable[[], bytes]) -> tuple[int, bytes]:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        _work_and_exit(work, writing)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        said = pipe.read()
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code:
-        return _KIND_OF_SIGNAL.get(signal.Signals(-code) if code < 0 else signal.SIGABRT, TOO_DEEP), b""
-    return (REJECTED, said) if said else (GOOD, b"")
-
-
-def _work_and_exit(work: Callable[[], bytes], writing: int) -> None:
-    """Work within the limits, and end this process: the system kills it where it is when its time is up."""
-    code = 1
-    try:
-        resource.setrlimit(resource.RLIMIT_STACK, (_MAX_STACK_BYTES, _MAX_STACK_BYTES))
-        memory = _address_space() + MAX_MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        os.write(writing, work())
-        code = 0
-    finally:
-        os._exit(code)
 
 
 def _address_space() -> int:

@@ -62,14 +62,19 @@ class Grammars:
                 self._compiled.move_to_end(structured)
                 return compiled.deep_copy()
         # Compiling releases the GIL, and must not block other grammars.
-        compiled = LLMatcher(self.vocabulary, llguidance_grammar(structured), limits=self._limits, log_level=0)
-        if compiled.is_error():
-            raise GrammarError(reason(compiled.get_error()))
+        compiled = self.compiled(structured)
         with self._lock:
             self._compiled[structured] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
             return compiled.deep_copy()
+
+    def compiled(self, structured: StructuredOutput) -> LLMatcher:
+        """Compile a grammar, without keeping it; raises as `matcher` does."""
+        compiled = LLMatcher(self.vocabulary, llguidance_grammar(structured), limits=self._limits, log_level=0)
+        if compiled.is_error():
+            raise GrammarError(reason(compiled.get_error()))
+        return compiled
 
     def has(self, structured: StructuredOutput) -> bool:
         """Return whether a constraint is compiled."""

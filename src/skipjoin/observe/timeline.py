@@ -104,7 +104,11 @@ class Timeline:
     which with several plans in flight is later than the decision.
 
     With pipeline stages, each stage has a lane with its part of every step and with bubbles. Stages report durations
-    only, so parts are drawn as early as possible.
+    only, so a part is drawn as early as its lane, the decision and the start of the next stage's part allow.
+
+    A span's `left` says why it ended: a `FinishReason`, a `Preemption`, "caught up" (decode follows in the same slot),
+    "lost in a restart" or "still running" (at `close`). The counters show running and waiting requests, and KV blocks
+    that are held (not free) and reserved, which includes the held ones.
 
     Args:
         file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.

@@ -187,8 +187,11 @@ class LeastWork:
 class PrefixAware(LeastWork):
     """Chooses the replica with the least work, minus the prefill time that its cached prefixes save the request.
 
-    Among equals the longest cached prefix wins, then the first replica. Saved time counts once where several unfinished
-    requests share the prefix, and `OWN_WEIGHT` times otherwise.
+    Among equals the longest cached prefix wins, then the first replica. Without a cached prefix this is `LeastWork`.
+
+    Saved time counts once where several unfinished requests share the prefix, because another replica that computes it
+    once serves all later ones. It counts `OWN_WEIGHT` times otherwise. So the chosen replica's work exceeds the minimum
+    by at most `OWN_WEIGHT` times the prompt's prefill time, and by at most that time for a shared prefix.
     """
 
     def __init__(

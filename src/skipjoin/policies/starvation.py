@@ -89,33 +89,41 @@ class WorstCase:
 def min_bound(most: WorstCase) -> float:
     """Return the smallest bound on waiting in seconds that can be guaranteed: `around_s + 2 x stay_s`.
 
-    A wait lasts until the end of the next step that runs the request. The bound holds for skip-join MLFQ (FastServe
-    section 4.1) without rate-limited promotions. The threshold is alpha = bound - around_s - stay_s, which is at least
-    stay_s. It assumes that steps and transfers take the profiled time, that copies do not fail, and that no request is
-    in a better band. There is no bound where new requests wait for memory until another finishes (`Defer`).
+    A wait lasts from a request's arrival, or the end of a step that ran it, to the end of the next step that runs it.
+
+    The bound holds for skip-join MLFQ (FastServe section 4.1) without rate-limited promotions. The threshold is alpha =
+    bound - around_s - stay_s, which is at least stay_s. It assumes that steps and transfers take the profiled time,
+    that copies do not fail, and that no request is in a better band. There is no bound where new requests wait for
+    memory until another finishes (`Defer`).
 
     Proof. An arrival is noticed at the end of a step. It starves alpha later, and is promoted to the tail of the first
-    queue at most a step later. Once chosen, its step is complete after `depth` steps. These are `around_s`. In between
-    at most requests - 1 are ahead of it. As alpha is at least the stay, no request is promoted again within it, so each
-    is served once. From becoming the head it takes at most `turn_steps` steps:
+    queue at most a step later. Once chosen, its step is complete after `depth` steps. These are `around_s`.
 
-    - Each step runs the head, or else the best KV holder of the queue, which no request evicts. It leaves after the
-      chunks of max_len and a decode. The best holder may lose its chunks once, to a head that was admitted later: 2 x
-      chunks + 1 steps.
-    - Running requests that have not sampled since their admission are spared. In a step with spare tokens all of those
-      sample, in another one all except the last. The last leaves space for the head if the device holds three longest
-      requests and the blocks of the plans in flight. On a smaller device they compute at least max_tokens - max_seqs +
-      1 of its tokens per step.
-    - With plans in flight each of these is noticed `depth` - 1 steps late, and victims first pause for as long.
+    In between it stays in the first queue. Later requests queue behind it, so at most requests - 1 are ahead. A served
+    request leaves the queue, and is not promoted again within the stay, because alpha is at least stay_s. So each is
+    served once. Call the first of the queue the head. While it waits for space, other requests of the queue run only if
+    they hold KV. From becoming the head until leaving, a request takes at most `turn_steps` steps:
+
+    - Each step runs the head, or else the best KV holder of the queue, with all tokens that it can use. No request
+      evicts it. It leaves after the chunks of max_len, whose time its promotion grants, and a decode, which uses a
+      whole quantum. The best holder may lose its chunks once, to a head admitted later: 2 x chunks + 1 steps.
+    - The head may lack space, because running requests that have not sampled since their admission are spared. In a
+      step with spare tokens all of those sample, in another one all except the last. The last leaves space for the head
+      if the device holds three longest requests and the blocks of the plans in flight: a step of each kind. On a
+      smaller device they compute at least max_tokens - max_seqs + 1 of its tokens per step: `spared` + 1 steps.
+    - With plans in flight, the last chunk and the last sample are noticed `depth` - 1 steps late, and victims pause for
+      as long before each: 4 x (depth - 1) steps.
     - While the head's KV moves, others may be admitted and run: two steps.
 
-    Blocking transfers swap at most the whole device out and in. Where transfers overlap with steps, only the head is
-    swapped in with a blocking one. All KV that is swapped out was computed before, which took longer (`Swap`), or
-    swapped in within the time of steps. So transfers take one and a half times the steps' time. The KV initially on the
-    device and the longest request's transfers (in, out and in again) come on top. The link may hold two steps' time and
-    one request more.
+    With pipeline stages, the work of one step takes up to `stages` plans: a prompt is cut into as many chunks, and a
+    runnable request joins one of as many consecutive plans.
 
-    With pipeline stages, the work of one step for the head or for spared requests takes up to `stages` plans.
+    Blocking transfers swap at most the whole device out and in. Where transfers overlap with steps, only the head is
+    swapped in with a blocking one. All KV that is swapped out was either computed before, which took longer than
+    swapping it out and in (`Swap`), or swapped in within the time of steps. So transfers take one and a half times the
+    steps' time, besides three kinds: the KV that is on the device at first, the transfers of the longest request (in,
+    out and in again), and those in progress when a request becomes the head. The link then holds two steps' time and
+    one request more, and their end is noticed at a step's end. The head is not swapped out.
     """
     return most.around_s + 2 * most.stay_s
 

@@ -7,12 +7,14 @@ Each channel of a head's keys or values has a scale and a minimum over the token
 
 The paper prints an integer zero point of round(-2^b / (max - min)); it must be round(-min / scale).
 
-The error of a number is at most half its channel's scale, plus the rounding of its own type (bfloat16: 1/256 of it).
-The scale is at most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. Products of a
-code and a scale are exact in float32, so all implementations return the same bits.
+The codes cover the largest number of a channel, because the minimum is rounded down and the scale up. So the error of
+a number is at most half its channel's scale, plus the rounding of its own type (bfloat16: 1/256 of it). The scale is at
+most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. bfloat16 has the range of
+float32, so no channel overflows. A constant channel of bfloat16 numbers is restored exactly, because its minimum is.
+Products of a code and a scale are exact in float32, so all implementations return the same bits.
 
-NaN, infinities and numbers from 2^126 on do not affect the scale. They are restored as the largest number of their
-channel, NaN and negative ones as its minimum, as are slots after the request's last token.
+NaN, infinities and numbers from 2^126 on do not affect minimum and scale. They are restored as the largest number of
+their channel, NaN and negative ones as its minimum. So are slots after the request's last token.
 """
 
 from __future__ import annotations

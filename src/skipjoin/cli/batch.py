@@ -57,7 +57,10 @@ def submit(
     *,
     endpoint: Annotated[str, typer.Option(metavar="PATH", help="Endpoint of all lines.")] = "/v1/chat/completions",
     window: Annotated[
-        str, typer.Option(metavar="TIME", help="Time after which the batch ends with what it has: 24h, 90m, 20s.")
+        str,
+        typer.Option(
+            metavar="TIME", help="Time after which the batch expires, such as 24h, 90m or 20s. Finished lines are kept."
+        ),
     ] = "24h",
     watch: Annotated[bool, typer.Option("--watch", help="Show the progress until the batch has finished.")] = False,
     server: Values,
@@ -89,7 +92,9 @@ def fetch(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (default: standard output).")
     ] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="The error file in place of the output file.")] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Download the error file instead of the output file.")
+    ] = False,
     server: Values,
 ) -> None:
     """Download the output of a batch that has finished."""
@@ -109,7 +114,9 @@ def fetch(
 @takes(server=Section(Connection))
 def list_batches(
     *,
-    limit: Annotated[int, typer.Option(min=1, max=100, metavar="BATCHES", help="Most batches to list.")] = 20,
+    limit: Annotated[
+        int, typer.Option(min=1, max=100, metavar="BATCHES", help="Maximum number of batches to list.")
+    ] = 20,
     server: Values,
 ) -> None:
     """List the batches of this key, newest first."""

@@ -153,7 +153,7 @@ _CONFIG = inspect.Parameter(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="YAML file with settings by the names of these flags, which count more.",
+            help="YAML file with settings, named like these flags. Flags take precedence.",
             is_eager=True,
             callback=_use_file,
         ),

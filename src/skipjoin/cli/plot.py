@@ -21,7 +21,9 @@ def plot(
     ] = None,
     bound: Annotated[
         str | None,
-        typer.Option(help="Such as 'normalized_latency_s.mean<=0.3': also tells how much load each recipe bears."),
+        typer.Option(
+            help="Bound such as 'normalized_latency_s.mean<=0.3', with the maximum rate at which each recipe meets it."
+        ),
     ] = None,
     rate: Annotated[
         float | None,

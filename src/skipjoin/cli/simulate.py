@@ -71,7 +71,7 @@ class RunOptions:
     params: Annotated[
         tuple[str, ...],
         Option(
-            "A parameter of those of the recipes that have it, unless in brackets; may be repeated.",
+            "Parameter of every recipe that has it, unless the recipe sets it in brackets; may be repeated.",
             flags=("--set",),
             metavar="NAME=VALUE",
             group=_SCHEDULING,

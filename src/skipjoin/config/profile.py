@@ -96,7 +96,8 @@ class Profile:
 
     Attributes:
         cost: Step costs, and transfer costs per block of `block_size` tokens in the slower direction.
-        unrest: Mean over undisturbed time of a step. The fit uses undisturbed times, and `cost` includes this factor.
+        unrest: Ratio of a step's mean time to its undisturbed time. The fit uses undisturbed times, and `cost` includes
+            this factor.
         kv_bytes_per_block, weight_bytes: Totals over all devices.
     """
 

@@ -29,7 +29,7 @@ class CostModel(Protocol):
 
     @property
     def margin(self) -> float:
-        """Factor, at least 1, within which nearly all measured steps were of their estimates."""
+        """Factor, at least 1, that nearly all measured steps stayed within: measured <= margin x estimated."""
         ...
 
     def step(self, shape: StepShape) -> float: ...

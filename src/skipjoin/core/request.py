@@ -44,7 +44,7 @@ class Target(NamedTuple):
     jct_s: float = math.inf
 
     def with_default(self, default: Target) -> Target:
-        """Return these objectives, with those of `default` where there are none."""
+        """Return a copy in which missing objectives come from `default`."""
         return Target(*(own if own < math.inf else other for own, other in zip(self, default, strict=True)))
 
 

@@ -15,7 +15,7 @@ class Slice(NamedTuple):
 
     Attributes:
         samples: Whether the step samples the next token, because the slice ends at the last known token.
-        awaits: Whether a plan in flight still samples the last input token, where the executor finds it.
+        awaits: Whether a plan in flight samples the last input token. The executor takes it from that plan.
         blocks: Device blocks of positions [0, start + tokens), in order.
     """
 

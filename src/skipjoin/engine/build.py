@@ -61,7 +61,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share:
 
 
 def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """Build an engine on a loaded model. Engines may share it one after the other, once the previous one is idle."""
+    """Build an engine on a loaded model. Engines may use the same model in turn, each once the previous one is idle."""
     executor = loaded.executor
     blocks, cpu_blocks, block_size = executor.pools
     spec = executor.rank_specs[0]

@@ -57,7 +57,7 @@ class OwnerForecasters(Protocol):
 
 
 class Save(Protocol):
-    """Saves a forecaster's state and returns whether that worked; `quiet` logs no failure."""
+    """Saves a forecaster's state and returns whether that succeeded. With `quiet`, failures are not logged."""
 
     def __call__(self, *, quiet: bool) -> bool: ...
 
@@ -132,7 +132,7 @@ class ForecastKeeper:
 
 
 def chosen_forecasts(config: ForecastConfig, engine: EngineConfig, *, url: str | None = None) -> ForecastConfig | None:
-    """Resolve the default forecaster, None if nothing is forecast, and validate the settings early."""
+    """Resolve the default forecaster, or None if nothing is forecast, and validate the settings."""
     is_needed = find(engine.recipe).forecasts is Forecasts.LEARNED or engine.slo_jct_scale is not None
     if url is not None:
         if config.forecaster not in (None, "prior"):

@@ -100,7 +100,7 @@ class EngineLoop:
         self.core.add(request, now)
 
     def _compile_grammar(self, request: Request) -> None:
-        """Let the request wait for its grammar, so that other requests do not."""
+        """Compile the request's grammar concurrently, so that only this request waits for it."""
         compiled = self.engine.executor.compile_grammar(request)
         if compiled is not None and not compiled.done():
             request.awaits_grammar = True

@@ -16,7 +16,7 @@ _SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
 def device_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
 ) -> int:
-    """Return what every rank's memory allows, at most what requests can fill."""
+    """Return the number of device blocks: what every rank's memory allows, at most what requests can fill."""
     block_bytes = sum(spec.block_bytes for spec in rank_specs)
     one_request = -(-max_len // config.block_size)
     if config.kv_cache_gib is not None:

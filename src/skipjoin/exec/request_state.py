@@ -8,7 +8,7 @@ from skipjoin.sampling import TokenLogprob
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """What a worker keeps of a request besides its KV; preemption does not change it.
+    """State of a request in a worker, apart from its KV. Preemption does not change it.
 
     Attributes:
         sampling: None on a rank that does not sample.

@@ -14,10 +14,10 @@ EXACT_ENTRIES = 10_000
 
 
 class Vectors(Protocol):
-    """Vectors of length 1 in numbered places."""
+    """Store of unit vectors, each at an integer index (`place`)."""
 
     def put(self, place: int, vector: Array) -> None:
-        """Store a vector, replacing one that is there."""
+        """Store a vector, replacing any at that place."""
         ...
 
     def drop(self, place: int) -> None:
@@ -36,7 +36,11 @@ class Vectors(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
-        """Restore the last `kept` vectors of a `state`, with the `same` capacity or not, and return their places."""
+        """Restore the last `kept` vectors of a `state` and return their places.
+
+        Args:
+            same: Whether the capacity is that of the saved store.
+        """
         ...
 
 

@@ -221,7 +221,7 @@ def warn_once(text: str) -> None:
 
 
 def check_dtype(dtype: torch.dtype, asked: bool, device: torch.device, facts: CudaFacts | None = None) -> str | None:
-    """Return the loss of speed with this type on this device; raise `ModelError` if a requested type is missing."""
+    """Return a warning if this device emulates the type, else None; raise `ModelError` if it was requested."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     facts = cuda_facts() if facts is None else facts

@@ -17,7 +17,7 @@ from skipjoin.structured_output import GrammarError
 
 
 class GrammarMask:
-    """Allows the tokens with which the output remains a beginning of a text of the grammar.
+    """Allows the tokens that keep the output a prefix of some text of the grammar.
 
     Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and other processors say.
     """
@@ -117,7 +117,7 @@ class GrammarState(ProcessorState):
             self._note_error()
 
     def settle(self, mask: np.ndarray) -> bool:
-        """Apply the rules of the end to the allowed tokens, int32 [words]. Return whether the output must end here."""
+        """Apply the rules of ending to the allowed tokens, int32 [words]; return whether the output must end here."""
         if self.matcher.is_error():
             self._note_error()
         params = self._params
@@ -149,7 +149,7 @@ class GrammarState(ProcessorState):
 
 
 class _Bits:
-    """Few tokens of a packed set."""
+    """Set of few tokens, as bits of a packed mask."""
 
     def __init__(self, tokens: Collection[int]) -> None:
         ids = np.array(sorted(set(tokens)), np.int64)

@@ -216,7 +216,7 @@ class Layer(Protocol):
     norm: Norm
 
     def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
-        """Add this layer's output to `x`, whose `norm` is `normed`, in place; return `then` of it or `x`."""
+        """Add this layer's output to `x` in place; `normed` is `norm(x)`. Return `then(x)`, or `x` without `then`."""
         ...
 
 

@@ -43,7 +43,7 @@ class OneShotSum:
 
 
 def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum | None:
-    """Return a tested all-reduce, or None. All ranks call this at the same time."""
+    """Return an all-reduce that works on all ranks, or None. All ranks must call this at the same time."""
     found, why = None, "it adds up wrong"
     try:
         found = OneShotSum(group, device)

@@ -79,7 +79,7 @@ def _text(token: Any) -> str | None:
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than allowed; `found` is their number, in words."""
+    """A text has more tokens than allowed. `found` describes their number."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"the text has {found} tokens")

@@ -7,7 +7,7 @@ from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Re
 
 
 class Rests:
-    """Tracks which plans follow an idle period without requests, before which idle stages are no bubbles."""
+    """Tracks which plans follow a period without requests. Stages that were idle in it had no bubble."""
 
     def __init__(self) -> None:
         self._live = 0

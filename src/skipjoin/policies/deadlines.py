@@ -141,8 +141,8 @@ _OVERDUE, _WINNABLE, _LATE = range(3)
 class StartedFirst(Callbacks):
     """Ordering of best-effort requests without preemption.
 
-    Started requests come first, so that their KV is freed. Among those, requests that lost no KV precede the others, to
-    swap least (BROS section 4.2). Ties are broken by deadline, then by arrival.
+    Started requests come first, so that their KV is freed. Among those, requests that lost no KV precede the others,
+    which minimizes swapping (BROS section 4.2). Ties are broken by deadline, then by arrival.
     """
 
     is_decode_invariant = True

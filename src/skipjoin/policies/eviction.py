@@ -249,8 +249,8 @@ class ProactiveSwap(Swap):
     def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:
         """Return how many blocks may still start to move in `direction`.
 
-        This is at most what the link moves within the lead time, so that transfers do not queue, but always one
-        request.
+        This is what the link moves within the lead time, so that transfers do not queue. It is positive if nothing is
+        in transit, so that one request can always move.
         """
         seconds = self._cost.transfer(1)
         within = int(_LEAD_STEPS * self._step_s / seconds) if seconds > 0 else kv.device_total

@@ -97,7 +97,7 @@ class GroupGate:
         self._numbers = count()
 
     def begin(self) -> None:
-        """Start a step: the gate closes if a decode was refused while it was open, and lets others wait for a group."""
+        """Start a step. The gate closes if a decode was refused in the last step and a group has members."""
         for request in [one for one in self._group_of if phase_of(one, one.known) is not Phase.RUNNING]:
             self.leave(request)
         if self._was_refused and self._sizes:

@@ -19,7 +19,7 @@ _MEAN_RATE = 0.1
 
 
 class Replacing(Enum):
-    """Which real-time requests a best-effort request may postpone by a step (BROS section 4.2)."""
+    """Real-time requests that a best-effort request may postpone by a step (BROS section 4.2)."""
 
     DECODES = "decodes"  # those that have sampled: a postponed prompt costs more than its step, and is waited for
     ALL = "all"  # as in the paper

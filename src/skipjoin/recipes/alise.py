@@ -25,7 +25,7 @@ class AgingParams(Params):
     aging_s: Annotated[
         float,
         Option(
-            "Seconds of age that make a request as good as one that has e times less to do; 0: age does not count.",
+            "Seconds of age that count as much as e times less remaining work; 0 ignores age.",
             low=0,
             high=1e9,
         ),
@@ -38,8 +38,8 @@ class ForecastParams(AgingParams):
     length_quantile: Annotated[
         float,
         Option(
-            "Share of a forecast's distribution below the length that a request is taken to get; where it gets longer, "
-            "that doubles.",
+            "Quantile of the forecast that is used as the output length. The length doubles each time the output "
+            "exceeds it.",
             above=0,
             high=0.999,
         ),

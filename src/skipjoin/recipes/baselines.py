@@ -26,7 +26,7 @@ def fcfs(s: Settings) -> Policies:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkParams(Params):
     chunk_tokens: Annotated[
-        int, Option("Most tokens in a step, decodes and chunks of prompts together.", low=1, high=1 << 20)
+        int, Option("Maximum number of tokens in a step, decodes and chunks of prompts together.", low=1, high=1 << 20)
     ] = 512
 
 

@@ -38,7 +38,7 @@ class PackingParams(Params):
     base_batch: Annotated[
         int,
         Option(
-            "Up to how many requests a step takes best-effort ones when real-time requests ran late.",
+            "Number of requests up to which a step takes best-effort ones after real-time requests were late.",
             low=1,
             high=1 << 20,
         ),

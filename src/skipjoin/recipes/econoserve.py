@@ -34,7 +34,7 @@ class ReservationParams(Params):
     overdue_s: Annotated[
         float,
         Option(
-            "A request that has been here for this many seconds waits no longer for others to fit better.",
+            "Age in seconds from which a request is no longer passed over for others that fit better.",
             above=0,
             high=1e9,
         ),
@@ -62,7 +62,7 @@ class OrderParams(GroupParams):
 
     time_ranges_s: Annotated[
         str,
-        Option("Borders of the ranges of time that objectives leave, in seconds, rising, separated by commas."),
+        Option("Ascending borders of the ranges of slack to the objective, in seconds, separated by commas."),
     ] = "0.5,2"
     kv_range: Annotated[int, Option("Width of the ranges of held KV, in tokens.", low=1, high=1 << 20)] = 128
     order: Annotated[
@@ -73,7 +73,7 @@ class OrderParams(GroupParams):
     ] = True
     buffer: Annotated[
         float,
-        Option("With sharing: share of its steps by which a request that was lent KV may be late.", low=0, high=10),
+        Option("Share of its steps by which a hosted request may finish late, with sharing.", low=0, high=10),
     ] = 0.15
 
     def __post_init__(self) -> None:

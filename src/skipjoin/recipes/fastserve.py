@@ -28,13 +28,16 @@ class QueueParams(Params):
         Option("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
     ] = None
     paced: Annotated[
-        bool, Option("Whether promotions, and what newcomers make others compute again, get a small share of the time.")
+        bool,
+        Option(
+            "Whether promotions, and recomputation caused by new requests, are limited to a small share of the time."
+        ),
     ] = True
     starvation_bound_s: Annotated[
         float | None,
         Option(
-            "No request goes longer without running, in seconds; not beside starvation_s and quantum_s, and lifts "
-            "paced (default: no bound).",
+            "No request goes longer without running, in seconds; excludes starvation_s and quantum_s, and "
+            "disables paced (default: no bound).",
             above=0,
             high=1e9,
         ),

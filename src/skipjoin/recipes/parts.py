@@ -49,7 +49,9 @@ ForwardTokens = Annotated[
     int | None,
     Option("Tokens up to which prompts fill a step (default: what saturates the device).", low=1, high=1 << 20),
 ]
-LengthRange = Annotated[int, Option("Tokens by which lengths that count as one differ at most.", low=1, high=1 << 20)]
+LengthRange = Annotated[
+    int, Option("Width of the ranges of length, in tokens. Lengths in one range are equal.", low=1, high=1 << 20)
+]
 # Tokens of a KV pool of unknown size.
 _ANY_POOL = 1 << 16
 
@@ -67,7 +69,7 @@ def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Bat
 
 
 def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
-    """Return `make`, or a factory of fair orderings if clients are told apart."""
+    """Return `make`, or a factory of fair orderings if fairness between clients is enabled."""
     weight, limits = s.fair_output_weight, s.limits
     if weight is None:
         return make

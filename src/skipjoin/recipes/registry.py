@@ -94,7 +94,7 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Serving system.
+    """Scheduler that users choose by name.
 
     Attributes:
         needs_lossless_swap: Whether swapping must preserve KV exactly.

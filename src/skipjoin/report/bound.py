@@ -93,7 +93,7 @@ def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> Maxi
 
 
 def minimum_replicas(points: Mapping[int, Sequence[Record]], bound: Bound) -> int | None:
-    """Return the minimum number of replicas from which on the bound holds, or None."""
+    """Return the minimum number of replicas at and above which the bound holds, or None."""
     found = None
     for replicas in sorted(points, reverse=True):
         if not bound.allows(fmean(map(bound.value, points[replicas]))):

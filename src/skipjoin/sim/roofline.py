@@ -61,7 +61,7 @@ class RooflineCost:
     tokens over a long context.
 
     Args:
-        block_size, swap_dtype: Of blocks in CPU memory. Quantization is faster than the link and costs nothing.
+        block_size, swap_dtype: Format of blocks in CPU memory. Quantization is faster than the link and costs nothing.
 
     Raises:
         ConfigError: If the model cannot be split over the group.

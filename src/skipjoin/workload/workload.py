@@ -320,7 +320,7 @@ Classed = TypeVar("Classed", Synthetic, Replay)
 def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = (), prefix: str | None = None) -> Synthetic:
     """Create a workload from the texts of options.
 
-    The main stream is named "default", with priority 0 and the share that the other streams leave.
+    The main stream is named "default", with priority 0 and the remaining share.
     """
     others = tuple(parse_stream(text) for text in streams)
     rest = 1 - sum(stream.share for stream in others)

@@ -34,17 +34,17 @@ MISS = Hit(0, 0)
 
 
 class HeldBlocks(Protocol):
-    """Read-only view of the blocks that one request holds, which each step reads for each request.
+    """Read-only view of the blocks that one request holds.
 
     The fields from `cpu` on are constant with a single tier.
 
     Attributes:
-        device: Blocks on the device; only their number is used, as of `cpu`.
+        device: Blocks on the device. Only the numbers of `device` and `cpu` blocks are used.
         table: Block table for plans; empty for ledgers that only count.
         room: Tokens that the request may have on the device without another ledger call; 0 unless all its KV is there.
         regains: Tokens that it had before its last ones were dropped; 0 if none were.
         away: Blocks that must be swapped in before the request can run.
-        is_settled: Whether none of its KV is in transit, saved slots that another request overwrites included.
+        is_settled: Whether none of its KV is in transit, including saves of slots that another request overwrites.
     """
 
     @property
@@ -355,7 +355,7 @@ class BlockLedger(KVAccounts, Protocol):
         """Free everything the request holds and reserves, if anything."""
 
     def clear(self) -> None:
-        """Lose all KV, holdings, reservations and moves."""
+        """Drop all KV, blocks, reservations and moves."""
 
     def reclaim(self) -> int:
         return 0

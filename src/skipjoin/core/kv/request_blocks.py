@@ -18,7 +18,7 @@ class SharedBlock:
     Attributes:
         copy: CPU-tier block with the saved slots; None once it is part of the owner's swapped-out blocks.
         borrower: None after it left while some of the owner's slots are still saved.
-        split: The borrower may fill the slots below, the owner the slots from here on.
+        split: First slot that the owner may fill; the borrower may fill the slots below.
         saved: Number of the owner's lowest slots that the borrower overwrites.
     """
 

@@ -50,7 +50,7 @@ class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Encoded `Move`; `direction` is an index among all.
+    """Encoded `Move`; `direction` is an index into the members of `Direction`.
 
     Moves are numbered from 0 over all plans; in each plan blocking moves come first.
     """

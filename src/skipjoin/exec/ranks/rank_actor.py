@@ -48,7 +48,7 @@ GROUP_S = 60.0
 
 
 class RankModel(NamedTuple):
-    """What every rank loads."""
+    """Model and settings that every rank loads."""
 
     folder: str
     dtype: str
@@ -66,7 +66,7 @@ class RankModel(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """Where a rank's process runs."""
+    """Location of a rank's process, and the versions of its packages."""
 
     node: str
     ip: str

@@ -186,7 +186,7 @@ class ShardedExecutor:
         return answer
 
     def _look_at(self, ranks: Iterable[int]) -> None:
-        """Raise `RankError` if a rank that has answered is lost, as its activations may be."""
+        """Raise `RankError` if a rank that has answered is lost, because its activations may not have arrived."""
         for rank in ranks:
             if self._links[rank].is_ready():
                 self._early[rank].append(self._links[rank].receive(0.0))

@@ -27,7 +27,7 @@ class Linear(Protocol):
         ...
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
-        """Add the product, not gated or activated, to `total`, [n, out] and contiguous; return it or `then` of it."""
+        """Add the plain product to contiguous `total`, [n, out]. Return `then(total)`, or `total` without `then`."""
         ...
 
 

@@ -140,7 +140,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """Return what determines -march=native, because machines may share a home folder."""
+    """Return the processor's features, which determine -march=native: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

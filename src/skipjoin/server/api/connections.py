@@ -25,7 +25,7 @@ class ConnectionLimits:
 
     Attributes:
         max_header_bytes: Maximum size of a head, and of the trailers and chunk framing of a body.
-        max_connections: One more closes a connection that waits for its client.
+        max_connections: At the limit, a new connection closes one that waits for its client.
         max_per_address: Maximum number of connections of an address that have not shown a key.
         head_s: Time limit for a head, from the start of the connection or the head's first byte.
         body_s: Time limit for a body, extended by a second for each `body_bytes_per_s` that arrive.

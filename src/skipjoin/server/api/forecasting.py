@@ -41,10 +41,10 @@ class Expectation:
 
     Args:
         learn: Called with the actual length of each output.
-        ask: Requests a forecast of another server, which takes precedence, while requests of the prompt run.
+        ask: Requests a forecast from another server while requests of the prompt run. It takes precedence.
 
     Attributes:
-        predicted: Prediction of the forecaster, from which it learns.
+        predicted: Prediction of the forecaster, passed to `learn`.
     """
 
     __slots__ = ("_ask", "_ends", "_followers", "_learn", "_question", "_requests", "_revised", "forecast", "predicted")

@@ -116,7 +116,7 @@ class ForecastRequests:
     def ask(
         self, text_of: TextOf, prompt: Sequence[int], max_tokens: int, tell: Callable[[Forecast], None]
     ) -> asyncio.Task[None] | None:
-        """Request a forecast for `tell`, unless too many requests are pending. Cancel the task to drop it."""
+        """Request a forecast and pass it to `tell`. Return the task, to cancel it, or None if too many are pending."""
         if len(self._open) >= MAX_QUESTIONS:
             self._metrics.asked("skipped")
             return None

@@ -297,7 +297,7 @@ class Admission:
     def _check_room(
         self, client: str, tokens: int, capacity: int, whose: str, now: float, *, instead_of: int = 0
     ) -> None:
-        """Raise 429 if `tokens` do not fit now. `instead_of` of them are counted already."""
+        """Raise 429 if `tokens` do not fit now. `instead_of` tokens are already counted and will be replaced."""
         if (excess := self._tokens.excess(client, tokens, capacity, now, instead_of=instead_of)) > 0:
             self._metrics.rejected("tokens")
             retry_s = _retry_after(self._starts.seconds_until(excess))

@@ -82,7 +82,7 @@ class Store(FileRows, BatchRows, LineRows):
         return store
 
     async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
-        """Mark a file as deleted, on a full disk with the space that is reserved for deletions."""
+        """Mark a file as deleted. On a full disk, use the space that is reserved for deletions."""
         try:
             return await super().delete_file(owner, file_id)
         except NoSpace:
@@ -134,7 +134,7 @@ class Store(FileRows, BatchRows, LineRows):
     async def _sign(self) -> None:
         """Renew the lease, delete servers whose lease has expired, and free what they hold.
 
-        A lease from before the database's clock was set back is longer than any, and void.
+        A lease that ends more than two `LEASE_S` from now is void, because the database's clock was set back since.
         """
         async with self._db.writing() as connection:
             now = float(await connection.scalar(sa.select(self._db.clock)) or 0)

@@ -413,7 +413,7 @@ def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv
     Args:
         together: Simulate decode-only steps at once, where that does not change the result.
         keeps_kv: Swap evicted KV, because the replica cannot compute prompts.
-        seed: Of the noise of step times.
+        seed: Seed of the noise of step times.
     """
     cost = TrackedCost(system.cost) if system.step_noise else None
     policies = build(system.recipe, replace(system.settings, cost=cost or system.cost), system.own_params)
@@ -441,7 +441,7 @@ def _learn(cost: TrackedCost, result: StepResult) -> None:
 
 
 def _jitter(noise: float, seed: str) -> Callable[[], float]:
-    """Return a source of factors of step times, whose mean is 1."""
+    """Return a function that draws factors of step times, with mean 1."""
     rng = random.Random(seed)
     return lambda: rng.lognormvariate(-noise * noise / 2, noise)
 

@@ -26,7 +26,7 @@ Mark = tuple[float, ...]  # reading of the tail's clock: seconds by reason since
 
 
 class Moment:
-    """Time at which requests were chosen or became free to be chosen."""
+    """Time at which requests were scheduled or became eligible to be scheduled."""
 
     __slots__ = ("decisions", "is_queued", "mark", "now")
 
@@ -41,7 +41,7 @@ class WaitTimes:
     """Seconds by reason of one request, and its current wait.
 
     Attributes:
-        freed: When it became free to be chosen; None while it waits in the tail (`mark` is set) or for its own reason.
+        freed: When it became eligible; None while it waits in the tail (`mark` is set) or for its own reason.
         reason, since: Its own reason and when that began.
     """
 

@@ -66,7 +66,7 @@ class ShortestWithWaits(Valued):
 
     The wait time is the total remaining time of smaller keys divided by the mean batch size. It is capped by the time
     until aging ranks the request before all future arrivals. Requests that have not run since their arrival or eviction
-    are in a `Backlog`. Of the others, those passed to `expected_order` count.
+    count through a `Backlog`, the others only if they are passed to `expected_order`.
     """
 
     def __init__(self, value: RemainingTime, *, hysteresis_s: float = 0.25) -> None:

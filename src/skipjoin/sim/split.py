@@ -60,7 +60,7 @@ class Handover:
 class SplitWatcher:
     """Observer of a disaggregated run; this base class ignores everything.
 
-    Calls are in order of time, and precede the events of the replica's step that they belong to.
+    Calls are in order of time. Each precedes the events of its replica's step.
     """
 
     def arrived(self, request: Request) -> None:

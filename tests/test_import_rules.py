@@ -119,6 +119,7 @@ ALLOWED: dict[str, set[str]] = {
         "system.own_folder",
     },
     "builtin": set(),
+    "formats": {"formats"},
     "engine": {
         "builtin",
         "config",
@@ -170,6 +171,7 @@ ALLOWED: dict[str, set[str]] = {
         "core",
         "engine.forecasting",
         "engine.text",
+        "formats",
         "model.config",
         "model.grammar_check",
         "model.tokenizer",
@@ -300,7 +302,7 @@ WITHOUT_HTTP = {
 # Paths in which marked imports may be inside functions: optional back ends, the package itself, whose import must stay
 # light, the command line, whose help must start quickly, code that needs Ray, and the database of batches.
 LAZY = (
-    *("exec", "model", "forecast", "__init__.py", "cli", "engine"),
+    *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine"),
     *("server/lifecycle.py", "server/batches/database.py"),
 )
 

@@ -163,13 +163,15 @@ def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:
 class Api:
     """Application over scripted engines, and an HTTP client that calls it directly."""
 
-    def __init__(self, folder: Path, config: ServerConfig, keeper: ForecastKeeper | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: ServerConfig, keeper: ForecastKeeper | None = None, context: int = tiny.CONTEXT
+    ) -> None:
         self.metrics = Metrics(config.metrics_compat)
         self.client = EngineClient(self.metrics, wanted=config.replicas)
         self.engines = [ScriptedEngine(self.client) for _ in range(config.replicas)]
         self.engine = self.engines[0]
         self.service = Service(config, self.client, self.metrics)
-        ready = self.ready = replace(READY, folder=str(folder))
+        ready = self.ready = replace(READY, folder=str(folder), max_model_len=context)
         for engine in self.engines:
             engine.join(ready)
         tokenizer = load_tokenizer(folder)

@@ -94,6 +94,9 @@ def fields(count: int = 380_000) -> str:
 
 
 CHAT = '{"messages":[{"role":"user","content":'
+TOOLS = CHAT + '"x"}],"tools":[{"type":"function","function":{"name":"f","parameters":{"a":['
+CALL = '{"id":"1","type":"function","function":{"name":"f","arguments":"{}"}}'
+CALLS = '{"messages":[{"role":"assistant","tool_calls":['
 BODIES = {
     "text": ("/v1/completions", filled('{"prompt":"', "ab ", '"}'), 400),
     "conversation": ("/v1/chat/completions", filled(CHAT + '"', "😀", '"}]}'), 400),
@@ -101,6 +104,8 @@ BODIES = {
     "unknown fields": ("/v1/completions", ('{"prompt":"a",' + fields() + "}").encode(), 400),
     "unknown within": ("/v1/chat/completions", (CHAT + '"x",' + fields() + "}]}").encode(), 400),
     "parts": ("/v1/chat/completions", filled(CHAT + "[", '{"type":"text","text":""},', "{}]}]}"), 400),
+    "tools": ("/v1/chat/completions", filled(TOOLS, "[],", "0]}}}]}", 1 << 19), 400),
+    "calls": ("/v1/chat/completions", filled(CALLS, CALL + ",", CALL + "]}]}"), 400),
     "hidden": ("/v1/completions", filled('{"prompt":"a","n":[', "[],", '0],"n":1}'), 200),
     "names": ("/tokenize", json.dumps({"return_token_strs": True, "prompt": "ab " * 100_000}).encode(), 200),
     "ids": ("/detokenize", json.dumps({"tokens": [65] * 500_000}).encode(), 200),

@@ -66,12 +66,14 @@ class TextRules:
 
     Attributes:
         min_tokens: Number of tokens after which stop strings count.
+        kept: Special tokens that are part of the text nevertheless.
         score_only: Return prompt logprobs and no tokens.
     """
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    kept: frozenset[int] = frozenset()
     min_tokens: int = 0
     echo: bool = False
     score_only: bool = False
@@ -108,7 +110,7 @@ class Choice:
         self.text_length = 0  # characters of the tokens whose logprobs were sent
         self.finish_reason: str | None = None
         self._rules = rules
-        self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special)
+        self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special, rules.kept)
         self._stops = StopStrings(rules.stop, include=rules.include_stop) if rules.stop else None
         self._lead = ""
         if rules.echo:

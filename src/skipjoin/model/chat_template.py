@@ -49,9 +49,14 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """Chat template, rendered by a process that starts on demand."""
+    """Chat template, rendered by a process that starts on demand.
+
+    Attributes:
+        source: Text of the template.
+    """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        self.source = source
         self._special = dict(special)
         self._failures: set[str] = set()  # failures that were logged
         self._renderer = _Renderer(source)
@@ -59,6 +64,11 @@ class ChatTemplate:
 
     def check(self) -> None:
         self._renderer.start()
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads. The first use starts its process."""
+        return self._renderer.variables()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the conversation as text. Releases the GIL.
@@ -106,6 +116,12 @@ class _Renderer:
         self._source = source
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._variables: frozenset[str] = frozenset()
+
+    def variables(self) -> frozenset[str]:
+        if not self._variables:
+            self.start()
+        return self._variables
 
     def start(self) -> None:
         with self._lock:
@@ -130,6 +146,7 @@ class _Renderer:
                 if self._process is not None:
                     self._end(self._process)
                 raise ModelError(f"the chat template does not compile: {_LIMITS.get(kind) or answer.decode()}")
+            self._variables = frozenset(json.loads(answer))
         return self._process
 
     def _exchange(self, process: subprocess.Popen[bytes], content: bytes) -> tuple[int, bytes]:

@@ -6,7 +6,7 @@ Imports torch only if a folder lacks tokenizer.json, and transformers converts o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,10 @@ class Tokenizer:
         text = self.chat_text(messages, add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False, most=most)
 
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those texts that are special tokens."""
+        return frozenset(i for i in map(self.backend.token_to_id, texts) if i in self.special_ids)
+
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
@@ -198,9 +202,16 @@ class Detokenizer:
     Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
+        """Create the converter; `kept` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
         # Only the last ids matter; skipped ones give no context.
         tail = [i for i in prompt_ids[-_PATIENCE:] if i not in self._skipped]
         start = max(len(tail) - _CONTEXT, 0)

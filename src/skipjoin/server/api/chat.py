@@ -11,10 +11,15 @@ from msgspec import UNSET
 
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
+from skipjoin.formats.calls import Part
+from skipjoin.formats.message import MessageReader
+from skipjoin.formats.table import FORMATS
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import TokenLogprob
+from skipjoin.server.api.chat_message import Reading, delta_of, message_of
+from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
+from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.generation import Endpoint, Prompt
-from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.protocol import ChatRequest
 from skipjoin.server.api.responses import (
@@ -41,11 +46,14 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     body_type = ChatRequest
 
     def estimates(self, body: ChatRequest) -> list[int]:
-        return [sum(estimate_tokens(message.text) for message in body.messages)]
+        return [estimate_chat(body)]
 
     async def tokenize(self, body: ChatRequest) -> list[Prompt]:
         service = self.service
-        ids = await service.encode_chat(body)
+        if self._reading(body) is not None:
+            await service.load_parser()
+        text = await render_chat(service, body)
+        ids = await service.encode(text, "messages", add_special_tokens=False)
         room = service.room_after(ids, "messages")
         limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
         for name, value in limits.items():
@@ -61,14 +69,33 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         return [Prompt(ids, None, params)]
 
     def text_rules(self, body: ChatRequest) -> TextRules:
-        return replace(super().text_rules(body), scores=bool(body.logprobs))
+        reading = self._reading(body)
+        kept = frozenset() if reading is None else self.service.tokenizer.ids_of(reading.format.markers)
+        return replace(super().text_rules(body), scores=bool(body.logprobs), kept=kept)
 
     def format(self, body: ChatRequest, options: RequestOptions) -> ChatFormat:
-        return ChatFormat(self.service, body, options)
+        return ChatFormat(self.service, body, options, self._reading(body))
+
+    def _reading(self, body: ChatRequest) -> Reading | None:
+        """Return how the output is read, or None if all of it is content."""
+        output_format = self.service.output_format
+        reads_calls = bool(body.offered)
+        if reads_calls and (output_format is None or output_format.calls is None):
+            names = ", ".join(known.name for known in FORMATS if known.calls is not None)
+            raise bad_request(
+                f"tools: this model's chat template writes calls in a format that this server does not know. It knows "
+                f"{names}",
+                "tools",
+            )
+        if output_format is None or not (reads_calls or output_format.think is not None):
+            return None
+        return Reading(output_format, reads_calls, body.include_reasoning is not False)
 
 
 class ChatFormat:
-    def __init__(self, service: Service, body: ChatRequest, options: RequestOptions) -> None:
+    def __init__(
+        self, service: Service, body: ChatRequest, options: RequestOptions, reading: Reading | None = None
+    ) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = service.name
@@ -76,6 +103,8 @@ class ChatFormat:
         self._tokenizer = service.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._no_usage = None if body.usage_at_end else UNSET
+        self._reading = reading
+        self._readers: dict[Choice, MessageReader] = {}
         self._begun: set[Choice] = set()  # choices whose role was sent
 
     def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
@@ -86,12 +115,13 @@ class ChatFormat:
             role = Delta(content="", role="assistant")
             first = ChunkChoice(index=choice.index, delta=role, logprobs=None, finish_reason=None)
             events.append(self._chunk([first], shown_usage))
-        if text or choice.scored or choice.finish_reason is not None:
+        delta = self._delta(choice, text)
+        if delta is not None or choice.scored or choice.finish_reason is not None:
             chunk = ChunkChoice(
                 index=choice.index,
-                delta=Delta(content=text) if text else Delta(),
+                delta=delta or Delta(),
                 logprobs=self._logprobs(choice),
-                finish_reason=choice.finish_reason,
+                finish_reason=self._finish_reason(choice),
             )
             events.append(self._chunk([chunk], shown_usage))
         return events
@@ -103,9 +133,9 @@ class ChatFormat:
         found = [
             ChatChoice(
                 index=choice.index,
-                message=ChatMessage(text),
+                message=self._message(choice, text),
                 logprobs=self._logprobs(choice),
-                finish_reason=choice.finish_reason,
+                finish_reason=self._finish_reason(choice),
             )
             for choice, text in texts.items()
         ]
@@ -119,6 +149,29 @@ class ChatFormat:
                 service_tier=self._tier,
             )
         )
+
+    def _delta(self, choice: Choice, text: str) -> Delta | None:
+        if self._reading is None:
+            return Delta(content=text) if text else None
+        return delta_of(self._parts(self._reading, choice, text), self._reading.shows_reasoning)
+
+    def _message(self, choice: Choice, text: str) -> ChatMessage:
+        if self._reading is None:
+            return ChatMessage(text)
+        return message_of(self._parts(self._reading, choice, text), self._reading.shows_reasoning)
+
+    def _parts(self, reading: Reading, choice: Choice, text: str) -> list[Part]:
+        reader = self._readers.get(choice)
+        if reader is None:
+            reader = self._readers[choice] = reading.reader(choice, self._tokenizer)
+        parts = reader.feed(text)
+        return parts if choice.finish_reason is None else parts + reader.finish()
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        """Return the finish reason: "tool_calls" for a message with calls that was not cut off."""
+        reader = self._readers.get(choice)
+        has_calls = reader is not None and reader.has_calls
+        return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
     def _chunk(self, choices: list[ChunkChoice], usage: object) -> bytes:
         return encode(

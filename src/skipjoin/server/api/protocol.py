@@ -7,10 +7,10 @@ that have no effect (`Only`) and refused with any other:
 |---|---|
 | best_of, num_choices of beam search | null, 1; use_beam_search: null, false |
 | suffix, prompt_logprobs, truncate_prompt_tokens, allowed_token_ids | null |
-| tools, functions | null, [] |
-| tool_choice, function_call | null, "none"; tool_choice also "auto", which without tools means nothing |
-| parallel_tool_calls, add_special_tokens | any boolean: they change nothing without tools, or are the default |
-| modalities | null, ["text"]; audio, prediction, web_search_options, reasoning_effort, verbosity: null |
+| functions | null, [] |
+| function_call | null, "none" |
+| add_special_tokens | any boolean |
+| modalities | null, ["text"]; audio, prediction, web_search_options, verbosity: null |
 | store, continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
 | length_penalty | null, 1 |
 | user, metadata, safety_identifier, prompt_cache_key | any value within bounds: labels, which change nothing |
@@ -18,22 +18,9 @@ that have no effect (`Only`) and refused with any other:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetCoreSchemaHandler,
-    Tag,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
 
 from skipjoin.config import MAX_DEADLINE_MS
 from skipjoin.sampling import (
@@ -46,50 +33,18 @@ from skipjoin.sampling import (
     SEED_MAX,
     SEED_MIN,
 )
+from skipjoin.server.api.conversation import Messages, NamedChoice, Tool, ToolChoice, Tools, check_names
+from skipjoin.server.api.fields import INT32, INT64, MAX_LABEL, Body, Label, Null, Off, Only, Text, one_of
 
 MAX_N = 16
 MAX_PROMPTS = 256
-MAX_MESSAGES = 4096
 # The search for a stop string takes time proportional to its length at each token.
 MAX_STOP_LENGTH = 512
-MAX_LABEL = 512
-INT32, INT64 = 2**31 - 1, 2**63 - 1
+# Variables of chat templates that a request may set.
+MAX_TEMPLATE_OPTIONS = 32
 
-
-class Only:
-    """Annotation of a field that accepts only the given JSON values."""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
-        return {"enum": list(self.values)}
-
-    def _check(self, value: Any) -> Any:
-        # Unlike in Python, true is not 1 in JSON.
-        if any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values):
-            return value
-        allowed = " or ".join("null" if known is None else str(known).lower() for known in self.values)
-        raise PydanticCustomError(
-            "unsupported", "this server does not support it: only {allowed}", {"allowed": allowed}
-        )
-
-
-Null = Annotated[Any, Only(None)]
-Off = Annotated[Any, Only(None, False)]
-Label = Annotated[str, Field(max_length=MAX_LABEL)] | None
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1), Field(fail_fast=True)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-class Body(BaseModel):
-    """JSON body with exact types, finite numbers and no undeclared fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class StreamOptions(Body):
@@ -141,23 +96,18 @@ def _prompt_kind(value: Any) -> str | None:
     return "~texts" if isinstance(first, str) else "~ids"
 
 
-def _one_of(choose: Callable[[Any], str | None], expected: str) -> Discriminator:
-    """Let `choose` select the member of a union, so that errors are about that member only."""
-    return Discriminator(choose, custom_error_type="type", custom_error_message=expected)
-
-
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
     Annotated[StopText, Tag("~text")]
     | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS), Field(fail_fast=True), Tag("~texts")],
-    _one_of(_stop_kind, "must be a string or a list of strings"),
+    one_of(_stop_kind, "must be a string or a list of strings"),
 ]
 Prompt = Annotated[
     Annotated[Text, Tag("~text")]
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~texts")]
     | Annotated[TokenIds, Tag("~ids")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~id_lists")],
-    _one_of(_prompt_kind, "must be a string, a list of strings, a list of token ids, or a list of such lists"),
+    one_of(_prompt_kind, "must be a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 
 
@@ -312,72 +262,10 @@ class CompletionRequest(GenerationBody):
         return list(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
-class TextPart(Body):
-    """Text part of a message, the only supported kind."""
-
-    type: Literal["text"]
-    text: str
-
-
-def _content_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~parts" if isinstance(value, list) else None
-
-
-Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Field(fail_fast=True), Tag("~parts")],
-    _one_of(_content_kind, "must be a string or a list of text parts"),
+TemplateOptions = Annotated[
+    dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=MAX_LABEL)] | None],
+    Field(max_length=MAX_TEMPLATE_OPTIONS),
 ]
-
-
-def _check_role(role: Any) -> Any:
-    if role in ("tool", "function"):
-        raise PydanticCustomError("tools", _NO_TOOLS)
-    return role
-
-
-def _check_no_calls(calls: Any) -> Any:
-    if calls:
-        raise PydanticCustomError("tools", _NO_TOOLS)
-    return calls
-
-
-_NO_TOOLS = "this server has no tools: a conversation must be without calls of tools, and without their results"
-
-
-class Message(Body):
-    """Message of a conversation. The message of a response can be sent back unchanged. "developer" means "system"."""
-
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_check_role)]
-    # Before the content, which messages with calls lack, because errors name the first invalid field.
-    tool_calls: Annotated[Annotated[Any, Only(None, [])], BeforeValidator(_check_no_calls)] = None
-    function_call: Annotated[Null, BeforeValidator(_check_no_calls)] = None
-    content: Content
-    name: Label = None
-    refusal: Null = None
-    annotations: Annotated[Any, Only(None, [])] = None
-    audio: Null = None
-    reasoning: Null = None
-    reasoning_content: Null = None
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-    def as_template_input(self) -> dict[str, str]:
-        message: dict[str, str] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
-
-
-class TemplateOptions(Body):
-    """Chat template variables that a request may set."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
 
 
 class ChatRequest(GenerationBody):
@@ -390,23 +278,39 @@ class ChatRequest(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[ToolChoice | None, Field(validate_default=True)] = None
+    parallel_tool_calls: bool | None = None
 
     chat_template: Null = None
     documents: Annotated[Any, Only(None, [])] = None
     echo: Off = None
     continue_final_message: Off = None
-    tools: Annotated[Any, Only(None, [])] = None
-    tool_choice: Annotated[Any, Only(None, "none", "auto")] = None
-    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, Only(None, [])] = None
     function_call: Annotated[Any, Only(None, "none")] = None
     modalities: Annotated[Any, Only(None, ["text"])] = None
     audio: Null = None
     prediction: Null = None
     web_search_options: Null = None
-    reasoning_effort: Null = None
     verbosity: Null = None
     store: Off = None
+
+    @field_validator("tools")
+    @classmethod
+    def _has_unique_names(cls, value: list[Tool] | None) -> list[Tool] | None:
+        return check_names(value)
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_offered(cls, value: Any, info: ValidationInfo) -> Any:
+        names = {tool.function.name for tool in info.data.get("tools") or ()}
+        if value == "required" and not names:
+            raise ValueError("required needs tools")
+        if isinstance(value, NamedChoice) and value.function.name not in names:
+            raise ValueError(f"must name one of the tools, got {value.function.name!r}")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod
@@ -414,6 +318,17 @@ class ChatRequest(GenerationBody):
         if value is not None and not info.data.get("logprobs"):
             raise ValueError("it needs logprobs to be true")
         return value
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
 
 
 class TokenizeRequest(Body):
@@ -425,6 +340,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 

@@ -81,10 +81,31 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """Function of a call, or the next part of it. `arguments` is JSON."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct):
+    """Call of a tool, or the next part of it in a stream."""
+
+    function: CalledFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    content: str
+    """Message of the assistant. Clients know the reasoning by one of two names."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -107,10 +128,13 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Text that a chunk adds to a message."""
+    """What a chunk adds to a message."""
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):

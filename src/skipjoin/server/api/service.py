@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
-from skipjoin.model.config import ModelError
+from skipjoin.formats.message import load_parser
+from skipjoin.formats.table import Calls, OutputFormat, find_format
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.sampling import ParameterError, SamplingParams
@@ -25,9 +26,10 @@ from skipjoin.server.api.errors import (
     model_not_found,
     unavailable,
 )
+from skipjoin.server.api.fields import Body
 from skipjoin.server.api.forecasting import AskFor, Expectation, Forecasting
 from skipjoin.server.api.limits import Admission
-from skipjoin.server.api.protocol import Body, ChatRequest, GenerationBody, TokenizeRequest
+from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.shapes import checked
 from skipjoin.server.api.structured import structured_output
 from skipjoin.server.engines.engine_client import EngineClient
@@ -56,6 +58,7 @@ class Service:
 
     Attributes:
         busy: Number of generation requests over HTTP in progress.
+        output_format: Format of reasoning and tool calls, or None if the model has none that is known.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:
@@ -78,6 +81,8 @@ class Service:
         self._tokenizer: Tokenizer | None = None
         self._sampling_defaults: Mapping[str, Any] = {}
         self._forecasting: Forecasting | None = None
+        self.output_format: OutputFormat | None = None
+        self._has_parser = False
         # Two threads, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
         # One thread, because a single process renders chat templates.
@@ -109,9 +114,26 @@ class Service:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
         self.name = self.config.served_model_name or info.model
         self.names = (self.name,) if self.config.served_model_name else _names(info)
+        self._find_format(tokenizer)
         self.metrics.ready(info, self.name)
         if self.phase is Phase.STARTING:
             self.phase = Phase.OPEN
+
+    def _find_format(self, tokenizer: Tokenizer) -> None:
+        template = tokenizer.chat_template
+        self.output_format = None if template is None else find_format(template.source)
+        if self.output_format is not None and self.output_format.think is not None:
+            self._threads.submit(load_parser)  # every chat request needs it
+
+    @property
+    def calls(self) -> Calls | None:
+        return None if self.output_format is None else self.output_format.calls
+
+    async def load_parser(self) -> None:
+        """Wait for the parser of outputs, which the first request that needs it loads."""
+        if not self._has_parser:
+            await self.in_thread(load_parser)
+            self._has_parser = True
 
     def drain(self) -> None:
         self.phase = Phase.DRAINING
@@ -168,6 +190,9 @@ class Service:
     async def in_thread(self, work: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
+    async def in_renderer(self, work: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._renderer, partial(work, *args, **kwargs))
+
     async def parse(self, body: bytes, kind: type[BodyT]) -> BodyT:
         try:
             if len(body) > _LARGE:
@@ -204,18 +229,6 @@ class Service:
         return bad_request(
             f"{param} must have at most {most} tokens{what}, got {found}", param, "context_length_exceeded"
         )
-
-    async def encode_chat(self, body: ChatRequest | TokenizeRequest, most: int | None = None) -> list[int]:
-        messages = [message.as_template_input() for message in body.messages or ()]
-        options = body.chat_template_kwargs
-        variables = {} if options is None else options.model_dump(exclude_none=True)
-        variables["add_generation_prompt"] = body.add_generation_prompt is not False
-        render = partial(self.tokenizer.chat_text, messages, **variables)
-        try:
-            text = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
-        except ModelError as error:
-            raise bad_request(str(error), "messages") from error
-        return await self.encode(text, "messages", add_special_tokens=False, most=most)
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.info.vocab_size:

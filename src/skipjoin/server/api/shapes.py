@@ -16,13 +16,16 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 from pydantic import BaseModel
 
+from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, CalledFunction, Message, TextPart, ToolCall
 from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
-from skipjoin.server.api.protocol import MAX_MESSAGES, MAX_PROMPTS, Message, TextPart
+from skipjoin.server.api.protocol import MAX_PROMPTS
 
 # Maximum token ids of one body, which take 40 ms to validate.
 MAX_IDS = 1 << 20
 # Maximum bytes of any other field. `metadata` can have 110,000 if all characters are escaped.
 MAX_FIELD_BYTES = 1 << 17
+# Maximum bytes of all tools: 1,024 with half a kilobyte each.
+MAX_TOOLS_BYTES = 1 << 19
 _FAULT = re.compile(r"(.*?)( - at `\$(.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
@@ -109,13 +112,34 @@ def _ids(value: Raw, name: str, kind: Any = list[int]) -> Raw:
 
 def _messages(value: Raw, name: str) -> Raw:
     parts_type = GenericAlias(list, (_struct(TextPart, type=str, text=str),))
-    message = _struct(Message, role=str, content=str | parts_type, name=str | None)
+    function = _struct(CalledFunction, name=str, arguments=str)
+    calls_type = GenericAlias(list, (_struct(ToolCall, id=str, function=function),))
+    message = _struct(
+        Message,
+        role=str,
+        content=str | parts_type | None,
+        name=str | None,
+        tool_calls=calls_type | None,
+        reasoning=str | None,
+        reasoning_content=str | None,
+    )
     messages = _read(value, GenericAlias(list, (message,)) | None, name) or []
     parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
     _check_count(len(messages), MAX_MESSAGES, "messages", name)
+    calls = sum(len(one.tool_calls) for one in messages if isinstance(one.tool_calls, list))
     _check_count(parts, MAX_MESSAGES, "content parts", name)
+    _check_count(calls, MAX_MESSAGES, "tool calls", name)
     _check_small(sum(_unread(one) for one in messages), name)
     return Raw(msgspec.json.encode(messages)) if messages else value
+
+
+def _tools(value: Raw, name: str) -> Raw:
+    """Check the number and the size of tools. Their schemas are read by pydantic."""
+    size = len(bytes(value))
+    if size > MAX_TOOLS_BYTES:
+        raise bad_request(f"{name} must have at most {MAX_TOOLS_BYTES} bytes of JSON, got {size}", name)
+    _check_count(len(_read(value, list[Raw] | None, name) or ()), MAX_TOOLS, "tools", name)
+    return value
 
 
 def _unread(message: Any) -> int:
@@ -130,4 +154,9 @@ def _check_count(count: int, most: int, what: str, name: str) -> None:
 
 
 # Fields that can exceed `MAX_FIELD_BYTES`, with functions that check and return their values.
-LARGE_FIELDS: dict[str, Callable[[Raw, str], Raw]] = {"prompt": _prompts, "messages": _messages, "tokens": _ids}
+LARGE_FIELDS: dict[str, Callable[[Raw, str], Raw]] = {
+    "prompt": _prompts,
+    "messages": _messages,
+    "tokens": _ids,
+    "tools": _tools,
+}

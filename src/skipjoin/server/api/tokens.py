@@ -10,6 +10,7 @@ from msgspec import Raw
 from pydantic import BaseModel
 
 from skipjoin.server.api.browsers import json_body
+from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.options import client_of
@@ -35,9 +36,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
-        texts = [body.prompt or "", *(message.text for message in body.messages or ())]
         param = "prompt" if body.messages is None else "messages"
-        tokens = sum(map(estimate_tokens, texts))
+        tokens = estimate_tokens(body.prompt or "") + estimate_chat(body)
         return await _counted(service, request, tokens, param, lambda: _tokenize(service, body))
 
     @app.post("/detokenize")
@@ -65,7 +65,8 @@ async def _counted(
 
 async def _tokenize(service: Service, body: TokenizeRequest) -> bytes:
     if body.messages is not None:
-        ids = await service.encode_chat(body, MAX_TOKENS)
+        text = await render_chat(service, body)
+        ids = await service.encode(text, "messages", add_special_tokens=False, most=MAX_TOKENS)
     else:
         special = body.add_special_tokens is not False
         ids = await service.encode(body.prompt or "", "prompt", add_special_tokens=special, most=MAX_TOKENS)

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import Field
 
 from skipjoin.server.api.errors import bad_request
-from skipjoin.server.api.protocol import Body
+from skipjoin.server.api.fields import Body
 from skipjoin.server.batches.records import BatchRow, BatchStatus, LineError
 
 # OpenAI's bounds of metadata and of the expiry of output files.

@@ -1,0 +1,169 @@
+"""Reads the calls of one region of an output, and streams their arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import regex
+
+from skipjoin.formats.table import Calls
+
+_IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
+# Rest of a region that only closes its calls.
+_CLOSERS = "]},;`"
+
+
+class Part(NamedTuple):
+    """Part of a message: text, reasoning, or something of a call.
+
+    Attributes:
+        call: Number of the call from 0. None: `text` belongs to the content, or to the reasoning.
+        name: Function of a call that begins with this part.
+        id: Id of that call.
+    """
+
+    text: str
+    call: int | None = None
+    name: str = ""
+    id: str = ""
+    is_reasoning: bool = False
+
+
+class _JsonValue:
+    """Finds the end of a JSON object or list in pieces of text."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def end(self, text: str) -> int | None:
+        """Return the index after the value, or None if it goes on."""
+        at = 0
+        while True:
+            if self._is_escaped:
+                if at == len(text):
+                    return None
+                at, self._is_escaped = at + 1, False
+            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            if found is None:
+                return None
+            at, char = found.end(), found[0]
+            if char == "\\":
+                self._is_escaped = True
+            elif char == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if char in "{[" else -1
+                if self._depth == 0:
+                    return at
+
+
+class CallsReader:
+    """Reader of a region that may contain several calls.
+
+    A call begins when its name and the start of its arguments are known. Text that never becomes a call is returned as
+    content when the region closes.
+
+    Attributes:
+        count: Number of calls so far, with those of earlier regions.
+        is_other: The text that is held is no call.
+        held: Text without a head so far.
+    """
+
+    def __init__(self, calls: Calls, head: regex.Pattern[str], count: int, new_id: Callable[[], str]) -> None:
+        self.count = count
+        self.is_other = False
+        self._calls, self._head, self._new_id = calls, head, new_id
+        self._first = count
+        self.held = ""
+        self._value: _JsonValue | None = None
+        self._own: list[str] | None = None  # arguments in a notation of the format
+
+    @property
+    def is_in_arguments(self) -> bool:
+        return self._value is not None or self._own is not None
+
+    def feed(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        while text:
+            if self._own is not None:
+                self._own.append(text)
+                break
+            if self._value is None:
+                text = self._find_head(text, parts)
+                continue
+            end = self._value.end(text)
+            parts.append(Part(text[:end], self.count - 1))
+            if end is None:
+                break
+            self._value, text = None, text[end:]
+        return parts
+
+    def after(self, mark: str) -> str | None:
+        """Return the text after a mark that follows the last call, or None if there is none yet."""
+        _, found, rest = self.held.partition(mark)
+        return rest if found else None
+
+    def close(self, opening: str = "", closing: str = "") -> list[Part]:
+        """Return the rest. `opening` and `closing` are the marks of the region, which become content with it."""
+        held, self.held = self.held, ""
+        if self._own is not None:
+            text, self._own = "".join(self._own), None
+            return [Part(_as_json(text), self.count - 1)]
+        self._value = None
+        if self.count > self._first:
+            after = self._calls.after.strip().lstrip(_CLOSERS).strip()
+            rest = held.strip().lstrip(_CLOSERS).strip().removeprefix(after).strip()
+            return [Part(rest)] if rest else []
+        return self._whole(held) or [Part(opening + held + closing)]
+
+    def _find_head(self, text: str, parts: list[Part]) -> str:
+        """Hold text until it has a head; return what follows then, from the first brace of the arguments."""
+        self.held += text
+        if self.is_other:
+            return ""
+        head = self._head.match(self.held, partial=True)
+        if head is None or head.partial:
+            self.is_other = head is None
+            return ""
+        call_id = (head.groupdict().get("id") or "") or self._new_id()
+        parts.append(Part("", self.count, head["name"], call_id))
+        self.count += 1
+        rest, self.held = self.held[head.end() - 1 :], ""
+        if self._calls.has_own_strings:
+            self._own = []
+        else:
+            self._value = _JsonValue()
+        return rest
+
+    def _whole(self, text: str) -> list[Part]:
+        """Return the calls of a complete region whose heads are in another order."""
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return []
+        parts: list[Part] = []
+        for call in found if isinstance(found, list) else [found]:
+            if not (isinstance(call, dict) and isinstance(name := call.get("name"), str)):
+                return []
+            arguments = call.get("arguments", call.get("parameters"))
+            if not isinstance(arguments, str | dict):
+                return []
+            shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            parts.append(Part(shown, self.count + len(parts), name, self._new_id()))
+        self.count += len(parts)
+        return parts
+
+
+def _as_json(text: str) -> str:
+    """Return arguments as JSON that are written with marks of strings and keys without quotes, or as they are."""
+    from transformers.utils.chat_parsing.content_parsers import parse_content  # noqa: PLC0415 - takes two seconds
+
+    options = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
+    try:
+        found: Any = parse_content(text, "json", options)
+    except ValueError:
+        return text
+    return json.dumps(found, ensure_ascii=False)

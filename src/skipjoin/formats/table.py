@@ -1,0 +1,288 @@
+"""Table of output formats, one row per family.
+
+A row describes a format twice: as a response template of transformers, which splits an output into regions, and as the
+texts around a call, from which `grammar` builds the grammar of the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+# Regions of response templates.
+REASONING, CALLS, CONTENT, ANSWER = "reasoning", "calls", "content", "answer"
+
+_JSON_HEAD = (
+    r'[\s\[\]},;]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*\{'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Think:
+    """Reasoning of a format: its delimiters as text, and as patterns with the white space around them."""
+
+    open: str
+    close: str
+    open_pattern: str
+    close_pattern: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Tool calls of a format.
+
+    Attributes:
+        open: Pattern at which a region of calls begins.
+        close: Text at which it ends. None: with the message.
+        head: Pattern of a call up to and including the opening brace of its arguments, with the group `name` and
+            possibly `id`.
+        begin, end: Texts around all calls that a grammar enforces.
+        between: Text between two calls. None: the format has one call per message.
+        before, middle, after: Texts of one call: before the name, before the arguments, and after them.
+        trigger: Text at which a call begins within an answer; see `grammar`.
+        is_bare: A message that begins with a head is a call without further marks.
+        has_own_strings: Strings are between marks of the format instead of quotes, and keys have none.
+        has_text_arguments: The chat template expects the arguments of earlier calls as text, not as an object.
+        id_length: Number of letters and digits in ids of calls. None: any id.
+    """
+
+    open: str
+    close: str | None = None
+    head: str = _JSON_HEAD
+    begin: str = ""
+    end: str = ""
+    between: str | None = ""
+    before: str
+    middle: str
+    after: str
+    trigger: str
+    is_bare: bool = False
+    has_own_strings: bool = False
+    has_text_arguments: bool = False
+    id_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """Format of one family.
+
+    Attributes:
+        signs: Texts in a chat template that identify the family: all of one group.
+        markers: Special tokens that belong to the format, so that they stay in the text that is split.
+        extra: Further fields of the response template.
+    """
+
+    name: str
+    signs: tuple[tuple[str, ...], ...]
+    calls: Calls | None = None
+    think: Think | None = None
+    markers: tuple[str, ...] = ()
+    extra: Mapping[str, Any] | None = None
+
+    def response_template(self, *, reads_calls: bool) -> dict[str, Any]:
+        """Return the response template. All values are text, so reading never fails."""
+        fields: dict[str, Any] = {CONTENT: _TEXT, **(self.extra or {})}
+        if self.think is not None:
+            fields[REASONING] = {
+                "open_pattern": self.think.open_pattern,
+                "close_pattern": self.think.close_pattern,
+                **_REPEATED,
+            }
+        if reads_calls and self.calls is not None:
+            fields[CALLS] = {"open_pattern": self.calls.open, **_REPEATED}
+            if self.calls.close is not None:
+                fields[CALLS]["close"] = self.calls.close
+        return {"start_anchor_pattern": r"\A", "fields": fields}
+
+
+# A region that occurs again continues the first instead of replacing it.
+_TEXT: dict[str, Any] = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
+_REPEATED = _TEXT
+
+
+def _tags(name: str, open_mark: str = "<{}>", close_mark: str = "</{}>") -> Think:
+    opening, closing = open_mark.format(name), close_mark.format(name)
+    escaped = [mark.replace("[", r"\[").replace("]", r"\]") for mark in (opening, closing)]
+    return Think(open=opening, close=closing, open_pattern=rf"\s*{escaped[0]}\s*", close_pattern=rf"\s*{escaped[1]}\s*")
+
+
+_THINK = _tags("think")
+
+HERMES = OutputFormat(
+    name="hermes",
+    signs=(("<tool_call>",),),
+    markers=("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    think=_THINK,
+    calls=Calls(
+        open=r"\s*<tool_call>",
+        close="</tool_call>",
+        between="\n",
+        before='<tool_call>\n{"name": "',
+        middle='", "arguments": ',
+        after="}\n</tool_call>",
+        trigger="<tool_call>",
+    ),
+)
+
+LLAMA = OutputFormat(
+    name="llama3",
+    signs=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
+    markers=("<|python_tag|>",),
+    think=_THINK,
+    calls=Calls(
+        open=r"\s*<\|python_tag\|>",
+        between=None,
+        before='{"name": "',
+        middle='", "parameters": ',
+        after="}",
+        trigger="<|python_tag|>",
+        is_bare=True,
+    ),
+)
+
+MISTRAL = OutputFormat(
+    name="mistral",
+    signs=(("[TOOL_CALLS]",),),
+    markers=("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
+    think=_tags("THINK", "[{}]", "[/{}]"),
+    calls=Calls(
+        open=r"\s*\[TOOL_CALLS\]",
+        begin="[TOOL_CALLS][",
+        end="]",
+        between=", ",
+        before='{"name": "',
+        middle='", "arguments": ',
+        after="}",
+        trigger="[TOOL_CALLS]",
+        id_length=9,
+    ),
+)
+
+# Mistral since version 11 of its tokenizer.
+MISTRAL_ARGS = OutputFormat(
+    name="mistral-args",
+    signs=(("[TOOL_CALLS]", "[ARGS]"),),
+    markers=(*MISTRAL.markers, "[ARGS]", "[CALL_ID]"),
+    think=MISTRAL.think,
+    calls=Calls(
+        open=r"\s*\[TOOL_CALLS\]",
+        head=r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[^\[\]\s{]{1,256})\s*(?:\[CALL_ID\](?P<id>[A-Za-z0-9]+))?\[ARGS\]\s*\{",
+        before="[TOOL_CALLS]",
+        middle="[ARGS]",
+        after="",
+        trigger="[TOOL_CALLS]",
+        id_length=9,
+    ),
+)
+
+GEMMA = OutputFormat(
+    name="gemma",
+    signs=(("<|tool_call>",),),
+    markers=("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>'),
+    think=Think(
+        open="<|channel>thought\n",
+        close="<channel|>",
+        open_pattern=r"\s*<\|channel>thought\s*",
+        close_pattern=r"\s*<channel\|>\s*",
+    ),
+    calls=Calls(
+        open=r"\s*<\|tool_call>",
+        close="<tool_call|>",
+        head=r"\s*call:(?P<name>[^\s{]{1,256})\s*\{",
+        before="<|tool_call>call:",
+        middle="",
+        after="<tool_call|>",
+        trigger="<|tool_call>",
+        has_own_strings=True,
+    ),
+)
+
+_HARMONY_START = r"(?:<\|start\|>assistant)?"
+
+HARMONY = OutputFormat(
+    name="harmony",
+    signs=(("<|channel|>",),),
+    markers=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"),
+    think=Think(
+        open="<|channel|>analysis<|message|>",
+        close="<|end|>",
+        open_pattern=_HARMONY_START + r"<\|channel\|>analysis<\|message\|>",
+        close_pattern=r"<\|end\|>",
+    ),
+    calls=Calls(
+        open=_HARMONY_START + r"(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\.",
+        head=r"(?P<name>[^\s<{]{1,256})\s*(?:<\|channel\|>(?:commentary|analysis)\s*)?(?:<\|constrain\|>)?(?:json)?\s*"
+        r"<\|message\|>\s*\{",
+        between=None,
+        before="<|channel|>commentary to=functions.",
+        middle=" <|constrain|>json<|message|>",
+        after="",
+        trigger="<|channel|>commentary to=functions.",
+    ),
+    extra={
+        ANSWER: {
+            "open_pattern": _HARMONY_START
+            + r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>",
+            "close": "<|end|>",
+            **_TEXT,
+        }
+    },
+)
+
+# DeepSeek's marks, with its own bar and space.
+_ALL, _CLOSE_ALL, _ONE, _CLOSE_ONE, _SEP = (
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+)
+
+_DEEPSEEK_CALLS = Calls(
+    open=rf"\s*{_ALL}",
+    close=_CLOSE_ALL,
+    head=rf"[\s`]*(?:{_CLOSE_ONE})?\s*{_ONE}\s*(?:function{_SEP})?(?P<name>[^\s<`{{]{{1,256}})\s*"
+    rf"(?:{_SEP}|```(?:json)?)\s*\{{",
+    begin=_ALL,
+    end=_CLOSE_ALL,
+    between="\n",
+    before=f"{_ONE}function{_SEP}",
+    middle="\n```json\n",
+    after=f"\n```{_CLOSE_ONE}",
+    trigger=_ALL,
+    has_text_arguments=True,
+)
+
+DEEPSEEK = OutputFormat(
+    name="deepseek",
+    signs=((_ALL, "```json"),),
+    markers=(_ALL, _CLOSE_ALL, _ONE, _CLOSE_ONE, _SEP, "<think>", "</think>"),
+    think=_THINK,
+    calls=_DEEPSEEK_CALLS,
+)
+
+# DeepSeek since version 3.1.
+DEEPSEEK_SEP = OutputFormat(
+    name="deepseek-sep",
+    signs=((_ALL,),),
+    markers=DEEPSEEK.markers,
+    think=_THINK,
+    calls=replace(_DEEPSEEK_CALLS, between="", before=_ONE, middle=_SEP, after=_CLOSE_ONE),
+)
+
+# Reasoning in tags, without a format of calls.
+THINK = OutputFormat(name="think", signs=(("</think>",),), markers=("<think>", "</think>"), think=_THINK)
+
+# In the order in which a chat template is compared with their signs.
+FORMATS = (DEEPSEEK, DEEPSEEK_SEP, HARMONY, GEMMA, MISTRAL_ARGS, MISTRAL, HERMES, LLAMA, THINK)
+
+
+def find_format(template: str) -> OutputFormat | None:
+    """Return the format of a chat template, or None if it has neither reasoning nor calls of a known format."""
+    if "<tool_call>" in template and "<function=" in template:  # calls in XML, which no row describes
+        return THINK if "</think>" in template else None
+    for found in FORMATS:
+        if any(all(sign in template for sign in group) for group in found.signs):
+            think = found.think
+            is_used = think is not None and (think.open in template or think.close in template)
+            return found if is_used else replace(found, think=None)
+    return None

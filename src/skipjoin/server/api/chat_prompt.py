@@ -1,0 +1,132 @@
+"""Prompts of conversations: the input of the model's chat template, and what a request may ask of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from skipjoin.formats.table import Calls
+from skipjoin.model.config import ModelError
+from skipjoin.model.tokenizer import Tokenizer
+from skipjoin.server.api.conversation import Message, Tool, decoded_arguments
+from skipjoin.server.api.errors import ApiError, bad_request
+from skipjoin.server.api.limits import estimate_tokens
+from skipjoin.server.api.protocol import ChatRequest, TokenizeRequest
+from skipjoin.server.api.service import Service
+
+# Variables that clients send to every model. They change nothing where a template does not read them.
+_THINKING = ("enable_thinking", "thinking")
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> str:
+    """Return the text of a conversation. Raise 400 for what the model's chat template does not support."""
+    tokenizer, calls = service.tokenizer, service.calls
+    tools = shown_tools(body)
+    if body.messages and any(message.tool_calls or message.role == "tool" for message in body.messages):
+        await service.in_thread(_check_tools, tokenizer, "messages")
+    if tools:
+        await service.in_thread(_check_tools, tokenizer, "tools")
+    asks = body.chat_template_kwargs or (isinstance(body, ChatRequest) and body.reasoning_effort)
+    variables = await service.in_thread(_variables, tokenizer, body) if asks else {}
+    variables["add_generation_prompt"] = body.add_generation_prompt is not False
+    if tools:
+        variables["tools"] = [tool.as_template_input() for tool in tools]
+    messages = [_template_message(message, calls) for message in body.messages or ()]
+    try:
+        return await service.in_renderer(tokenizer.chat_text, messages, **variables)
+    except ModelError as error:
+        raise bad_request(str(error), "messages") from error
+
+
+def estimate_chat(body: ChatRequest | TokenizeRequest) -> int:
+    """Estimate the number of tokens of a conversation and of its tools without rendering it."""
+    texts = [text for message in body.messages or () for text in message.texts]
+    for tool in shown_tools(body):
+        texts += [tool.function.name, tool.function.description or "", repr(tool.function.parameters)]
+    return sum(map(estimate_tokens, texts))
+
+
+def shown_tools(body: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
+    """Return the tools in the prompt: none if the model must not call any."""
+    is_off = isinstance(body, ChatRequest) and body.tool_choice == "none"
+    return () if is_off else body.tools or ()
+
+
+def _template_message(message: Message, calls: Calls | None) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": message.text}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = _call_id(message.tool_call_id, calls)
+    if message.thoughts:
+        # Templates differ in the name.
+        found["reasoning_content"] = found["thinking"] = message.thoughts
+    if message.tool_calls:
+        found["content"] = message.text or None
+        found["tool_calls"] = [
+            {
+                "id": _call_id(call.id, calls),
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": call.function.arguments
+                    if calls is not None and calls.has_text_arguments
+                    else decoded_arguments(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _call_id(given: str, calls: Calls | None) -> str:
+    """Return an id that the template accepts; other servers' ids may begin or continue a conversation."""
+    length = None if calls is None else calls.id_length
+    if length is None or re.fullmatch(rf"[A-Za-z0-9]{{{length}}}", given):
+        return given
+    return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:length]
+
+
+def _check_tools(tokenizer: Tokenizer, param: str) -> None:
+    """Raise 400 if the model's chat template does not know tools."""
+    template = tokenizer.chat_template
+    if template is not None and "tools" not in template.variables:
+        what = "tools" if param == "tools" else "calls and results of tools"
+        raise bad_request(
+            f"{param}: this model's chat template has no support for tools: leave out {what}, use a model that was "
+            f"trained with tools, or give the server a template with them (--chat-template)",
+            param,
+        )
+
+
+def _variables(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Return the template's variables that the request sets."""
+    known = frozenset() if tokenizer.chat_template is None else tokenizer.chat_template.variables
+    given = {name: value for name, value in (body.chat_template_kwargs or {}).items() if value is not None}
+    for name in given:
+        if name in _RESERVED or not (name in known or name in _THINKING):
+            raise _unknown_option(name, known)
+    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+    return given if effort is None else {**_effort(effort, known), **given}
+
+
+def _unknown_option(name: str, known: frozenset[str]) -> ApiError:
+    names = sorted({*(known - _RESERVED), *_THINKING})
+    param = f"chat_template_kwargs.{name}"
+    return bad_request(f"{param}: the model's chat template has no such variable: it has {', '.join(names)}", param)
+
+
+def _effort(effort: str, known: frozenset[str]) -> dict[str, Any]:
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    switches = [name for name in _THINKING if name in known]
+    if not switches:
+        raise bad_request(
+            "reasoning_effort must be null: this model's chat template has no setting of its reasoning",
+            "reasoning_effort",
+        )
+    return dict.fromkeys(switches, effort != "none")

@@ -1,0 +1,204 @@
+"""Messages of a conversation, and the tools that a model may call."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from skipjoin.server.api.fields import MAX_LABEL, Body, Label, Null, Only, one_of
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+# The names of the Model Context Protocol, which include OpenAI's. Others could not stand in all formats of calls.
+_TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+
+
+class TextPart(Body):
+    """Text part of a message, the only supported kind."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _content_kind(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~parts" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Field(fail_fast=True), Tag("~parts")],
+    one_of(_content_kind, "must be a string or a list of text parts"),
+]
+
+
+class CalledFunction(Body):
+    """Function of a call, with arguments as JSON as the model wrote it. OpenAI's client adds `parsed_arguments`."""
+
+    name: Annotated[str, Field(max_length=MAX_LABEL)]
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(Body):
+    """Call of a tool in an earlier message."""
+
+    id: Annotated[str, Field(max_length=MAX_LABEL)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOLS), Field(fail_fast=True)]
+
+
+def _check_role(role: Any) -> Any:
+    if role == "function":
+        raise PydanticCustomError("tools", "functions are called by tools here: use tools, and the role tool")
+    return role
+
+
+def _check_no_function(call: Any) -> Any:
+    if call:
+        raise PydanticCustomError("tools", "functions are called by tools here: use tools and tool_calls")
+    return call
+
+
+class Message(Body):
+    """Message of a conversation. The message of a response can be sent back unchanged. "developer" means "system"."""
+
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_check_role)]
+    # Before the content, which messages with calls may lack.
+    tool_calls: ToolCalls | None = None
+    function_call: Annotated[Null, BeforeValidator(_check_no_function)] = None
+    content: Annotated[Content | None, Field(validate_default=True)] = None
+    tool_call_id: Annotated[Label, Field(validate_default=True)] = None
+    name: Label = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: Null = None
+    annotations: Annotated[Any, Only(None, [])] = None
+    audio: Null = None
+    parsed: Any = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _is_of_assistant(cls, value: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
+        if value and info.data.get("role") not in ("assistant", None):
+            raise ValueError("only messages of the assistant have calls")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _may_be_missing(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and not info.data.get("tool_calls"):
+            raise ValueError("must be a string or a list of text parts, unless the message has tool_calls")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _belongs_to_role(cls, value: str | None, info: ValidationInfo) -> str | None:
+        is_result = info.data.get("role") == "tool"
+        if is_result and not value:
+            raise ValueError("a message with the role tool needs the id of the call that it answers")
+        if not is_result and value is not None:
+            raise ValueError("only messages with the role tool have it")
+        return value
+
+    @property
+    def text(self) -> str:
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    @property
+    def thoughts(self) -> str | None:
+        return self.reasoning_content if self.reasoning_content is not None else self.reasoning
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts that become part of the prompt."""
+        calls = [text for call in self.tool_calls or () for text in (call.function.name, call.function.arguments)]
+        return [self.text, self.thoughts or "", *calls]
+
+
+class Function(Body):
+    """Function that a model may call.
+
+    Attributes:
+        parameters: JSON schema of the arguments, an object. None: there are no arguments.
+        strict: The arguments of every call match the schema. Otherwise only enforced calls do.
+    """
+
+    name: Annotated[str, Field(pattern=_TOOL_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        if not self.parameters:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return self.parameters
+
+
+class Tool(Body):
+    """Tool, of the only supported kind."""
+
+    type: Literal["function"]
+    function: Function
+
+    def as_template_input(self) -> dict[str, Any]:
+        function = self.function
+        return {
+            "type": "function",
+            "function": {
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": function.parameters or {"type": "object", "properties": {}},
+            },
+        }
+
+
+class ChosenFunction(Body):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedChoice(Body):
+    """Choice of one function, which must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+def _choice_kind(value: Any) -> str | None:
+    return "~mode" if isinstance(value, str) else "~named" if isinstance(value, dict) else None
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), Field(fail_fast=True)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("~mode")] | Annotated[NamedChoice, Tag("~named")],
+    one_of(_choice_kind, 'must be "none", "auto", "required" or an object that names a function'),
+]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
+
+
+def check_names(tools: list[Tool] | None) -> list[Tool] | None:
+    """Raise ValueError if two tools have the same name."""
+    names = set()
+    for tool in tools or ():
+        if tool.function.name in names:
+            raise ValueError(f"each name must be unique, got {tool.function.name!r} twice")
+        names.add(tool.function.name)
+    return tools
+
+
+def decoded_arguments(text: str) -> Any:
+    """Return arguments as an object, or the text itself if the model wrote something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text

@@ -1,0 +1,206 @@
+"""Outputs of all formats, cut into pieces in all ways."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from dataclasses import dataclass, field
+from subprocess import run
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.formats.message import MessageReader
+from skipjoin.formats.table import (
+    DEEPSEEK,
+    DEEPSEEK_SEP,
+    FORMATS,
+    GEMMA,
+    HARMONY,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    THINK,
+    OutputFormat,
+    find_format,
+)
+
+ARGUMENTS = '{"city": "a}\\"{b", "n": [1, {"x": null}]}'
+
+
+@dataclass
+class Read:
+    """What was read from an output."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def read(output_format: OutputFormat, pieces: list[str], *, is_thinking: bool = False) -> Read:
+    """Join the parts of an output."""
+    numbers = itertools.count()
+    reader = MessageReader(
+        output_format, reads_calls=True, is_thinking=is_thinking, new_id=lambda: f"id{next(numbers)}"
+    )
+    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+    found, ids = Read(), set()
+    for part in parts:
+        if part.call is None:
+            if part.is_reasoning:
+                found.reasoning += part.text
+            else:
+                found.content += part.text
+        elif part.name:
+            assert part.call == len(found.calls)
+            found.calls.append((part.name, part.text))
+            ids.add(part.id)
+        else:
+            name, arguments = found.calls[part.call]
+            found.calls[part.call] = (name, arguments + part.text)
+    assert len(ids) == len(found.calls)
+    assert reader.has_calls == bool(found.calls)
+    return found
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+TWO = [("f", ARGUMENTS), ("g", "{}")]
+CASES: list[tuple[OutputFormat, str, Read]] = [
+    (
+        HERMES,
+        f"<think>\nhm\n</think>\n\nLook {hermes('f', ARGUMENTS)}\nand\n{hermes('g', '{}')}\n",
+        Read("Look\nand", "hm", TWO),
+    ),
+    (HERMES, hermes("f", '{"t": "</tool_call>"}') + "\n so", Read("\n so", "", [("f", '{"t": "</tool_call>"}')])),
+    (HERMES, '<tool_call>{"arguments": {"t": 1}, "name": "f"}</tool_call>', Read("", "", [("f", '{"t": 1}')])),
+    (HERMES, '<tool_call>\n{"name": "f", "argum', Read('<tool_call>\n{"name": "f", "argum')),
+    (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', Read("", "", [("f", '{"a": "b')])),
+    (HERMES, "<tool_call>\nnonsense\n</tool_call> x", Read("<tool_call>\nnonsense\n</tool_call> x")),
+    (HERMES, "<think>open {", Read("", "open {")),
+    (LLAMA, f'{{"name": "f", "parameters": {ARGUMENTS}}}', Read("", "", TWO[:1])),
+    (
+        LLAMA,
+        f'<|python_tag|>{{"name": "f", "parameters": {ARGUMENTS}}}; {{"name": "g", "parameters": {{}}}}',
+        Read("", "", TWO),
+    ),
+    (LLAMA, '{"name": "Bob", "age": 5}', Read('{"name": "Bob", "age": 5}')),
+    (LLAMA, " plain { text", Read(" plain { text")),
+    (
+        MISTRAL,
+        f'[TOOL_CALLS] [{{"name": "f", "arguments": {ARGUMENTS}}}, {{"name": "g", "arguments": {{}}}}]',
+        Read("", "", TWO),
+    ),
+    (MISTRAL_ARGS, f"ok [TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}[TOOL_CALLS]g[ARGS]{{}}", Read("ok", "", TWO)),
+    (
+        GEMMA,
+        '<|channel>thought\nabc<channel|>hi<|tool_call>call:f{city:<|"|>Lon"don<|"|>,n:[1,2]}<tool_call|>'
+        '<|tool_call>call:g{"a": "b"}<tool_call|>',
+        Read("hi", "abc", [("f", '{"city": "Lon\\"don", "n": [1, 2]}'), ("g", '{"a": "b"}')]),
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>need<|end|><|start|>assistant<|channel|>commentary<|message|>Wait<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGUMENTS}",
+        Read("Wait", "need", TWO[:1]),
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>need<|end|><|start|>assistant<|channel|>final<|message|>So",
+        Read("So", "need"),
+    ),
+    (
+        HARMONY,
+        "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}",
+        Read("", "", TWO[1:]),
+    ),
+    (THINK, "<think>a</think>b <tool_call>", Read("b <tool_call>", "a")),
+]
+
+
+def deepseek(output_format: OutputFormat) -> str:
+    """Write two calls with the marks of the row."""
+    calls = output_format.calls
+    assert calls is not None
+    written = [calls.before + name + calls.middle + arguments + calls.after for name, arguments in TWO]
+    return f"why\n</think>\n\nx{calls.begin}{(calls.between or '').join(written)}{calls.end}"
+
+
+THINKING = [(row, deepseek(row), Read("x", "why", TWO)) for row in (DEEPSEEK, DEEPSEEK_SEP)]
+
+
+@pytest.mark.parametrize(("output_format", "text", "expected"), CASES, ids=[case[1][:30] for case in CASES])
+def test_output_is_split(output_format: OutputFormat, text: str, expected: Read) -> None:
+    assert read(output_format, [text]) == expected
+    assert read(output_format, list(text)) == expected
+
+
+@pytest.mark.parametrize(("output_format", "text", "expected"), THINKING, ids=[row.name for row, *_ in THINKING])
+def test_prompt_may_begin_the_reasoning(output_format: OutputFormat, text: str, expected: Read) -> None:
+    assert read(output_format, [text], is_thinking=True) == expected
+    assert read(output_format, list(text), is_thinking=True) == expected
+
+
+def pieces_of(output_format: OutputFormat) -> st.SearchStrategy[str]:
+    """Return outputs of marks, calls and text in any order, most of them broken."""
+    calls, think = output_format.calls, output_format.think
+    marks = [*output_format.markers, "{", "}", '"', "\\", "\n", " ", "a", "é", "json", "call:", "[{"]
+    if calls is not None:
+        call = calls.before + "f" + calls.middle + ARGUMENTS + calls.after
+        marks += [calls.trigger, calls.begin, calls.before, calls.middle, calls.after, calls.end, call, '"x": 1']
+    if think is not None:
+        marks += [think.open, think.close]
+    return st.lists(st.sampled_from(marks), max_size=14).map("".join)
+
+
+@pytest.mark.parametrize("output_format", FORMATS, ids=lambda row: row.name)
+@given(data=st.data())
+def test_any_chunking_gives_the_same_message(output_format: OutputFormat, data: st.DataObject) -> None:
+    text = data.draw(pieces_of(output_format))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    is_thinking = data.draw(st.booleans())
+    whole = read(output_format, [text], is_thinking=is_thinking)
+    assert read(output_format, pieces, is_thinking=is_thinking) == whole
+    assert read(output_format, list(text), is_thinking=is_thinking) == whole
+
+
+def test_enforced_calls_are_read_back() -> None:
+    """The two halves of each row describe the same format."""
+    for row in FORMATS:
+        if (calls := row.calls) is None:
+            continue
+        written = [calls.before + name + calls.middle + json.dumps({"a": name}) + calls.after for name in "fg"]
+        shown = written if calls.between is not None else written[:1]
+        text = calls.begin + (calls.between or "").join(shown) + calls.end
+        expected = [(name, json.dumps({"a": name})) for name in "fg"[: len(shown)]]
+        assert read(row, [text]) == Read("", "", expected), row.name
+
+
+def test_formats_are_found_by_their_templates() -> None:
+    for row in FORMATS:
+        for group in row.signs:
+            found = find_format(" ".join(group))
+            assert found is not None
+            assert found.name == row.name
+    assert find_format("{{ messages }}") is None
+    hermes_without_reasoning = find_format("{% if tools %}<tool_call>{% endif %}")
+    assert hermes_without_reasoning is not None
+    assert hermes_without_reasoning.think is None
+
+
+def test_parser_does_not_import_torch() -> None:
+    code = (
+        "import sys; from skipjoin.formats.message import load_parser; load_parser(); assert 'torch' not in sys.modules"
+    )
+    run([sys.executable, "-c", code], check=True)
+
+
+def test_formats_do_not_import_transformers() -> None:
+    code = "import sys; import skipjoin.server.api.app; assert 'transformers' not in sys.modules"
+    run([sys.executable, "-c", code], check=True)

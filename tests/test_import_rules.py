@@ -119,7 +119,7 @@ ALLOWED: dict[str, set[str]] = {
         "system.own_folder",
     },
     "builtin": set(),
-    "formats": {"formats"},
+    "formats": {"formats", "structured_output"},
     "engine": {
         "builtin",
         "config",

@@ -41,7 +41,8 @@ class Calls:
         begin, end: Texts around all calls that a grammar enforces.
         between: Text between two calls. None: the format has one call per message.
         before, middle, after: Texts of one call: before the name, before the arguments, and after them.
-        trigger: Text at which a call begins within an answer; see `grammar`.
+        trigger: Start of the first call, by which it is told apart from text. Unless calls are bare, `begin` and
+            `before` start with it.
         is_bare: A message that begins with a head is a call without further marks.
         has_own_strings: Strings are between marks of the format instead of quotes, and keys have none.
         has_text_arguments: The chat template expects the arguments of earlier calls as text, not as an object.
@@ -71,6 +72,8 @@ class OutputFormat:
     Attributes:
         signs: Texts in a chat template that identify the family: all of one group.
         markers: Special tokens that belong to the format, so that they stay in the text that is split.
+        after_think: Text between the reasoning and the rest of the message.
+        answer: Text with which a message without calls begins.
         extra: Further fields of the response template.
     """
 
@@ -79,6 +82,8 @@ class OutputFormat:
     calls: Calls | None = None
     think: Think | None = None
     markers: tuple[str, ...] = ()
+    after_think: str = ""
+    answer: str = ""
     extra: Mapping[str, Any] | None = None
 
     def response_template(self, *, reads_calls: bool) -> dict[str, Any]:
@@ -205,6 +210,8 @@ HARMONY = OutputFormat(
     name="harmony",
     signs=(("<|channel|>",),),
     markers=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"),
+    after_think="<|start|>assistant",
+    answer="<|channel|>final<|message|>",
     think=Think(
         open="<|channel|>analysis<|message|>",
         close="<|end|>",

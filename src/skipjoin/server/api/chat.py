@@ -16,6 +16,7 @@ from skipjoin.formats.message import MessageReader
 from skipjoin.formats.table import FORMATS
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import TokenLogprob
+from skipjoin.server.api.chat_constraint import chat_constraint
 from skipjoin.server.api.chat_message import Reading, delta_of, message_of
 from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
 from skipjoin.server.api.errors import bad_request
@@ -64,7 +65,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             max_tokens=min((value for value in limits.values() if value is not None), default=room),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=None,
-            structured=await service.structured_output(body),
+            structured=await chat_constraint(service, body, text),
         )
         return [Prompt(ids, None, params)]
 

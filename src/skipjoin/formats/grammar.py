@@ -1,0 +1,179 @@
+"""Grammars of tool calls, and of other constraints that begin after the reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from skipjoin.formats.table import OutputFormat
+from skipjoin.structured_output import GrammarError, StructuredOutput
+
+# White space that models write between the reasoning and what follows.
+_SPACE = r"/[ \n]{0,2}/"
+_ANY = r"/(.|\n)*/"
+# Arguments are written as chat templates write them, so the model knows the notation.
+_NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class CallSchema(NamedTuple):
+    """Function that a grammar allows. Without `is_strict`, keywords that cannot be enforced are ignored."""
+
+    name: str
+    schema: dict[str, Any]
+    is_strict: bool = False
+
+
+class Marks:
+    """Writes texts as rules. Special tokens among the marks of the format are tokens, which no text can produce."""
+
+    def __init__(self, output_format: OutputFormat, id_of: Callable[[str], int | None]) -> None:
+        """Create the writer; `id_of` returns the id of a text that is a special token."""
+        self._ids = {mark: found for mark in output_format.markers if (found := id_of(mark)) is not None}
+        self._split = (
+            re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))) if self._ids else None
+        )
+
+    def rule(self, text: str) -> str:
+        """Return what matches exactly a text."""
+        if self._split is None:
+            return _quoted(text)
+        pieces, at = [], 0
+        for found in self._split.finditer(text):
+            pieces += [_quoted(text[at : found.start()]), f"<[{self._ids[found[0]]}]>"]
+            at = found.end()
+        return " ".join(piece for piece in [*pieces, _quoted(text[at:])] if piece)
+
+    def begins_with_token(self, text: str) -> bool:
+        return self._split is not None and self._split.match(text) is not None
+
+
+def calls_grammar(
+    output_format: OutputFormat,
+    marks: Marks,
+    functions: Sequence[CallSchema],
+    *,
+    is_parallel: bool,
+    is_thinking: bool,
+    answer: StructuredOutput | None = None,
+    must_call: bool = False,
+) -> StructuredOutput:
+    """Return the grammar of messages with calls of some functions.
+
+    Args:
+        is_parallel: More than one call is allowed, if the format can have it.
+        is_thinking: The prompt ends with the start of the reasoning.
+        answer: Constraint of a message without calls. None allows any text.
+        must_call: There must be a call.
+    """
+    calls = output_format.calls
+    assert calls is not None
+    trigger = "" if calls.is_bare else calls.trigger
+    opening = (calls.begin + calls.before).removeprefix(trigger)
+    lines = []
+    for number, function in enumerate(functions):
+        rest = f"arguments_{number} {marks.rule(calls.after)}"
+        lines += [
+            f"first_{number}: {marks.rule(opening + function.name + calls.middle)} {rest}",
+            f"call_{number}: {marks.rule(calls.before + function.name + calls.middle)} {rest}",
+            f"arguments_{number}: %json {_schema(function)}",
+        ]
+    numbers = range(len(functions))
+    more = f"({marks.rule(calls.between)} call)*" if is_parallel and calls.between is not None else ""
+    lines += [
+        f"first: {' | '.join(f'first_{number}' for number in numbers)}",
+        f"call: {' | '.join(f'call_{number}' for number in numbers)}",
+        f"opened: first {more} {marks.rule(calls.end)}",
+        f"calls: {marks.rule(trigger)} opened",
+    ]
+    message = "calls"
+    if not must_call:
+        message = "mixed"
+        lines += _with_answers(output_format, marks, answer)
+    return _grammar(output_format, marks, message, lines, is_thinking)
+
+
+def after_reasoning(
+    output_format: OutputFormat, marks: Marks, structured: StructuredOutput, *, is_thinking: bool
+) -> StructuredOutput:
+    """Return a constraint that begins after the reasoning, which the output may or may not have."""
+    line = f"answer: {marks.rule(output_format.answer)} {_answer(structured)}"
+    return _grammar(output_format, marks, "answer", [line], is_thinking)
+
+
+def _with_answers(output_format: OutputFormat, marks: Marks, answer: StructuredOutput | None) -> list[str]:
+    calls, opening = output_format.calls, marks.rule(output_format.answer)
+    assert calls is not None
+    if answer is not None:
+        if calls.is_bare:
+            raise GrammarError(f"must be null with tools: in the format {output_format.name} both are JSON")
+        return [f"mixed: calls | {opening} {_answer(answer)}"]
+    if calls.is_bare:  # a call begins with a brace
+        return [r"mixed: calls | /([^{ \n](.|\n)*)?/"]
+    if opening:
+        return [f"mixed: calls | {opening} TEXT", f"TEXT: {_ANY}"]
+    if marks.begins_with_token(calls.trigger):
+        return ["mixed: TEXT calls?", f"TEXT: {_ANY}"]
+    # Text ends as soon as a call begins, and does not begin as the reasoning does.
+    think = output_format.think
+    text = _ANY if think is None else f"{_ANY} & ~/{_escaped(think.open)}(.|\\n)*/"
+    return ["mixed: TEXT | lead opened", f"lead[lazy]: TEXT {_quoted(calls.trigger)}", f"TEXT: {text}"]
+
+
+def _grammar(
+    output_format: OutputFormat, marks: Marks, message: str, lines: list[str], is_thinking: bool
+) -> StructuredOutput:
+    think, lead = output_format.think, ""
+    if think is not None:
+        opening, closing = marks.rule(think.open), marks.rule(think.close + output_format.after_think)
+        is_token = marks.begins_with_token(think.close)
+        lazy = "" if is_token else "[lazy]"
+        lines += [
+            f"thoughts{lazy}: THOUGHTS {closing}",
+            f"THOUGHTS: {_ANY}",
+            f"SPACE: {_SPACE}",
+        ]
+        if is_thinking:
+            lead = "thoughts SPACE "
+        elif is_token:
+            lead = f"({opening} thoughts SPACE)? "
+        else:
+            lines.append(f"reasoning[lazy]: {opening} THOUGHTS {closing}")
+            lead = "(reasoning SPACE)? "
+    text = "\n".join([f"start: {lead}{message}", *lines])
+    return StructuredOutput(kind="grammar", text=text)
+
+
+def _answer(structured: StructuredOutput) -> str:
+    if structured.kind == "json":
+        schema = json.loads(structured.text)
+        options = (
+            {"whitespace_flexible": False}
+            if structured.whitespace is None
+            else {"whitespace_pattern": structured.whitespace}
+        )
+        return f"%json {_with_options(schema, options)}"
+    if structured.kind == "choice":
+        return " | ".join(map(_quoted, json.loads(structured.text)))
+    if structured.kind == "regex":
+        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", structured.text) + "/"
+    raise GrammarError("must not be a grammar together with tools or with a model that reasons: use json or regex")
+
+
+def _schema(function: CallSchema) -> str:
+    return _with_options(function.schema, {**_NOTATION, "lenient": not function.is_strict})
+
+
+def _with_options(schema: Any, options: dict[str, Any]) -> str:
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")

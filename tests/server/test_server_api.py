@@ -461,7 +461,7 @@ BAD_COMPLETIONS = [
     ({"min_tokens": 17}, "min_tokens"),
     ({"priority": 2**63}, "priority"),
     ({"priority": -(2**63)}, "priority"),
-    ({"priority": 1}, "priority"),
+    ({"priority": -1}, "priority"),
     ({"deadline_ms": 0}, "deadline_ms"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "x" * 257}, "cache_salt"),
@@ -510,7 +510,7 @@ BAD_CHATS = [
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     ({"modalities": ["audio"]}, "modalities"),
-    ({"store": True}, "store"),
+    ({"web_search_options": {}}, "web_search_options"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ({"prompt": "x"}, "prompt"),
 ]
@@ -561,6 +561,8 @@ NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True, "store": False},
     {"tools": None, "tool_choice": "auto", "modalities": ["text"], "logprobs": False, "reasoning_effort": None},
     {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5},
+    {"store": True, "verbosity": "low", "safety_identifier": "a", "prompt_cache_key": "b", "metadata": {"a": "b"}},
+    {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "priority": 7},
 ]
 
 
@@ -921,3 +923,65 @@ async def test_endpoints_return_503_until_engine_is_ready() -> None:
         assert error_of(await http.post("/v1/completions", json={"prompt": "a"}), 503)["code"] == "starting"
         assert (await http.get("/live")).status_code == 200
     service.close()
+
+
+# -- unknown fields and paths ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "similar"),
+    [
+        ({"temprature": 1}, "temprature", "temperature"),
+        ({"slo": {"tpt_ms": 1}}, "slo.tpt_ms", "tpot_ms"),
+        ({"messages": [{"role": "user", "contents": "a", "content": "a"}]}, "messages.0.contents", "content"),
+        ({"zzz": "x" * 9000}, "zzz", None),
+        ({"max_token": 1, "metadata": {"a": "x" * 500, "b": "x" * 9000}}, "max_token", "max_tokens"),
+    ],
+    ids=["top", "nested", "in a list", "nothing similar", "in a large body"],
+)
+async def test_unknown_fields_are_refused_with_a_suggestion(
+    api: Api, fields: dict[str, Any], param: str, similar: str | None
+) -> None:
+    error = error_of(await api.chat(**fields), 400)
+    assert (error["param"], error["code"]) == (param, "unknown_parameter")
+    assert error["message"].endswith(f"did you mean {similar!r}?" if similar else repr(param))
+
+
+async def test_unknown_fields_may_pass_with_one_line_in_the_log(
+    make_api: MakeApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make_api(unknown_fields="warn") as api:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "extra": 1}]
+        for filler in ("", "x" * 9000, ""):
+            answer = await api.chat(messages=messages, zzz=filler, max_tokens=1)
+            assert answer.status_code == 200
+        assert sorted(record.args[0] for record in caplog.records if record.args) == [
+            "messages.*.content.*.cache_control",
+            "messages.*.extra",
+            "zzz",
+        ]
+        assert error_of(await api.chat(temperature=3, zzz=1), 400)["param"] == "temperature"
+        assert error_of(await api.chat(**{f"z{number}": 1 for number in range(40)}), 400)["code"] == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"), [("/chat/completions", "/v1/chat/completions"), ("/v1/model", "/v1/models"), ("/", None)]
+)
+async def test_unknown_path_lists_the_routes(api: Api, path: str, hint: str | None) -> None:
+    message = error_of(await api.http.get(path), 404)["message"]
+    assert "/v1/completions" in message
+    assert "/metrics" in message
+    assert ("did you mean" in message) == (hint is not None)
+    assert f"did you mean {hint}?" in message or hint is None
+
+
+async def test_fair_by_user_identifies_clients_by_the_field(make_api: MakeApi) -> None:
+    async with make_api(fair_by="user", api_keys=("one", "other")) as api:
+        clients = []
+        for key, user in (("one", "a"), ("one", "b"), ("other", "a"), ("one", None), ("one", "a")):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": "ab", "max_tokens": 1, "user": user}
+            assert (await api.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+            clients.append(api.engine.added[-1].options.client)
+    assert len(set(clients)) == 4
+    assert clients[0] == clients[-1]

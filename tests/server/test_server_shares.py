@@ -280,7 +280,7 @@ async def test_sixteen_choices_of_one_key_leave_slots_for_another(make_api: Make
         refused = await api.http.post("/tokenize", json={"prompt": "abc"}, **key("noisy"))
         assert refused.status_code == 429
         message = refused.json()["error"]["message"]
-        assert "the queue is full of this API key: 901 of 1024 requests, 896 of them with this key" in message
+        assert "the queue is full of this API key: 901 of 1024 requests, 896 of them with it" in message
         while api.service.admission.requests < 901:
             await asyncio.sleep(0.01)
         api.engine.paused = False

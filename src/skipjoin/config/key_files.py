@@ -33,6 +33,8 @@ class KeyRights(NamedTuple):
 
 
 # Rights of a key outside of any section.
+# Priorities that everyone may have where the operator sets no range: those that run later than others.
+ANY_LATER = (0, (1 << 63) - 1)
 AS_ALL = KeyRights()
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from skipjoin.config.access import AccessConfig
-from skipjoin.config.key_files import AS_ALL, PRIORITY_TIERS, KeyRights, priority_bounds
+from skipjoin.config.key_files import ANY_LATER, AS_ALL, PRIORITY_TIERS, KeyRights, priority_bounds
 from skipjoin.config.shared import (
     ASKED,
     BATCHES,
@@ -13,8 +13,8 @@ from skipjoin.config.shared import (
     MEASUREMENT,
     OBJECTIVES,
     PARALLELISM,
+    SCHEDULING,
     SERVER,
-    FairBy,
     OutputWeight,
     base_url,
 )
@@ -102,7 +102,7 @@ class ServerConfig(AccessConfig):
     priority_range: Annotated[
         str | None,
         Option(
-            "Priorities that clients may set, besides 0; lower is earlier (default: only 0).",
+            "Priorities that clients may set, besides 0; lower is earlier (default: 0 and later).",
             metavar="LOW:HIGH",
             group=LIMITS,
         ),
@@ -115,7 +115,23 @@ class ServerConfig(AccessConfig):
             group=LIMITS,
         ),
     ] = "none"
-    fair_by: FairBy = "none"
+    fair_by: Annotated[
+        str,
+        Option(
+            "Clients between which the service is shared fairly: API keys, or values of the field user, which clients "
+            "must then not choose themselves",
+            choices=("none", "key", "user"),
+            group=SCHEDULING,
+        ),
+    ] = "none"
+    unknown_fields: Annotated[
+        str,
+        Option(
+            "What happens to unknown fields of requests: a 400 that names them, or a line in the log for each name",
+            choices=("refuse", "warn"),
+            group=SERVER,
+        ),
+    ] = "refuse"
     fair_output_weight: OutputWeight = OUTPUT_WEIGHT
     slo_ttft_ms: Annotated[float | None, _objective("Time to the first token", is_common=True)] = None
     slo_tpot_ms: Annotated[float | None, _objective("Time per token after the first", is_common=True)] = None
@@ -373,7 +389,7 @@ class ServerConfig(AccessConfig):
 
     @property
     def priorities(self) -> tuple[int, int]:
-        return (0, 0) if self.priority_range is None else priority_bounds("priority_range", self.priority_range)
+        return ANY_LATER if self.priority_range is None else priority_bounds("priority_range", self.priority_range)
 
     def rights_of(self, owner: str) -> KeyRights:
         own = self.key_rights.get(owner, AS_ALL)

@@ -52,7 +52,7 @@ FairBy = Annotated[
 OutputWeight = Annotated[
     float,
     Option(
-        "Weight of a generated token relative to a prompt token, with --fair-by key.",
+        "Weight of a generated token relative to a prompt token, with --fair-by.",
         above=0,
         high=1000,
         group=SCHEDULING,

@@ -28,7 +28,7 @@ def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: Foreca
         check_not_one_card(engine.device)
     if engine.slo_jct_scale is not None and server.slo_jct_ms is not None:
         raise ConfigError("slo_jct_scale and slo_jct_ms exclude each other: both are for requests without an objective")
-    if server.fair_by == "key":
+    if server.fair_by != "none":
         engine = replace(engine, fair_output_weight=server.fair_output_weight)
     chosen = chosen_forecasts(forecasts, engine, url=server.forecast_url)
     if engine.timeline is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from skipjoin.sampling import ParameterError
 from skipjoin.server.api.notes import note_of
@@ -168,6 +170,16 @@ def _path(location: tuple[int | str, ...]) -> str | None:
 _INTERNAL = ("~", "[key]")
 
 
+def _no_route(app: FastAPI, request: Request) -> str:
+    path = request.url.path
+    routes = {route.path: min(route.methods or ()) for route in app.routes if isinstance(route, Route)}
+    similar = [found for found in routes if path.strip("/") and found.endswith(path.rstrip("/"))]
+    similar = similar or difflib.get_close_matches(path[:128], routes, 1)
+    hint = f", did you mean {similar[0]}?" if similar else "."
+    there_are = ", ".join(sorted(path.partition("{")[0].rstrip("/") for path in routes))
+    return f"no such path: {request.method} {path[:128]}{hint} There are {there_are}"
+
+
 def install(app: FastAPI) -> None:
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -180,7 +192,9 @@ def install(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        text = {404: f"no such path: {request.method} {request.url.path}", 405: "method not allowed for this path"}
+        text = {405: "method not allowed for this path"}
+        if error.status_code == 404:
+            text[404] = _no_route(app, request)
         message = text.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 

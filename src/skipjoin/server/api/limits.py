@@ -186,6 +186,7 @@ class Admission:
         max_tokens: Maximum number of prompt tokens of sequences that have not run yet.
         steps: Returns the total number of engine steps. None counts one step per second.
         is_shared: True if clients share both limits fairly (see `Shares`).
+        client_kind: What a client is, in errors.
     """
 
     def __init__(
@@ -197,10 +198,12 @@ class Admission:
         steps: Callable[[], float] | None = None,
         *,
         is_shared: bool = False,
+        client_kind: str = "API key",
     ) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self._is_shared = is_shared
+        self._kind = client_kind
         reserve = RESERVED_SHARE if is_shared else 0.0
         self._requests, self._tokens = Shares(reserve), Shares(reserve)
         self._metrics = metrics
@@ -283,7 +286,7 @@ class Admission:
         return math.ceil(share * self.max_requests), math.ceil(share * self.max_tokens), " for best-effort requests"
 
     def _of_one(self, whose: str) -> str:
-        return f"{whose} of one API key" if self._is_shared else whose
+        return f"{whose} of one {self._kind}" if self._is_shared else whose
 
     def _check_size(self, tokens: int, capacity: int, whose: str, param: str = "prompt") -> None:
         largest = capacity - self._tokens.reserve_of(capacity)
@@ -312,8 +315,8 @@ class Admission:
         if client is None or not self._is_shared:
             return f"the queue is full{whose}: {text}"
         return (
-            f"the queue is full{whose} of this API key: {text}, {shares.held(client)} of them with this key, and the "
-            f"keys that use this server share them ({shares.count_with(client)} now)"
+            f"the queue is full{whose} of this {self._kind}: {text}, {shares.held(client)} of them with it, and the "
+            f"{self._kind}s that use this server share them ({shares.count_with(client)} now)"
         )
 
     def note_size(self, slot: AdmissionSlot, growth: int) -> None:

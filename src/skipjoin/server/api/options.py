@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
-from skipjoin.config.key_files import AS_ALL
+from skipjoin.config.key_files import ANY_LATER, AS_ALL
 from skipjoin.core.request import RequestOptions, ServiceClass, Target
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
@@ -32,13 +32,15 @@ def request_options(
         priority=_priority(body.priority or 0, config, owner),
         deadline_s=deadline_ms / 1000 if deadline_ms is not None else config.default_deadline_s,
         target=_target(slo, headers, config, tier),
-        client=client_of(owner, config),
+        client=client_of(owner, config, body.user),
         cache_salt=cache_salt(body, owner),
     )
 
 
-def client_of(owner: str, config: ServerConfig) -> str:
-    """Return the owner, by which capacity is shared, or "" if it is not."""
+def client_of(owner: str, config: ServerConfig, user: str | None = None) -> str:
+    """Return the client by which capacity is shared, or "" if it is not. Equal users of two keys are two clients."""
+    if config.fair_by == "user":
+        return f"{owner}:{user or ''}"
     return owner if config.fair_by == "key" else ""
 
 
@@ -67,10 +69,14 @@ def _tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier
 
 def _priority(asked: int, config: ServerConfig, owner: str) -> int:
     """Return the priority. Raise 400 if the key does not allow it."""
-    low, high = bounds = config.rights_of(owner).priorities or (0, 0)
+    low, high = bounds = config.rights_of(owner).priorities or ANY_LATER
     if not asked or low <= asked <= high:
         return asked
-    allowed = "must be 0 or null" if bounds == (0, 0) else f"must be 0 or an integer in [{low}, {high}]"
+    allowed = f"must be 0 or an integer in [{low}, {high}]"
+    if bounds == ANY_LATER:
+        allowed = "must be 0 or more"
+    elif bounds == (0, 0):
+        allowed = "must be 0 or null"
     which = "with this API key" if _has_own(config, owner, "priorities") else "on this server (--priority-range)"
     raise bad_request(f"priority {allowed} {which}, got {asked}", "priority")
 

@@ -10,10 +10,10 @@ that have no effect (`Only`) and refused with any other:
 | functions | null, [] |
 | function_call | null, "none" |
 | add_special_tokens | any boolean |
-| modalities | null, ["text"]; audio, prediction, web_search_options, verbosity: null |
-| store, continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
+| modalities | null, ["text"]; audio, web_search_options: null |
+| continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
 | length_penalty | null, 1 |
-| user, metadata, safety_identifier, prompt_cache_key | any value within bounds: labels, which change nothing |
+| labels (user, metadata, safety_identifier, ...), store, verbosity, prediction | any value within bounds |
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Off = None
+    include_obfuscation: bool | None = None
 
 
 Deadline = Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)]
@@ -181,6 +181,10 @@ class GenerationBody(Body):
     user: Label = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
+    prompt_cache_retention: Label = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    store: bool | None = None
+    prediction: dict[str, Any] | None = None
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -292,10 +296,7 @@ class ChatRequest(GenerationBody):
     function_call: Annotated[Any, Only(None, "none")] = None
     modalities: Annotated[Any, Only(None, ["text"])] = None
     audio: Null = None
-    prediction: Null = None
     web_search_options: Null = None
-    verbosity: Null = None
-    store: Off = None
 
     @field_validator("tools")
     @classmethod

@@ -32,6 +32,7 @@ from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.shapes import checked
 from skipjoin.server.api.structured import structured_output
+from skipjoin.server.api.unknown_fields import MAX_PASSED, UNKNOWN, UnknownFields, with_suggestion
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.errors import EngineDeadError, EngineHungError, NoReplicaError
 from skipjoin.server.engines.messages import Ready
@@ -70,7 +71,8 @@ class Service:
             config.max_queued_tokens,
             metrics,
             steps=lambda: client.steps,
-            is_shared=config.fair_by == "key" and len(set(config.api_keys)) > 1,
+            is_shared=config.fair_by == "user" or (config.fair_by == "key" and len(set(config.api_keys)) > 1),
+            client_kind="user" if config.fair_by == "user" else "API key",
         )
         self.phase = Phase.STARTING
         self.created = int(time.time())
@@ -83,6 +85,7 @@ class Service:
         self._forecasting: Forecasting | None = None
         self.output_format: OutputFormat | None = None
         self._has_parser = False
+        self._unknown_fields = UnknownFields()
         # Two threads, so that one huge text does not delay all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
         # One thread, because a single process renders chat templates.
@@ -194,6 +197,19 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, partial(work, *args, **kwargs))
 
     async def parse(self, body: bytes, kind: type[BodyT]) -> BodyT:
+        for _ in range(MAX_PASSED if self.config.unknown_fields == "warn" else 0):
+            try:
+                return await self._validated(body, kind)
+            except ApiError as error:
+                if error.code != UNKNOWN:
+                    raise
+                body = await self.in_thread(self._unknown_fields.without, body, error)
+        try:
+            return await self._validated(body, kind)
+        except ApiError as error:
+            raise with_suggestion(error, kind) if error.code == UNKNOWN else error from None
+
+    async def _validated(self, body: bytes, kind: type[BodyT]) -> BodyT:
         try:
             if len(body) > _LARGE:
                 return await self.in_thread(_read_large, body, kind)

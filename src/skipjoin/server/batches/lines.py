@@ -43,7 +43,7 @@ async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: floa
     raw = await service.in_thread(body_of, data) if len(data) > _LARGE else body_of(data)
     body = await service.parse(raw, endpoint.body_type)
     options, has_own = line_options(
-        body, left_s, client=client_of(line.owner, service.config), salt=cache_salt(body, line.owner)
+        body, left_s, client=client_of(line.owner, service.config, body.user), salt=cache_salt(body, line.owner)
     )
     job = await endpoint.prepare(body, options, queue=queue, owner=line.owner)
     return LineJob(replace(job, params=seeded(line, job.params)), has_own)

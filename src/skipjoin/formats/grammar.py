@@ -70,21 +70,16 @@ def calls_grammar(
     calls = output_format.calls
     assert calls is not None
     trigger = "" if calls.is_bare else calls.trigger
-    opening = (calls.begin + calls.before).removeprefix(trigger)
-    lines = []
-    for number, function in enumerate(functions):
-        rest = f"arguments_{number} {marks.rule(calls.after)}"
-        lines += [
-            f"first_{number}: {marks.rule(opening + function.name + calls.middle)} {rest}",
-            f"call_{number}: {marks.rule(calls.before + function.name + calls.middle)} {rest}",
-            f"arguments_{number}: %json {_schema(function)}",
-        ]
-    numbers = range(len(functions))
-    more = f"({marks.rule(calls.between)} call)*" if is_parallel and calls.between is not None else ""
-    lines += [
-        f"first: {' | '.join(f'first_{number}' for number in numbers)}",
-        f"call: {' | '.join(f'call_{number}' for number in numbers)}",
-        f"opened: first {more} {marks.rule(calls.end)}",
+    opening, after = (calls.begin + calls.before).removeprefix(trigger), marks.rule(calls.after)
+    names = [f"call_{number}" for number in range(len(functions))]
+    more = f"({marks.rule(calls.between + calls.before)} call)*" if is_parallel and calls.between is not None else ""
+    lines = [
+        *(
+            f"{name}: {marks.rule(function.name + calls.middle)} %json {_schema(function)}"
+            for name, function in zip(names, functions, strict=True)
+        ),
+        f"call: ({' | '.join(names)}) {after}",
+        f"opened: {marks.rule(opening)} call {more} {marks.rule(calls.end)}",
         f"calls: {marks.rule(trigger)} opened",
     ]
     message = "calls"
@@ -168,7 +163,7 @@ def _schema(function: CallSchema) -> str:
 def _with_options(schema: Any, options: dict[str, Any]) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
 
 
 def _quoted(text: str) -> str:

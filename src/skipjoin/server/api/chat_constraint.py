@@ -33,7 +33,8 @@ async def chat_constraint(service: Service, body: ChatRequest, prompt: str) -> S
         found = writer.calls(body, tools, structured)
     except GrammarError as error:
         param = field or "tools"
-        raise bad_request(f"{param} {error}", param) from None
+        what = param if field else "tools: the grammar of their calls"
+        raise bad_request(f"{what} {error}", param) from None
     try:
         return await _checked(service, found, "tools")
     except ApiError:

@@ -172,12 +172,11 @@ _INTERNAL = ("~", "[key]")
 
 def _no_route(app: FastAPI, request: Request) -> str:
     path = request.url.path
-    routes = {route.path: min(route.methods or ()) for route in app.routes if isinstance(route, Route)}
+    routes = sorted({route.path.partition("{")[0].rstrip("/") for route in app.routes if isinstance(route, Route)})
     similar = [found for found in routes if path.strip("/") and found.endswith(path.rstrip("/"))]
     similar = similar or difflib.get_close_matches(path[:128], routes, 1)
     hint = f", did you mean {similar[0]}?" if similar else "."
-    there_are = ", ".join(sorted(path.partition("{")[0].rstrip("/") for path in routes))
-    return f"no such path: {request.method} {path[:128]}{hint} There are {there_are}"
+    return f"no such path: {request.method} {path[:128]}{hint} There are {', '.join(routes)}"
 
 
 def install(app: FastAPI) -> None:

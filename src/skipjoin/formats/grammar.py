@@ -18,7 +18,11 @@ _NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 
 
 class CallSchema(NamedTuple):
-    """Function that a grammar allows. Without `is_strict`, keywords that cannot be enforced are ignored."""
+    """Function that a grammar allows.
+
+    Arguments are declared ones only, unless the schema says otherwise. Without `is_strict`, keywords that cannot be
+    enforced are ignored.
+    """
 
     name: str
     schema: dict[str, Any]
@@ -157,7 +161,10 @@ def _answer(structured: StructuredOutput) -> str:
 
 
 def _schema(function: CallSchema) -> str:
-    return _with_options(function.schema, {**_NOTATION, "lenient": not function.is_strict})
+    schema = function.schema
+    if "properties" in schema and not {"additionalProperties", "patternProperties", "$ref", "allOf"} & schema.keys():
+        schema = {**schema, "additionalProperties": False}
+    return _with_options(schema, {**_NOTATION, "lenient": not function.is_strict})
 
 
 def _with_options(schema: Any, options: dict[str, Any]) -> str:

@@ -28,10 +28,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from builtin_tasks import FAMILIES, HELD_OUT_PERCENT, Task, draw_task
 
 BOS, USER, ASSISTANT, SYSTEM, END, PAD = "<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
+# The model is not trained on tools. Under a grammar it writes valid calls in the format that the comment names.
 CHAT_TEMPLATE = (
     "{{- '<|bos|>' -}}{%- for message in messages -%}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    "{%- set role = 'user' if message['role'] == 'tool' else message['role'] -%}"
+    "{{- '<|' + role + '|>' + (message['content'] or '') + '<|end|>' -}}{%- endfor -%}"
+    "{%- if tools -%}{#- Not trained on; calls are written as in <tool_call>. -#}{%- endif -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 CONTEXT = 1024
 LAST_NUMBER_TOKEN = 299  # largest number that is one token
@@ -271,6 +274,9 @@ the {HELD_OUT_PERCENT} % that training never saw, per family:
 
 A bare completion works too if a line break ends the prompt. Long conversations, other wordings and other tasks are
 outside of what it learned.
+
+It was not trained on tools. With `tool_choice` required, it writes calls that match their schema, with senseless
+values.
 """
     )
 

@@ -285,8 +285,8 @@ FORMATS = (DEEPSEEK, DEEPSEEK_SEP, HARMONY, GEMMA, MISTRAL_ARGS, MISTRAL, HERMES
 
 def find_format(template: str) -> OutputFormat | None:
     """Return the format of a chat template, or None if it has neither reasoning nor calls of a known format."""
-    if "<tool_call>" in template and "<function=" in template:  # calls in XML, which no row describes
-        return THINK if "</think>" in template else None
+    if "<tool_call>" in template and ("<function=" in template or "<arg_key>" in template):
+        return THINK if "</think>" in template else None  # calls in XML, which no row describes
     for found in FORMATS:
         if any(all(sign in template for sign in group) for group in found.signs):
             think = found.think

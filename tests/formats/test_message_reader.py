@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 from subprocess import run
@@ -192,6 +193,18 @@ def test_formats_are_found_by_their_templates() -> None:
     hermes_without_reasoning = find_format("{% if tools %}<tool_call>{% endif %}")
     assert hermes_without_reasoning is not None
     assert hermes_without_reasoning.think is None
+
+
+def test_patterns_repeat_nothing_without_bound() -> None:
+    """A search for an unbounded repetition takes quadratic time in long runs, for example of line breaks."""
+    for row in FORMATS:
+        fields = row.response_template(reads_calls=True)["fields"].values()
+        patterns = [part for one in fields for name, part in one.items() if name.endswith("_pattern")]
+        patterns += [] if row.calls is None else [row.calls.head]
+        for pattern in patterns:
+            assert not re.search(r"(?<!\\)[*+]", pattern), (row.name, pattern)
+    text = "\n" * 20_000 + "a"
+    assert read(HERMES, [text]) == read(HERMES, list(text)) == Read(text)
 
 
 def test_parser_does_not_import_torch() -> None:

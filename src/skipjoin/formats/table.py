@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+# White space in patterns is bounded. Otherwise a search in a long run of it takes quadratic time.
 # Regions of response templates.
 REASONING, CALLS, CONTENT, ANSWER = "reasoning", "calls", "content", "answer"
 
 _JSON_HEAD = (
-    r'[\s\[\]},;]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*\{'
+    r'[\s\[\]},;]{0,32}\{\s{0,8}(?:"type"\s{0,8}:\s{0,8}"function"\s{0,8},\s{0,8})?"name"\s{0,8}:\s{0,8}"(?P<name>[^"\\]{1,256})"\s{0,8},'
+    r'\s{0,8}"(?:arguments|parameters)"\s{0,8}:\s{0,8}\{'
 )
 
 
@@ -110,7 +111,12 @@ _REPEATED = _TEXT
 def _tags(name: str, open_mark: str = "<{}>", close_mark: str = "</{}>") -> Think:
     opening, closing = open_mark.format(name), close_mark.format(name)
     escaped = [mark.replace("[", r"\[").replace("]", r"\]") for mark in (opening, closing)]
-    return Think(open=opening, close=closing, open_pattern=rf"\s*{escaped[0]}\s*", close_pattern=rf"\s*{escaped[1]}\s*")
+    return Think(
+        open=opening,
+        close=closing,
+        open_pattern=rf"\s{{0,8}}{escaped[0]}\s{{0,8}}",
+        close_pattern=rf"\s{{0,8}}{escaped[1]}\s{{0,8}}",
+    )
 
 
 _THINK = _tags("think")
@@ -121,7 +127,7 @@ HERMES = OutputFormat(
     markers=("<tool_call>", "</tool_call>", "<think>", "</think>"),
     think=_THINK,
     calls=Calls(
-        open=r"\s*<tool_call>",
+        open=r"\s{0,8}<tool_call>",
         close="</tool_call>",
         between="\n",
         before='<tool_call>\n{"name": "',
@@ -137,7 +143,7 @@ LLAMA = OutputFormat(
     markers=("<|python_tag|>",),
     think=_THINK,
     calls=Calls(
-        open=r"\s*<\|python_tag\|>",
+        open=r"\s{0,8}<\|python_tag\|>",
         between=None,
         before='{"name": "',
         middle='", "parameters": ',
@@ -153,7 +159,7 @@ MISTRAL = OutputFormat(
     markers=("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
     think=_tags("THINK", "[{}]", "[/{}]"),
     calls=Calls(
-        open=r"\s*\[TOOL_CALLS\]",
+        open=r"\s{0,8}\[TOOL_CALLS\]",
         begin="[TOOL_CALLS][",
         end="]",
         between=", ",
@@ -172,8 +178,8 @@ MISTRAL_ARGS = OutputFormat(
     markers=(*MISTRAL.markers, "[ARGS]", "[CALL_ID]"),
     think=MISTRAL.think,
     calls=Calls(
-        open=r"\s*\[TOOL_CALLS\]",
-        head=r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[^\[\]\s{]{1,256})\s*(?:\[CALL_ID\](?P<id>[A-Za-z0-9]+))?\[ARGS\]\s*\{",
+        open=r"\s{0,8}\[TOOL_CALLS\]",
+        head=r"\s{0,8}(?:\[TOOL_CALLS\]\s{0,8})?(?P<name>[^\[\]\s{]{1,256})\s{0,8}(?:\[CALL_ID\](?P<id>[A-Za-z0-9]{1,64}))?\[ARGS\]\s{0,8}\{",
         before="[TOOL_CALLS]",
         middle="[ARGS]",
         after="",
@@ -189,13 +195,13 @@ GEMMA = OutputFormat(
     think=Think(
         open="<|channel>thought\n",
         close="<channel|>",
-        open_pattern=r"\s*<\|channel>thought\s*",
-        close_pattern=r"\s*<channel\|>\s*",
+        open_pattern=r"\s{0,8}<\|channel>thought\s{0,8}",
+        close_pattern=r"\s{0,8}<channel\|>\s{0,8}",
     ),
     calls=Calls(
-        open=r"\s*<\|tool_call>",
+        open=r"\s{0,8}<\|tool_call>",
         close="<tool_call|>",
-        head=r"\s*call:(?P<name>[^\s{]{1,256})\s*\{",
+        head=r"\s{0,8}call:(?P<name>[^\s{]{1,256})\s{0,8}\{",
         before="<|tool_call>call:",
         middle="",
         after="<tool_call|>",
@@ -220,8 +226,8 @@ HARMONY = OutputFormat(
     ),
     calls=Calls(
         open=_HARMONY_START + r"(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\.",
-        head=r"(?P<name>[^\s<{]{1,256})\s*(?:<\|channel\|>(?:commentary|analysis)\s*)?(?:<\|constrain\|>)?(?:json)?\s*"
-        r"<\|message\|>\s*\{",
+        head=r"(?P<name>[^\s<{]{1,256})\s{0,8}(?:<\|channel\|>(?:commentary|analysis)\s{0,8})?(?:<\|constrain\|>)?(?:json)?\s{0,8}"
+        r"<\|message\|>\s{0,8}\{",
         between=None,
         before="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
@@ -231,7 +237,7 @@ HARMONY = OutputFormat(
     extra={
         ANSWER: {
             "open_pattern": _HARMONY_START
-            + r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>",
+            + r"<\|channel\|>(?:final|commentary)\s{0,8}(?:<\|constrain\|>\w{1,32})?<\|message\|>",
             "close": "<|end|>",
             **_TEXT,
         }
@@ -245,10 +251,10 @@ _ALL, _CLOSE_ALL, _ONE, _CLOSE_ONE, _SEP = (
 )
 
 _DEEPSEEK_CALLS = Calls(
-    open=rf"\s*{_ALL}",
+    open=rf"\s{{0,8}}{_ALL}",
     close=_CLOSE_ALL,
-    head=rf"[\s`]*(?:{_CLOSE_ONE})?\s*{_ONE}\s*(?:function{_SEP})?(?P<name>[^\s<`{{]{{1,256}})\s*"
-    rf"(?:{_SEP}|```(?:json)?)\s*\{{",
+    head=rf"[\s`]{{0,8}}(?:{_CLOSE_ONE})?\s{{0,8}}{_ONE}\s{{0,8}}(?:function{_SEP})?(?P<name>[^\s<`{{]{{1,256}})\s{{0,8}}"
+    rf"(?:{_SEP}|```(?:json)?)\s{{0,8}}\{{",
     begin=_ALL,
     end=_CLOSE_ALL,
     between="\n",

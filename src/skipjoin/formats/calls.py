@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import regex
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipjoin.formats.table import Calls
+
+if TYPE_CHECKING:
+    import regex
 
 _IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
 # Rest of a region that only closes its calls.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
-
-import regex
+from typing import TYPE_CHECKING, Any
 
 from skipjoin.formats.calls import CallsReader, Part
 from skipjoin.formats.table import CALLS, REASONING, OutputFormat
+
+if TYPE_CHECKING:
+    import regex
 
 
 def load_parser() -> None:
@@ -138,4 +139,6 @@ class MessageReader:
 
 @lru_cache(maxsize=64)
 def _head(pattern: str) -> regex.Pattern[str]:
+    import regex  # noqa: PLC0415 - see `load_parser`
+
     return regex.compile(pattern)

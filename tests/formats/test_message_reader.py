@@ -84,6 +84,8 @@ CASES: list[tuple[OutputFormat, str, Read]] = [
     (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', Read("", "", [("f", '{"a": "b')])),
     (HERMES, "<tool_call>\nnonsense\n</tool_call> x", Read("<tool_call>\nnonsense\n</tool_call> x")),
     (HERMES, "<think>open {", Read("", "open {")),
+    (HERMES, "<tool_call>" + "[" * 5000 + "</tool_call>", Read("<tool_call>" + "[" * 5000 + "</tool_call>")),
+    (GEMMA, "<|tool_call>call:f" + "{a:" * 5000 + "<tool_call|>", Read("", "", [("f", "{a:" * 5000)])),
     (LLAMA, f'{{"name": "f", "parameters": {ARGUMENTS}}}', Read("", "", TWO[:1])),
     (
         LLAMA,

@@ -143,7 +143,7 @@ class CallsReader:
         """Return the calls of a complete region whose heads are in another order."""
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
         parts: list[Part] = []
         for call in found if isinstance(found, list) else [found]:
@@ -165,6 +165,6 @@ def _as_json(text: str) -> str:
     options = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
     try:
         found: Any = parse_content(text, "json", options)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return json.dumps(found, ensure_ascii=False)

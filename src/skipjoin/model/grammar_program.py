@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import signal
 import sys
 from contextlib import suppress
@@ -27,6 +26,11 @@ from skipjoin.model.template_program import read_frame, write_frame
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
+try:
+    import resource
+except ImportError:  # not on Windows, where this program cannot run, but its constants are read
+    resource = None  # type: ignore[assignment]
+
 # CPU time of one grammar. A schema of 300 properties takes a third of it.
 MAX_CPU_S = 0.1
 # Memory that one grammar may add.
@@ -38,8 +42,6 @@ _MAX_ERROR_CHARS = 500
 # Kinds of answers: a grammar that compiles, one that does not, and limits that were reached.
 GOOD, REJECTED, OUT_OF_TIME, OUT_OF_MEMORY, TOO_DEEP = range(5)
 _LIMITS = (OUT_OF_TIME, OUT_OF_MEMORY, TOO_DEEP)
-# By the exit code of a process that reached a limit.
-_KINDS = {-signal.SIGPROF: OUT_OF_TIME, -signal.SIGABRT: OUT_OF_MEMORY, -signal.SIGSEGV: TOO_DEEP}
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -108,7 +110,14 @@ class _Fork:
             for pipe in (self._requests, self._answers):
                 with suppress(OSError):  # an unread frame is lost
                     pipe.close()
-            return _KINDS.get(os.waitstatus_to_exitcode(status), TOO_DEEP), b""
+            return _kind_of(os.waitstatus_to_exitcode(status)), b""
+
+
+def _kind_of(code: int) -> int:
+    """Return the limit that a process reached, by its exit code."""
+    if code == -signal.SIGPROF:
+        return OUT_OF_TIME
+    return OUT_OF_MEMORY if code == -signal.SIGABRT else TOO_DEEP
 
 
 def _compile_all(grammars: Grammars, requests: IO[bytes], answers: IO[bytes]) -> NoReturn:

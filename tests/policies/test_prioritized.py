@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import count
 
 import pytest
 
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.reservations import Account
+from skipjoin.core.policy import Ordering
 from skipjoin.policies.eviction import ProactiveSwap
+from skipjoin.policies.fairness import Fair
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, Prioritized
 from support.load import make
@@ -31,6 +37,43 @@ def test_a_lower_number_outranks_regardless_of_length() -> None:
         ordering.on_arrived(request, 0.0)
     assert ordering.outranks(long, short)
     assert not ordering.outranks(short, long)
+
+
+class Begun(Fcfs):
+    """An ordering that counts the steps it is notified of, and funds an account named by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
+        self.steps += 1
+        return [(Account(f"step {self.steps}"), kv.device_total)]
+
+
+WRAPPERS: dict[str, Callable[[Callable[[], Ordering]], Ordering]] = {
+    "bands": Prioritized,
+    "fair": lambda make: Fair(make, lead=100, output_weight=2.0),
+    "fair bands": lambda make: Prioritized(lambda: Fair(make, lead=100, output_weight=2.0)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_inner_orderings_are_notified_of_every_step(wrap: Callable[[Callable[[], Ordering]], Ordering]) -> None:
+    made: list[Begun] = []
+
+    def build() -> Begun:
+        made.append(Begun())
+        return made[-1]
+
+    ordering = wrap(build)
+    for number in range(4):
+        ordering.on_arrived(make(number, priority=number % 2, client=f"client {number // 2}"), 0.0)
+    for step in (1, 2):
+        funded = list(ordering.on_begin(float(step), KVLedger(7, 0, 4)))
+        assert [one.steps for one in made] == [step] * len(made)
+        assert [(account.name, blocks) for account, blocks in funded] == [(f"step {step}", 7)] * len(made)
+    assert len(made) > 1
 
 
 def test_empty_bands_are_removed() -> None:

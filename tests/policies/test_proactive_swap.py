@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
@@ -239,11 +240,13 @@ def test_an_unfinished_prefill_is_not_swapped_out_ahead() -> None:
     assert setup.step() == ([4], [])
 
 
-def test_kv_that_is_cheaper_to_recompute_is_not_swapped_out_ahead() -> None:
-    """It is dropped when its blocks are needed."""
+def test_kv_that_is_cheaper_to_recompute_is_moved_only_with_overlapped_moves() -> None:
+    """A blocking move would take longer than recomputation, so there it is dropped."""
     cheap = replace(COST, prefill_token=0.04)  # 16 tokens: 0.64 s against 0.8 s
     setup = Setup(*(Holder(turn) for turn in range(5)), cost=cheap)
-    assert setup.step() == ([], [])
+    assert setup.step() == ([4], [])
+    victims = setup.eviction.victims(4, setup.requests[3:4], setup.kv, setup.now, None)
+    assert [one.how for one in victims] == [Preemption.DROP]
 
 
 def test_the_last_request_stays_on_the_device_however_short_blocks_are() -> None:

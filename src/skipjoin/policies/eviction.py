@@ -206,6 +206,8 @@ class ProactiveSwap(Swap):
     While blocks are short, the request scheduled last is swapped out first, and the one scheduled soonest is swapped in
     first. Blocks are kept free for expected arrivals and for growth. Swaps are blocking where that does not suffice,
     and where transfers take next to no time.
+
+    Overlapped moves are for every request with a computed prompt. Blocking ones must beat recomputation, as in `Swap`.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
@@ -245,6 +247,14 @@ class ProactiveSwap(Swap):
         step = StepShape(decodes=max(1, holders), context=used * kv.block_size)
         held = used + tiers.cpu_total - tiers.cpu_free
         return self._cost.transfer(held // max(1, len(kv.holders()))) <= _CHEAP_SHARE * self._cost.step(step)
+
+    def may_move_ahead(self, request: Request) -> bool:
+        """Return whether the request may be swapped out with an overlapped move, which its prompt must be complete for.
+
+        Such a move need not beat recomputation, because it takes no step's time. If only KV that is slow to recompute
+        moved, short requests would stay on the device while older ones wait behind the limited pace of drops.
+        """
+        return request.known - request.computed <= 1
 
     def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:
         """Return how many blocks may still start to move in `direction`.
@@ -318,7 +328,7 @@ class _Exchange:
             if self._at == len(leaving) - 1 if turn is None else not turn < theirs:
                 break
             self._at += 1
-            if self._eviction.is_worth_moving(victim, kv):
+            if self._eviction.may_move_ahead(victim):
                 self._out.append(victim)
                 self._soon += kv.footprint(victim)
                 self._room[Direction.OUT] -= kv.footprint(victim)

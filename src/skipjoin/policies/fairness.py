@@ -13,6 +13,8 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import (
     ALL_HELD,
     HELD,
@@ -102,6 +104,9 @@ class Fair(Callbacks):
         client = self._clients[name]
         client.live[request] = min(request.computed, len(request.prompt))
         client.ordering.on_arrived(request, now)
+
+    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
+        return [funded for client in self._clients.values() for funded in client.ordering.on_begin(now, kv)]
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         by_client: dict[_Client, list[Slice]] = {}

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Callbacks, Ordering, is_decode_invariant
 from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Slice
@@ -97,6 +99,9 @@ class Prioritized(Callbacks):
         if request.is_best_effort:
             self._best_effort[request] = None
         self._join(request, now)
+
+    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
+        return [funded for ordering in self._sorted for funded in ordering.on_begin(now, kv)]
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if len(self._sorted) == 1:

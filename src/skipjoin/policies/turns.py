@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import HELD, BatchBuilder, Batcher, Callbacks, Ordering, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
@@ -28,6 +30,9 @@ class ByTurn(Callbacks):
 
     def on_arrived(self, request: Request, now: float) -> None:
         self._classes[request.is_best_effort].on_arrived(request, now)
+
+    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
+        return [funded for ordering in self._classes.values() for funded in ordering.on_begin(now, kv)]
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for is_best_effort, ordering in self._classes.items():

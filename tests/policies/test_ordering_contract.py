@@ -18,11 +18,13 @@ from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request, Target
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice
+from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
 from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, Tasks, TwoQueues
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.fairness import Fair
+from skipjoin.policies.gittins import GittinsIndex
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.predictors import ForecastQuantile, longest_output
@@ -44,6 +46,11 @@ def srpt() -> Ordering:
 
 def alise() -> Ordering:
     return ShortestWithWaits(RemainingTime(ExecutionTime(COST), ForecastQuantile(0.3), aging_s=20.0))
+
+
+def adaptive(overtaking_s: float = 100.0) -> Ordering:
+    """Return an ordering whose gate for first tokens closes while requests live."""
+    return Adaptive(GittinsIndex(COST, 4), overtaking_s=overtaking_s, first_share=0.01)
 
 
 def by_deadline() -> Ordering:
@@ -118,6 +125,10 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "fair fcfs": lambda: fair(Fcfs),
     "fair skip-join": lambda: fair(mlfq),
     "fair bands": lambda: Prioritized(lambda: fair(alise), best_effort_wait_s=0.5),
+    "adaptive": adaptive,
+    "adaptive, much aging": lambda: adaptive(5.0),
+    "prioritized adaptive": lambda: Prioritized(adaptive, best_effort_wait_s=0.5),
+    "fair adaptive": lambda: fair(adaptive),
     "by turn": lambda: ByTurn(Turn(), lambda: Prioritized(Fcfs)),
 }
 every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERINGS.keys())

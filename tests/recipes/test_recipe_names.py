@@ -24,8 +24,8 @@ SETTINGS = Settings(LinearCost(0.01, 1e-4), has_true_forecasts=True)
 SIMULATE = ["simulate", "--model", "opt-13b", "--kv-gib", "1.5", "--rates", "8", "--requests", "20", "--jobs", "1"]
 
 
-def test_the_package_has_seven_recipes_and_tests_have_all_renamed_ones() -> None:
-    assert set(RECIPES) == {"fcfs", "sarathi", "fastserve", "alise", "econoserve", "bros", "srpt"}
+def test_the_package_has_eight_recipes_and_tests_have_all_renamed_ones() -> None:
+    assert set(RECIPES) == {"adaptive", "fcfs", "sarathi", "fastserve", "alise", "econoserve", "bros", "srpt"}
     assert set(LABELLED) == set(RECIPES) | set(RENAMED)
 
 
@@ -125,9 +125,9 @@ def test_an_engine_keeps_the_brackets_of_a_file_in_another_folder(
         ("fastserve[paced=on,]", "a parameter is missing in 'fastserve[paced=on,]'"),
         ("fcfs,fastserve[paced=on,sarathi", "a bracket is not closed by ] in 'fastserve[paced=on,sarathi'"),
         ("fcfs,fastserve]", "a bracket is not opened by [ in 'fastserve'"),
-        ("fastserve[paced=on]x", "recipe must be one of alise, "),
+        ("fastserve[paced=on]x", "recipe must be one of adaptive, alise, "),
         ("fastserv[paced=on]", "got 'fastserv'; did you mean fastserve?"),
-        ("fcfs,", "recipe must be one of alise, "),
+        ("fcfs,", "recipe must be one of adaptive, alise, "),
         ("fastserve[eviction=defer,starvation_bound_s=9]", "starvation_bound_s must not be set beside eviction=defer"),
     ],
 )

@@ -64,7 +64,7 @@ def figures(recipe: str, forecasts: str) -> Figures:
 
 
 @pytest.mark.parametrize("forecasts", FORECASTS)
-@pytest.mark.parametrize("recipe", ["alise", "synccoupled", "econoserve"])
+@pytest.mark.parametrize("recipe", ["adaptive", "alise", "synccoupled", "econoserve"])
 def test_no_forecast_makes_a_recipe_twice_as_slow_as_fcfs(recipe: str, forecasts: str) -> None:
     found, base = figures(recipe, forecasts), figures("fcfs", "none")
     worse = tuple(one / other for one, other in zip(found, base, strict=True))

@@ -5,7 +5,7 @@ A recipe is a decorated function in a module of this package, a file of the user
 
 from skipjoin.policies.fairness import OUTPUT_WEIGHT
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
-from skipjoin.recipes import alise, baselines, bros, econoserve, fastserve
+from skipjoin.recipes import adaptive, alise, baselines, bros, econoserve, fastserve
 from skipjoin.recipes.registry import (
     DEFAULT_SLO_S,
     RECIPES,
@@ -29,7 +29,7 @@ from skipjoin.recipes.registry import (
 )
 from skipjoin.recipes.spelling import names_in
 
-for _module in (alise, baselines, bros, econoserve, fastserve):
+for _module in (adaptive, alise, baselines, bros, econoserve, fastserve):
     RECIPES.update(recipes_of(_module.__name__))
 
 # Default recipe of an engine.
@@ -47,6 +47,7 @@ __all__ = [
     "Recipe",
     "Settings",
     "absolute",
+    "adaptive",
     "alise",
     "baselines",
     "bros",

@@ -1,0 +1,244 @@
+"""Ordering by learned Gittins index, first tokens first, with aging that follows what the index can gain."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.kv.reservations import Account
+from skipjoin.core.policy import Callbacks
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.step import Slice
+from skipjoin.policies.aging import Aging
+from skipjoin.policies.cells import Cell, Entry, by_arrival, by_key
+from skipjoin.policies.first_tokens import FirstTokenPace
+from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
+from skipjoin.policies.hazards import BIN_EDGES, BINS, bin_of
+from skipjoin.policies.length_model import ForecastClass
+
+# Difference of keys, in logarithms of the index, below which no request preempts another and no KV moves.
+_MARGIN = 0.2
+# A request that left by one of these had as many output tokens as it could get. Others were cut off earlier.
+_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class _Job:
+    """State of a request.
+
+    Attributes:
+        cell: Its place in the order.
+        cls: Class of its forecast.
+        place: Bin of the lengths that it may still get, or NOT_BEGUN.
+        leaves_at: Number of known tokens at which it leaves the bin.
+        is_fresh: Whether it has a claim to an early first token.
+    """
+
+    __slots__ = ("cell", "cls", "entry", "is_fresh", "kind", "leaves_at", "place")
+
+    def __init__(self, request: Request, cls: ForecastClass, kind: Kind) -> None:
+        self.cell: Cell | None = None
+        self.entry: Entry = (request.arrival, request.id, request)
+        self.cls, self.kind = cls, kind
+        self.is_fresh = not request.output
+        self.place, self.leaves_at = NOT_BEGUN, 0
+
+
+class Adaptive(Callbacks):
+    """Ordering by learned index and age, after requests that wait for their first token.
+
+    A request's key is -log(index) + arrival / tau. The logarithm is clamped to a range R below its maximum and tau is
+    at most `overtaking_s` / R. So no request overtakes one that arrived more than `overtaking_s` before it, except for
+    its first token, which gets at most `first_share` of the time.
+
+    A TTFT objective limits how long a request has a claim to an early first token: once it is missed, the request ranks
+    by index and age.
+
+    Args:
+        index: Learned index, which the orderings of an engine share.
+        overtaking_s: Seconds after a request's arrival from which no later request is preferred.
+        first_share: Maximum share of time for first tokens while others generate.
+    """
+
+    def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float) -> None:
+        self._index = index
+        self._revision = index.revision
+        self._aging = Aging(overtaking_s)
+        self._pace = FirstTokenPace(first_share)
+        self._is_open = True
+        self._jobs: dict[Request, _Job] = {}
+        self._cells: dict[tuple[bool, Kind, int], Cell] = {}
+        self._missing: list[tuple[float, int, Request]] = []  # when fresh requests miss their TTFT objective
+        self._running: Sequence[Slice] = ()
+
+    # -- callbacks ----------------------------------------------------------------------------------------
+
+    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
+        self._index.observe(kv)
+        return ()
+
+    def on_arrived(self, request: Request, now: float) -> None:
+        index = self._index
+        cls = index.model.expect(request.forecast)
+        job = self._jobs[request] = _Job(request, cls, kind_of(request, cls, index.time))
+        if request.output:
+            self._enter(request, job, bin_of(len(request.output) + 1))
+        ttft_s = request.options.target.ttft_s
+        if job.is_fresh and ttft_s < math.inf:
+            heapq.heappush(self._missing, (request.arrival + ttft_s, request.id, request))
+        self._join(job)
+
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
+        jobs, self._running = self._jobs, slices
+        prompts = 0
+        for slice_ in slices:
+            request = slice_.request
+            job = jobs[request]
+            if request.known >= job.leaves_at:
+                # Known tokens do not include the one just sampled, which may be the last: the bin is left once the
+                # request is known to continue.
+                self._advance(request, job, samples=slice_.samples)
+            if job.is_fresh and slice_.tokens > 1:
+                prompts += slice_.tokens
+            if slice_.samples and job.is_fresh:
+                job.is_fresh = False
+                self._join(job)
+        if prompts:
+            self._pace.spend(self._index.time.prefill(prompts), now)
+
+    def on_reforecast(self, request: Request, now: float) -> None:
+        job, index = self._jobs[request], self._index
+        job.cls = index.model.expect(request.forecast)
+        job.kind = kind_of(request, job.cls, index.time)
+        self._join(job)
+
+    def on_finished(self, request: Request, now: float) -> None:
+        job = self._jobs.pop(request)
+        self._leave(job)
+        if request.finish_reason in _ENDS and request.output and job.place != NOT_BEGUN:
+            self._index.model.note(job.cls, bin_of(len(request.output)), ended=True)
+        if len(self._missing) > 2 * len(self._jobs) + 256:  # sweep entries of finished requests
+            self._missing = [entry for entry in self._missing if entry[2] in self._jobs]
+            heapq.heapify(self._missing)
+
+    # -- the order ----------------------------------------------------------------------------------------
+
+    def ranked(self, now: float) -> Iterator[Request]:
+        while self._missing and self._missing[0][0] <= now:
+            _, _, request = heapq.heappop(self._missing)
+            if (job := self._jobs.get(request)) is not None and job.is_fresh:
+                job.is_fresh = False
+                self._join(job)
+        self._index.refresh()
+        if self._revision != self._index.revision:
+            self._revision = self._index.revision
+            self._retune(now)
+        self._is_open = self._pace.is_open(now)
+        fresh = [cell for cell in self._cells.values() if self._is_first(cell)]
+        others = [cell for cell in self._cells.values() if not self._is_first(cell)]
+        if not fresh:
+            return by_key(others, self._aging.per_s)
+        return _chained(fresh, others, self._aging.per_s)
+
+    def rank(self, request: Request) -> tuple[bool, float, float, int]:
+        cell = self._jobs[request].cell
+        assert cell is not None
+        if self._is_first(cell):
+            return (False, 0.0, request.arrival, request.id)
+        return (True, self._key(cell, request), request.arrival, request.id)
+
+    def outranks(self, one: Request, other: Request) -> bool:
+        mine, theirs = self._jobs[one].cell, self._jobs[other].cell
+        assert mine is not None
+        assert theirs is not None
+        if self._is_first(mine) or self._is_first(theirs):
+            return self._is_first(mine) and not self._is_first(theirs)
+        return self._key(mine, one) + _MARGIN < self._key(theirs, other)
+
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+        found = sorted((self.rank(request), request) for request in requests)
+        return [((rank[0], math.floor(rank[1] / _MARGIN)), request) for rank, request in found]
+
+    def explain(self, request: Request, now: float) -> dict[str, float | str]:
+        job, index = self._jobs[request], self._index
+        place = max(0, job.place)
+        cell = job.cell
+        assert cell is not None
+        return {
+            "forecast_bin": "none" if job.cls is None else f"{BIN_EDGES[job.cls]} tokens",
+            "expert": index.model.believed(job.cls),
+            "end_chance": index.model.hazards(job.cls)[place],
+            "next_edge": BIN_EDGES[min(place + 1, BINS - 1)],
+            "index": -cell.base,
+            "age_credit": self._aging.per_s * (now - request.arrival),
+            "first_token": str(self._is_first(cell)).lower(),
+        }
+
+    def _is_first(self, cell: Cell) -> bool:
+        return cell.is_fresh and self._is_open
+
+    def _key(self, cell: Cell, request: Request) -> float:
+        return cell.base + self._aging.per_s * request.arrival
+
+    # -- places -------------------------------------------------------------------------------------------
+
+    def _advance(self, request: Request, job: _Job, *, samples: bool) -> None:
+        """Enter the bin of the lengths that are still possible, and learn that the request survived earlier ones."""
+        generated = request.known - len(request.prompt)
+        if job.place == NOT_BEGUN:
+            if not samples:
+                return
+            to = bin_of(max(1, generated + 1))
+        else:
+            to = bin_of(generated + 1)
+            for place in range(job.place, to):
+                self._index.model.note(job.cls, place, ended=False)
+        self._enter(request, job, to)
+        if not job.is_fresh:
+            self._join(job)
+
+    def _enter(self, request: Request, job: _Job, place: int) -> None:
+        job.place = place
+        job.leaves_at = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
+
+    def _join(self, job: _Job) -> None:
+        """Move the request to the cell of its state."""
+        key = (job.is_fresh, job.kind, job.place)
+        cell = self._cells.get(key)
+        if cell is not None and cell is job.cell:
+            return
+        self._leave(job)
+        if cell is None:
+            base = self._aging.base(self._index.log_index(job.kind, job.place))
+            cell = self._cells[key] = Cell(job.kind, job.place, base, is_fresh=job.is_fresh)
+        job.cell = cell
+        cell.add(job.entry)
+
+    def _leave(self, job: _Job) -> None:
+        cell = job.cell
+        if cell is None:
+            return
+        cell.remove(job.entry)
+        job.cell = None
+        if not cell.entries:
+            del self._cells[cell.is_fresh, cell.kind, cell.place]
+
+    def _retune(self, now: float) -> None:
+        """Follow changed indices, and derive aging from the cells of waiting requests."""
+        running = Counter(id(job.cell) for slice_ in self._running if (job := self._jobs.get(slice_.request)))
+        indices = [self._index.log_index(cell.kind, cell.place) for cell in self._cells.values()]
+        waiting = [len(cell.entries) - running[id(cell)] for cell in self._cells.values()]
+        oldest = [now - cell.entries[0][0] for cell in self._cells.values()]
+        newest = [now - cell.entries[-1][0] for cell in self._cells.values()]
+        self._aging.derive(indices, waiting, [(one + other) / 2 for one, other in zip(oldest, newest, strict=True)])
+        for cell, log_index in zip(self._cells.values(), indices, strict=True):
+            cell.base = self._aging.base(log_index)
+
+
+def _chained(fresh: list[Cell], others: list[Cell], per_s: float) -> Iterator[Request]:
+    yield from by_arrival(fresh)
+    if others:
+        yield from by_key(others, per_s)

@@ -1,0 +1,31 @@
+"""Pace of first tokens: the share of time that prompts of new requests may take from generating ones."""
+
+from __future__ import annotations
+
+import math
+
+# Seconds of time for first tokens that may be used at once.
+_BURST_S = 2.0
+
+
+class FirstTokenPace:
+    """Gate that gives new requests at most a share of the time, with bursts.
+
+    While it is open, requests without output precede all others. While it is closed, they rank by index and age.
+
+    Args:
+        share: Maximum share of time, above 0 and at most 1.
+    """
+
+    def __init__(self, share: float) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be in (0, 1], got {share}")
+        self._share = share
+        self._until = -math.inf  # time at which the used time has been paid for
+
+    def spend(self, seconds: float, now: float) -> None:
+        """Record that first tokens took `seconds`."""
+        self._until = max(self._until, now - _BURST_S) + seconds / self._share
+
+    def is_open(self, now: float) -> bool:
+        return self._until <= now

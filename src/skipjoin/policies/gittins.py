@@ -1,0 +1,131 @@
+"""Gittins index of requests on learned hazards, weighted by 1/length."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import CostModel
+from skipjoin.core.request import Request
+from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.hazards import BIN_MIDDLES, BIN_WIDTHS, BINS
+from skipjoin.policies.length_model import ForecastClass, LengthModel
+
+# Bin of a request without output, whose prompt is still to be computed.
+NOT_BEGUN = -1
+# Prompts shorter than this many tokens count as one octave.
+_SHORT_PROMPT = 16
+# Number of notes between refreshes: a quarter of all so far, within these bounds.
+_FIRST_NOTES, _MAX_NOTES = 16, 256
+# Weight of the latest step in the share of steps in which KV is short.
+_BINDS_RATE = 0.02
+# KV is short if less than this share of the device is available, or if some is swapped out.
+_SHORT_SHARE = 0.06
+# Capacity in tokens that is assumed before the first step.
+_ANY_CAPACITY = 10_000
+# Survivors that are too few to matter.
+_FEW = 1e-6
+_MIN_INDEX = 1e-12
+
+
+class Kind(NamedTuple):
+    """What the index of a request depends on besides its bin.
+
+    Attributes:
+        cls: Class of its forecast.
+        octave: Octave of its prompt's length.
+        steps: Octave of its JCT objective in decode steps without other requests; None without an objective.
+    """
+
+    cls: ForecastClass
+    octave: int
+    steps: int | None
+
+
+def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime) -> Kind:
+    """Return the kind of a request."""
+    prompt = len(request.prompt)
+    octave = int(math.log2(max(_SHORT_PROMPT, prompt)))
+    jct_s = request.options.target.jct_s
+    steps = None if jct_s == math.inf else int(math.log2(max(1.0, jct_s / time.decode(prompt))))
+    return Kind(cls, octave, steps)
+
+
+class GittinsIndex:
+    """Index of requests by kind and bin: the best ratio of expected gain to expected cost over all stopping bins.
+
+    The gain of a request that ends is 1/length, as normalized latency divides by it, or 1/objective with a JCT
+    objective. The cost of a token is the share of a slot, or of the KV pool, whichever is short. With equal lengths the
+    hazard rises, and so does the index: nothing is preempted. With heavy tails it falls, and short work goes first.
+    With good forecasts the order becomes shortest remaining time.
+
+    One object serves all orderings of an engine, so that nothing learned is lost with an empty band or client.
+
+    Args:
+        max_seqs: Number of slots.
+
+    Attributes:
+        model: Learned output lengths.
+        revision: Changes when indices change.
+    """
+
+    def __init__(self, cost: CostModel, max_seqs: int) -> None:
+        self.model = LengthModel()
+        self.revision = 0
+        self.time = ExecutionTime(cost)
+        self._cost_revision = self.time.revision
+        self._max_seqs = max_seqs
+        self._capacity = _ANY_CAPACITY
+        self._binds = 0.5  # share of recent steps in which KV is short
+        self._kv_share = 0.5  # its value at the last refresh
+        self._due = _FIRST_NOTES
+        self._found: dict[tuple[Kind, int], float] = {}
+
+    def observe(self, kv: KVAccounts) -> None:
+        """Follow the size of the KV pool and whether it is short."""
+        self._capacity = kv.device_total * kv.block_size
+        tiers = kv.tiers
+        is_short = kv.available < _SHORT_SHARE * kv.device_total or (
+            tiers is not None and tiers.cpu_free < tiers.cpu_total
+        )
+        self._binds += _BINDS_RATE * (is_short - self._binds)
+
+    def refresh(self) -> bool:
+        """Use what was learned since the last refresh, if it is due. Return whether indices may have changed."""
+        if self.model.notes < self._due and self.time.revision == self._cost_revision:
+            return False
+        self._due = self.model.notes + min(_MAX_NOTES, max(_FIRST_NOTES, self.model.notes // 4))
+        self._cost_revision = self.time.revision
+        self._kv_share = self._binds
+        self.model.refresh()
+        self._found.clear()
+        self.revision += 1
+        return True
+
+    def log_index(self, kind: Kind, place: int) -> float:
+        """Return the logarithm of the index of a request that has reached the bin `place`."""
+        key = (kind, place)
+        if (found := self._found.get(key)) is None:
+            found = self._found[key] = math.log(max(_MIN_INDEX, self._index(kind, place)))
+        return found
+
+    def _index(self, kind: Kind, place: int) -> float:
+        cls, octave, steps = kind
+        hazards = self.model.hazards(cls)
+        prompt = 1.5 * 2.0**octave
+        slot = (1 - self._kv_share) / self._max_seqs
+        per_kv = self._kv_share / self._capacity
+        alive, gain, cost, best = 1.0, 0.0, 0.0, 0.0
+        if place == NOT_BEGUN:
+            # In decode steps, as the cost of a token below.
+            cost = self.time.prefill(int(prompt)) / self.time.decode(int(prompt)) * (slot + per_kv * prompt)
+        for at in range(max(0, place), BINS):
+            length, hazard = BIN_MIDDLES[at], hazards[at]
+            gain += alive * hazard / (length if steps is None else 2.0**steps)
+            cost += alive * BIN_WIDTHS[at] * (1 - 0.5 * hazard) * (slot + per_kv * (prompt + length))
+            best = max(best, gain / cost)
+            alive *= 1 - hazard
+            if alive < _FEW:
+                break
+        return best

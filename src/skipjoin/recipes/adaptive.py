@@ -1,0 +1,42 @@
+"""The default: ordering by learned output lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from skipjoin.core.policy import Policies
+from skipjoin.options import Option
+from skipjoin.policies.adaptive import Adaptive
+from skipjoin.policies.gittins import GittinsIndex
+from skipjoin.recipes.parts import preemptive
+from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundParams(Params):
+    """Bounds on what later requests may take from earlier ones. Everything else is learned."""
+
+    overtaking_s: Annotated[
+        float,
+        Option(
+            "Seconds after a request's arrival from which no later request is preferred, except for its first token.",
+            above=0,
+            high=1e9,
+        ),
+    ] = 3600.0
+    first_share: Annotated[
+        float,
+        Option("Most of the time that first tokens get while other requests generate.", low=0.01, high=1),
+    ] = 0.5
+
+
+@recipe(forecasts=Forecasts.LEARNED)
+def adaptive(s: Settings, p: BoundParams) -> Policies:
+    """Adaptive: learned Gittins index, first tokens first, aging by what ordering gains, and proactive swapping."""
+    index = GittinsIndex(s.cost, s.max_seqs)
+
+    def ordering() -> Adaptive:
+        return Adaptive(index, overtaking_s=p.overtaking_s, first_share=p.first_share)
+
+    return preemptive(s, ordering)

@@ -1,0 +1,282 @@
+"""The ordering of `adaptive`: what it learns, how it ranks, and what later requests cannot take from earlier ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.request import FinishReason, Request, Target
+from skipjoin.core.step import Slice
+from skipjoin.policies.adaptive import Adaptive
+from skipjoin.policies.aging import INDEX_RANGE, Aging
+from skipjoin.policies.first_tokens import FirstTokenPace
+from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind
+from skipjoin.policies.hazards import BIN_EDGES, BINS, Hazards, bin_of, hazards_of, merged
+from skipjoin.policies.length_model import EXPERTS, LengthModel
+from support.load import make
+from support.policies import COST
+
+OVERTAKING_S = 20.0
+
+
+def learned(lengths: Sequence[int], forecasts: Sequence[Forecast | None] | None = None) -> LengthModel:
+    """Return a model that saw requests of these lengths one after another."""
+    model = LengthModel()
+    for number, length in enumerate(lengths):
+        cls = model.expect(forecasts[number] if forecasts else None)
+        for place in range(bin_of(length)):
+            model.note(cls, place, ended=False)
+        model.note(cls, bin_of(length), ended=True)
+        if number % 16 == 0:
+            model.refresh()
+    model.refresh()
+    return model
+
+
+def index_on(model: LengthModel) -> GittinsIndex:
+    index = GittinsIndex(COST, 4)
+    index.model = model
+    return index
+
+
+def drawn(count: int, draw: Callable[[random.Random], float]) -> list[int]:
+    chance = random.Random(7)
+    return [max(1, round(draw(chance))) for _ in range(count)]
+
+
+def heavy_tailed(chance: random.Random) -> float:
+    return min(20_000, 10 * chance.paretovariate(1.0))
+
+
+# -- what it learns ---------------------------------------------------------------------------------------------------
+
+
+def test_bins_are_those_of_forecasts_with_the_first_ones_merged() -> None:
+    assert BIN_EDGES[0] == 1
+    assert set(BIN_EDGES) <= set(LENGTH_EDGES)
+    assert all(one < other for one, other in pairwise(BIN_EDGES))
+    for length in range(1, 3000):
+        place = bin_of(length)
+        assert BIN_EDGES[place] <= length < BIN_EDGES[place + 1]
+    mass = [0.1] * 10
+    assert sum(merged(mass)) == pytest.approx(1.0)
+    assert merged(mass)[0] == pytest.approx(0.1 * length_bin(BIN_EDGES[1]))
+
+
+def test_hazards_do_not_depend_on_which_requests_ran_first() -> None:
+    """Long requests have not ended yet, but already count in the bins that they left."""
+    short, long = bin_of(10), bin_of(1000)
+    hazards = Hazards()
+    for _ in range(200):
+        for place in range(short):
+            hazards.note(place, ended=False)
+        hazards.note(short, ended=True)
+        for place in range(long):  # as many long ones, which stay in the queue
+            hazards.note(place, ended=False)
+    found = hazards.estimate([0.0] * BINS, 1e-9)
+    assert found[short] == pytest.approx(0.5, abs=0.01)
+    assert sum(found) == found[short]
+
+
+def test_good_forecasts_are_believed_and_worthless_ones_ignored() -> None:
+    lengths = drawn(400, heavy_tailed)
+    true = [Forecast(length, "test") for length in lengths]
+    shuffled = random.Random(1).sample(true, len(true))
+    kept, ignored = learned(lengths, true), learned(lengths, shuffled)
+    assert kept.weights()[0] < 0.01
+    assert ignored.weights()[0] > 0.9
+    assert ignored.believed(bin_of(100)) == EXPERTS[0]
+    short, long = bin_of(11), bin_of(700)
+    assert kept.hazards(short)[short] > 0.8
+    assert kept.hazards(long)[short] < 0.2
+    assert ignored.hazards(short)[short] == pytest.approx(ignored.hazards(long)[short], abs=0.05)
+
+
+def test_distributions_of_forecasts_are_used() -> None:
+    """Two kinds of requests have one expected length, and only the distribution is right from the first request on."""
+    lengths = [10, 400] * 8
+    mass = [0.0] * (length_bin(400) + 1)
+    mass[length_bin(10)] = mass[length_bin(400)] = 0.5
+    with_mass = learned(lengths, [Forecast(205, "test", tuple(mass))] * len(lengths))
+    without = learned(lengths, [Forecast(205, "test")] * len(lengths))
+    place = bin_of(205)
+    assert with_mass.believed(place) == "forecast distribution"
+    assert with_mass.hazards(place)[bin_of(10)] == pytest.approx(0.5, abs=0.1)
+    assert with_mass.hazards(place)[bin_of(100)] < 0.02 < without.hazards(place)[bin_of(100)]
+
+
+def test_the_learned_state_survives_as_json() -> None:
+    lengths = drawn(200, heavy_tailed)
+    model = learned(lengths, [Forecast(length, "test", (0.5, 0.5)) for length in lengths])
+    text = json.dumps(model.state())
+    assert len(text) < 100_000
+    again = LengthModel()
+    again.restore(json.loads(text))
+    assert again.state() == model.state()
+    for cls in (None, bin_of(30), bin_of(300)):
+        assert again.hazards(cls) == model.hazards(cls)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"edges": [1, 2, 3]},
+        {"skill": [0.0]},
+        {"skill": [float("nan")] * len(EXPERTS)},
+        {"all": [[0.0] * BINS, [1.0] * BINS]},
+        {"all": [[-1.0] * BINS, [-1.0] * BINS]},
+        {"classes": {str(BINS): [[0.0] * BINS] * 2}},
+        {"mass": {"0": "text"}},
+        {"ratios": None},
+    ],
+)
+def test_an_invalid_state_is_refused_and_changes_nothing(change: dict[str, object]) -> None:
+    model = learned([5, 50, 500])
+    before = model.state()
+    with pytest.raises(ValueError, match=r"."):
+        model.restore(before | change)
+    assert model.state() == before
+
+
+# -- the index --------------------------------------------------------------------------------------------------------
+
+
+def test_equal_lengths_raise_the_index_and_heavy_tails_lower_it() -> None:
+    """So nothing is preempted with equal lengths, and short work goes first otherwise."""
+    kind = Kind(None, 7, None)
+    equal, heavy = index_on(learned([256] * 300)), index_on(learned(drawn(2000, heavy_tailed)))
+    rising = [equal.log_index(kind, place) for place in range(NOT_BEGUN, bin_of(256))]
+    assert all(one < other for one, other in pairwise(rising))
+    # From the shortest length on; no request ends before.
+    falling = [heavy.log_index(kind, place) for place in range(bin_of(16), bin_of(1000))]
+    assert all(one > other for one, other in pairwise(falling))
+
+
+def test_good_forecasts_rank_by_remaining_length() -> None:
+    lengths = drawn(1000, heavy_tailed)
+    index = index_on(learned(lengths, [Forecast(length, "test") for length in lengths]))
+    by_class = [index.log_index(Kind(bin_of(length), 7, None), NOT_BEGUN) for length in (12, 50, 200, 800)]
+    assert all(one > other for one, other in pairwise(by_class))
+    assert index.log_index(Kind(bin_of(200), 7, None), bin_of(170)) > index.log_index(Kind(bin_of(200), 7, None), 0)
+
+
+def test_a_looser_completion_objective_lowers_the_index() -> None:
+    index = index_on(learned([100] * 100))
+    tight, loose = (index.log_index(Kind(None, 7, steps), 0) for steps in (5, 9))
+    assert tight > loose
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    logs=st.lists(st.floats(-60, 60), min_size=1, max_size=8),
+    waiting=st.lists(st.integers(0, 100), min_size=8, max_size=8),
+    ages=st.lists(st.floats(0, 1e6), min_size=8, max_size=8),
+)
+def test_age_outweighs_any_index_after_the_bound(logs: list[float], waiting: list[int], ages: list[float]) -> None:
+    aging = Aging(OVERTAKING_S)
+    for _ in range(30):
+        aging.derive(logs, waiting[: len(logs)], ages[: len(logs)])
+        bases = [aging.base(log_index) for log_index in [*logs, -1e9, 1e9]]
+        assert all(0 <= base <= INDEX_RANGE for base in bases)
+        assert aging.per_s * OVERTAKING_S >= INDEX_RANGE * (1 - 1e-9)
+
+
+def test_age_decides_where_indices_are_alike() -> None:
+    alike, apart = Aging(1e6), Aging(1e6)
+    for _ in range(30):
+        alike.derive([0.0, 0.05], [50, 50], [30.0, 30.0])
+        apart.derive([0.0, -4.0], [50, 50], [30.0, 30.0])
+    assert alike.per_s * 30 > 10 * 0.05  # of typical age, against the difference of indices
+    assert apart.per_s * 30 < 0.5 * 4.0
+
+
+def run_steps(ordering: Adaptive, live: list[Request], chance: random.Random, now: float) -> None:
+    """Compute a step of the three best requests, and end some of them."""
+    batch = [request for request, _ in zip(ordering.ranked(now), range(3), strict=False)]
+    slices = [Slice(one, one.computed, one.known - one.computed, True, False, ()) for one in batch]
+    ordering.on_scheduled(slices, now)
+    for request in batch:
+        request.computed = request.planned = request.known
+        request.output.append(0)
+        request.known += 1
+        if chance.random() < 0.05 or request.known >= request.max_total_tokens:
+            request.finish_reason = FinishReason.STOP
+            live.remove(request)
+            ordering.on_finished(request, now)
+
+
+@given(seed=st.integers(0, 10**6), rate=st.floats(0.2, 5))
+def test_no_request_overtakes_one_that_arrived_much_earlier(seed: int, rate: float) -> None:
+    """The bound holds for everything except first tokens, whatever was learned."""
+    chance, now = random.Random(seed), 0.0
+    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+    live: list[Request] = []
+    for number in range(60):
+        now += chance.expovariate(rate)
+        forecast = Forecast(chance.choice([1, 30, 1e4]), "test") if chance.random() < 0.5 else None
+        live.append(make(number, chance.randint(1, 300), 2000, arrival=now, forecast=forecast))
+        ordering.on_arrived(live[-1], now)
+        run_steps(ordering, live, chance, now)
+        begun = [request for request in ordering.ranked(now) if request.output]
+        for place, later in enumerate(begun):
+            assert all(later.arrival <= earlier.arrival + OVERTAKING_S + 1e-6 for earlier in begun[place + 1 :])
+
+
+def test_first_tokens_get_their_share_of_the_time() -> None:
+    pace, now, spent = FirstTokenPace(0.25), 0.0, 0.0
+    while now < 100.0:
+        if pace.is_open(now):
+            pace.spend(0.1, now + 0.1)
+            spent += 0.1
+        now += 0.1
+    assert 0.25 * 100 <= spent <= 0.25 * 100 + 2.0
+
+
+def test_first_tokens_precede_until_their_share_is_used_or_their_objective_missed() -> None:
+    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+    old, new = make(0, 8, 90, arrival=0.0), make(1, 20_000, 90, arrival=1.0)
+    hasty = make(2, 8, 90, arrival=1.0, target=Target(ttft_s=1.0))
+    for request in (old, new, hasty):
+        ordering.on_arrived(request, request.arrival)
+    ordering.on_scheduled([Slice(old, 0, 8, True, False, ())], 1.0)
+    assert list(ordering.ranked(1.5)) == [new, hasty, old]
+    assert ordering.outranks(new, old)
+    assert next(ordering.ranked(2.5)) is new
+    assert not ordering.outranks(hasty, old), "the objective is missed"
+    ordering.on_scheduled([Slice(new, 0, 10_000, False, False, ())], 3.0)  # takes 15 s
+    assert next(ordering.ranked(3.1)) is old, "the share is used"
+    assert next(ordering.ranked(99.0)) is new
+
+
+# -- explanations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_is_explained() -> None:
+    index = index_on(learned([100] * 100))
+    ordering = Adaptive(index, overtaking_s=OVERTAKING_S, first_share=0.5)
+    request = make(0, 8, 900, arrival=1.0, forecast=Forecast(100, "test"))
+    ordering.on_arrived(request, 1.0)
+    ordering.on_begin(1.0, KVLedger(100, 0, 4))
+    list(ordering.ranked(1.0))
+    told = ordering.explain(request, 3.0)
+    assert told["forecast_bin"] == f"{BIN_EDGES[bin_of(100)]} tokens"
+    assert told["expert"] in EXPERTS
+    assert told["next_edge"] == BIN_EDGES[1]
+    assert told["end_chance"] == pytest.approx(index.model.hazards(bin_of(100))[0])
+    assert told["age_credit"] == pytest.approx(2 * ordering._aging.per_s)
+    assert told["first_token"] == "true"
+
+
+def test_hazards_of_a_distribution_end_with_certainty() -> None:
+    assert hazards_of([0.25, 0.25, 0.5]) == pytest.approx([0.25, 1 / 3, 1.0])
+    assert hazards_of([1.0, 0.0]) == [1.0, 1.0]

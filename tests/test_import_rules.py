@@ -139,6 +139,7 @@ ALLOWED: dict[str, set[str]] = {
         "policies",
         "recipes",
         "sampling",
+        "system.durable",
         "system.machine",
         "version",
     },

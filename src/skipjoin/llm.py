@@ -18,7 +18,14 @@ from skipjoin.config import EngineConfig, ForecastConfig
 from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.engine.build import Engine, assemble
-from skipjoin.engine.forecasting import ForecastKeeper, Predicted, chosen_forecasts, is_exact, open_keeper
+from skipjoin.engine.forecasting import (
+    ForecastKeeper,
+    Predicted,
+    chosen_forecasts,
+    is_exact,
+    open_keeper,
+    state_folder,
+)
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
@@ -91,6 +98,7 @@ class LLM:
         given = {name: settings.pop(name) for name in settings_of(ForecastConfig) if name in settings}
         config = EngineConfig(model=model, **settings)
         forecasts = chosen_forecasts(ForecastConfig(**given), config)
+        config = replace(config, learned_dir=state_folder(forecasts))
         # Load the tokenizer first, because it fails fast.
         folder = model_folder(model, config.load_format)
         self.tokenizer: Tokenizer = load_tokenizer(folder)

@@ -5,7 +5,7 @@ A serving system is one value of `Policies`; the scheduler depends on nothing el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -108,6 +108,41 @@ class Ordering(Protocol):
 
         Returns:
             Pairs of sort key and request. Keys are equal where neither of two requests has a reason to run first.
+        """
+        ...
+
+
+class Explaining(Protocol):
+    """Ordering that explains its ranks."""
+
+    def explain(self, request: Request, now: float) -> dict[str, float | str]:
+        """Return what decides the request's rank, by name. Must be pure."""
+        ...
+
+
+def explanation(ordering: object, request: Request, now: float) -> dict[str, float | str]:
+    """Return what decides the request's rank, empty for an ordering that is not `Explaining`."""
+    explain = getattr(ordering, "explain", None)
+    return {} if explain is None else dict(explain(request, now))
+
+
+class Learned(Protocol):
+    """What the policies of a recipe learn from requests, which outlives the engine."""
+
+    @property
+    def notes(self) -> int:
+        """Number that increases with everything learned."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what was learned, as JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`.
+
+        Raises:
+            ValueError: The state is invalid. Nothing has changed then.
         """
         ...
 
@@ -288,12 +323,13 @@ def is_decode_invariant(policy: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: a choice for every policy."""
+    """One serving system: a choice for every policy, and what these learn together, if anything."""
 
     ordering: Ordering
     batcher: Batcher
     admission: AdmissionPolicy
     eviction: EvictionPolicy
+    learned: Learned | None = None
     on_begin: tuple[Callable[[float, KVAccounts], Iterable[tuple[Account, int]]], ...] = field(
         init=False, repr=False, compare=False
     )

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.engine.learned import LearnedKeeper, state_file
 from skipjoin.engine.load import Loaded, OnProgress, load
 from skipjoin.engine.profiling.startup import start_cost
 from skipjoin.engine.scheduling import depth_of, engine_limits, make_scheduler, recipe_settings
@@ -40,7 +41,10 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Parts that a driver needs; `seed` is for requests without their own, and `jct_scale` for `RelativeTargets`."""
+    """Parts that a driver needs.
+
+    `seed` is for requests without their own, `jct_scale` for `RelativeTargets`. `learned` keeps what policies learn.
+    """
 
     core: EngineCore
     executor: ModelExecutor
@@ -48,6 +52,7 @@ class Engine:
     seed: int
     jct_scale: float | None = None
     caches_prefixes: bool = True
+    learned: LearnedKeeper | None = None
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
@@ -70,7 +75,12 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
     settings = recipe_settings(config, cost, engine_limits(config, loaded))
     params = recipe.resolve(settings, config.recipe_params)
     ledger = KVLedger(blocks, cpu_blocks, block_size, is_exact=spec.swap_dtype == "auto")
-    scheduler = make_scheduler(config, recipe.make(settings, params), ledger, depth_of(config, executor))
+    policies = recipe.make(settings, params)
+    scheduler = make_scheduler(config, policies, ledger, depth_of(config, executor))
+    keeper = None
+    if policies.learned is not None and config.learned_dir is not None:
+        keeper = LearnedKeeper(policies.learned, state_file(config.learned_dir, config.model, recipe.name))
+        keeper.load()
     info = EngineInfo(
         model=config.model,
         folder=str(loaded.folder),
@@ -98,4 +108,5 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         config.seed,
         jct_scale=config.slo_jct_scale,
         caches_prefixes=config.enable_prefix_caching,
+        learned=keeper,
     )

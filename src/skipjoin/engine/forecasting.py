@@ -161,6 +161,17 @@ def _check_folders(config: ForecastConfig) -> None:
             raise ConfigError(f"forecast_dir {kept_in} cannot be written: {error.strerror}") from error
 
 
+def state_folder(config: ForecastConfig | None) -> str | None:
+    """Return the folder of all learned states, or None if they are not kept."""
+    if config is None or config.forecast_dir == _NOWHERE:
+        return None
+    if config.forecast_dir is not None:
+        return str(Path(config.forecast_dir).absolute())
+    from skipjoin.forecast import default_folder  # noqa: PLC0415 (imports numpy)
+
+    return str(default_folder())
+
+
 def open_keeper(
     config: ForecastConfig, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str], owners: int = 0
 ) -> ForecastKeeper:

@@ -152,6 +152,8 @@ class EngineLoop:
         events = self.core.take_events()
         if self._targets is not None:
             self._targets.observe(events)
+        if self.engine.learned is not None:
+            self.engine.learned.save_if_due()
         return events
 
     def _restart(self, error: RankError) -> None:
@@ -174,6 +176,8 @@ class EngineLoop:
             self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
 
     def close(self) -> None:
+        if self.engine.learned is not None:
+            self.engine.learned.close()
         self.engine.executor.close()
 
     def _prefix(self, params: SamplingParams, options: RequestOptions) -> ContentPrefix | None:

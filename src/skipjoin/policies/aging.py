@@ -8,7 +8,7 @@ from collections.abc import Sequence
 # Range that logarithms of the index are clamped to, below the largest one.
 INDEX_RANGE = 10.0
 # Aging time constant in units of the typical age of waiting requests times the variance of their log index.
-_AGES = 2.0
+_AGES = 8.0
 _MIN_TAU_S = 1.0
 # Weight of the latest time constant in the mean of logarithms.
 _RATE = 0.3

@@ -24,6 +24,7 @@ from skipjoin.core.policy import (
     CostModel,
     Ordering,
     Refusal,
+    explanation,
     is_decode_invariant,
 )
 from skipjoin.core.request import Request
@@ -160,6 +161,9 @@ class Fair(Callbacks):
             for place, (turn, request) in enumerate(client.ordering.expected_order(theirs, now))
         ]
         return [(turn, request) for turn, _, _, request in sorted(turns)]
+
+    def explain(self, request: Request, now: float) -> dict[str, float | str]:
+        return explanation(self._of(request).ordering, request, now)
 
     def _of(self, request: Request) -> _Client:
         return self._clients[request.options.client]

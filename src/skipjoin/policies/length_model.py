@@ -140,10 +140,9 @@ class LengthModel:
             of_class if mass is None else hazards_of(mass),
         ]
 
-    # -- state that outlives an engine --------------------------------------------------------------------
+    # -- state that outlives an engine (`Learned`) --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what was learned, as JSON values."""
         return {
             "edges": list(BIN_EDGES),
             "skill": list(self.skill),
@@ -154,11 +153,6 @@ class LengthModel:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`.
-
-        Raises:
-            ValueError: The state is invalid or of other bins. Nothing has changed then.
-        """
         try:
             if list(state["edges"]) != list(BIN_EDGES):
                 raise ValueError("its bins differ")

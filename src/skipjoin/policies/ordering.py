@@ -8,7 +8,7 @@ from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Callbacks, Ordering, is_decode_invariant
+from skipjoin.core.policy import Callbacks, Ordering, explanation, is_decode_invariant
 from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
@@ -153,6 +153,9 @@ class Prioritized(Callbacks):
             for band in sorted(by_band)
             for turn, request in self._bands[band].expected_order(by_band[band], now)
         ]
+
+    def explain(self, request: Request, now: float) -> dict[str, float | str]:
+        return explanation(self._bands[self.band(request)], request, now)
 
     def _lift_oldest(self, now: float) -> None:
         oldest = next(iter(self._best_effort))

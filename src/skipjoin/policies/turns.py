@@ -8,7 +8,7 @@ from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import HELD, BatchBuilder, Batcher, Callbacks, Ordering, Refusal
+from skipjoin.core.policy import HELD, BatchBuilder, Batcher, Callbacks, Ordering, Refusal, explanation
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice
@@ -63,6 +63,9 @@ class ByTurn(Callbacks):
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
+
+    def explain(self, request: Request, now: float) -> dict[str, float | str]:
+        return explanation(self._classes[request.is_best_effort], request, now)
 
 
 class Turns:

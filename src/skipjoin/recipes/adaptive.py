@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from skipjoin.core.policy import Policies
@@ -39,4 +39,4 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
     def ordering() -> Adaptive:
         return Adaptive(index, overtaking_s=p.overtaking_s, first_share=p.first_share)
 
-    return preemptive(s, ordering)
+    return replace(preemptive(s, ordering), learned=index.model)

@@ -29,7 +29,7 @@ import uvloop
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
 from skipjoin.config.access import is_loopback
-from skipjoin.engine.forecasting import open_keeper
+from skipjoin.engine.forecasting import open_keeper, state_folder
 from skipjoin.model.config import ModelError
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
@@ -137,7 +137,9 @@ class Server:
         self._batches = Batches(self._service, most=most)
         # After failures of the others, one engine may hold all admitted requests.
         live_requests = config.max_queued_requests + self._batches.live_requests
-        self._engine_config = replace(settings.engine, max_live_requests=live_requests)
+        self._engine_config = replace(
+            settings.engine, max_live_requests=live_requests, learned_dir=state_folder(settings.forecasts)
+        )
         app = build_app(self._service, self._batches.add_routes, self._batches.body_limits)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         limits = connection_limits(config)

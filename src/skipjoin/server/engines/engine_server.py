@@ -22,6 +22,7 @@ from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.policy import explanation
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.step import StepPlan
 from skipjoin.model.config import ModelError
@@ -167,6 +168,7 @@ def _describe(core: EngineCore, request: Request, place: int, now: float) -> Req
         short_blocks=wait.short if wait is not None else 0,
         predicted_tokens=request.forecast and request.forecast.tokens,
         forecast_source=request.forecast and request.forecast.source,
+        rank=explanation(core.scheduler.policies.ordering, request, now),
     )
 
 

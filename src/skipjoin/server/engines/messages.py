@@ -195,6 +195,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
         is_urgent: True if it ranks before the other requests of its service class.
         wait_s: Seconds since it began to wait for `wait_reason`.
         predicted_tokens: Predicted length of its whole output.
+        rank: What decides its rank, by name; empty for recipes that do not explain it.
     """
 
     number: int
@@ -213,6 +214,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     short_blocks: int = 0
     predicted_tokens: float | None = None
     forecast_source: str | None = None
+    rank: dict[str, float | str] = {}
 
 
 class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):

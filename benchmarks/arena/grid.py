@@ -1,0 +1,134 @@
+"""Cells of the arena: lengths, system, load, forecasts, seed. Half of the seeds and three length sets are held out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from skipjoin.sim.experiments.machines import Machine
+from skipjoin.sim.experiments.system import System
+from skipjoin.workload.arrivals import parse_arrivals
+from skipjoin.workload.traces import read_trace
+from skipjoin.workload.workload import Replay, Synthetic, Workload, synthetic
+
+# Lengths of the main stream and of further ones.
+LENGTHS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sharegpt": ("sharegpt", ()),
+    "lmsys": ("lmsys", ()),
+    "equal": ("fixed:128,256", ()),
+    "near": ("uniform:32-512,200-400", ()),
+    "two-kinds": ("uniform:64-192,16-48", ("name=long,lengths=uniform:64-192,600-1000,share=0.25",)),
+    "alpaca": ("alpaca", ()),
+    "bookcorpus": ("bookcorpus", ()),
+    "heavy-tail": (
+        "uniform:32-512,8-64",
+        (
+            "name=middle,lengths=uniform:32-512,100-400,share=0.12",
+            "name=long,lengths=uniform:32-512,900-1500,share=0.03",
+        ),
+    ),
+}  # fmt: skip
+HELD_OUT = ("alpaca", "bookcorpus", "heavy-tail")
+TUNED = tuple(name for name in LENGTHS if name not in HELD_OUT)
+TUNING_SEEDS, FINAL_SEEDS = (0, 1, 2), (3, 4, 5)
+LOADS = (0.7, 0.9, 1.15, 1.3, 1.6, 2.0)
+PREDICTORS = ("regress:.3", "regress:.6", "regress:.8", "oracle")
+BURSTS = "burst:5,0.1,20"
+# Arguments of `Machine`, and the number of slots.
+SYSTEMS: dict[str, tuple[dict[str, object], int]] = {
+    "13b, 11 GiB, 256 slots": ({"model": "opt-13b", "hardware": "a100-40gb", "kv_gib": 11.0}, 256),
+    "13b, 11 GiB, 16 slots": ({"model": "opt-13b", "hardware": "a100-40gb", "kv_gib": 11.0}, 16),
+    "13b, 60 GiB, 64 slots": ({"model": "opt-13b", "hardware": "a100-40gb", "kv_gib": 60.0}, 64),
+    "66b, 40 GiB, 256 slots": ({"model": "opt-66b", "hardware": "a100-40gb:tp8", "kv_gib": 40.0}, 256),
+    "8b, 4 GiB, 128 slots": ({"model": "llama-3-8b", "hardware": "a100-40gb", "kv_gib": 4.0}, 128),
+}
+FIRST = "13b, 11 GiB, 256 slots"
+FEW_SLOTS = "13b, 11 GiB, 16 slots"
+# Seconds of arrivals. Shorter runs hide what aging does.
+DURATION_S, QUICK_S = 400.0, 60.0
+# Texts with measured lengths, for learned forecasts.
+TEXTS = ("alpaca_vicuna7b_lengths", "sharegpt_text")
+# Environment variable that names the folder of the texts, which are not in the repository.
+TRACES = "SKIPJOIN_TRACES"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaCell:
+    """A cell. Its rate is `load` times the capacity of `fcfs` with these lengths on this system."""
+
+    lengths: str
+    system: str
+    load: float
+    seed: int
+    predictor: str = "prior"
+    arrivals: str = "poisson"
+    best_effort: float = 0.0
+    duration_s: float = DURATION_S
+
+    @property
+    def name(self) -> str:
+        parts = [self.lengths, self.system, f"load {self.load:g}", self.predictor, f"seed {self.seed}"]
+        parts += [self.arrivals] * (self.arrivals != "poisson")
+        parts += [f"best effort {self.best_effort:g}"] * (self.best_effort > 0)
+        return ", ".join([*parts, f"{self.duration_s:g} s"])
+
+    @property
+    def is_final(self) -> bool:
+        return self.lengths in HELD_OUT or self.seed in FINAL_SEEDS
+
+    def workload(self) -> Workload:
+        """Return the requests, without their rate."""
+        if self.lengths in TEXTS:
+            trace = read_trace(Path(os.environ[TRACES]) / f"{self.lengths}.jsonl.gz")
+            return Replay(trace, arrivals=parse_arrivals(self.arrivals))
+        main, streams = LENGTHS[self.lengths]
+        made: Synthetic = synthetic(main, self.arrivals, streams)
+        return replace(made, best_effort=self.best_effort) if self.best_effort else made
+
+    def system_of(self, recipe: str, *, predictor: str | None = None) -> System:
+        machine, slots = SYSTEMS[self.system]
+        (found,) = Machine(**machine).systems(  # type: ignore[arg-type]
+            recipe, predictor=predictor or self.predictor, max_num_seqs=slots
+        )
+        return found
+
+    def saturated(self) -> ArenaCell:
+        """Return the cell whose capacity scales the load of this one: with its lengths, on its system."""
+        return replace(self, load=0.0, seed=0, predictor="prior", arrivals="poisson", best_effort=0.0, duration_s=0.0)
+
+
+def full(*, final: bool) -> Iterator[ArenaCell]:
+    """Yield the cells for tuning or those held out for the final run, those that tell most first."""
+    seeds = FINAL_SEEDS if final else TUNING_SEEDS
+    lengths = (*HELD_OUT, *TUNED) if final else TUNED
+    for seed in seeds:
+        for load, system, name in product((1.3, 0.9, 2.0, 1.15, 1.6, 0.7), (FIRST, FEW_SLOTS), lengths):
+            yield ArenaCell(name, system, load, seed)
+        for system, name in product((FIRST, FEW_SLOTS), ("sharegpt", "heavy-tail" if final else "lmsys")):
+            for predictor, load in product(PREDICTORS, (1.15, 1.6)):
+                yield ArenaCell(name, system, load, seed, predictor)
+        for load in (0.7, 1.0):
+            yield ArenaCell("sharegpt", FIRST, load, seed, arrivals=BURSTS)
+            yield ArenaCell("sharegpt", FIRST, load, seed, best_effort=0.3)
+        others = (one for one in SYSTEMS if one not in (FIRST, FEW_SLOTS))
+        for system, load, name in product(others, (0.9, 1.3), ("sharegpt", "equal", "two-kinds")):
+            yield ArenaCell(name, system, load, seed)
+        if TRACES in os.environ:
+            for name, predictor in product(TEXTS, ("prior", "learned")):
+                yield ArenaCell(name, FIRST, 1.15, seed, predictor)
+
+
+def quick() -> Iterator[ArenaCell]:
+    """Yield six cells that show each regime in about three minutes on a busy core."""
+    for name, system, load in (
+        ("equal", FIRST, 1.3),
+        ("sharegpt", FIRST, 1.6),
+        ("two-kinds", FIRST, 1.3),
+        ("near", FEW_SLOTS, 1.3),
+        ("sharegpt", FEW_SLOTS, 1.3),
+    ):
+        yield ArenaCell(name, system, load, 0, duration_s=QUICK_S)
+    yield ArenaCell("sharegpt", FIRST, 1.6, 0, "regress:.6", duration_s=QUICK_S)

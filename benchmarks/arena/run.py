@@ -1,0 +1,141 @@
+"""Compare `adaptive` with the best of the other recipes in hindsight, cell by cell, in the simulator.
+
+    python benchmarks/arena/run.py [--quick] [--final] [--jobs 2] [--cells 40] [--match TEXT] [--out FILE]
+
+The grid covers lengths, loads of 0.7 to 2 times the capacity, slots, KV pools, models, bursts, service classes and
+forecasts, with 400 s of arrivals. `--out` (by default `result.json` next to this file, or `final.json` with `--final`)
+is written after each cell, and cells that it has are not run again: an interrupted run continues. `--final` runs the
+seeds and lengths that were held out from tuning. `--quick` runs six short cells and writes nothing by default.
+Results do not depend on the machine's load.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import harness
+from arena.figures import QUICK_RECIPES, RECIPES, RIVALS, cell_line, figures_of, oracle_gap, summary, table
+from arena.grid import ArenaCell, full, quick
+from arena.picture import draw
+from skipjoin.report.plots import style
+from skipjoin.sim.experiments.simulation import Cell, Extent, run
+
+HOME = Path(__file__).resolve().parent
+_RIVALS_FILE = HOME / "rivals.py"
+# Seconds of a saturated run that measures a capacity, and tokens per second that no system here exceeds.
+_SATURATED_S, _MAX_TPS = 100.0, 20_000.0
+
+
+def spelled(recipe: str) -> str:
+    """Return what `--recipe` accepts for a name in the arena."""
+    return f"{_RIVALS_FILE}:{recipe}" if recipe in RIVALS else recipe
+
+
+def capacity(cell: ArenaCell) -> float:
+    """Return the capacity of `fcfs` in requests per second: tokens per second in saturation over the mean output."""
+    workload = cell.workload()
+    jobs = workload.draw(1.0, None, 0, 2000)
+    mean = sum(job.output_tokens for job in jobs) / len(jobs)
+    limit = max(100, round(_MAX_TPS * _SATURATED_S / mean))
+    saturated = Cell(cell.system_of("fcfs"), workload, Extent(1e5, None, 0, limit, _SATURATED_S))
+    return float(run(saturated)["throughput_tps"]) / mean
+
+
+def simulate(cell: ArenaCell, recipe: str, rate: float) -> dict[str, float]:
+    """Return the figures of a recipe in a cell."""
+    extent = Extent(rate, cell.duration_s, cell.seed)
+    return figures_of(run(Cell(cell.system_of(spelled(recipe)), cell.workload(), extent)))
+
+
+class Arena:
+    """A record that grows cell by cell."""
+
+    def __init__(self, out: Path | None, jobs: int) -> None:
+        self._out = out
+        self._jobs = jobs
+        known = harness.read_record(out)
+        self.cells: dict[str, dict[str, Any]] = dict(known.get("cells", {}))
+        self.capacities: dict[str, float] = dict(known.get("capacities", {}))
+
+    def run(self, cells: Iterable[ArenaCell], recipes: Iterable[str]) -> None:
+        """Run what is missing."""
+        recipes, cells = tuple(recipes), list(cells)
+        with ProcessPoolExecutor(self._jobs, mp_context=get_context("spawn")) as pool:
+            for some in _batches(cells, self._jobs):
+                self._measure_capacities(pool, some)
+                waiting: dict[Future[dict[str, float]], tuple[ArenaCell, str]] = {}
+                for cell in some:
+                    known = self.cells.get(cell.name, {}).get("recipes", {})
+                    rate = round(self.capacities[cell.saturated().name] * cell.load, 4)
+                    for recipe in (one for one in recipes if one not in known):
+                        waiting[pool.submit(simulate, cell, recipe, rate)] = (cell, recipe)
+                for done in as_completed(waiting):
+                    cell, recipe = waiting[done]
+                    self._add(cell, recipe, done.result())
+                for cell in dict.fromkeys(cell for cell, _ in waiting.values()):
+                    harness.show(cell_line(cell.name, self.cells[cell.name]["recipes"]))
+                if waiting:
+                    self.write()
+
+    def _measure_capacities(self, pool: ProcessPoolExecutor, cells: Iterable[ArenaCell]) -> None:
+        wanted = {cell.saturated().name: cell.saturated() for cell in cells}
+        missing = {name: pool.submit(capacity, one) for name, one in wanted.items() if name not in self.capacities}
+        self.capacities |= {name: round(one.result(), 4) for name, one in missing.items()}
+
+    def _add(self, cell: ArenaCell, recipe: str, figures: Mapping[str, float]) -> None:
+        kept = self.cells.setdefault(
+            cell.name,
+            {"lengths": cell.lengths, "system": cell.system, "load": cell.load, "predictor": cell.predictor,
+             "seed": cell.seed, "recipes": {}},
+        )  # fmt: skip
+        kept["recipes"][recipe] = {name: float(f"{value:.5g}") for name, value in figures.items()}
+
+    def write(self) -> None:
+        """Write the record with its summary."""
+        record = harness.new_record(
+            summary=summary(self.cells),
+            summary_with_rivals=summary(self.cells, RECIPES[:-2]),
+            oracle_gap=oracle_gap(self.cells),
+            capacities=self.capacities,
+            cells=self.cells,
+        )
+        harness.write_record(record, self._out)
+
+
+def _batches(cells: list[ArenaCell], size: int) -> Iterator[list[ArenaCell]]:
+    """Yield as many cells at a time as there are processes, so that an interrupted run loses little."""
+    for start in range(0, len(cells), size):
+        yield cells[start : start + size]
+
+
+def main() -> None:
+    parser = harness.parser(__doc__, jobs=2, cells=0)
+    parser.add_argument("--quick", action="store_true", help="run six short cells")
+    parser.add_argument("--final", action="store_true", help="run the held-out seeds and lengths")
+    parser.add_argument("--match", default="", help="run only cells whose name contains this text")
+    parser.add_argument("--recipes", type=harness.some_of("recipes", RECIPES), help="default: all")
+    parser.add_argument("--draw", action="store_true", help="only draw and print the existing record")
+    args = parser.parse_args()
+    out = args.out or (None if args.quick else HOME / ("final.json" if args.final else "result.json"))
+    cells = quick() if args.quick else full(final=args.final)
+    chosen = [cell for cell in cells if args.match in cell.name]
+    arena = Arena(out, args.jobs)
+    if not args.draw:
+        arena.run(chosen[: args.cells or None], args.recipes or (QUICK_RECIPES if args.quick else RECIPES))
+    if not arena.cells:
+        sys.exit("arena: there are no cells to show: run some without --draw, or with another --match")
+    picture = Path(tempfile.gettempdir()) / "skipjoin-arena.png" if out is None else out.with_suffix(".png")
+    style.save(draw(arena.cells), picture)
+    harness.show(*(f"{line}\n" for line in table(summary(arena.cells))), f"oracle's gap: {oracle_gap(arena.cells)}\n",
+                 f"picture: {picture}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

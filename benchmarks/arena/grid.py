@@ -41,7 +41,7 @@ BURSTS = "burst:5,0.1,20"
 SYSTEMS: dict[str, tuple[dict[str, object], int]] = {
     "13b, 11 GiB, 256 slots": ({"model": "opt-13b", "hardware": "a100-40gb", "kv_gib": 11.0}, 256),
     "13b, 11 GiB, 16 slots": ({"model": "opt-13b", "hardware": "a100-40gb", "kv_gib": 11.0}, 16),
-    "13b, 60 GiB, 64 slots": ({"model": "opt-13b", "hardware": "a100-40gb", "kv_gib": 60.0}, 64),
+    "13b, 45 GiB, 64 slots": ({"model": "opt-13b", "hardware": "a100-80gb", "kv_gib": 45.0}, 64),
     "66b, 40 GiB, 256 slots": ({"model": "opt-66b", "hardware": "a100-40gb:tp8", "kv_gib": 40.0}, 256),
     "8b, 4 GiB, 128 slots": ({"model": "llama-3-8b", "hardware": "a100-40gb", "kv_gib": 4.0}, 128),
 }

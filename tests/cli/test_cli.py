@@ -131,6 +131,11 @@ def test_version_and_help() -> None:
     assert "--recipe" in skipjoin("serve", "--help").stdout
 
 
+def on_fastserve(options: list[str]) -> list[str]:
+    """Return the options, with the recipe whose parameters they set unless they name another one."""
+    return options if "--set" not in options or "--recipe" in options else [*options, "--recipe", "fastserve"]
+
+
 # -- memory and objectives --------------------------------------------------------------------------------------------
 
 
@@ -153,7 +158,7 @@ def test_serve_passes_memory_and_objective_options(
         "skipjoin.server.lifecycle.run_server",
         lambda engine, server, *rest, **kw: configs.append((engine, server)) or 0,
     )
-    run = CliRunner().invoke(app, ["serve", *options])
+    run = CliRunner().invoke(app, ["serve", *on_fastserve(options)])
     assert run.exit_code == 0, run.output
     ((config, server),) = configs
     assert (config.swap_space_gib, config.slo_s, config.recipe_params, server.api_keys) == expected
@@ -202,13 +207,18 @@ def test_generate_passes_memory_and_objective_options(name: str, monkeypatch: py
         block_size=8,
     )
     # All fields with an option are set, and no other fields.
-    assert set(given) == {field.name for field in fields(EngineConfig)} - {"max_live_requests", "fair_output_weight"}
+    assert set(given) == {field.name for field in fields(EngineConfig)} - {
+        "max_live_requests",
+        "fair_output_weight",
+        "learned_dir",
+    }
 
 
 def test_simulate_passes_memory_and_objective_options(tmp_path: Path) -> None:
     """`--slo` sets a threshold of the scheduler. Reports use separate objectives."""
     out = tmp_path / "out.json"
     small = ["--model", "opt-13b", "--lengths", "fixed:16,2", "--rates", "1", "--requests", "2", "--out", out]
+    small += ["--recipe", "fastserve"]
     chosen = ["--swap-space", "8", "--slo", "0.5", "--slo-ttft", "9"]
     for options in ([], chosen, ["--kv-offloading-size", "0", "--set", "starvation_s=7"]):
         run = invoke("simulate", *small, "--append", "--jobs", "1", *options)
@@ -237,7 +247,7 @@ def test_starvation_bound_uses_the_servers_queue_limit(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("skipjoin.server.lifecycle.EngineHandle", Recorder)
     args = ["serve", "--port", "0", "--set", "starvation_bound_s=60", "--max-num-queued-reqs", "77"]
-    run = CliRunner().invoke(app, args)
+    run = CliRunner().invoke(app, on_fastserve(args))
     assert run.exit_code == 1, run.output
     (config,) = configs
     assert (config.recipe_params, config.max_live_requests) == ({"starvation_bound_s": 60.0}, 77)
@@ -277,7 +287,7 @@ def test_infeasible_starvation_bound_error_names_feasible_values(recipe: str) ->
 
 def test_starvation_bound_needs_max_live_requests() -> None:
     with pytest.raises(ConfigError, match="starvation_bound_s needs max_live_requests"):
-        assemble(EngineConfig(recipe_params={"starvation_bound_s": 60.0}, **BOUNDED))
+        assemble(EngineConfig(recipe="fastserve", recipe_params={"starvation_bound_s": 60.0}, **BOUNDED))
     with pytest.raises(ConfigError, match=r"max_live_requests must be in \[1, "):
         EngineConfig(max_live_requests=0)
 
@@ -354,7 +364,7 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
     ],
 )
 def test_invalid_options_are_named(args: list[str], names: str) -> None:
-    run = CliRunner().invoke(app, args)
+    run = CliRunner().invoke(app, on_fastserve(args))
     assert run.exit_code == 2, run.output
     assert names in run.stderr
     assert "Traceback" not in run.output
@@ -364,7 +374,7 @@ def test_invalid_options_are_named(args: list[str], names: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "lifo"], "--recipe must be one of alise, bros, econoserve, "),
+        (["--recipe", "lifo"], "--recipe must be one of adaptive, alise, bros, "),
         (["--recipe", "srpt"], "--recipe srpt needs true output lengths: set oracle to max-tokens"),
         (["--recipe", "srpt", "--set", "oracle=tarot"], "oracle must be one of none, max-tokens, got 'tarot'"),
         (["--set", "quantum_s=-1"], "quantum_s must be in (0, 1e+06], got -1"),
@@ -384,7 +394,7 @@ def test_invalid_options_are_named(args: list[str], names: str) -> None:
 )
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]], ids=["serve", "generate"])
 def test_invalid_recipe_parameters_are_refused(command: list[str], options: list[str], message: str) -> None:
-    run = CliRunner().invoke(app, [*command, *options])
+    run = CliRunner().invoke(app, [*command, *on_fastserve(options)])
     assert run.exit_code == 2, run.output
     assert run.stderr.startswith(f"error: {message}")
     assert run.stderr.count("\n") == 1
@@ -401,7 +411,7 @@ def test_recipes_are_listed_with_their_parameters() -> None:
     listed = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
     assert set(listed) == set(recipes.RECIPES)
     assert all(name in shown and recipe["summary"] for name, recipe in listed.items())
-    assert [name for name, recipe in listed.items() if recipe["default"]] == ["fastserve"]
+    assert [name for name, recipe in listed.items() if recipe["default"]] == ["adaptive"]
     chunk = listed["sarathi"]["parameters"]["chunk_tokens"]
     assert (chunk["type"], chunk["default"], chunk["at_least"], chunk["at_most"]) == ("int", 512, 1, 1 << 20)
     assert "chunk_tokens=512" in shown
@@ -481,7 +491,7 @@ def test_error_names_the_flag_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, message in (
         (["--kv-offloading-size=-1"], "--kv-offloading-size must be in [0, 1e+06], got -1.0"),
         (["--swap-space", "-1"], "--swap-space must be in [0, 1e+06], got -1.0"),
-        (["--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0.0"),
+        (["--recipe", "fastserve", "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0.0"),
         (["--max-num-queued-reqs", "0"], "--max-num-queued-reqs must be in [1, 1099511627776], got 0"),
     ):
         monkeypatch.setattr(sys, "argv", ["skipjoin", "serve", *options])
@@ -492,4 +502,5 @@ def test_error_names_the_flag_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_parameter_error_suggests_a_similar_one() -> None:
-    assert "there is no parameter 'quantm_s'; did you mean quantum_s?" in invoke("serve", "--set", "quantm_s=1").stderr
+    run = invoke("serve", "--recipe", "fastserve", "--set", "quantm_s=1")
+    assert "there is no parameter 'quantm_s'; did you mean quantum_s?" in run.stderr

@@ -285,9 +285,17 @@ def test_default_params_are_the_models_and_a_closed_llm_raises(tmp_path: Path) -
         ({"kv_cache_gib": 0.0001}, ConfigError, "kv_cache_gib to at least"),
         ({"block_size": 0}, ConfigError, "block_size"),
         ({"dtype": "int3"}, ConfigError, "float32"),
-        ({"recipe_params": {"starvation_s": float("nan")}}, ConfigError, "starvation_s"),
-        ({"recipe_params": {"starvation_s": 0.0}}, ConfigError, r"starvation_s must be in \(0, 1e\+09\], got 0"),
-        ({"recipe_params": {"starvation_s": "3"}}, ConfigError, "starvation_s must be a number, got '3'"),
+        ({"recipe": "fastserve", "recipe_params": {"starvation_s": float("nan")}}, ConfigError, "starvation_s"),
+        (
+            {"recipe": "fastserve", "recipe_params": {"starvation_s": 0.0}},
+            ConfigError,
+            r"starvation_s must be in \(0, 1e\+09\], got 0",
+        ),
+        (
+            {"recipe": "fastserve", "recipe_params": {"starvation_s": "3"}},
+            ConfigError,
+            "starvation_s must be a number, got '3'",
+        ),
         ({"block_size": 16.5}, ConfigError, "block_size must be an integer, got 16.5"),
         ({"slo_s": 0.0}, ConfigError, r"slo_s must be in \(0, 1e\+06\], got 0"),
         ({"slo_jct_scale": -2.0}, ConfigError, r"slo_jct_scale must be in \(0, 1e\+09\], got -2"),
@@ -468,7 +476,7 @@ def test_preemption_does_not_change_texts(recipe: str) -> None:
     ],
 )
 def test_starvation_threshold_follows_the_objective(settings: dict[str, Any], threshold_s: float) -> None:
-    with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, **settings) as llm:
+    with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, recipe="fastserve", **settings) as llm:
         assert llm.engine.info.recipe_params["starvation_s"] == threshold_s
 
 

@@ -118,6 +118,8 @@ SCENARIOS = {
     "fastserve-starvation": Scenario(small("fastserve", "swap", starvation_s=0.05), {"rate": 300.0}),
     "fastserve-failing-moves": Scenario(small("fastserve"), {}, failures=0.5),
     "fastserve-classes": Scenario(small("fastserve"), {"best_effort": 0.5}),
+    "adaptive": Scenario(small("adaptive"), {"count": 24}, error=2.0),
+    "adaptive-overlapped": Scenario(small("adaptive", **OVERLAPPED), {"rate": 300.0}),
     "alise": Scenario(small("alise"), {}, error=2.0),
     "alise-2-stages": Scenario(small("alise", "swap", depth=2, stages=2), {}, error=2.0),
     "econoserve": Scenario(

@@ -307,6 +307,23 @@ def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int
     assert not requests
 
 
+@pytest.mark.parametrize("recipe", ["adaptive", "alise", "fastserve", "sarathi", "srpt"])
+@pytest.mark.parametrize("pipeline", [(1, False, 1), (2, True, 1)])
+def test_plans_equal_those_of_fcfs_while_nothing_is_short(recipe: str, pipeline: tuple[int, bool, int]) -> None:
+    """With free slots, tokens and KV the order does not matter, so no recipe delays a request that `fcfs` runs."""
+
+    def plans(name: str) -> list[tuple[float, set[tuple[int, int, int]]]]:
+        roomy = {"device_blocks": 4000, "max_seqs": 64, "max_tokens": 1 << 16}
+        done = run(world_of(name, pipeline, None, **roomy), load(2, 30, rate=20.0))
+        return [
+            (event.now, {(piece.request.id, piece.start, piece.tokens) for piece in event.plan.slices})
+            for event in done.events
+            if isinstance(event, Planned)
+        ]
+
+    assert plans(recipe) == plans("fcfs")
+
+
 def test_these_worlds_cause_evictions() -> None:
     """Otherwise the properties above would hold without evictions to test them."""
     for recipe in SYSTEMS:

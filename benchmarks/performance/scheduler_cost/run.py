@@ -13,7 +13,8 @@ range over the repeats.
 - `swapping`: OPT-13B on a simulated A100 with 11 GiB of KV and 128 GiB of CPU memory, ShareGPT lengths, 5.5 requests
   per second for 100 s. The rate exceeds the capacity, so KV is swapped in most steps.
 
-Queued prompts are long, so every recipe ranks them behind the running requests and the state does not change.
+Queued prompts are long, so every recipe ranks them behind the running requests and the state does not change. For
+`adaptive`, which prefers first tokens, they have missed their TTFT objective.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import ContentPrefix
-from skipjoin.core.request import Request
+from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions, Target
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.observe.record import preempted
@@ -47,7 +48,8 @@ WAITING = (0, 100, 1_000, 10_000, 100_000)
 BLOCK_SIZE = 16
 PREFIX = 30_000  # tokens
 STEPS = 200  # in a longer run fastserve would demote the running requests behind the queue
-SWAPPING = ("alise", "fastserve", "fastserve-reactive", "mlfq", "srpt")
+SWAPPING = ("adaptive", "alise", "fastserve", "fastserve-reactive", "mlfq", "srpt")
+MISSED = RequestOptions(target=Target(ttft_s=1e-6))
 COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-7)
 
 
@@ -68,9 +70,10 @@ def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
         core.add(Request(number, 0.0, range(128), STEPS + 50), 0.0)
     while any(request.output == [] for request in core.requests.values()):
         answer(core, core.start_step(0.0), 0.0)
+    options = MISSED if recipe == "adaptive" else DEFAULT_OPTIONS
     for number in range(RUNNING, RUNNING + waiting):
         prefix = ContentPrefix(BLOCK_SIZE) if cached else None
-        core.add(Request(number, 1.0, range(cached + 40_000), 1500, prefix=prefix), 1.0)
+        core.add(Request(number, 1.0, range(cached + 40_000), 1500, options=options, prefix=prefix), 1.0)
     core.take_events()
     return core
 

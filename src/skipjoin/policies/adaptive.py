@@ -43,7 +43,7 @@ class _Job:
         self.cell: Cell | None = None
         self.entry: Entry = (request.arrival, request.id, request)
         self.cls, self.kind = cls, kind
-        self.is_fresh = not request.output
+        self.is_fresh = False
         self.place, self.leaves_at = NOT_BEGUN, 0
 
 
@@ -60,14 +60,14 @@ class Adaptive(Callbacks):
     Args:
         index: Learned index, which the orderings of an engine share.
         overtaking_s: Seconds after a request's arrival from which no later request is preferred.
-        first_share: Maximum share of time for first tokens while others generate.
+        first_share: Maximum share of time for first tokens while others generate; 0 does not prefer them.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float) -> None:
         self._index = index
         self._revision = index.revision
         self._aging = Aging(overtaking_s)
-        self._pace = FirstTokenPace(first_share)
+        self._pace = FirstTokenPace(first_share) if first_share else None
         self._is_open = True
         self._jobs: dict[Request, _Job] = {}
         self._cells: dict[tuple[bool, Kind, int], Cell] = {}
@@ -84,6 +84,7 @@ class Adaptive(Callbacks):
         index = self._index
         cls = index.model.expect(request.forecast)
         job = self._jobs[request] = _Job(request, cls, kind_of(request, cls, index.time))
+        job.is_fresh = self._pace is not None and not request.output
         if request.output:
             self._enter(request, job, bin_of(len(request.output) + 1))
         ttft_s = request.options.target.ttft_s
@@ -97,16 +98,15 @@ class Adaptive(Callbacks):
         for slice_ in slices:
             request = slice_.request
             job = jobs[request]
-            if request.known >= job.leaves_at:
-                # Known tokens do not include the one just sampled, which may be the last: the bin is left once the
-                # request is known to continue.
-                self._advance(request, job, samples=slice_.samples)
+            # Known tokens do not include the one just sampled, which may be the last: a bin is left once the request is
+            # known to continue.
+            if request.known < job.leaves_at:
+                continue
             if job.is_fresh and slice_.tokens > 1:
                 prompts += slice_.tokens
-            if slice_.samples and job.is_fresh:
-                job.is_fresh = False
-                self._join(job)
-        if prompts:
+            if slice_.samples:
+                self._advance(request, job)
+        if prompts and self._pace is not None:
             self._pace.spend(self._index.time.prefill(prompts), now)
 
     def on_reforecast(self, request: Request, now: float) -> None:
@@ -136,7 +136,7 @@ class Adaptive(Callbacks):
         if self._revision != self._index.revision:
             self._revision = self._index.revision
             self._retune(now)
-        self._is_open = self._pace.is_open(now)
+        self._is_open = self._pace is not None and self._pace.is_open(now)
         fresh = [cell for cell in self._cells.values() if self._is_first(cell)]
         others = [cell for cell in self._cells.values() if not self._is_first(cell)]
         if not fresh:
@@ -185,20 +185,15 @@ class Adaptive(Callbacks):
 
     # -- places -------------------------------------------------------------------------------------------
 
-    def _advance(self, request: Request, job: _Job, *, samples: bool) -> None:
+    def _advance(self, request: Request, job: _Job) -> None:
         """Enter the bin of the lengths that are still possible, and learn that the request survived earlier ones."""
-        generated = request.known - len(request.prompt)
-        if job.place == NOT_BEGUN:
-            if not samples:
-                return
-            to = bin_of(max(1, generated + 1))
-        else:
-            to = bin_of(generated + 1)
-            for place in range(job.place, to):
-                self._index.model.note(job.cls, place, ended=False)
-        self._enter(request, job, to)
-        if not job.is_fresh:
-            self._join(job)
+        place = bin_of(request.known - len(request.prompt) + 1)
+        if job.place != NOT_BEGUN:
+            for left in range(job.place, place):
+                self._index.model.note(job.cls, left, ended=False)
+        job.is_fresh = False
+        self._enter(request, job, place)
+        self._join(job)
 
     def _enter(self, request: Request, job: _Job, place: int) -> None:
         job.place = place

@@ -50,30 +50,31 @@ def by_arrival(cells: Iterable[Cell]) -> Iterator[Request]:
 def by_key(cells: Iterable[Cell], per_s: float) -> Iterator[Request]:
     """Iterate lazily over the requests of the cells by base + `per_s` x arrival, ties by arrival and id.
 
-    A cell's requests are in order, so only the heads of cells are compared.
+    A cell's requests are in order, so only the heads of cells are compared, and a search finds how many of a cell's
+    requests precede the next head.
     """
     heads = []
     for cell in cells:
         arrival, number, _ = cell.entries[0]
         heads.append((cell.base + per_s * arrival, arrival, number, 0, cell))
-    if len(heads) == 1:
-        for entry in heads[0][4].entries:
-            yield entry[2]
-        return
     heapq.heapify(heads)
     while heads:
         *_, at, cell = heads[0]
         entries, base = cell.entries, cell.base
-        others = heads[1:3]
-        limit = min(others)[:3] if others else None
-        while True:
-            yield entries[at][2]
-            at += 1
-            if at == len(entries):
-                heapq.heappop(heads)
-                break
-            arrival, number, _ = entries[at]
-            key = (base + per_s * arrival, arrival, number)
-            if limit is not None and key > limit:
-                heapq.heapreplace(heads, (*key, at, cell))
-                break
+        end = len(entries)
+        if len(heads) > 1:
+            limit = min(heads[1:3])[:3]
+
+            def key(entry: Entry, base: float = base) -> tuple[float, float, int]:
+                return (base + per_s * entry[0], entry[0], entry[1])
+
+            # Most runs are of one request or of all.
+            if key(entries[-1]) > limit:
+                end = at + 1 if key(entries[at + 1]) > limit else bisect_left(entries, limit, at + 2, key=key)
+        for position in range(at, end):
+            yield entries[position][2]
+        if end == len(entries):
+            heapq.heappop(heads)
+        else:
+            arrival, number, _ = entries[end]
+            heapq.heapreplace(heads, (base + per_s * arrival, arrival, number, end, cell))

@@ -33,7 +33,7 @@ for _module in (adaptive, alise, baselines, bros, econoserve, fastserve):
     RECIPES.update(recipes_of(_module.__name__))
 
 # Default recipe of an engine.
-DEFAULT = "fastserve"
+DEFAULT = "adaptive"
 
 __all__ = [
     "BEST_EFFORT_WAIT_S",

@@ -8,8 +8,10 @@ from typing import Annotated
 from skipjoin.core.policy import Policies
 from skipjoin.options import Option
 from skipjoin.policies.adaptive import Adaptive
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.eviction import ProactiveSwap
 from skipjoin.policies.gittins import GittinsIndex
-from skipjoin.recipes.parts import preemptive
+from skipjoin.recipes.parts import classed, greedy
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
@@ -36,7 +38,16 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
     """Adaptive: learned Gittins index, first tokens first, aging by what ordering gains, and proactive swapping."""
     index = GittinsIndex(s.cost, s.max_seqs)
 
-    def ordering() -> Adaptive:
-        return Adaptive(index, overtaking_s=p.overtaking_s, first_share=p.first_share)
+    def ordering(first_share: float = p.first_share) -> Adaptive:
+        return Adaptive(index, overtaking_s=p.overtaking_s, first_share=first_share)
 
-    return replace(preemptive(s, ordering), learned=index.model)
+    # No client waits for the first token of a best-effort request.
+    policies = classed(
+        s,
+        ordering,
+        greedy(s, s.max_tokens, chunked=True),
+        OnDemand(),
+        ProactiveSwap(s.cost),
+        best_effort=lambda: ordering(0.0),
+    )
+    return replace(policies, learned=index.model)

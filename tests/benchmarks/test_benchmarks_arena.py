@@ -1,0 +1,79 @@
+"""`benchmarks/arena`: its grid, its rivals and its figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.figures import BENCHMARKS
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from arena import run as arena
+from arena.figures import GOALS, OURS, PAPERS, RECIPES, RIVALS, ratios, summary
+from arena.grid import FIRST, HELD_OUT, ArenaCell, full, quick
+from arena.picture import draw
+from skipjoin.report.plots import style
+
+
+def test_cells_are_distinct_and_the_held_out_ones_are_not_tuned_on() -> None:
+    tuned, final = list(full(final=False)), list(full(final=True))
+    names = [cell.name for cell in (*tuned, *final)]
+    assert len(set(names)) == len(names)
+    assert all(cell.is_final for cell in final)
+    assert not any(cell.is_final for cell in (*tuned, *quick()))
+    assert {cell.lengths for cell in final} >= set(HELD_OUT)
+
+
+def figures(mean: float, throughput: float = 1.0) -> dict[str, float]:
+    return {"mean": mean, "p95": 2 * mean, "ttft_p95": 0.1 * mean, "throughput": throughput, "longest_jct": 9.0}
+
+
+def test_ours_is_compared_with_the_best_of_the_others_in_each_cell() -> None:
+    one = {"fcfs": figures(1.0), "alise": figures(0.5), OURS: figures(0.4, throughput=0.8), "ltr": figures(0.1)}
+    other = {"fcfs": figures(0.5), "alise": figures(1.0), OURS: figures(1.0)}
+    found = ratios(one)
+    assert (found["mean"], found["throughput"]) == (0.8, 1.25)
+    assert ratios(one, RECIPES)["mean"] == pytest.approx(4.0)
+    cells = {"a": {"recipes": one}, "b": {"recipes": other}, "incomplete": {"recipes": {OURS: figures(9.0)}}}
+    mean = summary(cells)["mean"]
+    assert (mean["cells"], mean["worst"], mean["worst_cell"]) == (2, 2.0, "b")
+    assert mean["mean"] == pytest.approx((0.8 * 2.0) ** 0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RIVALS)
+def test_rivals_finish_all_requests(recipe: str) -> None:
+    cell = ArenaCell("two-kinds", FIRST, 2.0, 0, duration_s=3.0)
+    found = arena.simulate(cell, recipe, 20.0)
+    assert 0 < found["mean"] <= found["longest_jct"] < 100
+
+
+def test_an_interrupted_run_continues_and_draws_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "record.json"
+    cells = [ArenaCell(name, FIRST, 1.3, 0, duration_s=12.0) for name in ("equal", "sharegpt")]
+    monkeypatch.setattr(arena, "capacity", float)  # a run must not measure what the record has
+    record = {"capacities": {cell.saturated().name: 5.0 for cell in cells}, "cells": {}}
+    out.write_text(json.dumps(record))
+    arena.Arena(out, 1).run(cells[:1], PAPERS[:1])
+    begun = json.loads(out.read_text())["cells"]
+    again = arena.Arena(out, 1)
+    again.run(cells, (*PAPERS[:1], OURS))
+    kept = json.loads(out.read_text())
+    assert kept["cells"][cells[0].name]["recipes"]["fcfs"] == begun[cells[0].name]["recipes"]["fcfs"]
+    assert set(kept["summary"]) == set(GOALS)
+    assert kept["summary"]["mean"]["cells"] == 2
+    style.save(draw(again.cells), tmp_path / "cells.png")
+    assert (tmp_path / "cells.png").stat().st_size > 0
+
+
+def test_the_record_agrees_with_its_cells() -> None:
+    path = BENCHMARKS / "arena" / "result.json"
+    if not path.exists():
+        pytest.skip("no part of the grid is recorded")
+    record = json.loads(path.read_text())
+    assert record["summary"] == summary(record["cells"])
+    known = {cell.name for cell in full(final=False)}
+    assert set(record["cells"]) <= known

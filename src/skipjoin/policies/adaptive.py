@@ -172,7 +172,7 @@ class Adaptive(Callbacks):
             "expert": index.model.believed(job.cls),
             "end_chance": index.model.hazards(job.cls)[place],
             "next_edge": BIN_EDGES[min(place + 1, BINS - 1)],
-            "index": -cell.base,
+            "index": 0.0 - cell.base,
             "age_credit": self._aging.per_s * (now - request.arrival),
             "first_token": str(self._is_first(cell)).lower(),
         }

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from skipjoin.core.request import Request
 from skipjoin.policies.gittins import Kind
 
+# Requests of a cell that are read at first; most cells have fewer.
+_FIRST_READ = 16
 # Arrival, id and request: sorts by arrival, and never compares requests.
 Entry = tuple[float, int, Request]
 
@@ -50,31 +52,30 @@ def by_arrival(cells: Iterable[Cell]) -> Iterator[Request]:
 def by_key(cells: Iterable[Cell], per_s: float) -> Iterator[Request]:
     """Iterate lazily over the requests of the cells by base + `per_s` x arrival, ties by arrival and id.
 
-    A cell's requests are in order, so only the heads of cells are compared, and a search finds how many of a cell's
-    requests precede the next head.
+    The first requests of all cells are sorted together. Those that precede everything that was not read are yielded,
+    and the cell that limits them is read further.
     """
-    heads = []
+
+    def keyed(cell: Cell, start: int, end: int) -> list[tuple[float, float, int, Request]]:
+        base = cell.base
+        return [(base + per_s * arrival, arrival, number, one) for arrival, number, one in cell.entries[start:end]]
+
+    found: list[tuple[float, float, int, Request]] = []
+    unread: list[tuple[tuple[float, float, int, Request], int, Cell]] = []
     for cell in cells:
-        arrival, number, _ = cell.entries[0]
-        heads.append((cell.base + per_s * arrival, arrival, number, 0, cell))
-    heapq.heapify(heads)
-    while heads:
-        *_, at, cell = heads[0]
-        entries, base = cell.entries, cell.base
-        end = len(entries)
-        if len(heads) > 1:
-            limit = min(heads[1:3])[:3]
-
-            def key(entry: Entry, base: float = base) -> tuple[float, float, int]:
-                return (base + per_s * entry[0], entry[0], entry[1])
-
-            # Most runs are of one request or of all.
-            if key(entries[-1]) > limit:
-                end = at + 1 if key(entries[at + 1]) > limit else bisect_left(entries, limit, at + 2, key=key)
-        for position in range(at, end):
-            yield entries[position][2]
-        if end == len(entries):
-            heapq.heappop(heads)
-        else:
-            arrival, number, _ = entries[end]
-            heapq.heapreplace(heads, (base + per_s * arrival, arrival, number, end, cell))
+        found += keyed(cell, 0, _FIRST_READ)
+        if len(cell.entries) > _FIRST_READ:
+            unread.append((keyed(cell, _FIRST_READ, _FIRST_READ + 1)[0], _FIRST_READ, cell))
+    found.sort()
+    while unread:
+        limit, at, cell = limiting = min(unread)
+        end = bisect_left(found, limit)
+        for entry in found[:end]:
+            yield entry[3]
+        found = found[end:] + keyed(cell, at, 2 * at)
+        found.sort()
+        unread.remove(limiting)
+        if len(cell.entries) > 2 * at:
+            unread.append((keyed(cell, 2 * at, 2 * at + 1)[0], 2 * at, cell))
+    for entry in found:
+        yield entry[3]

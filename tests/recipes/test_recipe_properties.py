@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.events import Moved, MoveFailed, Planned, Preempted, Preemption
+from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import AdmissionPolicy, Allocation, Deferral, EvictionPolicy
@@ -122,6 +122,28 @@ def test_a_later_arrival_changes_no_earlier_plan(world: World) -> None:
     assert len(past) > 5
     assert with_more[: len(past)] == past
     assert with_more != without
+
+
+@pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.forecasts is not Forecasts.TRUE])
+def test_plans_do_not_depend_on_lengths_that_are_not_known_yet(recipe: str) -> None:
+    """Requests stop before their `max_tokens`. A longer output of one changes no plan before the shorter one ended."""
+
+    def with_output(tokens: int) -> Run:
+        chance, requests = random.Random(4), []
+        for number in range(20):
+            prompt, output = chance.randint(1, 40), chance.randint(4, 30)
+            ends = prompt + (tokens if number == 7 else output) - 1  # the token at this position
+            arrival = 0.05 * number
+            forecast = Forecast(20, "test", (0.1,) * 10)
+            requests.append(make(number, prompt, 40, arrival=arrival, stop_tokens=frozenset([ends]), forecast=forecast))
+        return run(World(recipe), requests)
+
+    short, long = with_output(9), with_output(33)
+    (ended,) = (event.now for event in short.events if isinstance(event, Finished) and event.request.id == 7)
+    before = [entry for entry in short.trace if entry[0] < ended]
+    assert len(before) > 10
+    assert long.trace[: len(before)] == before
+    assert long.trace != short.trace
 
 
 # -- any world, any link ----------------------------------------------------------------------------------------------

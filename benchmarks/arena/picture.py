@@ -29,8 +29,12 @@ def draw(cells: Mapping[str, Mapping[str, Any]]) -> Figure:
                     axes.scatter(*zip(*points, strict=True), s=9, color=shape.color, marker=shape.marker, label=lengths)
             axes.axhline(1.0, color=style.BLACK, linewidth=0.9)
             axes.axhline(GOALS[metric][1], color=style.GREY, linewidth=0.9, linestyle=(0, (4, 3)))
-            axes.set(title=TITLES[metric], xlabel="load", yscale="log")
-            axes.title.set_fontsize(8)
+            axes.set_title(TITLES[metric].replace(" normalized", "\nnormalized").replace(", ", ",\n"), fontsize=8)
+            axes.set_xlabel("load")
+            found = [
+                ratios(one["recipes"])[metric] for one in cells.values() if {OURS, REFERENCE} <= one["recipes"].keys()
+            ]
+            style.log_where_wide(axes, axes.yaxis, found)
         panels[0].set_ylabel("ours over the best of the others")
         handles, labels = panels[0].get_legend_handles_labels()
         style.legend(figure, handles, labels, None)

@@ -27,6 +27,7 @@ _ANY_CAPACITY = 10_000
 # Survivors that are too few to matter.
 _FEW = 1e-6
 _MIN_INDEX = 1e-12
+_MIN_STEP_S = 1e-9
 
 
 class Kind(NamedTuple):
@@ -48,7 +49,7 @@ def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime) -> Kind:
     prompt = len(request.prompt)
     octave = int(math.log2(max(_SHORT_PROMPT, prompt)))
     jct_s = request.options.target.jct_s
-    steps = None if jct_s == math.inf else int(math.log2(max(1.0, jct_s / time.decode(prompt))))
+    steps = None if jct_s == math.inf else int(math.log2(max(1.0, jct_s / max(_MIN_STEP_S, time.decode(prompt)))))
     return Kind(cls, octave, steps)
 
 
@@ -110,6 +111,10 @@ class GittinsIndex:
             found = self._found[key] = math.log(max(_MIN_INDEX, self._index(kind, place)))
         return found
 
+    def _decode(self, context: float) -> float:
+        """Return the seconds of a decode step, above 0 even if a profile says otherwise."""
+        return max(_MIN_STEP_S, self.time.decode(int(context)))
+
     def _index(self, kind: Kind, place: int) -> float:
         cls, octave, steps = kind
         hazards = self.model.hazards(cls)
@@ -119,7 +124,7 @@ class GittinsIndex:
         alive, gain, cost, best = 1.0, 0.0, 0.0, 0.0
         if place == NOT_BEGUN:
             # In decode steps, as the cost of a token below.
-            cost = self.time.prefill(int(prompt)) / self.time.decode(int(prompt)) * (slot + per_kv * prompt)
+            cost = self.time.prefill(int(prompt)) / self._decode(prompt) * (slot + per_kv * prompt)
         for at in range(max(0, place), BINS):
             length, hazard = BIN_MIDDLES[at], hazards[at]
             gain += alive * hazard / (length if steps is None else 2.0**steps)

@@ -17,6 +17,7 @@ model: tally
 profile: off
 max_num_seqs: 64
 port: 1000
+recipe: fastserve
 set: {starvation_s: 3, paced: false}
 api-key: [a, b c]
 enforce-eager: true
@@ -57,7 +58,7 @@ def test_flags_override_the_environment_which_overrides_a_file(
 
 def test_single_value_is_accepted_for_a_list(served: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
-    file.write_text("api-key: secret\nset: starvation_s=3\n")
+    file.write_text("api-key: secret\nrecipe: fastserve\nset: starvation_s=3\n")
     run = CliRunner().invoke(app, ["serve", "--config", str(file)])
     assert run.exit_code == 0, run.output
     assert (served[0]["keys"], served[0]["recipe_params"]) == (("secret",), {"starvation_s": 3.0})
@@ -65,6 +66,7 @@ def test_single_value_is_accepted_for_a_list(served: list[dict[str, Any]], tmp_p
 
 def test_environment_sets_model_and_parameters(served: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPJOIN_MODEL", "/some/model")
+    monkeypatch.setenv("SKIPJOIN_RECIPE", "fastserve")
     monkeypatch.setenv("SKIPJOIN_SET", "starvation_s=3 paced=false")
     monkeypatch.setenv("SKIPJOIN_MAX_NUM_SEQ", "7")
     run = CliRunner().invoke(app, ["serve"])

@@ -69,7 +69,7 @@ def test_package_is_imported_on_lookup_of_its_recipe() -> None:
     assert find("by-prompt[sign=-1]").name == "by-prompt[sign=-1]"
     assert MODULE in sys.modules
     assert "by-prompt" not in RECIPES
-    with pytest.raises(ConfigError, match=r"one of alise, .*by-prompt, .*got 'by-promt'; did you mean by-prompt\?"):
+    with pytest.raises(ConfigError, match=r"one of adaptive, .*by-prompt, .*got 'by-promt'; did you mean by-prompt\?"):
         find("by-promt")
 
 

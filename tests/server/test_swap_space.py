@@ -29,7 +29,7 @@ def test_startup_line_and_metrics_report_the_cpu_pool(command: list[str]) -> Non
             assert server.stdout is not None
             ready = server.stdout.readline()
             words = ready.split()
-            device, cpu = (int(words[words.index(word) - 1]) for word in ("KV", "on"))
+            device, cpu = (int(words[words.index(word) - 1]) for word in ("KV", "in"))
             # The CPU pool is twice as large, and its blocks take five eighths of a device block.
             assert cpu == pytest.approx(2 * device / 0.625, abs=3), ready
             assert " in CPU memory as int8, " in ready

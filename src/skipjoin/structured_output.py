@@ -45,8 +45,8 @@ class StructuredOutput:
         if self.kind not in KINDS:
             raise GrammarError(f"must have one of the kinds {', '.join(KINDS)}, got {self.kind!r}")
         for text in (self.text, self.whitespace):
-            if text is not None and len(text) > MAX_GRAMMAR_BYTES:
-                raise GrammarError(f"must have at most {MAX_GRAMMAR_BYTES} bytes, got {len(text)}")
+            if text is not None and (size := _size_of(text)) > MAX_GRAMMAR_BYTES:
+                raise GrammarError(f"must have at most {MAX_GRAMMAR_BYTES} bytes, got {size}")
         if not self.text:
             raise GrammarError("must not be empty")
         if len(self.after) > MAX_AFTER_TOKENS:
@@ -92,6 +92,13 @@ class StructuredOutput:
         if not isinstance(value, str):
             raise GrammarError(f"{name} must be a string, got {type(value).__name__}")
         return cls(kind="regex" if name == "regex" else "grammar", text=value)
+
+
+def _size_of(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise GrammarError("must be Unicode text, and half a surrogate pair is none") from None
 
 
 def _as_json(value: Any) -> str:

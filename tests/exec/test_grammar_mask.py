@@ -102,6 +102,13 @@ def test_grammars_that_cannot_be_enforced_are_refused(bad: StructuredOutput) -> 
         GRAMMARS.matcher(bad)
 
 
+def test_constraints_are_bounded_unicode_text() -> None:
+    with pytest.raises(GrammarError, match="at most 65536 bytes, got 65538"):
+        regex("é" * 32769)
+    with pytest.raises(GrammarError, match="half a surrogate pair"):
+        StructuredOutput.choice(["\ud800"])
+
+
 def test_masks_remove_the_same_tokens_from_any_rows() -> None:
     """Constrained rows between others, in a vocabulary that fills no whole word."""
     sampler = Sampler(VOCAB, processors=[GrammarMask(GRAMMARS)])

@@ -35,7 +35,6 @@ _OPTIONS = (
     "1",
     "--profile",
     "off",
-    "--enable-debug-routes",
     "--shutdown-timeout",
     "20",
     "--priority-tier",

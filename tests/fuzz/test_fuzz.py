@@ -42,7 +42,7 @@ def test_rounds_are_deterministic() -> None:
 
 def test_all_endpoints_are_fuzzed(tmp_path: Path) -> None:
     metrics = Metrics()
-    config = ServerConfig(batch_dir=str(tmp_path), enable_debug_routes=True)
+    config = ServerConfig(batch_dir=str(tmp_path))
     service = Service(config, EngineClient(metrics), metrics)
     app = build_app(service, Batches(service, most=1).add_routes).app
     names = {"model": "tally", "file_id": "file-0", "batch_id": "batch_0"}

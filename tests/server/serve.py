@@ -42,7 +42,7 @@ _READ = {
     "forecast_url": str,
     "chat_template": str,
     "log_format": str,
-    "enable_debug_routes": lambda value: value == "True",
+    "console": lambda value: value == "True",
     **dict.fromkeys(("api_keys", "metrics_keys"), lambda value: tuple(value.split("+"))),
     "metrics_port": int,
     "batch_dir": str,

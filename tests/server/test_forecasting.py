@@ -120,7 +120,7 @@ async def test_timely_forecast_is_sent_with_the_request(make_api: MakeApi, monke
 
 async def test_late_forecast_follows_request_to_its_current_engine(make_api: MakeApi) -> None:
     forecaster = StubForecaster()
-    async with make_api(ForecastKeeper(forecaster), replicas=2, enable_debug_routes=True) as api:
+    async with make_api(ForecastKeeper(forecaster), replicas=2) as api:
         for engine in api.engines:
             engine.paused = True
         forecaster.gate.clear()

@@ -19,7 +19,7 @@ KEY = {"Authorization": "Bearer right"}
 
 @pytest.mark.anyio
 async def test_every_route_except_health_needs_a_key(make_api: MakeApi) -> None:
-    async with make_api(api_keys=("other", "right"), enable_debug_routes=True) as api:
+    async with make_api(api_keys=("other", "right")) as api:
         paths = {(route.path, method) for route in api.app.app.routes for method in route.methods}  # type: ignore[attr-defined]
         assert {path for path, _ in paths} >= {"/v1/completions", "/metrics", "/load", "/tokenize", "/debug/requests"}
         for path, method in paths:

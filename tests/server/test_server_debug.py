@@ -18,7 +18,8 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import ServiceClass
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api import debug
-from skipjoin.server.engines.engine_server import EngineServer, describe
+from skipjoin.server.engines.engine_observer import describe
+from skipjoin.server.engines.engine_server import EngineServer
 from skipjoin.server.engines.messages import (
     Abort,
     Add,
@@ -51,8 +52,9 @@ def test_request_states_and_order() -> None:
     stepper.step()
     found = describe(core, stepper.now)
     assert [one.number for one in found] == [1, 2, 3, 0]
-    assert found[0] == state(1, state="running", output_tokens=1, computed_tokens=8, device_blocks=blocks(8))
-    assert found[3] == state(0, priority=5, place=3, wait_reason="no_slot", wait_s=stepper.now)
+    rest = {"max_tokens": 30, "age_s": stepper.now}
+    assert found[0] == state(1, state="running", output_tokens=1, computed_tokens=8, device_blocks=blocks(8), **rest)
+    assert found[3] == state(0, priority=5, place=3, wait_reason="no_slot", wait_s=stepper.now, **rest)
 
     stepper.add(make(4, max_tokens=30, priority=-1), make(5, max_tokens=30, priority=-1))
     stepper.step()
@@ -74,8 +76,8 @@ def test_request_states_and_order() -> None:
 
 
 @pytest.mark.anyio
-async def test_debug_route_needs_option(make_api: MakeApi) -> None:
-    async with make_api() as api:
+async def test_debug_routes_can_be_disabled(make_api: MakeApi) -> None:
+    async with make_api(console=False) as api:
         assert (await api.http.get("/debug/requests")).status_code == 404
 
 
@@ -83,7 +85,7 @@ async def test_debug_route_needs_option(make_api: MakeApi) -> None:
 async def test_silent_replicas_are_listed(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica answers, also with an already finished request; one does not answer; one dies first."""
     monkeypatch.setattr(debug, "TIMEOUT_S", 0.2)
-    async with make_api(enable_debug_routes=True, replicas=3, priority_range="0:2") as api:
+    async with make_api(replicas=3, priority_range="0:2") as api:
         for engine in api.engines:
             engine.paused = True
         tasks = [asyncio.create_task(api.complete(priority=number)) for number in range(3)]
@@ -140,7 +142,7 @@ def test_forecasts_arrive_with_and_after_requests() -> None:
 def test_running_server_lists_every_request(start_server: StartServer) -> None:
     """The device holds few of the 20 requests. Prompts are shorter than a block, so that none is shared."""
     learning = {"forecaster": "learned", "forecast_dir": "none"}
-    server = start_server(step_s=0.01, blocks=12, enable_debug_routes=True, **learning)
+    server = start_server(step_s=0.01, blocks=12, **learning)
     with httpx.Client(base_url=server.url) as client:
         body = {"prompt": "abc" * 5, "max_tokens": 100, "n": 10, "stream": True}
         with client.stream("POST", "/v1/completions", json=body), client.stream("POST", "/v1/completions", json=body):
@@ -171,7 +173,7 @@ def with_key(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("keys", [("one", "two", "operator"), ()])
 async def test_key_sees_its_own_requests_and_operator_sees_all(make_api: MakeApi, keys: tuple[str, ...]) -> None:
     rights = {owner_of_key(b"operator"): KeyRights(is_operator=True)} if keys else {}
-    async with make_api(api_keys=keys, key_rights=rights, enable_debug_routes=True) as api:
+    async with make_api(api_keys=keys, key_rights=rights) as api:
         api.engine.paused = True
         tasks = []
         for number, name in enumerate(("one", "one", "two"), 1):

@@ -13,6 +13,7 @@ from skipjoin.cli.batch import batch
 from skipjoin.cli.bench import bench
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.convert import convert
+from skipjoin.cli.explain import explain
 from skipjoin.cli.generate import generate
 from skipjoin.cli.plot import plot
 from skipjoin.cli.predict import predict
@@ -27,7 +28,7 @@ app = Commands(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, recipes, convert, profile, simulate, bench, plot):
+for command in (serve, generate, explain, recipes, convert, profile, simulate, bench, plot):
     app.command()(command)
 app.add_typer(predict, name="predict")
 app.add_typer(batch, name="batch")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -17,37 +15,18 @@ from rich.table import Table
 
 from skipjoin.cli.batch_watch import Watch, summary
 from skipjoin.cli.commands import Commands
+from skipjoin.cli.connection import FAILED, Connection, call
 from skipjoin.cli.options import Section, Values, takes
-from skipjoin.config import base_url
-from skipjoin.options import ConfigError, Option
+from skipjoin.options import ConfigError
 
 if TYPE_CHECKING:
     from skipjoin.cli.batch_client import BatchClient
 
 batch = Commands(help="Batches: files of requests that a server runs with what its other requests leave.")
-_GROUP = "Server"
-_FAILED, _INTERRUPTED = 1, 130
 _FILE_WIDTH = 160  # width of a table that is not printed to a terminal
 
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="Id of the batch.")]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
-    """Server and its API key."""
-
-    url: Annotated[str, Option("URL of the server.", metavar="URL", group=_GROUP, is_common=True)] = (
-        "http://127.0.0.1:8000"
-    )
-    api_key: Annotated[
-        str | None, Option("API key.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP, is_common=True)
-    ] = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "url", base_url("url", self.url))
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("api_key must be printable ASCII characters")
 
 
 @batch.command()
@@ -143,23 +122,13 @@ def _follow(connection: Connection, batch_id: str) -> None:
         found = _call(connection, lambda client: shown.follow(client, batch_id))
     print(summary(found))
     if found["status"] != "completed":
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _call(connection: Connection, work: Callable[[BatchClient], Awaitable[T]]) -> T:
-    from skipjoin.cli.batch_client import BatchClient, BatchClientError  # noqa: PLC0415
+    from skipjoin.cli.batch_client import BatchClient  # noqa: PLC0415
 
-    async def inside() -> T:
-        async with BatchClient(connection.url, connection.api_key) as client:
-            return await work(client)
-
-    try:
-        return asyncio.run(inside())
-    except BatchClientError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(_FAILED) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(_INTERRUPTED) from None
+    return call(BatchClient, connection, work)
 
 
 async def _download(client: BatchClient, file_id: str, out: Path | None) -> None:

@@ -71,7 +71,7 @@ class Watch:
 
         An unavailable server is polled until it returns, unless it was unavailable from the start.
         """
-        from skipjoin.cli.batch_client import BatchClientError  # noqa: PLC0415
+        from skipjoin.cli.server_client import ServerClientError  # noqa: PLC0415
 
         batch = await client.batch(batch_id)
         while True:
@@ -81,7 +81,7 @@ class Watch:
             await asyncio.sleep(_POLL_S)
             try:
                 batch = await client.batch(batch_id)
-            except BatchClientError as error:
+            except ServerClientError as error:
                 if not error.is_lost:
                     raise
                 self._bars.note = f"{error}; it is tried again"

@@ -283,14 +283,14 @@ class ServerConfig(AccessConfig):
         ),
     ] = "info"
     log_format: Annotated[str, Option("Format of log lines", choices=LOG_FORMATS, group=SERVER)] = "text"
-    enable_debug_routes: Annotated[
+    console: Annotated[
         bool,
         Option(
-            "Serve GET /debug/requests, the state of live requests: all of them for keys with operator=yes in the key "
-            "file, own ones for other keys.",
+            "Serve /debug, the states and lives of requests without their texts: all of them for keys with "
+            "operator=yes in the key file, own ones for other keys.",
             group=SERVER,
         ),
-    ] = False
+    ] = True
     batch_dir: Annotated[
         str | None,
         Option(

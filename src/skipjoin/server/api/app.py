@@ -41,7 +41,7 @@ def build_app(
     for kind in ENDPOINTS:
         _add_endpoint(app, kind(service))
     tokens.add_routes(app, service)
-    if config.enable_debug_routes:
+    if config.console:
         debug.add_routes(app, service)
     bodies = {kind.path: kind.body_type for kind in ENDPOINTS} | tokens.BODIES
     if add_more is not None:

@@ -1,4 +1,4 @@
-"""GET /debug/requests, enabled by `--enable-debug-routes`."""
+"""Routes of the console: the state of live requests, and the lives of recent ones. `--no-console` removes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from skipjoin.server.api.auth import ANONYMOUS
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.explain import Explainer, find_lives
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.service import Service
 
@@ -14,19 +16,51 @@ TIMEOUT_S = 5.0
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes. Keys without operator rights see only their own requests."""
+
+    def viewer(request: Request) -> str | None:
+        """Return the owner whose requests alone the caller may see, or None for all."""
+        _ = service.info  # 503 while the server starts
+        owner: str = request.state.owner
+        sees_all = owner == ANONYMOUS or service.config.rights_of(owner).is_operator
+        return None if sees_all else owner
+
     @app.get("/debug/requests")
     async def show_requests(request: Request) -> Response:
-        """Return the state of each unfinished request (`engines.messages.RequestState`), its response and its replica.
-
-        Keys without operator rights see only their own requests.
-        """
-        _ = service.info  # 503 while the server starts
-        owner = request.state.owner
-        sees_all = owner == ANONYMOUS or service.config.rights_of(owner).is_operator
+        """Return the `engines.messages.RequestState` of each unfinished request, its response and its replica."""
+        owner = viewer(request)
         found = await service.client.describe(TIMEOUT_S)
         rows = [
             {"id": one.label, "choice": one.choice, "replica": one.replica, **msgspec.structs.asdict(one.state)}
             for one in found.requests
-            if sees_all or one.owner == owner
+            if owner in (None, one.owner)
         ]
         return json_response({"requests": rows, "silent_replicas": found.silent})
+
+    @app.get("/debug/requests/{name:path}")
+    async def explain_request(name: str, request: Request) -> Response:
+        """Return the life of a request, by the id of its response or its `x-request-id`, up to ten minutes after it."""
+        owner = viewer(request)
+        found = service.index.find(name, owner)
+        if found is None:
+            raise ApiError(
+                404,
+                f"no request {name[:200]!r} is live or finished in the last ten minutes: ids are those of responses or "
+                "of the header x-request-id, and refused requests have no life",
+                code="request_not_found",
+            )
+        lives = await find_lives(service.client, found, TIMEOUT_S)
+        explainer = Explainer(service, owner)
+        choices = [
+            explainer.choice(life, found.choices[number], reply, replica)
+            for number, (life, reply, replica) in sorted(lives.items())
+        ]
+        return json_response(
+            {
+                "id": found.response_id,
+                "request_id": found.request_id,
+                "choices": choices,
+                "lost_choices": len(found.choices) - len(choices),
+                "reasons": explainer.words(),
+            }
+        )

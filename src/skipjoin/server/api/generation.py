@@ -27,6 +27,7 @@ from skipjoin.server.api.errors import deadline_exceeded, request_failed, too_sl
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.api.protocol import GenerationBody
+from skipjoin.server.api.request_index import IndexedRequest
 from skipjoin.server.api.responses import PromptDetails, Usage
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.sequences import EngineSequence, OutputQueue
@@ -74,6 +75,7 @@ class Job:
     Attributes:
         choices: Sequences to generate, grouped by prompt.
         arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
+        request_id: `x-request-id` of the HTTP request, if there is one.
     """
 
     choices: list[Choice]
@@ -86,6 +88,7 @@ class Job:
     arrived: float
     format: Format
     owner: str = ANONYMOUS
+    request_id: str = ""
 
     def close(self) -> None:
         _free(self.slots)
@@ -105,6 +108,7 @@ class JobRun:
         self._mailbox = OutputQueue(self._fail_slow_reader, len(job.choices))
         self._sequences: list[EngineSequence] = []
         self._unfinished = len(job.choices)
+        self._indexed: IndexedRequest | None = None
         self.first_token_at: float | None = None
 
     async def __aenter__(self) -> JobRun:
@@ -115,6 +119,8 @@ class JobRun:
                 self._submit(number, options)
                 if number % _AT_ONCE == _AT_ONCE - 1:
                     await asyncio.sleep(0)
+            job, numbers = self.job, [sequence.id for sequence in self._sequences]
+            self._indexed = self._service.index.add(job.format.id, job.request_id, job.owner, numbers)
         except BaseException:
             self.close()
             raise
@@ -217,6 +223,8 @@ class JobRun:
         """Abort unfinished choices and release the admission slots. Idempotent."""
         self.stop()
         self.job.close()
+        if self._indexed is not None:
+            self._service.index.ended(self._indexed)
 
     def _fail_slow_reader(self) -> None:
         self.fail(too_slow())
@@ -240,6 +248,7 @@ class Endpoint(ABC, Generic[BodyT]):
         *,
         queue: Admission | None = None,
         owner: str = ANONYMOUS,
+        request_id: str = "",
     ) -> Job:
         """Validate a body, reserve admission slots and tokenize its prompts.
 
@@ -278,6 +287,7 @@ class Endpoint(ABC, Generic[BodyT]):
                 arrived=arrived,
                 format=self.format(body, options),
                 owner=owner,
+                request_id=request_id,
             )
         except BaseException:
             _free(slots)

@@ -36,7 +36,8 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     service = endpoint.service
     body = await service.parse(await json_body(request), endpoint.body_type)
     options = request_options(body, request.headers, service.config, request.state.owner)
-    job = await endpoint.prepare(body, options, arrived, owner=request.state.owner)
+    state = request.state
+    job = await endpoint.prepare(body, options, arrived, owner=state.owner, request_id=state.request_id)
     if body.stream:
         return StreamReply(endpoint, job, usage_at_end=body.usage_at_end, usage_always=body.usage_always)
     return WholeReply(endpoint, job)

@@ -30,6 +30,7 @@ from skipjoin.server.api.fields import Body
 from skipjoin.server.api.forecasting import AskFor, Expectation, Forecasting
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import GenerationBody
+from skipjoin.server.api.request_index import RequestIndex
 from skipjoin.server.api.shapes import checked
 from skipjoin.server.api.structured import structured_output
 from skipjoin.server.api.unknown_fields import MAX_PASSED, UNKNOWN, UnknownFields, with_suggestion
@@ -74,6 +75,7 @@ class Service:
             is_shared=config.fair_by == "user" or (config.fair_by == "key" and len(set(config.api_keys)) > 1),
             client_kind="user" if config.fair_by == "user" else "API key",
         )
+        self.index = RequestIndex()
         self.phase = Phase.STARTING
         self.created = int(time.time())
         self.name = config.served_model_name or ""

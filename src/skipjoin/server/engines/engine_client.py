@@ -21,7 +21,9 @@ from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, No
 from skipjoin.server.engines.messages import (
     Abort,
     DescribeRequests,
+    FindLives,
     FromEngine,
+    LivesFound,
     PromptScores,
     Ready,
     Reforecast,
@@ -36,6 +38,9 @@ from skipjoin.server.engines.sequences import EngineSequence, OnEnd, OutputQueue
 from skipjoin.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
+
+Question = DescribeRequests | FindLives
+Reply = RequestStates | LivesFound
 
 # Time that a sequence waits for an engine to start.
 PATIENCE_S = 60.0
@@ -59,13 +64,20 @@ class ConnectedEngine:
         self.send = send
         self.stats = Stats(0, Snapshot.zero())
         self.sequences: dict[int, EngineSequence] = {}
-        self.questions: dict[int, asyncio.Future[list[RequestState]]] = {}
+        self.questions: dict[int, asyncio.Future[Reply]] = {}
         self.is_hung = False
 
-    def ask(self, question: int) -> asyncio.Future[list[RequestState]]:
-        answer = self.questions[question] = asyncio.get_running_loop().create_future()
-        self.send(DescribeRequests(question))
+    def ask(self, question: Question) -> asyncio.Future[Reply]:
+        answer = self.questions[question.id] = asyncio.get_running_loop().create_future()
+        self.send(question)
         return answer
+
+
+class Replies(NamedTuple):
+    """Replies to a question by engine, without those of `silent` replicas, which did not reply in time."""
+
+    by_engine: dict[ConnectedEngine, Reply]
+    silent: list[int]
 
 
 class LiveRequest(NamedTuple):
@@ -209,9 +221,9 @@ class EngineClient:
             if self._replicas.get(replica.number) is replica:
                 replica.stats = message
                 self._tell_numbers()
-        elif isinstance(message, RequestStates):
+        elif isinstance(message, RequestStates | LivesFound):
             if (question := replica.questions.pop(message.id, None)) is not None and not question.done():
-                question.set_result(message.requests)
+                question.set_result(message)
         elif isinstance(message, Refused) and (sequence := replica.sequences.get(message.id)) is not None:
             sequence.mailbox.fail(RefusedError(message.text, message.param))
             self._close(sequence, FinishReason.ABORT)
@@ -292,25 +304,39 @@ class EngineClient:
 
     # -- questions ----------------------------------------------------------------------------------------
 
-    async def describe(self, timeout_s: float) -> LiveRequests:
+    async def ask(self, make: Callable[[int, ConnectedEngine], Question], timeout_s: float) -> Replies:
+        """Ask all engines, and return their replies after at most `timeout_s`.
+
+        Args:
+            make: Returns the question with an id for an engine.
+        """
         number = next(self._questions)
-        asked = {replica: replica.ask(number) for replica in self._replicas.values()}
+        asked = {replica: replica.ask(make(number, replica)) for replica in self._replicas.values()}
         if asked:
             await asyncio.wait(asked.values(), timeout=timeout_s)
-        found = [
+        for replica in asked:
+            replica.questions.pop(number, None)
+        done = {replica: answer for replica, answer in asked.items() if answer.done() and not answer.cancelled()}
+        return Replies(
+            {replica: answer.result() for replica, answer in done.items()},
+            [replica.number for replica in asked if replica not in done],
+        )
+
+    def without_engine(self) -> list[LiveRequest]:
+        """Return the sequences that wait for an engine."""
+        return [
             LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence), sequence.owner)
             for sequence in (*self._waiting.values(), *self._isolation.held.values())
         ]
-        silent = []
-        for replica, answer in asked.items():
-            replica.questions.pop(number, None)
-            if not answer.done() or answer.cancelled():
-                silent.append(replica.number)
-                continue
-            for state in answer.result():
-                if (sequence := replica.sequences.get(state.number)) is not None:  # it may have finished by now
-                    found.append(LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner))
-        return LiveRequests(found, silent)
+
+    async def describe(self, timeout_s: float) -> LiveRequests:
+        """Return the unfinished sequences after at most `timeout_s`."""
+        replies = await self.ask(lambda number, engine: DescribeRequests(number), timeout_s)
+        found = self.without_engine()
+        for replica, reply in replies.by_engine.items():
+            assert isinstance(reply, RequestStates)
+            found += live_requests(replica, reply)
+        return LiveRequests(found, replies.silent)
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -423,6 +449,15 @@ class EngineClient:
     def _tell_numbers(self) -> None:
         live = [replica.stats.metrics for replica in self._replicas.values()]
         self._metrics.engine(merged(live, gone=self._gone))
+
+
+def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRequest]:
+    """Return the sequences of a reply, except those that have finished by now."""
+    return [
+        LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner)
+        for state in reply.requests
+        if (sequence := replica.sequences.get(state.number)) is not None
+    ]
 
 
 def _without_engine(sequence: EngineSequence) -> RequestState:

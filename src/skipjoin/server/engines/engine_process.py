@@ -12,7 +12,7 @@ from skipjoin.server.engines.messages import Ready, Setup
 
 logger = logging.getLogger("skipjoin.engine")
 # Fields of `Ready` that are not fields of the engine's `info`.
-_OTHER_FACTS = {"cost", "caches_prefixes"}
+_OTHER_FACTS = {"cost", "caches_prefixes", "max_num_seqs", "max_num_batched_tokens"}
 
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
@@ -20,7 +20,13 @@ def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
     if engine.info.notice:
         logger.info("%s", engine.info.notice)
     facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in _OTHER_FACTS}
-    ready = Ready(**facts, cost=engine.info.cost.current, caches_prefixes=engine.caches_prefixes)
+    ready = Ready(
+        **facts,
+        cost=engine.info.cost.current,
+        caches_prefixes=engine.caches_prefixes,
+        max_num_seqs=setup.config.max_num_seqs,
+        max_num_batched_tokens=setup.config.max_num_batched_tokens,
+    )
     return EngineLoop(engine), ready
 
 

@@ -22,8 +22,7 @@ from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.policy import explanation
-from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from skipjoin.core.step import StepPlan
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
@@ -31,6 +30,7 @@ from skipjoin.observe.timeline import Timeline
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server import logs
 from skipjoin.server.engines.block_count import recover_blocks
+from skipjoin.server.engines.engine_observer import EngineObserver
 from skipjoin.server.engines.engine_program import ORPHANED, describe_error
 from skipjoin.server.engines.heartbeat import Heartbeat, print_stacks
 from skipjoin.server.engines.link import NoAnswerError, connect
@@ -39,6 +39,7 @@ from skipjoin.server.engines.messages import (
     Add,
     DescribeRequests,
     EngineFailed,
+    FindLives,
     FromEngine,
     ListenerKey,
     LoadProgress,
@@ -46,8 +47,6 @@ from skipjoin.server.engines.messages import (
     Ready,
     Reforecast,
     Refused,
-    RequestState,
-    RequestStates,
     Setup,
     Shutdown,
     Stats,
@@ -142,46 +141,6 @@ class Digest:
         return None
 
 
-def describe(core: EngineCore, now: float) -> list[RequestState]:
-    """Return the states of the unfinished requests in rank order. `now` is on the engine's clock."""
-    # `Ordering.rank` has no side effects. `Ordering.ranked` may promote requests.
-    requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
-    return [_describe(core, request, place, now) for place, request in enumerate(requests)]
-
-
-def _describe(core: EngineCore, request: Request, place: int, now: float) -> RequestState:
-    held, wait = core.kv.blocks_of(request), core.wait_of(request)
-    return RequestState(
-        number=request.id,
-        state=_state_name(core, request),
-        service=request.options.service,
-        is_urgent=request.options.is_urgent,
-        priority=request.options.priority,
-        place=place,
-        prompt_tokens=len(request.prompt),
-        output_tokens=len(request.output),
-        computed_tokens=request.computed,
-        device_blocks=len(held.device) if held is not None else 0,
-        cpu_blocks=len(held.cpu) if held is not None else 0,
-        wait_reason=wait.reason.value if wait is not None else None,
-        wait_s=now - wait.since if wait is not None else None,
-        short_blocks=wait.short if wait is not None else 0,
-        predicted_tokens=request.forecast and request.forecast.tokens,
-        forecast_source=request.forecast and request.forecast.source,
-        rank=explanation(core.scheduler.policies.ordering, request, now),
-    )
-
-
-def _state_name(core: EngineCore, request: Request) -> str:
-    if request.last_plan >= core.scheduler.latest_plan:
-        return "running"
-    held = core.kv.blocks_of(request)
-    if held is not None and (held.cpu or held.moving is not None):
-        return "swapped"
-    has_run = request.computed or request.evictions or len(request.output) > request.resumed_tokens
-    return "preempted" if has_run else "waiting"
-
-
 class TimelineWriter:
     """Writer of a timeline. A failed write is logged once and ends the timeline, not the engine."""
 
@@ -237,6 +196,7 @@ class EngineServer:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._digest = Digest()
+        self._observer = EngineObserver()
         self._sent: Stats | None = None
         self._sent_at = 0.0
         self._stopping = False
@@ -274,6 +234,7 @@ class EngineServer:
             if step is not None and not done:
                 self._send_step(step)
             metrics.observe(events)
+            self._observer.observe(events)
             if recorder is not None:
                 recorder.observe(events)
                 if loop.idle:
@@ -317,7 +278,9 @@ class EngineServer:
         elif isinstance(message, Reforecast):
             loop.reforecast(message.id, message.forecast)
         elif isinstance(message, DescribeRequests):
-            self.send(RequestStates(message.id, describe(loop.core, time.monotonic())))
+            self.send(self._observer.describe(message, loop.core, time.monotonic()))
+        elif isinstance(message, FindLives):
+            self.send(self._observer.find(message, loop.core, time.monotonic()))
 
     def _add(self, loop: Loop, message: Add) -> None:
         try:

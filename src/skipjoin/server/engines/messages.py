@@ -10,7 +10,9 @@ import msgspec
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
+from skipjoin.observe.lives import Holder, Life
 from skipjoin.observe.metric_table import Snapshot
+from skipjoin.observe.steps import StepSummary
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
@@ -77,16 +79,38 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
 
 
 class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=True):
-    """Asks for a `RequestStates` message with this id."""
+    """Asks for a `RequestStates` message with this id.
+
+    Attributes:
+        rows: Maximum number of requests to describe, the first in rank order; None for all.
+        finished_after: Value of `RequestStates.total_finished` after which finished requests are wanted; None for none.
+        has_steps: Whether steps are wanted, which the engine records for some seconds after such a message.
+    """
 
     id: int
+    rows: int | None = None
+    finished_after: int | None = None
+    has_steps: bool = False
+
+
+class FindLives(msgspec.Struct, frozen=True, tag="find_lives", array_like=True):
+    """Asks for a `LivesFound` message with this id.
+
+    Attributes:
+        numbers: Requests to find; None for all that lived in the last `since_s` seconds, `most` at most.
+    """
+
+    id: int
+    numbers: list[int] | None = None
+    since_s: float = 0.0
+    most: int = 0
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """Terminates the process immediately."""
 
 
-ToEngine = Add | Reforecast | Abort | DescribeRequests | Shutdown
+ToEngine = Add | Reforecast | Abort | DescribeRequests | FindLives | Shutdown
 
 
 # -- from the engine ------------------------------------------------------------------------------------------
@@ -104,6 +128,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
     Attributes:
         cpu_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
+        max_num_seqs: Maximum number of requests in a step, and `max_num_batched_tokens` of tokens, for explanations.
     """
 
     model: str
@@ -121,6 +146,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     device: str
     cost: LinearCost
     caches_prefixes: bool = True
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
 
     @property
     def cache_blocks(self) -> int:
@@ -194,7 +221,10 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             device or dropped, "swapped" if its KV is on the CPU tier or moving.
         is_urgent: True if it ranks before the other requests of its service class.
         wait_s: Seconds since it began to wait for `wait_reason`.
-        predicted_tokens: Predicted length of its whole output.
+        predicted_tokens: Predicted length of its whole output, with 80 % of outputs from `predicted_low` to
+            `predicted_high`.
+        age_s: Seconds since it arrived.
+        ttft_s: Objective of its time to first token, as `tpot_s` and `jct_s` are for the others.
         rank: What decides its rank, by name; empty for recipes that do not explain it.
     """
 
@@ -214,14 +244,61 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     short_blocks: int = 0
     predicted_tokens: float | None = None
     forecast_source: str | None = None
+    predicted_low: float | None = None
+    predicted_high: float | None = None
+    max_tokens: int = 0
+    age_s: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    jct_s: float | None = None
     rank: dict[str, float | str] = {}
 
 
+class RequestGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Number of requests with equal class, state and wait reason, and the KV blocks that they hold."""
+
+    service: ServiceClass
+    state: str
+    wait_reason: str | None
+    requests: int
+    device_blocks: int
+    cpu_blocks: int
+
+
 class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
-    """Reply to the `DescribeRequests` message with the same id."""
+    """Reply to the `DescribeRequests` message with the same id.
+
+    Attributes:
+        groups: All unfinished requests, including those beyond the wanted rows.
+        now: Seconds on the engine's clock, which all times refer to.
+        total_finished: Number of requests that have finished so far.
+        finished: Wanted finished requests, newest first.
+        steps: Steps since the last reply with steps.
+    """
 
     id: int
     requests: list[RequestState]
+    groups: list[RequestGroup] = []
+    now: float = 0.0
+    total_finished: int = 0
+    finished: list[Life] = []
+    steps: list[StepSummary] = []
 
 
-FromEngine = LoadProgress | Ready | EngineFailed | StepOutputs | PromptScores | Refused | Stats | RequestStates
+class LivesFound(msgspec.Struct, frozen=True, tag="lives", array_like=True):
+    """Reply to the `FindLives` message with the same id.
+
+    Attributes:
+        now: Seconds on the engine's clock, which all times refer to.
+        holders: Requests that ran longest while a wanted one waited, by its number.
+    """
+
+    id: int
+    now: float
+    lives: list[Life]
+    holders: dict[int, list[Holder]] = {}
+
+
+FromEngine = (
+    LoadProgress | Ready | EngineFailed | StepOutputs | PromptScores | Refused | Stats | RequestStates | LivesFound
+)

@@ -1,0 +1,133 @@
+"""`skipjoin explain`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from skipjoin.cli.connection import Connection, call
+from skipjoin.cli.options import Section, Values, takes
+
+_BAR = 40
+_FILE_WIDTH = 160  # width of a report that is not printed to a terminal
+_STYLES = {"running": "green", "no_kv": "red", "no_slot": "yellow", "token_budget": "magenta"}
+
+
+@takes(server=Section(Connection))
+def explain(
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="Id of the response, or its header x-request-id.")
+    ],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    server: Values,
+) -> None:
+    """Say why a request waits, or why it waited if it ended in the last ten minutes, and what would change that."""
+    from skipjoin.cli.server_client import ServerClient  # noqa: PLC0415
+
+    path = f"/debug/requests/{quote(request_id, safe='')}"
+    found = call(ServerClient, Connection(**server), lambda client: client.json("GET", path))
+    if as_json:
+        print(json.dumps(found))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    for choice in found["choices"]:
+        console.print(report(found, choice))
+    if found["lost_choices"]:
+        console.print(f"{found['lost_choices']} choices have no life: their engine exited, or does not answer.")
+
+
+def report(found: Mapping[str, Any], choice: Mapping[str, Any]) -> RenderableType:
+    """Return the report of one choice."""
+    return Group(
+        *_head(found, choice),
+        Text(),
+        _intervals(found["reasons"], choice),
+        Text(),
+        *_why(found["reasons"], choice),
+    )
+
+
+def _head(found: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text]:
+    name = found["id"] + (f", choice {choice['choice']}" if choice["choice"] or len(found["choices"]) > 1 else "")
+    state = f"ended ({choice['state']})" if choice["is_finished"] else found["reasons"][choice["state"]]["short"]
+    yield Text(f"{name}: {state} after {duration(choice['total_s'])}", style="bold")
+    first = choice["first_token_s"]
+    facts = [
+        f"{choice['prompt_tokens']} prompt tokens ({choice['cached_tokens']} cached)",
+        f"{choice['output_tokens']} of at most {choice['max_tokens']} output tokens",
+        "no token yet" if first is None else f"first token after {duration(first)}",
+        f"{choice['service']}{', urgent' if choice['is_urgent'] else ''}, priority {choice['priority']}",
+    ]
+    yield Text("; ".join(facts))
+    if (forecast := choice["forecast"]) is not None:
+        low, high = forecast["low"], forecast["high"]
+        between = "" if low is None else f" (80 %: {low:.0f} to {high:.0f})"
+        yield Text(f"forecast {forecast['tokens']:.0f} tokens{between} by {forecast['source']}")
+    for objective, one in choice["objectives"].items():
+        value = "open" if one["value_s"] is None else duration(one["value_s"])
+        verdict = {True: "met", False: "missed", None: "open"}[one["met"]]
+        yield Text(f"objective {objective.upper()} {duration(one['bound_s'])}: {value}, {verdict}")
+    if choice["preemptions"]:
+        yield Text("preempted: " + ", ".join(f"{count} x {how}" for how, count in choice["preemptions"].items()))
+
+
+def _intervals(reasons: Mapping[str, Any], choice: Mapping[str, Any]) -> Table:
+    table = Table("from", "for", "state", "", box=None, padding=(0, 2, 0, 0))
+    total = max(choice["total_s"], 1e-9)
+    for one in choice["intervals"]:
+        begin, end = one["begin_s"], one["end_s"]
+        left = round(begin / total * _BAR)
+        bar = "█" * max(1, round(end / total * _BAR) - left)
+        text = reasons[one["state"]]["short"]
+        text += f", {one['preempted']}" if one["preempted"] else ""
+        text += f", {one['short_blocks']} blocks short" if one["short_blocks"] else ""
+        text += " (now)" if one["is_current"] else ""
+        style = _STYLES.get(one["state"], "blue")
+        bar = " " * min(left, _BAR - 1) + bar
+        table.add_row(duration(begin), duration(end - begin), Text(text), Text(bar, style=style))
+    for state, seconds in choice["omitted_s"].items():
+        table.add_row("between", duration(seconds), Text(f"{reasons[state]['short']}, shorter intervals"), "")
+    return table
+
+
+def _why(reasons: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text]:
+    waits = {state: seconds for state, seconds in choice["seconds"].items() if state != "running" and seconds > 0}
+    longest = choice["longest_wait"]
+    if not waits or longest is None:
+        yield Text("It never waited.")
+        return
+    waited = sum(waits.values())
+    yield Text(
+        f"It waited {duration(waited)} of {duration(choice['total_s'])}, longest for: {reasons[longest]['short']}."
+    )
+    yield Text(reasons[longest]["text"])
+    holders = [f"{_name(one)} for {duration(one['seconds'])}" for one in choice["holders"]]
+    if holders:
+        yield Text("Meanwhile ran longest: " + ", ".join(holders))
+    if choice["advice"]:
+        yield Text(choice["advice"], style="bold")
+
+
+def _name(holder: Mapping[str, Any]) -> str:
+    if holder["id"] is None:
+        return "another client"
+    return f"{holder['id']} #{holder['choice']}" if holder["choice"] else str(holder["id"])
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with three significant digits."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs" if seconds > 0 else "0 s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"

@@ -1,0 +1,95 @@
+"""HTTP client of a running server, for commands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+# Timeouts to connect and between chunks of a response. Uploads and downloads have no total timeout.
+_CONNECT_S, _READ_S = 10.0, 120.0
+_LONGEST_QUOTE = 500
+# Statuses of servers that start or shut down, and of proxies.
+_AWAY = (502, 503, 504)
+
+
+class ServerClientError(Exception):
+    """Error of an unreachable or refusing server. It may be available again later if `is_lost`."""
+
+    def __init__(self, text: str, *, is_lost: bool = False) -> None:
+        super().__init__(text)
+        self.is_lost = is_lost
+
+
+class ServerClient:
+    """Client of one server, as an asynchronous context manager. `url` is without /v1."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._base = url
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S),
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def json(self, method: str, path: str, **body: Any) -> dict[str, Any]:
+        async with self._answer(method, path, **body) as response:
+            text = await response.read()
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ServerClientError(f"{self._base} answers with something else than a JSON object") from error
+
+    @asynccontextmanager
+    async def _answer(self, method: str, path: str, **body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yield a successful response. Redirects are errors, because they would leak the API key."""
+        try:
+            async with self._session.request(method, self._base + path, allow_redirects=False, **body) as response:
+                if response.status != 200:
+                    text = f"{self._base}: {_refusal(response.status, await response.read())}"
+                    raise ServerClientError(text, is_lost=response.status in _AWAY)
+                yield response
+        except TimeoutError as error:
+            raise ServerClientError(f"{self._base} does not answer", is_lost=True) from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise ServerClientError(f"{self._base} cannot be reached: {_reason(error)}", is_lost=True) from error
+
+    async def events(self, path: str) -> AsyncIterator[tuple[str, Any]]:
+        """Yield the name and data of each server-sent event of a stream."""
+        async with self._answer("GET", path) as response:
+            name, data = "message", ""
+            async for raw in response.content:
+                text = raw.decode().rstrip("\r\n")
+                field, _, value = text.partition(":")
+                if not text and data:
+                    yield name, msgspec.json.decode(data)
+                    name, data = "message", ""
+                elif field == "event":
+                    name = value.strip()
+                elif field == "data":
+                    data += value.lstrip(" ")
+
+
+def _reason(error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    return os.strerror(number).lower() if number is not None else str(error) or type(error).__name__
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        return f"{msgspec.json.decode(body)['error']['message']} (HTTP status {status})"
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return f"HTTP status {status}: {body[:_LONGEST_QUOTE].decode(errors='replace')!r}"

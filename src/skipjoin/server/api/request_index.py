@@ -1,0 +1,91 @@
+"""Live and recent requests by the ids that clients see."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+# As long as engines keep the lives of finished requests.
+KEEP_S = 600.0
+MAX_FINISHED = 20_000
+
+
+@dataclass(slots=True, eq=False)
+class IndexedRequest:
+    """HTTP request or line of a batch.
+
+    Attributes:
+        response_id: Id of the response.
+        request_id: `x-request-id` of the HTTP request; empty for a line of a batch.
+        owner: Hash of the client's API key.
+        choices: Index of the choice by sequence number.
+        ended: Seconds on the index's clock; None while the request is live.
+    """
+
+    response_id: str
+    request_id: str
+    owner: str
+    choices: dict[int, int] = field(default_factory=dict)
+    ended: float | None = None
+
+
+class RequestIndex:
+    """Finds requests that are live, or finished in the last `KEEP_S` seconds."""
+
+    def __init__(
+        self, *, keep_s: float = KEEP_S, max_finished: int = MAX_FINISHED, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._keep_s = keep_s
+        self._max_finished = max_finished
+        self._clock = clock
+        self._by_id: dict[str, list[IndexedRequest]] = {}
+        self._by_number: dict[int, IndexedRequest] = {}
+        self._finished: deque[IndexedRequest] = deque()
+
+    def add(self, response_id: str, request_id: str, owner: str, numbers: Sequence[int]) -> IndexedRequest:
+        """Add a request whose choices have the sequence `numbers`."""
+        found = IndexedRequest(response_id, request_id, owner, {number: at for at, number in enumerate(numbers)})
+        for name in _names(found):
+            self._by_id.setdefault(name, []).append(found)
+        self._by_number.update(dict.fromkeys(found.choices, found))
+        return found
+
+    def ended(self, request: IndexedRequest) -> None:
+        """Note that a request has finished. Further calls have no effect."""
+        if request.ended is None:
+            request.ended = self._clock()
+            self._finished.append(request)
+        self._forget_old()
+
+    def find(self, name: str, owner: str | None) -> IndexedRequest | None:
+        """Return the newest request with this response id or `x-request-id`.
+
+        Args:
+            owner: Only requests of this client are found; None for all.
+        """
+        self._forget_old()
+        for request in reversed(self._by_id.get(name, ())):
+            if owner is None or request.owner == owner:
+                return request
+        return None
+
+    def of_number(self, number: int) -> IndexedRequest | None:
+        """Return the request of a sequence."""
+        return self._by_number.get(number)
+
+    def _forget_old(self) -> None:
+        oldest = self._clock() - self._keep_s
+        while self._finished and ((self._finished[0].ended or 0) < oldest or len(self._finished) > self._max_finished):
+            request = self._finished.popleft()
+            for number in request.choices:
+                del self._by_number[number]
+            for name in _names(request):
+                self._by_id[name].remove(request)
+                if not self._by_id[name]:
+                    del self._by_id[name]
+
+
+def _names(request: IndexedRequest) -> set[str]:
+    return {request.response_id, request.request_id} - {""}

@@ -1,0 +1,140 @@
+"""What an engine process tells about its requests: states of live ones, lives of recent ones, and steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event
+from skipjoin.core.policy import explanation
+from skipjoin.core.request import Request, ServiceClass
+from skipjoin.observe.lives import LifeLog, prediction_of
+from skipjoin.observe.steps import StepLog
+from skipjoin.server.engines.messages import (
+    DescribeRequests,
+    FindLives,
+    LivesFound,
+    RequestGroup,
+    RequestState,
+    RequestStates,
+)
+
+# Time after a question for steps in which the engine records them.
+WATCHED_S = 5.0
+# Finished requests in one reply.
+MAX_FINISHED = 256
+
+
+class EngineObserver:
+    """Answers questions about the requests of one engine."""
+
+    def __init__(self) -> None:
+        self._lives = LifeLog()
+        self._steps = StepLog()
+        self._watched_until = -math.inf
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Process the events of a step in order."""
+        if not events:
+            return
+        self._lives.observe(events)
+        if self._watched_until > -math.inf:
+            self._steps.observe(events)
+
+    def describe(self, question: DescribeRequests, core: EngineCore, now: float) -> RequestStates:
+        """Return the states of unfinished requests in rank order. `now` is on the engine's clock."""
+        lives, after = self._lives, question.finished_after
+        if question.has_steps:
+            self._watched_until = now + WATCHED_S
+        elif now > self._watched_until:
+            self._watched_until = -math.inf
+        return RequestStates(
+            question.id,
+            describe(core, now, question.rows),
+            group(core.requests.values(), core),
+            now,
+            lives.total_finished,
+            [] if after is None else lives.finished_after(after, MAX_FINISHED),
+            self._steps.take() if question.has_steps else [],
+        )
+
+    def find(self, question: FindLives, core: EngineCore, now: float) -> LivesFound:
+        """Return lives of live and recently finished requests."""
+        lives = self._lives
+        if question.numbers is None:
+            recent = lives.recent(now - question.since_s, now)
+            return LivesFound(question.id, now, [life for life, _ in zip(recent, range(question.most), strict=False)])
+        found = [
+            life
+            for number in question.numbers
+            if (life := lives.find(number, now, core.requests.get(number))) is not None
+        ]
+        return LivesFound(question.id, now, found, {life.number: lives.holders(life, now) for life in found})
+
+
+def describe(core: EngineCore, now: float, rows: int | None = None) -> list[RequestState]:
+    """Return the states of the first unfinished requests in rank order, all without `rows`."""
+    # `Ordering.rank` has no side effects. `Ordering.ranked` may promote requests.
+    requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
+    return [_describe(core, request, place, now) for place, request in enumerate(requests[:rows])]
+
+
+def group(requests: Iterable[Request], core: EngineCore) -> list[RequestGroup]:
+    """Return the numbers of requests and KV blocks by class, state and wait reason."""
+    counts: dict[tuple[ServiceClass, str, str | None], list[int]] = {}
+    for request in requests:
+        held, wait = core.kv.blocks_of(request), core.wait_of(request)
+        key = (request.options.service, state_name(core, request), None if wait is None else wait.reason.value)
+        count = counts.setdefault(key, [0, 0, 0])
+        count[0] += 1
+        if held is not None:
+            count[1] += len(held.device)
+            count[2] += len(held.cpu)
+    return [RequestGroup(*key, *count) for key, count in counts.items()]
+
+
+def _describe(core: EngineCore, request: Request, place: int, now: float) -> RequestState:
+    held, wait = core.kv.blocks_of(request), core.wait_of(request)
+    predicted, target = prediction_of(request), request.options.target
+    return RequestState(
+        number=request.id,
+        state=state_name(core, request),
+        service=request.options.service,
+        is_urgent=request.options.is_urgent,
+        priority=request.options.priority,
+        place=place,
+        prompt_tokens=len(request.prompt),
+        output_tokens=len(request.output),
+        computed_tokens=request.computed,
+        device_blocks=len(held.device) if held is not None else 0,
+        cpu_blocks=len(held.cpu) if held is not None else 0,
+        wait_reason=wait.reason.value if wait is not None else None,
+        wait_s=now - wait.since if wait is not None else None,
+        short_blocks=wait.short if wait is not None else 0,
+        predicted_tokens=predicted and predicted.tokens,
+        forecast_source=predicted and predicted.source,
+        predicted_low=predicted and predicted.low,
+        predicted_high=predicted and predicted.high,
+        max_tokens=request.max_tokens,
+        age_s=now - request.arrival,
+        ttft_s=_finite(target.ttft_s),
+        tpot_s=_finite(target.tpot_s),
+        jct_s=_finite(target.jct_s),
+        rank=explanation(core.scheduler.policies.ordering, request, now),
+    )
+
+
+def state_name(core: EngineCore, request: Request) -> str:
+    """Return the state of a request, as `RequestState.state` describes it."""
+    if request.last_plan >= core.scheduler.latest_plan:
+        return "running"
+    held = core.kv.blocks_of(request)
+    if held is not None and (held.cpu or held.moving is not None):
+        return "swapped"
+    has_run = request.computed or request.evictions or len(request.output) > request.resumed_tokens
+    return "preempted" if has_run else "waiting"
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if seconds < math.inf else None

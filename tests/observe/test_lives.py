@@ -1,0 +1,146 @@
+"""Lives of requests: intervals cover a life without gaps, and the current one is what the scheduler reports."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from skipjoin.core.request import FinishReason
+from skipjoin.observe import lives
+from skipjoin.observe.lives import RUNNING, Life, LifeLog
+from support.load import load, make
+from support.policies import EVICTIONS
+from support.watch import Stepper, World
+
+WORLDS = [
+    pytest.param(World(recipe, depth, overlap, EVICTIONS[name]), id=f"{recipe}-{depth}-{overlap}-{name}")
+    for recipe, depth, overlap, name in [
+        ("fastserve", 1, False, "proactive"),
+        ("srpt", 2, True, "chaos"),
+        ("fcfs", 1, False, "recompute"),
+        ("srpt", 2, True, "swap"),
+    ]
+]
+
+
+class Watched:
+    """Stepper whose events a life log observes as they occur."""
+
+    def __init__(self, world: World, **bounds: float) -> None:
+        self.stepper = Stepper(world.core())
+        self.log = LifeLog(**bounds)  # type: ignore[arg-type]
+        self._seen = 0
+
+    def observe(self) -> None:
+        self.log.observe(self.stepper.events[self._seen :])
+        self._seen = len(self.stepper.events)
+
+    def start(self) -> bool:
+        plan = self.stepper.start()
+        self.observe()
+        return plan is not None
+
+    def run(self, steps: int = 10_000) -> None:
+        for _ in range(steps):
+            while self.start():
+                self.check_current()
+            if not self.stepper.core.plans:
+                return
+            self.stepper.finish()
+            self.observe()
+
+    def check_current(self) -> None:
+        core, now = self.stepper.core, self.stepper.now
+        for request in core.requests.values():
+            life, wait = self.log.find(request.id, now), core.wait_of(request)
+            assert life is not None
+            assert life.intervals[-1].end is None
+            state = life.intervals[-1].state
+            # A request that a plan in flight computes does not wait, whatever later plans decide.
+            assert state == (RUNNING if wait is None else wait.reason.value) or request.in_flight
+
+
+def check_cover(life: Life, end: float) -> None:
+    """Intervals follow each other from the arrival to the end, and only omitted ones leave a gap."""
+    assert life.intervals[0].begin == life.arrival
+    assert life.intervals[-1].end == life.ended
+    assert all(later.begin == earlier.end for earlier, later in pairwise(life.intervals)) or life.omitted_s
+    assert sum(life.seconds(end).values()) == pytest.approx(end - life.arrival)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_intervals_cover_a_life_and_end_with_the_current_state(world: World) -> None:
+    watched = Watched(world)
+    requests = load(3, count=20)
+    for request in requests:
+        request.arrival = 0.0
+    watched.stepper.add(*requests)
+    watched.run()
+    found = {life.number: life for life in watched.log.recent(0.0, watched.stepper.now)}
+    assert sorted(found) == sorted(request.id for request in requests)
+    for request in requests:
+        life = found[request.id]
+        assert life.ended is not None
+        check_cover(life, life.ended)
+        assert life.output_tokens == len(request.output)
+        assert life.first_token is not None
+        assert any(interval.state == RUNNING for interval in life.intervals)
+    assert any(life.preemptions for life in found.values())
+
+
+def test_waiting_request_names_the_requests_that_held_its_slot() -> None:
+    watched = Watched(World("fcfs", max_seqs=2))
+    watched.stepper.add(*(make(number, max_tokens=10 + 10 * number) for number in range(3)))
+    watched.run(5)
+    now = watched.stepper.now
+    life = watched.log.find(2, now)
+    assert life is not None
+    assert [interval.state for interval in life.intervals] == ["no_slot"]
+    assert [holder.number for holder in watched.log.holders(life, now)] == [0, 1]
+    watched.run()
+    ended = watched.log.find(2, watched.stepper.now)
+    assert ended is not None
+    assert [interval.state for interval in ended.intervals] == ["no_slot", RUNNING]
+    (first, *_), end = ended.intervals, watched.stepper.now
+    holders = {holder.number: holder for holder in watched.log.holders(ended, end)}
+    assert holders[0].seconds == pytest.approx((first.end or 0) - first.begin)
+    assert holders[0].is_finished
+
+
+def test_aborted_request_that_never_ran_is_kept_with_its_reason() -> None:
+    watched = Watched(World("fcfs", max_seqs=1))
+    watched.stepper.add(make(0, max_tokens=30), make(1))
+    watched.run(3)
+    watched.stepper.core.abort(1, watched.stepper.now)
+    watched.stepper._take()
+    watched.observe()
+    life = watched.log.find(1, watched.stepper.now)
+    assert life is not None
+    assert (life.reason, life.first_token) == (FinishReason.ABORT.value, None)
+    check_cover(life, watched.stepper.now)
+
+
+def test_number_and_age_of_finished_requests_are_bounded() -> None:
+    watched = Watched(World("fcfs"), keep_s=5.0, max_finished=3)
+    watched.stepper.add(*(make(number) for number in range(6)))
+    watched.run()
+    now = watched.stepper.now
+    assert [life.number for life in watched.log.recent(0.0, now)] == [5, 4, 3]
+    assert [life.number for life in watched.log.finished_after(4, 10)] == [5, 4]
+    assert watched.log.find(0, now) is None
+    assert watched.log.find(5, now + 4) is not None
+    assert watched.log.find(5, now + 6) is None
+
+
+def test_intervals_of_one_request_are_bounded_and_their_seconds_stay_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "_FIRST", 2)
+    monkeypatch.setattr(lives, "_LAST", 3)
+    watched = Watched(World("fastserve", max_seqs=1, device_blocks=200))
+    watched.stepper.add(*(make(number, max_tokens=100) for number in range(4)))
+    watched.run()
+    for life in watched.log.recent(0.0, watched.stepper.now):
+        assert len(life.intervals) <= 5
+        assert life.ended is not None
+        check_cover(life, life.ended)
+    assert any(life.omitted_s for life in watched.log.recent(0.0, watched.stepper.now))

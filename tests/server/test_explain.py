@@ -1,0 +1,102 @@
+"""Explanations of live and recent requests: by both of their ids, from arrival to end, and to their owners only."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from server_worlds import READY, StartServer
+from typer.testing import CliRunner
+
+from skipjoin.cli import app
+from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.server.api.reasons import explanations
+from skipjoin.server.api.request_index import RequestIndex
+
+
+def test_request_is_explained_while_it_waits_and_after_its_end(start_server: StartServer) -> None:
+    """Two long requests hold all KV blocks but one, so that the third waits."""
+    server = start_server(step_s=0.01, blocks=13)
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def ask(name: str) -> None:
+            body = {"prompt": "abc" * 5, "max_tokens": 80, "ignore_eos": True}
+            client.post("/v1/completions", json=body, headers={"x-request-id": name})
+
+        threads = [threading.Thread(target=ask, args=(f"job/{number}",)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+        seen = _until(lambda: _explained(client, "job/3"), lambda one: one["state"] not in ("running", "not_examined"))
+        live = _explained(client, "job/3")
+        assert not live["is_finished"]
+        assert live["intervals"][-1]["is_current"]
+        assert seen["holders"]
+        assert all(holder["id"].startswith("cmpl-") for holder in seen["holders"])
+        for thread in threads:
+            thread.join()
+        found = client.get("/debug/requests/job%2F3").json()
+        (ended,) = found["choices"]
+        assert ended["is_finished"]
+        assert (ended["state"], ended["output_tokens"]) == ("length", 80)
+        assert sum(ended["seconds"].values()) == pytest.approx(ended["total_s"], abs=1e-3)
+        assert ended["intervals"] == _explained(client, found["id"])["intervals"]
+        missing = client.get("/debug/requests/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
+    shown = CliRunner().invoke(app, ["explain", "job/3", "--url", server.url])
+    assert shown.exit_code == 0, shown.output
+    assert f"{found['id']}: ended (length)" in shown.output
+    assert found["reasons"][ended["longest_wait"]]["text"] in shown.output
+    as_json = CliRunner().invoke(app, ["explain", found["id"], "--json", "--url", server.url])
+    assert json.loads(as_json.output)["request_id"] == "job/3"
+    refused = CliRunner().invoke(app, ["explain", "other", "--url", server.url])
+    assert (refused.exit_code, "no request 'other'" in refused.stderr) == (1, True)
+
+
+def _explained(client: httpx.Client, name: str) -> dict[str, Any]:
+    answer = client.get(f"/debug/requests/{name.replace('/', '%2F')}")
+    if answer.status_code == 404:  # not submitted yet
+        return {"state": "running"}
+    return answer.json()["choices"][0]
+
+
+def _until(look: Any, wanted: Any) -> Any:
+    end = time.monotonic() + 20
+    while not wanted(found := look()):
+        assert time.monotonic() < end, found
+        time.sleep(0.01)
+    return found
+
+
+def test_index_finds_a_request_by_both_ids_for_its_owner_only() -> None:
+    index = RequestIndex()
+    mine = index.add("cmpl-1", "same", "me", [7, 8])
+    other = index.add("cmpl-2", "same", "you", [9])
+    assert index.find("cmpl-1", "me") is index.find("same", "me") is index.find("cmpl-1", None) is mine
+    assert index.find("same", None) is index.find("same", "you") is other
+    assert index.find("cmpl-2", "me") is index.find("nothing", None) is None
+    assert (index.of_number(8), mine.choices) == (mine, {7: 0, 8: 1})
+
+
+def test_index_is_bounded_in_age_and_number_and_keeps_live_requests() -> None:
+    now = 0.0
+    index = RequestIndex(keep_s=10, max_finished=2, clock=lambda: now)
+    live = index.add("live", "", "", [0])
+    ended = [index.add(f"id-{number}", "again", "", [number]) for number in range(1, 5)]
+    for request in ended:
+        index.ended(request)
+        index.ended(request)
+    assert [index.find(one.response_id, None) for one in ended] == [None, None, *ended[2:]]
+    now = 11.0
+    assert index.find("again", None) is index.of_number(4) is None
+    assert index.find("live", None) is live
+
+
+def test_every_reason_has_words() -> None:
+    found = explanations(READY)
+    assert set(found) >= set(WaitReason)
+    assert all(one.short and one.text.endswith(".") for one in found.values())

@@ -21,6 +21,7 @@ from skipjoin.cli.profile import profile
 from skipjoin.cli.recipes import recipes
 from skipjoin.cli.serve import serve
 from skipjoin.cli.simulate import simulate
+from skipjoin.cli.top import top
 from skipjoin.version import VERSION
 
 app = Commands(
@@ -28,7 +29,7 @@ app = Commands(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, explain, recipes, convert, profile, simulate, bench, plot):
+for command in (serve, generate, top, explain, recipes, convert, profile, simulate, bench, plot):
     app.command()(command)
 app.add_typer(predict, name="predict")
 app.add_typer(batch, name="batch")

@@ -15,6 +15,7 @@ from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.browsers import SiteRules
 from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.completions import CompletionEndpoint
+from skipjoin.server.api.feed import Feed
 from skipjoin.server.api.generation import Endpoint
 from skipjoin.server.api.replies import answer
 from skipjoin.server.api.service import Service
@@ -29,11 +30,13 @@ def build_app(
     service: Service,
     add_more: AddRoutes | None = None,
     body_limits: Mapping[tuple[str, str], int] | None = None,
+    feed: Feed | None = None,
 ) -> AccessGuard:
     """Return the application of a service. Its `.app` is the FastAPI object behind the guard.
 
     Args:
         body_limits: Maximum body sizes of routes with larger bodies, by method and path.
+        feed: Snapshots for consoles, which the caller closes when the server stops.
     """
     config = service.config
     app = _new_app()
@@ -42,7 +45,7 @@ def build_app(
         _add_endpoint(app, kind(service))
     tokens.add_routes(app, service)
     if config.console:
-        debug.add_routes(app, service)
+        debug.add_routes(app, service, feed or Feed(service))
     bodies = {kind.path: kind.body_type for kind in ENDPOINTS} | tokens.BODIES
     if add_more is not None:
         bodies |= add_more(app)

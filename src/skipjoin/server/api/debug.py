@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.explain import Explainer, find_lives
+from skipjoin.server.api.feed import Feed
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.service import Service
 
 # An engine answers between two steps, which do not take longer unless it hangs.
 TIMEOUT_S = 5.0
+# Proxies would hold events back.
+_NO_BUFFERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
     """Add the routes. Keys without operator rights see only their own requests."""
 
     def viewer(request: Request) -> str | None:
@@ -36,6 +43,13 @@ def add_routes(app: FastAPI, service: Service) -> None:
             if owner in (None, one.owner)
         ]
         return json_response({"requests": rows, "silent_replicas": found.silent})
+
+    @app.get("/debug/events")
+    async def stream_events(request: Request) -> Response:
+        """Stream snapshots of the server as server-sent events."""
+        events = feed.events(viewer(request))
+        first = await anext(events)  # an error has a status
+        return StreamingResponse(_all(first, events), media_type="text/event-stream", headers=_NO_BUFFERS)
 
     @app.get("/debug/requests/{name:path}")
     async def explain_request(name: str, request: Request) -> Response:
@@ -64,3 +78,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
                 "reasons": explainer.words(),
             }
         )
+
+
+async def _all(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        yield first
+        async for event in events:
+            yield event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 
 from skipjoin.core.engine import EngineCore
@@ -44,7 +45,7 @@ class EngineObserver:
 
     def describe(self, question: DescribeRequests, core: EngineCore, now: float) -> RequestStates:
         """Return the states of unfinished requests in rank order. `now` is on the engine's clock."""
-        lives, after = self._lives, question.finished_after
+        lives, after, begin = self._lives, question.finished_after, time.perf_counter()
         if question.has_steps:
             self._watched_until = now + WATCHED_S
         elif now > self._watched_until:
@@ -57,6 +58,7 @@ class EngineObserver:
             lives.total_finished,
             [] if after is None else lives.finished_after(after, MAX_FINISHED),
             self._steps.take() if question.has_steps else [],
+            time.perf_counter() - begin,
         )
 
     def find(self, question: FindLives, core: EngineCore, now: float) -> LivesFound:

@@ -274,6 +274,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
         total_finished: Number of requests that have finished so far.
         finished: Wanted finished requests, newest first.
         steps: Steps since the last reply with steps.
+        seconds: Time that the reply took.
     """
 
     id: int
@@ -283,6 +284,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
     total_finished: int = 0
     finished: list[Life] = []
     steps: list[StepSummary] = []
+    seconds: float = 0.0
 
 
 class LivesFound(msgspec.Struct, frozen=True, tag="lives", array_like=True):

@@ -1,0 +1,126 @@
+"""`skipjoin top`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from skipjoin.cli.connection import Connection, call
+from skipjoin.cli.explain import duration
+from skipjoin.cli.options import Section, Values, takes
+
+if TYPE_CHECKING:
+    from skipjoin.cli.server_client import ServerClient
+
+_BAR = 30
+_HEAD_LINES = 7
+_FILE_WIDTH = 160
+_STATE_STYLES = {"running": "green", "swapped": "cyan", "preempted": "yellow", "waiting": "red"}
+
+
+@takes(server=Section(Connection))
+def top(
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and end.")] = False,
+    server: Values,
+) -> None:
+    """Show a server's requests live: which run, which wait and why, and how full the KV cache is."""
+    from skipjoin.cli.server_client import ServerClient  # noqa: PLC0415
+
+    async def watch(client: ServerClient) -> None:
+        screen = _Screen()
+        console = Console(highlight=False)
+        if once and not console.is_terminal:
+            console.width = _FILE_WIDTH
+        live = None if once else Live(console=console, screen=console.is_terminal, auto_refresh=False)
+        if live is not None:
+            live.start()
+        try:
+            async for name, data in client.events("/debug/events"):
+                screen.take(name, data)
+                if name != "snapshot":
+                    continue
+                if live is None:
+                    console.print(screen.render(None))
+                    return
+                live.update(screen.render(console.height), refresh=True)
+        finally:
+            if live is not None:
+                live.stop()
+
+    call(ServerClient, Connection(**server), watch)
+
+
+class _Screen:
+    """State of the display, from the events of the server."""
+
+    def __init__(self) -> None:
+        self._hello: Mapping[str, Any] = {}
+        self._now: Mapping[str, Any] = {}
+        self._before: Mapping[str, Any] | None = None
+
+    def take(self, name: str, data: Any) -> None:
+        if name == "hello":
+            self._hello = data
+        elif name == "snapshot":
+            self._before, self._now = self._now or None, data
+
+    def render(self, height: int | None) -> RenderableType:
+        rows = self._now["rows"]
+        room = len(rows) if height is None else max(1, height - _HEAD_LINES)
+        more = sum(group["requests"] for group in self._now["groups"]) - min(room, len(rows))
+        return Group(*self._head(), Text(), self._table(rows[:room]), Text(f"and {more} more" if more > 0 else ""))
+
+    def _head(self) -> list[Text]:
+        hello, now, load = self._hello, self._now, self._now["load"]
+        clock = time.strftime("%H:%M:%S", time.localtime(now["time"]))
+        speed = "" if (tps := self._tokens_per_s()) is None else f", {tps:.0f} tokens/s"
+        usage = load["kv_cache_usage"]
+        bar = "█" * round(usage * _BAR) + "░" * (_BAR - round(usage * _BAR))
+        waits: dict[str, int] = {}
+        for group in now["groups"]:
+            if (reason := group["wait_reason"]) is not None:
+                waits[reason] = waits.get(reason, 0) + group["requests"]
+        reasons = ", ".join(f"{count} {hello['reasons'][reason]['short']}" for reason, count in waits.items())
+        lines = [
+            Text(f"{hello['model']}, recipe {hello['recipe']}, {clock}{speed}", style="bold"),
+            Text(f"{load['running']} running, {load['waiting']} waiting" + (f" ({reasons})" if reasons else "")),
+            Text(f"KV {bar} {usage:.0%}"),
+        ]
+        if now["silent_replicas"]:
+            lines.append(Text(f"no reply from replicas {now['silent_replicas']}", style="red"))
+        return lines
+
+    def _tokens_per_s(self) -> float | None:
+        if self._before is None:
+            return None
+        tokens = [sum(one["generation_tokens_total"] for one in part["engines"]) for part in (self._before, self._now)]
+        seconds = self._now["time"] - self._before["time"]
+        return max(0.0, tokens[1] - tokens[0]) / seconds if seconds > 0 else None
+
+    def _table(self, rows: list[Mapping[str, Any]]) -> Table:
+        table = Table("request", "class", "state", "why", "waits", "age", "prompt", "output", "forecast", "KV blocks")
+        table.box, table.padding = None, (0, 2, 0, 0)
+        reasons = self._hello["reasons"]
+        for row in rows:
+            reason, forecast = row["wait_reason"], row["predicted_tokens"]
+            table.add_row(
+                Text(row["id"] + (f" #{row['choice']}" if row["choice"] else "")),
+                Text(row["service"] + (" !" if row["is_urgent"] else "")),
+                Text(row["state"], style=_STATE_STYLES.get(row["state"], "")),
+                Text("" if reason is None else reasons[reason]["short"]),
+                "" if row["wait_s"] is None else duration(row["wait_s"]),
+                duration(row["age_s"]),
+                str(row["prompt_tokens"]),
+                f"{row['output_tokens']}/{row['max_tokens']}",
+                "" if forecast is None else f"{forecast:.0f}",
+                str(row["device_blocks"]) + (f"+{row['cpu_blocks']}" if row["cpu_blocks"] else ""),
+            )
+        return table

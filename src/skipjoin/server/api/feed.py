@@ -1,0 +1,135 @@
+"""Server-sent events for consoles: snapshots of the server, shared by all of them.
+
+The cost is bounded. Without a listener no snapshot is taken, and the engines record no steps. With listeners, one
+snapshot serves them all, has a bounded size, and is taken once per second, or less often if that would take more than
+`MAX_SHARE` of the time of this process or an engine. A listener that reads slowly skips snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.explain import words_of
+from skipjoin.server.api.reasons import explanations
+from skipjoin.server.api.responses import encode
+from skipjoin.server.api.service import Service
+from skipjoin.server.api.snapshots import MAX_ROWS, STEP_FIELDS, Owned, Snapshot, take_snapshot, visible
+from skipjoin.server.engines.engine_client import ConnectedEngine
+from skipjoin.server.engines.messages import DescribeRequests, RequestStates
+from skipjoin.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+MAX_SHARE = 0.005
+MAX_LISTENERS = 16
+# Finished requests that a new listener gets at once.
+MAX_BACKLOG = 512
+# An engine in a long step answers later, and is in the next snapshot.
+_TIMEOUT_S = 2.0
+
+
+class Feed:
+    """Takes snapshots while consoles listen."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._listeners = 0
+        self._task: asyncio.Task[None] | None = None
+        self._next: asyncio.Future[Snapshot] | None = None
+        self._finished_of: dict[ConnectedEngine, int] = {}  # `total_finished` of the last reply
+        self._backlog: deque[Owned] = deque(maxlen=MAX_BACKLOG)
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End all streams."""
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+        if self._next is not None:
+            self._next.cancel()
+
+    async def events(self, owner: str | None) -> AsyncGenerator[bytes, None]:
+        """Yield a `hello` event, then `snapshot` events, as one viewer may see them; None sees all.
+
+        Raises:
+            ApiError: There are `MAX_LISTENERS` already.
+        """
+        if self._listeners >= MAX_LISTENERS:
+            raise ApiError(503, f"{MAX_LISTENERS} consoles listen already", code="too_many_consoles")
+        self._listeners += 1
+        try:
+            yield _event("hello", encode(self._hello(owner)))
+            while not self._is_closed:
+                try:
+                    snapshot = await asyncio.shield(self._upcoming())
+                except asyncio.CancelledError:
+                    if self._is_closed:
+                        return
+                    raise
+                yield _event("snapshot", snapshot.encoded(owner))
+        finally:
+            self._listeners -= 1
+
+    def _hello(self, owner: str | None) -> dict[str, Any]:
+        service, info = self._service, self._service.info
+        return {
+            "model": service.name,
+            "version": VERSION,
+            "recipe": info.recipe,
+            "max_num_seqs": info.max_num_seqs,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "max_model_len": info.max_model_len,
+            "replicas": service.client.wanted,
+            "max_rows": MAX_ROWS,
+            "step_fields": STEP_FIELDS,
+            "sees_all": owner is None,
+            "reasons": words_of(explanations(info)),
+            "finished": visible(self._backlog, owner),
+        }
+
+    def _upcoming(self) -> asyncio.Future[Snapshot]:
+        """Return the next snapshot, and take snapshots from now on."""
+        if self._next is None or self._next.done():
+            self._next = asyncio.get_running_loop().create_future()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        return self._next
+
+    async def _run(self) -> None:
+        while self._listeners:
+            begin = time.monotonic()
+            try:
+                cost_s = await self._publish()
+            except Exception:
+                logger.exception("no snapshot for the console could be taken")
+                cost_s = 0.0
+            period_s = max(PERIOD_S, cost_s / MAX_SHARE)
+            await asyncio.sleep(max(0.0, begin + period_s - time.monotonic()))
+
+    async def _publish(self) -> float:
+        """Take and publish a snapshot, and return the longest time that it took a process."""
+        replies = await self._service.client.ask(self._question, _TIMEOUT_S)
+        begin = time.perf_counter()
+        states = {engine: reply for engine, reply in replies.by_engine.items() if isinstance(reply, RequestStates)}
+        self._finished_of = {engine: reply.total_finished for engine, reply in states.items()}
+        snapshot = take_snapshot(self._service, states, replies.silent)
+        self._backlog.extend(reversed(snapshot.finished))
+        snapshot.encoded(None)
+        if self._next is not None and not self._next.done():
+            self._next.set_result(snapshot)
+        return max([time.perf_counter() - begin, *(reply.seconds for reply in states.values())])
+
+    def _question(self, number: int, engine: ConnectedEngine) -> DescribeRequests:
+        after = self._finished_of.get(engine, 0)
+        return DescribeRequests(number, rows=MAX_ROWS, finished_after=after, has_steps=True)
+
+
+def _event(name: str, data: bytes) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

@@ -1,0 +1,148 @@
+"""Snapshots of a server for the console, as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import msgspec
+
+from skipjoin.observe.lives import RUNNING, Life
+from skipjoin.observe.steps import StepSummary
+from skipjoin.server.api.explain import objectives
+from skipjoin.server.api.responses import encode
+from skipjoin.server.api.service import Service
+from skipjoin.server.engines.engine_client import ConnectedEngine, LiveRequest, live_requests
+from skipjoin.server.engines.messages import RequestStates
+
+# Live requests in one snapshot, the first in rank order of each engine.
+MAX_ROWS = 200
+STEP_FIELDS = ("replica", *(field.name for field in fields(StepSummary)))
+_GAUGES = ("kv_cached_blocks", "kv_cpu_cached_blocks", "kv_shared_blocks", "kv_lent_blocks")
+_COUNTERS = (
+    *("prompt_tokens_total", "generation_tokens_total", "engine_steps_total", "num_preemptions_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("swap_in_bytes_total", "swap_out_bytes_total", "recomputed_tokens_total"),
+)
+
+
+class Owned(NamedTuple):
+    """Part of a snapshot that only its owner and operators may see."""
+
+    owner: str
+    row: dict[str, Any]
+
+
+class Snapshot:
+    """State of a server at one time.
+
+    Attributes:
+        finished: Requests that finished since the previous snapshot, newest first.
+    """
+
+    def __init__(self, common: dict[str, Any], rows: list[Owned], finished: list[Owned]) -> None:
+        self._common = common
+        self._rows = rows
+        self.finished = finished
+        self._encoded: dict[str | None, bytes] = {}
+
+    def encoded(self, owner: str | None) -> bytes:
+        """Return the JSON that one viewer may see, encoded once; None sees all."""
+        if owner not in self._encoded:
+            self._encoded[owner] = encode(
+                {**self._common, "rows": visible(self._rows, owner), "finished": visible(self.finished, owner)}
+            )
+        return self._encoded[owner]
+
+
+def visible(parts: Iterable[Owned], owner: str | None) -> list[dict[str, Any]]:
+    """Return the rows that a viewer may see."""
+    return [part.row for part in parts if owner in (None, part.owner)]
+
+
+def take_snapshot(service: Service, replies: Mapping[ConnectedEngine, RequestStates], silent: list[int]) -> Snapshot:
+    """Return a snapshot from the replies of the engines."""
+    wall, client, admission = time.time(), service.client, service.admission
+    load = client.load()
+    rows = [_live(one) for one in client.without_engine()[:MAX_ROWS]]
+    finished: list[Owned] = []
+    for engine, reply in replies.items():
+        rows += [_live(one) for one in live_requests(engine, reply)]
+        finished += (_finished(service, life, wall - reply.now) for life in reply.finished)
+    common = {
+        "time": wall,
+        "load": {
+            "running": load.running,
+            "waiting": load.waiting,
+            "kv_cache_usage": load.usage,
+            "requests": admission.requests,
+            "queued_tokens": admission.tokens,
+        },
+        "engines": [_engine(engine) for engine in replies],
+        "silent_replicas": silent,
+        "groups": [
+            {"replica": engine.number, **msgspec.structs.asdict(group)}
+            for engine, reply in replies.items()
+            for group in reply.groups
+        ],
+        "steps": [step for engine, reply in replies.items() for step in _steps(engine, reply, wall)],
+    }
+    return Snapshot(common, rows, finished)
+
+
+def _live(one: LiveRequest) -> Owned:
+    row = {"id": one.label, "choice": one.choice, "replica": one.replica, **msgspec.structs.asdict(one.state)}
+    return Owned(one.owner, row)
+
+
+def _engine(engine: ConnectedEngine) -> dict[str, Any]:
+    info, stats = engine.info, engine.stats
+    metrics = stats.metrics
+    return {
+        "replica": engine.number,
+        "device": info.device,
+        "dtype": info.dtype,
+        "device_blocks": info.device_blocks,
+        "cpu_blocks": info.cpu_blocks,
+        "block_size": info.block_size,
+        "block_bytes": info.block_bytes,
+        "used_blocks": stats.blocks_used,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "is_hung": engine.is_hung,
+        **{name: sum(metrics.row(name)) for name in (*_GAUGES, *_COUNTERS)},
+    }
+
+
+def _steps(engine: ConnectedEngine, reply: RequestStates, wall: float) -> Iterator[list[float]]:
+    """Yield each step as a list in the order of `STEP_FIELDS`, because there may be a hundred per second."""
+    shift = wall - reply.now
+    for step in reply.steps:
+        values = (getattr(step, name) for name in STEP_FIELDS[3:])
+        yield [engine.number, round(step.begin + shift, 4), round(step.end + shift, 4), *(round(v, 5) for v in values)]
+
+
+def _finished(service: Service, life: Life, shift: float) -> Owned:
+    request = service.index.of_number(life.number)
+    assert life.ended is not None
+    facts, seconds = life.facts(), life.seconds(life.ended)
+    row = {
+        "id": "" if request is None else request.response_id,
+        "choice": 0 if request is None else request.choices[life.number],
+        "arrived_at": life.arrival + shift,
+        "ended_at": life.ended + shift,
+        "reason": life.reason,
+        "service": life.service,
+        "prompt_tokens": life.prompt_tokens,
+        "output_tokens": life.output_tokens,
+        "ttft_s": None if life.first_token is None else facts.ttft(life.ended),
+        "tpot_s": facts.tpot(life.ended),
+        "jct_s": facts.jct(life.ended),
+        "waited_s": sum(value for state, value in seconds.items() if state != RUNNING),
+        "preemptions": sum(life.preemptions.values()),
+        "objectives": {name: one["met"] for name, one in objectives(life, life.ended).items()},
+        "forecast": life.prediction and life.prediction._asdict(),
+    }
+    return Owned("" if request is None else request.owner, row)

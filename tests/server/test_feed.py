@@ -1,0 +1,123 @@
+"""GET /debug/events: bounded cost, one snapshot for all listeners, and only what a viewer may see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from server_worlds import Api, MakeApi, StartServer
+from test_server_debug import state
+from typer.testing import CliRunner
+
+from skipjoin.cli import app
+from skipjoin.core.request import NO_TARGET, ServiceClass
+from skipjoin.observe.lives import RUNNING, Interval, Life
+from skipjoin.server.api import feed
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.feed import Feed
+from skipjoin.server.engines.messages import RequestStates
+
+
+def parse(event: bytes) -> tuple[str, Any]:
+    name, data = event.decode().split("\n")[:2]
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+async def reply(api: Api, **parts: Any) -> None:
+    """Answer the engine's next question."""
+    while not api.engine.asked:
+        await asyncio.sleep(0)
+    numbers = list(api.engine.live)
+    api.engine.tell(RequestStates(api.engine.asked.pop(), [state(number) for number in numbers], **parts))
+
+
+def life(number: int) -> Life:
+    intervals = [Interval("no_slot", 0.0, 1.0), Interval(RUNNING, 1.0, 3.0)]
+    facts = {"output_tokens": 5, "first_token": 1.5, "ended": 3.0, "reason": "stop", "intervals": intervals}
+    return Life(number, 0.0, 8, 16, ServiceClass.REAL_TIME, False, 0, NO_TARGET, **facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.anyio
+async def test_listeners_share_snapshots_and_none_is_taken_without_them(
+    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "PERIOD_S", 0.01)
+    async with make_api() as api:
+        source = Feed(api.service)
+        await asyncio.sleep(0.05)
+        assert not api.engine.asked
+        streams = [source.events(None) for _ in range(3)]
+        for stream in streams:
+            name, hello = parse(await anext(stream))
+            assert (name, hello["model"], hello["finished"]) == ("hello", "tiny", [])
+        waiting = [asyncio.create_task(anext(stream)) for stream in streams]
+        await reply(api, finished=[life(7)], total_finished=1, now=4.0)
+        first, *others = await asyncio.gather(*waiting)
+        assert all(other == first for other in others)
+        name, snapshot = parse(first)
+        (row,) = snapshot["finished"]
+        assert name == "snapshot"
+        assert (row["ttft_s"], row["tpot_s"], row["jct_s"], row["waited_s"]) == (1.5, 0.375, 3.0, 1.0)
+        assert row["ended_at"] == pytest.approx(snapshot["time"] - 1.0)
+
+        late = source.events(None)
+        assert parse(await anext(late))[1]["finished"] == [row]
+        for stream in (*streams, late):
+            await stream.aclose()
+        task = source._task
+        assert task is not None
+        while not task.done():
+            api.engine.asked and await reply(api)
+            await asyncio.sleep(0.001)
+        api.engine.asked.clear()
+        await asyncio.sleep(0.05)
+        assert not api.engine.asked
+
+
+@pytest.mark.anyio
+async def test_viewers_see_their_own_requests_and_operators_see_all(make_api: MakeApi) -> None:
+    async with make_api() as api:
+        api.engine.paused = True
+        task = asyncio.create_task(api.complete(max_tokens=2))
+        while not api.engine.live:
+            await asyncio.sleep(0)
+        source = Feed(api.service)
+        streams = {owner: source.events(owner) for owner in (None, "anonymous", "another")}
+        for stream in streams.values():
+            await anext(stream)
+        waiting = {owner: asyncio.create_task(anext(stream)) for owner, stream in streams.items()}
+        (number,) = api.engine.live
+        await reply(api, finished=[life(number)])
+        found = {owner: parse(await event)[1] for owner, event in waiting.items()}
+        assert [len(found[owner]["rows"]) for owner in found] == [1, 1, 0]
+        assert [len(found[owner]["finished"]) for owner in found] == [1, 1, 0]
+        assert found[None]["rows"][0]["id"].startswith("cmpl-")
+        source.close()
+        for stream in streams.values():
+            assert [event async for event in stream] == []
+        api.engine.paused = False
+        await task
+
+
+@pytest.mark.anyio
+async def test_number_of_listeners_is_bounded(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MAX_LISTENERS", 2)
+    async with make_api() as api:
+        source = Feed(api.service)
+        streams = [source.events(None) for _ in range(2)]
+        for stream in streams:
+            await anext(stream)
+        with pytest.raises(ApiError, match="2 consoles listen already"):
+            await anext(source.events(None))
+        await streams[0].aclose()
+        await anext(source.events(None))
+
+
+def test_top_shows_a_running_server_and_its_end_is_not_delayed(start_server: StartServer) -> None:
+    server = start_server()
+    shown = CliRunner().invoke(app, ["top", "--once", "--url", server.url])
+    assert shown.exit_code == 0, shown.output
+    assert "tiny, recipe fastserve" in shown.output
+    assert "0 running, 0 waiting" in shown.output

@@ -55,6 +55,7 @@ $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
 serve: $(VENV)/.runtime
 	$(BIN)/skipjoin serve $(MODEL) --recipe '$(RECIPE)' --host $(HOST) --port $(PORT)
 
+# Tests of the console run where Chromium is installed (Debian: apt-get install chromium).
 test: $(VENV)/.dev
 	$(PYTEST)
 

@@ -33,8 +33,13 @@ NAMES = {
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
     "Python Software Foundation License": "PSF-2.0",
 }
-# Licenses of distributions that only other platforms install.
-ELSEWHERE = {"cffi": "MIT-0", "colorama": "BSD-3-Clause", "pycparser": "BSD-3-Clause"}
+# Licenses of distributions that only other platforms install, or that declare none in their metadata.
+ELSEWHERE = {
+    "axe-playwright-python": "MIT AND MPL-2.0",
+    "cffi": "MIT-0",
+    "colorama": "BSD-3-Clause",
+    "pycparser": "BSD-3-Clause",
+}
 HEADER = """# Third-party distributions
 
 Written by `make lock`; `tools/licenses.py` says which licenses are allowed. pip installs the distributions: none is a
@@ -93,6 +98,8 @@ def rows() -> Iterator[tuple[Locked, str, str]]:
         try:
             license_name = license_of(distribution(name))
         except PackageNotFoundError:
+            license_name = "unknown"
+        if license_name == "unknown":
             license_name = ELSEWHERE.get(name, "unknown")
         yield entry, license_name, "all" if name in runtime else "extras, development"
 

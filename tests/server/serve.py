@@ -33,6 +33,7 @@ _READ = {
     "metrics_compat": str,
     "priority_range": str,
     "fair_by": str,
+    "served_model_name": str,
     "priority_tier": str,
     "timeline": str,
     "replicas": int,

@@ -11,6 +11,7 @@ import typer
 
 from skipjoin.cli.batch import batch
 from skipjoin.cli.bench import bench
+from skipjoin.cli.chat import chat
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.convert import convert
 from skipjoin.cli.explain import explain
@@ -29,7 +30,7 @@ app = Commands(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, top, explain, recipes, convert, profile, simulate, bench, plot):
+for command in (serve, generate, chat, top, explain, recipes, convert, profile, simulate, bench, plot):
     app.command()(command)
 app.add_typer(predict, name="predict")
 app.add_typer(batch, name="batch")

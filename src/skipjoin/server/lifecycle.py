@@ -141,7 +141,7 @@ class Server:
         self._engine_config = replace(
             settings.engine, max_live_requests=live_requests, learned_dir=state_folder(settings.forecasts)
         )
-        self._feed = Feed(self._service)
+        self._feed = Feed(self._service, has_batches=self._batches.context.folder is not None)
         app = build_app(self._service, self._batches.add_routes, self._batches.body_limits, self._feed)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         limits = connection_limits(config)

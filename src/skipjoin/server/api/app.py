@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from skipjoin.server.api import debug, errors, status, tokens
+from skipjoin.server.api import debug, errors, pages, status, tokens
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.browsers import SiteRules
 from skipjoin.server.api.chat import ChatEndpoint
@@ -46,6 +46,7 @@ def build_app(
     tokens.add_routes(app, service)
     if config.console:
         debug.add_routes(app, service, feed or Feed(service))
+        pages.add_routes(app)
     bodies = {kind.path: kind.body_type for kind in ENDPOINTS} | tokens.BODIES
     if add_more is not None:
         bodies |= add_more(app)

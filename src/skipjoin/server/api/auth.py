@@ -9,9 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skipjoin.config.key_files import owner_of_key
 from skipjoin.server.api.browsers import ANY_SITE, SiteRules, with_cors
 from skipjoin.server.api.errors import ApiError, unauthorized
+from skipjoin.server.api.page_paths import FILES
 
 # All other paths need a key, including paths that do not exist.
-OPEN_PATHS = frozenset(["/health", "/ready", "/live"])
+PROBE_PATHS = frozenset(["/health", "/ready", "/live"])
+OPEN_PATHS = PROBE_PATHS.union(FILES)
 # Owner of requests to a server without keys.
 ANONYMOUS = "anonymous"
 METRICS_PATH = "/metrics"

@@ -10,14 +10,16 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from skipjoin.server.api.auth import ANONYMOUS
-from skipjoin.server.api.errors import ApiError
-from skipjoin.server.api.explain import Explainer, find_lives
+from skipjoin.server.api.errors import ApiError, bad_request
+from skipjoin.server.api.explain import Explainer, find_lives, recent_lives
 from skipjoin.server.api.feed import Feed
 from skipjoin.server.api.replies import json_response
+from skipjoin.server.api.request_index import KEEP_S
 from skipjoin.server.api.service import Service
 
 # An engine answers between two steps, which do not take longer unless it hangs.
 TIMEOUT_S = 5.0
+MAX_LIVES = 1000
 # Proxies would hold events back.
 _NO_BUFFERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -50,6 +52,17 @@ def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
         events = feed.events(viewer(request))
         first = await anext(events)  # an error has a status
         return StreamingResponse(_all(first, events), media_type="text/event-stream", headers=_NO_BUFFERS)
+
+    @app.get("/debug/lives")
+    async def show_lives(request: Request, since_s: float = 60.0, most: int = 100) -> Response:
+        """Return the intervals of requests that lived in the last `since_s` seconds, live ones first."""
+        owner = viewer(request)
+        if not (0 <= since_s <= KEEP_S and 1 <= most <= MAX_LIVES):
+            raise bad_request(
+                f"since_s must be in [0, {KEEP_S:g}] and most in [1, {MAX_LIVES}], got {since_s:g} and {most}"
+            )
+        lives = await recent_lives(service, owner, since_s, most, TIMEOUT_S)
+        return json_response({"lives": lives})
 
     @app.get("/debug/requests/{name:path}")
     async def explain_request(name: str, request: Request) -> Response:

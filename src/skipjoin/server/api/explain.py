@@ -129,3 +129,35 @@ async def find_lives(
         for life in reply.lives:
             found[life.number] = life, reply, engine.number
     return found
+
+
+async def recent_lives(
+    service: Service, owner: str | None, since_s: float, most: int, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Return the intervals of the requests of `owner`, or all with None, that lived in the last `since_s` seconds."""
+    replies = await service.client.ask(lambda number, engine: FindLives(number, None, since_s, most), timeout_s)
+    found = []
+    for engine, reply in replies.by_engine.items():
+        assert isinstance(reply, LivesFound)
+        wall = time.time()
+        shift = wall - reply.now
+        for life in reply.lives:
+            request = service.index.of_number(life.number)
+            if request is None or owner not in (None, request.owner):
+                continue
+            found.append(
+                {
+                    "id": request.response_id,
+                    "choice": request.choices[life.number],
+                    "replica": engine.number,
+                    "service": life.service,
+                    "arrived_at": life.arrival + shift,
+                    "ended_at": None if life.ended is None else life.ended + shift,
+                    "now": wall,
+                    "intervals": [
+                        (one.state, one.begin + shift, None if one.end is None else one.end + shift, one.preempted)
+                        for one in life.intervals
+                    ],
+                }
+            )
+    return found

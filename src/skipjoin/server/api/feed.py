@@ -38,8 +38,9 @@ _TIMEOUT_S = 2.0
 class Feed:
     """Takes snapshots while consoles listen."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, *, has_batches: bool = False) -> None:
         self._service = service
+        self._has_batches = has_batches
         self._listeners = 0
         self._task: asyncio.Task[None] | None = None
         self._next: asyncio.Future[Snapshot] | None = None
@@ -90,6 +91,7 @@ class Feed:
             "max_rows": MAX_ROWS,
             "step_fields": STEP_FIELDS,
             "sees_all": owner is None,
+            "has_batches": self._has_batches,
             "reasons": words_of(explanations(info)),
             "finished": visible(self._backlog, owner),
         }

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
-from skipjoin.server.api.auth import ANONYMOUS, OPEN_PATHS
+from skipjoin.server.api.auth import ANONYMOUS, PROBE_PATHS
 from skipjoin.server.api.connections import MIN_READ_BYTES, ConnectionLimits, Connections, client_of
 from skipjoin.server.api.errors import ApiError, bad_request, too_many_connections, unavailable
 from skipjoin.server.api.lingering import LingeringClose
@@ -365,7 +365,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle.transport = self  # type: ignore[assignment]
         if self._is_spare:
             cycle.keep_alive = False
-            if cycle.scope["path"] not in OPEN_PATHS:
+            if cycle.scope["path"] not in PROBE_PATHS:
                 self.pool.refused("no_room")
                 app = _no_room
         super()._start_asgi_task(cycle, app)

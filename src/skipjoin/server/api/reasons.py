@@ -32,6 +32,7 @@ def explanations(info: Ready) -> dict[str, Explanation]:
     pool = f"{info.device_blocks} blocks of {info.block_size} tokens"
     more_kv = f"A larger KV pool lets more requests run: --kv-cache-gib (now {pool})."
     other_recipe = f"Another recipe may run it earlier: --recipe (now {info.recipe})."
+    policy = f"Parameters of the recipe (--set) or another recipe may run it earlier: --recipe (now {info.recipe})."
     return {
         RUNNING: Explanation("running", "It is in the running batch."),
         NO_REPLICA: Explanation("no engine", "No engine is running that could take it.", "See the server's log."),
@@ -61,13 +62,13 @@ def explanations(info: Ready) -> dict[str, Explanation]:
             "shared prefix", "A running request computes a prefix that it will reuse, which saves work."
         ),
         WaitReason.HELD_BY_BATCHER: Explanation(
-            "held by batcher", "The recipe's batcher refuses it although there is room.", other_recipe
+            "held by batcher", f"The batcher of {info.recipe} holds it back although there is room.", policy
         ),
         WaitReason.HELD_BY_ADMISSION: Explanation(
-            "held by admission", "The recipe's admission policy refuses it although there is room.", other_recipe
+            "held by admission", f"The admission policy of {info.recipe} holds it back although there is room.", policy
         ),
         WaitReason.HELD_BY_EVICTION: Explanation(
-            "held by eviction", "The recipe's eviction policy keeps it away although there is room.", other_recipe
+            "held by eviction", f"The eviction policy of {info.recipe} keeps it away although there is room.", policy
         ),
         WaitReason.NOT_EXAMINED: Explanation(
             "not examined", "The scheduler made no decision about it: it has just arrived, or ranks far behind."

@@ -1,0 +1,34 @@
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "";
+  if (seconds < 1e-3) return seconds > 0 ? `${Math.round(seconds * 1e6)} µs` : "0 s";
+  if (seconds < 1) return `${three(seconds * 1e3)} ms`;
+  if (seconds < 100) return `${three(seconds)} s`;
+  if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  return `${three(seconds / 3600)} h`;
+}
+
+export function three(value) {
+  return Math.abs(value) >= 100 ? value.toFixed(0) : Number(value.toPrecision(3)).toString();
+}
+
+export function count(value) {
+  return value >= 1e6 ? `${three(value / 1e6)} M` : Math.round(value).toLocaleString("en-US");
+}
+
+export function percent(share) {
+  return Number.isFinite(share) ? `${Math.round(100 * share)} %` : "–";
+}
+
+export function clock(unix) {
+  return new Date(unix * 1000).toLocaleTimeString("en-GB");
+}
+
+export function plural(number, word) {
+  return `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+}
+
+export function quantile(values, level) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.min(sorted.length - 1, Math.floor(level * sorted.length))];
+}

@@ -30,6 +30,8 @@ function body() {
     stream: true,
     stream_options: { include_usage: true },
   };
+  const schema = $("schema").value.trim();
+  if (schema) found.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } };
   if ($("model").value) found.model = $("model").value;
   if ($("service_tier").value) found.service_tier = $("service_tier").value;
   for (const [name, read] of Object.entries(NUMBERS)) if ($(name).value !== "") found[name] = read($(name).value);
@@ -38,8 +40,17 @@ function body() {
 
 async function generate() {
   const answer = { role: "assistant", content: "", note: "", id: "", error: "" };
-  const sent = body();
+  let sent = null;
+  try {
+    sent = body();
+  } catch (error) {
+    answer.error = `The JSON schema in the settings is not JSON: ${error.message}`;
+  }
   messages.push(answer);
+  if (!sent) {
+    draw();
+    return;
+  }
   running = new AbortController();
   const begin = performance.now();
   const seconds = () => (performance.now() - begin) / 1000;

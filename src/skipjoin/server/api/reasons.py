@@ -70,6 +70,9 @@ def explanations(info: Ready) -> dict[str, Explanation]:
         WaitReason.HELD_BY_EVICTION: Explanation(
             "held by eviction", f"The eviction policy of {info.recipe} keeps it away although there is room.", policy
         ),
+        WaitReason.GRAMMAR: Explanation(
+            "grammar", "The grammar of its structured output is being compiled.", "A smaller schema compiles faster."
+        ),
         WaitReason.NOT_EXAMINED: Explanation(
             "not examined", "The scheduler made no decision about it: it has just arrived, or ranks far behind."
         ),

@@ -1,6 +1,6 @@
 """Measure what consoles cost: output tokens per second with a thousand requests in the server, with and without them.
 
-    python benchmarks/performance/console/run.py [--requests 1000] [--tokens 200] [--consoles 3] [--turns 5] [--out FILE]
+    python benchmarks/performance/console/run.py [--requests 1000] [--tokens 200] [--consoles 3] [--out FILE]
 
 Each turn sends the requests at once to a new server of the built-in model and waits for all of them: without a console
 and with `--consoles` readers of /debug/events in another process, in alternating order. `without_again` repeats the

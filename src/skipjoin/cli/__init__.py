@@ -20,6 +20,7 @@ from skipjoin.cli.plot import plot
 from skipjoin.cli.predict import predict
 from skipjoin.cli.profile import profile
 from skipjoin.cli.recipes import recipes
+from skipjoin.cli.replay import replay
 from skipjoin.cli.serve import serve
 from skipjoin.cli.simulate import simulate
 from skipjoin.cli.top import top
@@ -30,7 +31,7 @@ app = Commands(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, chat, top, explain, recipes, convert, profile, simulate, bench, plot):
+for command in (serve, generate, chat, top, explain, recipes, convert, profile, simulate, replay, bench, plot):
     app.command()(command)
 app.add_typer(predict, name="predict")
 app.add_typer(batch, name="batch")

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from skipjoin.server.api import arrivals
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.explain import Explainer, find_lives, recent_lives
@@ -63,6 +64,22 @@ def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
             )
         lives = await recent_lives(service, owner, since_s, most, TIMEOUT_S)
         return json_response({"lives": lives})
+
+    @app.get("/debug/arrivals")
+    async def show_arrivals(request: Request, since_s: float = arrivals.KEEP_S) -> Response:
+        """Return the lengths and times of requests that ended in the last hour, and the machine that served them."""
+        owner = viewer(request)
+        if not 0 < since_s <= arrivals.KEEP_S:
+            raise bad_request(f"since_s must be above 0 and at most {arrivals.KEEP_S:g}, got {since_s:g}")
+        found = service.arrivals.since(since_s, owner)
+        return json_response(
+            {
+                "machine": {**msgspec.structs.asdict(service.info), "replicas": service.client.wanted},
+                "arrivals": [
+                    {name: value for name, value in one._asdict().items() if name != "owner"} for one in found
+                ],
+            }
+        )
 
     @app.get("/debug/requests/{name:path}")
     async def explain_request(name: str, request: Request) -> Response:

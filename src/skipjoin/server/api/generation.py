@@ -22,6 +22,7 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.sampling import SEED_MIN, SamplingParams
+from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import deadline_exceeded, request_failed, too_slow, unavailable
 from skipjoin.server.api.forecasting import Expectation
@@ -223,8 +224,26 @@ class JobRun:
         """Abort unfinished choices and release the admission slots. Idempotent."""
         self.stop()
         self.job.close()
-        if self._indexed is not None:
+        if self._indexed is not None and self._indexed.ended is None:
             self._service.index.ended(self._indexed)
+            self._note_arrivals()
+
+    def _note_arrivals(self) -> None:
+        job, age_s = self.job, time.monotonic() - self.job.arrived
+        first_s = None if self.first_token_at is None else self.first_token_at - job.arrived
+        for choice in job.choices:
+            if choice.tokens:
+                self._service.arrivals.add(
+                    Arrival(
+                        time.time() - age_s,
+                        len(choice.prompt),
+                        choice.tokens,
+                        job.options.service,
+                        first_s,
+                        age_s,
+                        job.owner,
+                    )
+                )
 
     def _fail_slow_reader(self) -> None:
         self.fail(too_slow())

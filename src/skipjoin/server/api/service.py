@@ -18,6 +18,7 @@ from skipjoin.formats.table import Calls, OutputFormat, find_format
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.sampling import ParameterError, SamplingParams
+from skipjoin.server.api.arrivals import ArrivalLog
 from skipjoin.server.api.errors import (
     ApiError,
     bad_request,
@@ -76,6 +77,7 @@ class Service:
             client_kind="user" if config.fair_by == "user" else "API key",
         )
         self.index = RequestIndex()
+        self.arrivals = ArrivalLog()
         self.phase = Phase.STARTING
         self.created = int(time.time())
         self.name = config.served_model_name or ""

@@ -1,0 +1,46 @@
+"""Arrivals of the last hour, as lengths and times without texts, to be replayed in the simulator."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from skipjoin.core.request import ServiceClass
+
+KEEP_S = 3600.0
+MAX_ARRIVALS = 50_000
+
+
+class Arrival(NamedTuple):
+    """One choice that is no longer live.
+
+    Attributes:
+        at: Seconds since the epoch.
+        ttft_s: Time to first token, and `jct_s` to the end, as the API process saw them; None without a token.
+    """
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+    service: ServiceClass
+    ttft_s: float | None
+    jct_s: float
+    owner: str
+
+
+class ArrivalLog:
+    """Keeps the arrivals of the last `KEEP_S` seconds, `MAX_ARRIVALS` at most."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._kept: deque[Arrival] = deque(maxlen=MAX_ARRIVALS)
+
+    def add(self, arrival: Arrival) -> None:
+        self._kept.append(arrival)
+
+    def since(self, seconds: float, owner: str | None) -> list[Arrival]:
+        """Return the arrivals of the last `seconds` of a client, or of all with None, in order."""
+        oldest = self._clock() - min(seconds, KEEP_S)
+        return sorted(one for one in self._kept if one.at >= oldest and owner in (None, one.owner))

@@ -102,6 +102,10 @@ class SimulatedLoop:
         return self.core.abort(request_id, time.monotonic(), reason)
 
     @property
+    def cost(self) -> LinearCost:
+        return COST
+
+    @property
     def idle(self) -> bool:
         return not self.core.requests and self._plan is None
 

@@ -185,6 +185,7 @@ def _print(outcomes: Sequence[Outcome], machine: Mapping[str, Any], requests: in
             "Compare simulated rows with each other only."
         )
     console.print(
-        "Simulated rows rest on the cost model that the engine had at its start. They leave out HTTP, tokenization and "
-        "prefix-cache hits, and use the default parameters of each recipe; NAME[PARAMETER=VALUE] sets others."
+        "Simulated rows rest on the cost model that the engine updates from its own steps. They leave out HTTP, "
+        "tokenization and prefix-cache hits, and use the default parameters of each recipe; NAME[PARAMETER=VALUE] sets "
+        "others."
     )

@@ -19,6 +19,7 @@ from skipjoin.engine.rank_losses import RankLosses
 from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
+from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import ParameterError, SamplingParams
 
 # Maximum time that a step without a plan waits for a grammar.
@@ -118,6 +119,11 @@ class EngineLoop:
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
         return self.core.abort(request_id, self.clock(), reason)
+
+    @property
+    def cost(self) -> LinearCost:
+        """The cost model, which follows the steps so far."""
+        return self._cost.current
 
     @property
     def idle(self) -> bool:

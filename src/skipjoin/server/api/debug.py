@@ -17,6 +17,7 @@ from skipjoin.server.api.feed import Feed
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.request_index import KEEP_S
 from skipjoin.server.api.service import Service
+from skipjoin.server.engines.messages import DescribeRequests, RequestStates
 
 # An engine answers between two steps, which do not take longer unless it hangs.
 TIMEOUT_S = 5.0
@@ -72,9 +73,13 @@ def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
         if not 0 < since_s <= arrivals.KEEP_S:
             raise bad_request(f"since_s must be above 0 and at most {arrivals.KEEP_S:g}, got {since_s:g}")
         found = service.arrivals.since(since_s, owner)
+        replies = await service.client.ask(lambda number, engine: DescribeRequests(number, rows=0), TIMEOUT_S)
+        machine = {**msgspec.structs.asdict(service.info), "replicas": service.client.wanted}
+        costs = (reply.cost for reply in replies.by_engine.values() if isinstance(reply, RequestStates))
+        machine["cost"] = next(filter(None, costs), service.info.cost)
         return json_response(
             {
-                "machine": {**msgspec.structs.asdict(service.info), "replicas": service.client.wanted},
+                "machine": machine,
                 "arrivals": [
                     {name: value for name, value in one._asdict().items() if name != "owner"} for one in found
                 ],

@@ -12,6 +12,7 @@ from skipjoin.core.policy import explanation
 from skipjoin.core.request import Request, ServiceClass
 from skipjoin.observe.lives import LifeLog, prediction_of
 from skipjoin.observe.steps import StepLog
+from skipjoin.policies.cost import LinearCost
 from skipjoin.server.engines.messages import (
     DescribeRequests,
     FindLives,
@@ -43,7 +44,9 @@ class EngineObserver:
         if self._watched_until > -math.inf:
             self._steps.observe(events)
 
-    def describe(self, question: DescribeRequests, core: EngineCore, now: float) -> RequestStates:
+    def describe(
+        self, question: DescribeRequests, core: EngineCore, now: float, cost: LinearCost | None = None
+    ) -> RequestStates:
         """Return the states of unfinished requests in rank order. `now` is on the engine's clock."""
         lives, after, begin = self._lives, question.finished_after, time.perf_counter()
         if question.has_steps:
@@ -59,6 +62,7 @@ class EngineObserver:
             [] if after is None else lives.finished_after(after, MAX_FINISHED),
             self._steps.take() if question.has_steps else [],
             time.perf_counter() - begin,
+            cost,
         )
 
     def find(self, question: FindLives, core: EngineCore, now: float) -> LivesFound:

@@ -27,6 +27,7 @@ from skipjoin.core.step import StepPlan
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
+from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server import logs
 from skipjoin.server.engines.block_count import recover_blocks
@@ -90,6 +91,8 @@ class Loop(Protocol):
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool: ...
     @property
     def idle(self) -> bool: ...
+    @property
+    def cost(self) -> LinearCost: ...
     def submit(self) -> None: ...
     def step(self) -> list[Event]: ...
     def close(self) -> None: ...
@@ -278,7 +281,7 @@ class EngineServer:
         elif isinstance(message, Reforecast):
             loop.reforecast(message.id, message.forecast)
         elif isinstance(message, DescribeRequests):
-            self.send(self._observer.describe(message, loop.core, time.monotonic()))
+            self.send(self._observer.describe(message, loop.core, time.monotonic(), loop.cost))
         elif isinstance(message, FindLives):
             self.send(self._observer.find(message, loop.core, time.monotonic()))
 

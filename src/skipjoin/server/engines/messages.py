@@ -275,6 +275,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
         finished: Wanted finished requests, newest first.
         steps: Steps since the last reply with steps.
         seconds: Time that the reply took.
+        cost: Cost model that follows the engine's own steps.
     """
 
     id: int
@@ -285,6 +286,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
     finished: list[Life] = []
     steps: list[StepSummary] = []
     seconds: float = 0.0
+    cost: LinearCost | None = None
 
 
 class LivesFound(msgspec.Struct, frozen=True, tag="lives", array_like=True):

@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skipjoin.server.api.page_paths import FILES
+
 # API keys. All cases and stories use those of CLIENTS; requests with the key WRONG must be rejected.
 CLIENTS = ("fuzz-alpha", "fuzz-beta")
 CANARY, OPERATOR, WRONG = "canary", "operator", "fuzz-wrong"
 KEYS = (*CLIENTS, CANARY, OPERATOR)
 # Prefixes of `x-request-id` in bytes that are not request headers: bodies and trailers.
 HIDDEN, TRAILER = "hidden-", "trailer-"
-OPEN_PATHS = ("/health", "/ready", "/live")
+OPEN_PATHS = ("/health", "/ready", "/live", *FILES)
 
 Headers = Sequence[tuple[str | bytes, str | bytes]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -56,25 +57,21 @@ def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
         return StreamingResponse(_all(first, events), media_type="text/event-stream", headers=_NO_BUFFERS)
 
     @app.get("/debug/lives")
-    async def show_lives(request: Request, since_s: float = 60.0, most: int = 100) -> Response:
+    async def show_lives(request: Request) -> Response:
         """Return the intervals of requests that lived in the last `since_s` seconds, live ones first."""
         owner = viewer(request)
-        if not (0 <= since_s <= KEEP_S and 1 <= most <= MAX_LIVES):
-            raise bad_request(
-                f"since_s must be in [0, {KEEP_S:g}] and most in [1, {MAX_LIVES}], got {since_s:g} and {most}"
-            )
-        lives = await recent_lives(service, owner, since_s, most, TIMEOUT_S)
+        since_s, most = _number(request, "since_s", 60, KEEP_S), _number(request, "most", 100, MAX_LIVES)
+        lives = await recent_lives(service, owner, since_s, int(most), TIMEOUT_S)
         return json_response({"lives": lives})
 
     @app.get("/debug/arrivals")
-    async def show_arrivals(request: Request, since_s: float = arrivals.KEEP_S) -> Response:
+    async def show_arrivals(request: Request) -> Response:
         """Return the lengths and times of requests that ended in the last hour, and the machine that served them."""
         owner = viewer(request)
-        if not 0 < since_s <= arrivals.KEEP_S:
-            raise bad_request(f"since_s must be above 0 and at most {arrivals.KEEP_S:g}, got {since_s:g}")
-        found = service.arrivals.since(since_s, owner)
+        found = service.arrivals.since(_number(request, "since_s", arrivals.KEEP_S, arrivals.KEEP_S), owner)
         replies = await service.client.ask(lambda number, engine: DescribeRequests(number, rows=0), TIMEOUT_S)
         machine = {**msgspec.structs.asdict(service.info), "replicas": service.client.wanted}
+        del machine["folder"]
         costs = (reply.cost for reply in replies.by_engine.values() if isinstance(reply, RequestStates))
         machine["cost"] = next(filter(None, costs), service.info.cost)
         return json_response(
@@ -113,6 +110,20 @@ def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
                 "reasons": explainer.words(),
             }
         )
+
+
+def _number(request: Request, name: str, default: float, high: float) -> float:
+    """Return a number of the query in [1, high]."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= high:
+        raise bad_request(f"{name} must be a number in [1, {high:g}], got {text[:40]!r}", name)
+    return value
 
 
 async def _all(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from skipjoin.cli import app
 from skipjoin.core.request import NO_TARGET, ServiceClass
 from skipjoin.observe.lives import RUNNING, Interval, Life
+from skipjoin.recipes import DEFAULT
 from skipjoin.server.api import feed
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.feed import Feed
@@ -119,5 +120,5 @@ def test_top_shows_a_running_server_and_its_end_is_not_delayed(start_server: Sta
     server = start_server()
     shown = CliRunner().invoke(app, ["top", "--once", "--url", server.url])
     assert shown.exit_code == 0, shown.output
-    assert "tiny, recipe fastserve" in shown.output
+    assert f"tiny, recipe {DEFAULT}" in shown.output
     assert "0 running, 0 waiting" in shown.output

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from skipjoin.cli import app
 from skipjoin.cli.explain import duration
 from skipjoin.core.request import ServiceClass
+from skipjoin.recipes import DEFAULT
 from skipjoin.server.api.arrivals import Arrival, ArrivalLog
 
 
@@ -37,11 +38,11 @@ def test_recent_load_is_simulated_under_other_recipes_and_limits(start_server: S
     assert "fcfs, max_num_seqs 1" in picture.read_text()
     figures = json.loads(CliRunner().invoke(app, ["replay", *options, "--json"]).output)
     assert list(figures) == [
-        *("fastserve, measured", "fastserve, simulated"),
+        *(f"{DEFAULT}, measured", f"{DEFAULT}, simulated"),
         *("fcfs, max_num_seqs 1", "srpt, max_num_seqs 1"),
     ]
     # With one slot, requests wait for each other, and the shortest first wait least.
-    assert figures["fcfs, max_num_seqs 1"]["ttft_s.p50"] > figures["fastserve, simulated"]["ttft_s.p50"]
+    assert figures["fcfs, max_num_seqs 1"]["ttft_s.p50"] > figures[f"{DEFAULT}, simulated"]["ttft_s.p50"]
     assert figures["srpt, max_num_seqs 1"]["jct_s.mean"] <= figures["fcfs, max_num_seqs 1"]["jct_s.mean"]
     assert f"{duration(figures['srpt, max_num_seqs 1']['jct_s.mean'])}" in shown.output
 

@@ -14,10 +14,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests/support/groups.py decides which tests may run concurrently.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs reference format \
+.PHONY: help serve demo test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs reference format \
 	lock audit clean
 help:
 	@echo "make serve          start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
+	@echo "make demo           show what scheduling does on this machine (two minutes after installation), in build/demo"
 	@echo "make test           run all tests, with pairwise combinations of parameters where there are many"
 	@echo "make test-all       run all tests with all combinations of parameters"
 	@echo "make mutations      inject ten faults, and check that tests detect each"
@@ -54,6 +55,9 @@ $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
 
 serve: $(VENV)/.runtime
 	$(BIN)/skipjoin serve $(MODEL) --recipe '$(RECIPE)' --host $(HOST) --port $(PORT)
+
+demo: $(VENV)/.runtime
+	$(BIN)/skipjoin demo --out build/demo
 
 # Tests of the console run where Chromium is installed (Debian: apt-get install chromium).
 test: $(VENV)/.dev

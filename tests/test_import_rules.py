@@ -21,6 +21,7 @@ PURE_STDLIB = set(sys.stdlib_module_names) - IMPURE
 # For each package or module under skipjoin, the parts of skipjoin that it may import. Name a package itself to allow
 # imports within it. A name does not cover subpackages that have their own rule.
 ALLOWED: dict[str, set[str]] = {
+    "__main__": {"cli"},
     "core": {
         "core",
         "core.kv.block_pool",
@@ -83,6 +84,7 @@ ALLOWED: dict[str, set[str]] = {
         "workload",
     },
     "loadtest": {"config", "core", "loadtest", "observe", "options", "system.machine", "version", "workload"},
+    "demo": {"config", "demo", "loadtest", "observe", "report", "workload"},
     "forecast": {"config", "core.forecast", "forecast", "options", "system.durable", "system.folders", "version"},
     "exec.base": {"core"},
     "exec.simulated": {"core", "exec.base"},
@@ -218,6 +220,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "config.profile",
         "core.request",
+        "demo",
         "engine",
         "forecast",
         "llm",
@@ -233,6 +236,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.engines",
         "sim",
         "sim.experiments",
+        "system.durable",
         "system.folders",
         "system.machine",
         "version",
@@ -278,6 +282,7 @@ BELOW_SERVER = {
     "forecast",
     "workload",
     "loadtest",
+    "demo",
     "report",
     "sim",
     "sim.experiments",

@@ -14,6 +14,7 @@ from skipjoin.cli.bench import bench
 from skipjoin.cli.chat import chat
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.convert import convert
+from skipjoin.cli.demo import demo
 from skipjoin.cli.explain import explain
 from skipjoin.cli.generate import generate
 from skipjoin.cli.plot import plot
@@ -31,7 +32,7 @@ app = Commands(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, chat, top, explain, recipes, convert, profile, simulate, replay, bench, plot):
+for command in (serve, demo, generate, chat, top, explain, recipes, convert, profile, simulate, replay, bench, plot):
     app.command()(command)
 app.add_typer(predict, name="predict")
 app.add_typer(batch, name="batch")

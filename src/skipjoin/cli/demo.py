@@ -1,0 +1,106 @@
+"""`skipjoin demo`."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skipjoin.cli.options import Section, Values, takes
+from skipjoin.config import ConfigError
+from skipjoin.loadtest.targets import Target
+from skipjoin.options import Option, check
+from skipjoin.recipes import DEFAULT, absolute, find, names_in
+
+_ENDED_EARLY, _INTERRUPTED = 1, 130
+_PEER = "Peer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """Systems, load and results of the demonstration."""
+
+    recipes: Annotated[
+        str,
+        Option("Schedulers to compare, separated by commas.", flags=("--recipes", "--recipe"), metavar="NAMES",
+               is_common=True),
+    ] = f"fcfs,{DEFAULT}"  # fmt: skip
+    max_num_seqs: Annotated[
+        int, Option("Slots of the batch. With more slots than requests, all schedulers tie.", low=1, high=64,
+                    is_common=True),
+    ] = 4  # fmt: skip
+    background: Annotated[
+        int, Option("Number of long background jobs, all sent at the start.", low=1, high=64, is_common=True)
+    ] = 6
+    chats: Annotated[
+        int, Option("Number of short chats that arrive while these run.", low=1, high=1000, is_common=True)
+    ] = 24
+    out: Annotated[
+        Path, Option("Folder for demo.svg, demo.html and demo.json; earlier ones are replaced.", metavar="FOLDER",
+                     is_common=True),
+    ] = Path("skipjoin-demo")  # fmt: skip
+    peer: Annotated[
+        str | None,
+        Option("Another OpenAI-compatible server that gets the same load, such as http://127.0.0.1:8001.",
+               metavar="URL", group=_PEER, is_common=True),
+    ] = None  # fmt: skip
+    peer_model: Annotated[
+        str | None,
+        Option("Model to request (default: the first that the peer lists).", metavar="NAME", group=_PEER,
+               is_common=True),
+    ] = None  # fmt: skip
+    peer_endpoint: Annotated[
+        str,
+        Option("completions (with token ids) or chat (with words).", metavar="NAME", group=_PEER, is_common=True),
+    ] = "completions"
+    api_key: Annotated[
+        str | None,
+        Option("API key of the peer.", metavar="KEY", envvar="OPENAI_API_KEY", group=_PEER, is_common=True),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in names_in(self.recipes):
+            find(name)
+        for field in ("peer_model", "peer_endpoint"):
+            if self.peer is None and getattr(self, field) not in (None, "completions"):
+                raise ConfigError(f"peer must be given for {field}")
+
+    def target(self) -> Target | None:
+        if self.peer is None:
+            return None
+        return Target(base_url=self.peer, endpoint=self.peer_endpoint, model=self.peer_model, api_key=self.api_key)
+
+
+@takes(options=Section(DemoOptions))
+def demo(*, options: Values) -> None:
+    """Show what scheduling does on this machine: one load, two schedulers, two minutes, no download."""
+    from skipjoin.cli.demo_report import DemoReport  # noqa: PLC0415
+    from skipjoin.demo.runs import Demo, run_demo  # noqa: PLC0415
+
+    wanted = DemoOptions(**options)
+    plan = Demo(
+        recipes=[absolute(name) for name in names_in(wanted.recipes)],
+        max_num_seqs=wanted.max_num_seqs,
+        background=wanted.background,
+        chats=wanted.chats,
+        peer=wanted.target(),
+    )
+    # Exit as on an interrupt, which also stops the servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    command = shlex.join(["skipjoin", *sys.argv[1:]])
+    with DemoReport(wanted.out, command) as report:
+        try:
+            reason = run_demo(plan, report)
+        except KeyboardInterrupt:
+            raise typer.Exit(_INTERRUPTED) from None
+    if reason is not None:
+        print(f"error: {reason}", file=sys.stderr)
+        raise typer.Exit(_ENDED_EARLY)
+    if report.has_failures:
+        raise typer.Exit(_ENDED_EARLY)

@@ -1,0 +1,137 @@
+"""Result of one system under the load of the demonstration."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from skipjoin.demo.load import BACKGROUND, CHAT
+from skipjoin.loadtest.client import Exchange
+from skipjoin.loadtest.targets import Target
+from skipjoin.observe.record import Record
+
+_PREEMPTIONS, _WAITS = "num_preemptions_total", "wait_seconds_total"
+_METRICS_TIMEOUT_S = 5.0
+# Reasons with a smaller share of all waiting are not worth a column.
+_MIN_SHARE = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Counters of a server's metrics, None if it does not export them.
+
+    Attributes:
+        waits: Seconds by wait reason.
+    """
+
+    preemptions: float | None = None
+    waits: Mapping[str, float] | None = None
+
+    def since(self, before: EngineCounts) -> EngineCounts:
+        preemptions, waits = None, None
+        if self.preemptions is not None and before.preemptions is not None:
+            preemptions = self.preemptions - before.preemptions
+        if self.waits is not None and before.waits is not None:
+            waits = {reason: seconds - before.waits.get(reason, 0.0) for reason, seconds in self.waits.items()}
+        return EngineCounts(preemptions, waits)
+
+
+def engine_counts(target: Target) -> EngineCounts:
+    """Return the counters of Skipjoin's metrics, or of others' with the same name."""
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    request = urllib.request.Request(f"{target.base_url}/metrics", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_METRICS_TIMEOUT_S) as response:
+            families = list(text_string_to_metric_families(response.read().decode("utf-8", "replace")))
+    except (OSError, ValueError):
+        return EngineCounts()
+    samples = [sample for family in families for sample in family.samples]
+    preempted = [one.value for one in samples if one.name.endswith(f":{_PREEMPTIONS}")]
+    waits = {one.labels.get("reason", ""): one.value for one in samples if one.name.endswith(f":{_WAITS}")}
+    return EngineCounts(sum(preempted) if preempted else None, waits or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Measurement of one system.
+
+    Attributes:
+        slots: Size of its batch, None for a peer.
+    """
+
+    name: str
+    record: Record
+    exchanges: Sequence[Exchange]
+    counts: EngineCounts
+    slots: int | None = None
+
+    @property
+    def chat(self) -> Record:
+        return self._part(CHAT)
+
+    @property
+    def background_s(self) -> float | None:
+        """Return the end of the last background job, None if one failed."""
+        jobs = [one for one in self.exchanges if one.job.stream == BACKGROUND]
+        ends = [one.facts.ended for one in jobs if one.failure is None and one.facts.ended is not None]
+        return max(ends) if jobs and len(ends) == len(jobs) else None
+
+    @property
+    def failed(self) -> int:
+        counts = self.record["requests"]
+        return int(counts["rejected"] + counts["errors"])
+
+    @property
+    def max_open(self) -> int:
+        """Return the maximum number of requests that were open at once."""
+        changes = []
+        for one in self.exchanges:
+            if one.sent is not None and one.facts.ended is not None:
+                changes += [(one.sent, 1), (one.facts.ended, -1)]
+        now = most = 0
+        for _, change in sorted(changes):
+            now += change
+            most = max(most, now)
+        return most
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Return the seconds by reason that matter, the longest first."""
+        waits = self.counts.waits or {}
+        least = _MIN_SHARE * sum(waits.values())
+        longest = sorted(waits.items(), key=lambda item: item[1], reverse=True)
+        return {reason: seconds for reason, seconds in longest if seconds > 0 and seconds >= least}
+
+    def _part(self, stream: str) -> Record:
+        part: Record = self.record.get("classes", {}).get(stream, self.record)
+        return part
+
+
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    """Return in one or two sentences when scheduling helps, and whether it could here."""
+    own = [one for one in outcomes if one.slots is not None]
+    if not own:
+        return ""
+    most, slots = max(one.max_open for one in own), own[0].slots
+    if slots is not None and most > slots:
+        return (
+            f"Scheduling helps while more requests are open than the batch or the KV cache holds: here up to {most} "
+            f"were open, and the batch has {slots} slots. With room for all of them, every recipe runs the same batch "
+            f"and they tie; --max-num-seqs {2 * most} shows it."
+        )
+    return (
+        f"At most {most} requests were open and the batch has {slots} slots, so every recipe ran the same batch and "
+        "they tie. Scheduling helps while more requests are open than the batch or the KV cache holds; "
+        "--max-num-seqs 4 shows it."
+    )
+
+
+def headline(outcomes: Sequence[Outcome]) -> str:
+    """Return the medians of the chats' first tokens."""
+    medians = [(one.name, one.chat["ttft_s"]["p50"]) for one in outcomes]
+    return "A chat's first token (median): " + ", ".join(
+        f"{name} {'none' if s is None else f'{s:.2f} s'}" for name, s in medians
+    )

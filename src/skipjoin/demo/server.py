@@ -1,0 +1,91 @@
+"""A `skipjoin serve` process for one run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Self
+
+from skipjoin.config import ConfigError
+from skipjoin.demo.model import CONTEXT, NAME
+
+# The first start compiles operations of the CPU, which takes a minute where the compiler shares its cores.
+_START_S, _STOP_S = 600.0, 30.0
+_POLL_S = 0.1
+# KV for more tokens than the demonstration's load ever holds, so that slots are the only limit.
+_KV_GIB = 0.5
+_READY = re.compile(r"^Ready: .* at (http://\S+) \(", re.MULTILINE)
+_TAIL_LINES = 12
+
+
+class DemoServer:
+    """Server of the demonstration's model, stopped at the end of its context.
+
+    Attributes:
+        url: Base URL, once the server is ready.
+    """
+
+    def __init__(self, model: Path, recipe: str, max_num_seqs: int) -> None:
+        self.url = ""
+        self._recipe = recipe
+        self._command = [
+            *(sys.executable, "-m", "skipjoin", "serve", str(model), "--load-format", "dummy", "--served-model-name"),
+            *(NAME, "--recipe", recipe, "--max-num-seqs", str(max_num_seqs), "--max-model-len", str(CONTEXT)),
+            *("--kv-cache-gib", str(_KV_GIB), "--swap-space", str(_KV_GIB), "--host", "127.0.0.1", "--port", "0"),
+            # The costs that the first start would measure for 20 seconds are corrected by the steps that run.
+            *("--profile", "off", "--batch-dir", "none"),
+        ]
+
+    def __enter__(self) -> Self:
+        self._output = tempfile.TemporaryFile("w+", errors="replace")
+        # In a group of its own, so that Ctrl-C reaches it through `__exit__` only.
+        self._process = subprocess.Popen(
+            self._command,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
+        )
+        try:
+            self._wait()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + _START_S
+        while time.monotonic() < end:
+            if (found := _READY.search(self._log())) is not None:
+                self.url = found[1]
+                return
+            if self._process.poll() is not None:
+                break
+            time.sleep(_POLL_S)
+        tail = "\n".join(self._log().splitlines()[-_TAIL_LINES:])
+        raise ConfigError(f"the server of recipe {self._recipe} did not start:\n{tail}")
+
+    def _log(self) -> str:
+        self._output.seek(0)
+        return self._output.read()
+
+    def _stop(self) -> None:
+        # The second signal skips the drain of requests that an interrupt has left.
+        for _ in range(2):
+            self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.close()

@@ -1,0 +1,74 @@
+"""Tables and conditions of the demonstration, as texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skipjoin.demo.load import MixedLoad
+from skipjoin.demo.outcome import Outcome
+from skipjoin.demo.page import Cells
+
+_COLUMNS = (
+    "system",
+    "chat TTFT p50 s",
+    "p95 s",
+    "chat TPOT ms",
+    "background done s",
+    "tokens/s",
+    "preempted",
+    "failed",
+)
+_NONE = "-"
+
+
+def figures_table(outcomes: Sequence[Outcome]) -> Cells:
+    """Return the figures of each system. TPOT is a mean; background is done when its last job is."""
+    return Cells("Figures", _COLUMNS, [_figures(one) for one in outcomes])
+
+
+def waits_table(outcomes: Sequence[Outcome]) -> Cells | None:
+    """Return the seconds that all requests of each system waited, by reason, or None if no system counts them."""
+    known = [one for one in outcomes if one.counts.waits is not None]
+    reasons = list(dict.fromkeys(reason for one in known for reason in one.waits))
+    if not reasons:
+        return None
+    rows = [[one.name, *(_text(one.waits.get(reason, 0.0)) for reason in reasons)] for one in known]
+    columns = ["system", *(reason.replace("_", " ") for reason in reasons)]
+    return Cells("Seconds that requests waited, by reason", columns, rows)
+
+
+def conditions(load: MixedLoad, outcomes: Sequence[Outcome], command: str) -> list[str]:
+    """Return what a reader needs to judge or repeat the figures."""
+    machine = outcomes[0].record["machine"]
+    own = next((one for one in outcomes if one.slots is not None), None)
+    model = "" if own is None else f"A random-weight Llama of 97.5M parameters in bfloat16, a batch of {own.slots}. "
+    busy = machine["load_1min"] > 1.5 * (machine["cores"] or 1)  # the server and this client keep all cores busy
+    return [
+        f"{model}{load.background} background jobs of {load.background_tokens} tokens at the start, and {load.chats} "
+        f"chats within {load.duration_s:.0f} s. One run each, so read the figures as a shape.",
+        f"{machine['cpu'] or 'unknown CPU'}, {machine['cores']} cores, load {machine['load_1min']:.1f}"
+        + (": other programs were running, which slows all systems." if busy else "."),
+        *(["The peer runs its own model with its own limits."] if any(one.slots is None for one in outcomes) else []),
+        f"Skipjoin {outcomes[0].record['version']}: {command}",
+    ]
+
+
+def _figures(one: Outcome) -> list[str]:
+    chat = one.chat
+    tpot_s = chat["tpot_s"]["mean"]
+    return [
+        one.name,
+        _text(chat["ttft_s"]["p50"]),
+        _text(chat["ttft_s"]["p95"]),
+        _text(None if tpot_s is None else tpot_s * 1000),
+        _text(one.background_s),
+        _text(one.record["throughput_tps"]),
+        _NONE if one.counts.preemptions is None else f"{one.counts.preemptions:.0f}",
+        str(one.failed),
+    ]
+
+
+def _text(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

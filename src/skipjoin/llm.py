@@ -33,6 +33,7 @@ from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.options import settings_of
+from skipjoin.recipes import located_errors
 from skipjoin.sampling import MAX_SALT, ParameterError, SamplingParams, TokenDetail
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
@@ -198,6 +199,7 @@ class LLM:
         each = self._each(params, len(ids), structured_outputs)
         return self._run(ids, [None] * len(ids), each, _options(service, priority, target), cache_salt)
 
+    @located_errors()
     def _run(
         self,
         ids: list[list[int]],

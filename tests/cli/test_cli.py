@@ -87,6 +87,9 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
     ("args", "names"),
     [
         (("generate", "/no/such/folder", "--prompt", "x"), "/no/such/folder is not a folder"),
+        (("generate", "some/model-Q4.gguf", "--prompt", "x"), "is a GGUF file, which cannot be read: give the folder"),
+        (("generate", "qwen3:8b", "--prompt", "x"), "hub ids of two parts such as"),
+        (("generate", __file__, "--prompt", "x"), "test_cli.py is a file: give its folder"),
         (("generate", "tally", "--prompt", "x", "--temperature", "-1"), "--temperature must be in [0, 2]"),
         (("generate", "tally", "--prompt", "x", "--temperature", "nan"), "--temperature must be a finite number"),
         (("generate", "tally", "--prompt", "x", "--max-tokens", "99999999999"), "--max-tokens must be in [1,"),

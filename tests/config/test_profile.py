@@ -202,6 +202,24 @@ def test_second_start_uses_the_cached_profile(measured: list[ProfileKey]) -> Non
     assert [key.dtype for key in measured] == ["float32", "bfloat16"]
 
 
+def test_poor_fit_is_measured_again_and_not_kept(
+    measured: list[ProfileKey], cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = iter((0.3, 0.2, 0.4, 0.05))
+
+    def measure(executor: object, config: object, key: ProfileKey, *rest: object, **named: object) -> Profile:
+        return dataclasses.replace(PROFILE, key=key, errors=FitErrors(next(errors), 0.5, 8, 4))
+
+    monkeypatch.setattr(startup, "measure_profile", measure)
+    start()
+    assert "median error 20%" in caplog.text
+    assert "the next start measures again" in caplog.text
+    assert not list(cache.glob("*.json"))
+    start()
+    (kept,) = cache.glob("*.json")
+    assert read_profile(kept).errors.median == 0.05
+
+
 def test_unwritable_cache_only_logs_a_warning(
     measured: list[ProfileKey], cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,6 +71,13 @@ def test_bench_writes_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:
     assert "best-effort" in result.output
 
 
+def test_bench_names_the_options_that_keep_or_replace_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out.json").write_text("[]")
+    result = run("http://127.0.0.1:9", *SMALL, "--rates", "1", "--out", tmp_path / "out.json")
+    assert result.exit_code == 2
+    assert "out.json exists; name another file, or --overwrite or --append it" in result.output
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from skipjoin import LLM
 from skipjoin.cli import app
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.recipes import RECIPES, find
@@ -61,6 +62,42 @@ def test_a_recipe_of_a_file_has_parameters_and_may_share_a_name_with_the_package
     with pytest.raises(ConfigError, match="size must be at least 1, got 0"):
         EngineConfig(recipe="own.py:fcfs", recipe_params={"size": 0})
     assert find("fcfs") is fcfs
+
+
+FAULTY = f"""\
+{HEAD}from skipjoin.policies.ordering import FixedKey
+from skipjoin.recipes.parts import preemptive
+
+@recipe
+def faulty(s: Settings):
+    \"\"\"Orders by a missing attribute.\"\"\"
+    return preemptive(s, lambda: FixedKey(lambda request: request.missing))
+"""
+FAULT = r"faulty\.py, line 9: AttributeError: 'Request' object has no attribute 'missing'"
+
+
+def test_a_run_time_error_of_a_recipe_file_is_one_line_with_its_place(folder: Path) -> None:
+    (folder / "faulty.py").write_text(FAULTY)
+    options = ["--model", "opt-13b", "--rates", "1", "--duration", "9", "--jobs", "1"]
+    run = CliRunner().invoke(app, ["simulate", "--recipe", "./faulty.py:faulty", *options])
+    assert run.exit_code == 2
+    assert re.search(rf"^error: recipe: .*{FAULT}$", run.output, re.MULTILINE)
+    assert "Traceback" not in run.output
+    with LLM("tally", recipe="./faulty.py:faulty", profile="off") as llm, pytest.raises(ConfigError, match=FAULT):
+        llm.generate("Count from 3 to 12")
+
+
+def test_recipes_of_a_file_are_listed_by_the_names_to_use(folder: Path) -> None:
+    run = CliRunner().invoke(app, ["recipes", "./my_policy.py"])
+    assert run.exit_code == 0, run.output
+    (name,) = re.findall(r"^(\S+): ", run.output, re.MULTILINE)
+    assert find(name).name == "my_policy.py:edf"
+    (folder / "none.py").write_text("")
+    run = CliRunner().invoke(app, ["recipes", "none.py"])
+    assert (run.exit_code, run.output) == (
+        2,
+        "error: none.py has no function with the decorator @recipe of skipjoin.recipes\n",
+    )
 
 
 @pytest.mark.parametrize(

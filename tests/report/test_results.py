@@ -69,7 +69,7 @@ def test_a_failed_append_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", full_disk)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(ConfigError, match=f"disk full: no space is left in the folder {tmp_path}"):
             file.append(make_record(2))
     assert load_results([path]) == [make_record(0)]
     assert list(tmp_path.iterdir()) == [path]

@@ -223,7 +223,7 @@ class ServerProcess:
         self._reader.start()
         assert self.process.stdout is not None
         ready = self.process.stdout.readline()
-        assert ready.startswith("Ready"), (ready, self.errors)
+        assert "Ready: " in ready, (ready, self.errors)
         self.url = ready.split(" at ")[1].split()[0]
         self.api = psutil.Process(self.process.pid)
         self.engine = self.engines()[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from server_worlds import HERE, Api, MakeApi, StartServer
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.request import FinishReason
+from skipjoin.server import logs
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.engines.engine_program import ORPHANED
 from skipjoin.server.engines.messages import Setup
@@ -35,6 +37,29 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, object]
 def logged(api: Api) -> httpx.AsyncClient:
     """Return a client of the same application behind the request log."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(RequestLog(api.app)), base_url="http://localhost")
+
+
+def test_json_log_has_no_other_line_when_settings_are_wrong() -> None:
+    serve = [sys.executable, "-m", "skipjoin", "serve", "--log-format", "json", "--max-num-seqs", "0"]
+    environment = os.environ | {"SKIPJOIN_MAX_NUM_SEQ": "3"}
+    run = subprocess.run(serve, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    records = [json.loads(line) for line in run.stderr.splitlines()]
+    assert [record["level"] for record in records] == ["warning", "error"]
+    assert "SKIPJOIN_MAX_NUM_SEQ" in records[0]["message"]
+    assert records[1]["message"].startswith("--max-num-seqs must be in")
+    assert run.stdout == ""
+
+
+def test_ready_line_is_a_record_in_json_mode(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.announce("Ready: tally\nTry: curl", url="http://127.0.0.1:1")
+    assert capsys.readouterr().out == "Ready: tally\nTry: curl\n"
+    monkeypatch.setenv("SKIPJOIN_LOG_FORMAT", "json")
+    logs.announce("Ready: tally\nTry: curl", url="http://127.0.0.1:1")
+    (line,) = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
+    assert (record["message"], record["url"], record["level"]) == ("Ready: tally", "http://127.0.0.1:1", "info")
 
 
 async def test_each_request_is_logged_in_one_line(make_api: MakeApi, caplog: pytest.LogCaptureFixture) -> None:

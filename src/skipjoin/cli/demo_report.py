@@ -19,6 +19,7 @@ from skipjoin.demo.picture import save_demo
 from skipjoin.demo.tables import conditions, figures_table, waits_table
 from skipjoin.loadtest.client import ClientProgress
 from skipjoin.report.results import ResultsFile
+from skipjoin.system.disk import why_not_written
 from skipjoin.system.durable import write_durably
 
 _FILE_WIDTH = 120  # width of tables that are not printed to a terminal
@@ -31,7 +32,7 @@ class DemoReport:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"out: {folder}: {error.strerror}") from error
+            raise ConfigError(f"out: {folder}: {why_not_written(error, folder)}") from error
         self._folder, self._command = folder, command
         self._results = ResultsFile(folder / "demo.json", existing="replace")
         self._outcomes: list[Outcome] = []
@@ -108,7 +109,7 @@ class DemoReport:
         try:
             write_durably(html, text.encode(), mode=0o644)
         except OSError as error:
-            raise ConfigError(f"out: {html}: {error.strerror}") from error
+            raise ConfigError(f"out: {html}: {why_not_written(error, html)}") from error
         console = Console(highlight=False, markup=False)
         if not console.is_terminal:
             console.width = _FILE_WIDTH

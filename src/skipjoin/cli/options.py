@@ -23,6 +23,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.options import ConfigError, Setting, settings_of
 from skipjoin.recipes import find, read_assignments
 from skipjoin.sampling import ParameterError
+from skipjoin.server import logs
 
 BAD_INPUT = 2
 _HELP_ALL = "help_all"
@@ -31,12 +32,17 @@ Values = dict[str, Any]
 
 
 @contextmanager
-def plain_errors(flags: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Print invalid input as one line on stderr and exit with code 2."""
+def plain_errors(flags: Mapping[str, str] = MappingProxyType({}), *, as_json: bool = False) -> Iterator[None]:
+    """Print invalid input as one line on stderr, in JSON mode as a log record, and exit with code 2."""
     try:
         yield
     except (ConfigError, ModelError, ParameterError) as error:
-        print(f"error: {with_flags(str(error), flags)}", file=sys.stderr)
+        text = with_flags(str(error), flags)
+        if as_json:
+            logs.configure("info", "json")
+            logs.fail(text)
+        else:
+            print(f"error: {text}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from error
 
 
@@ -96,7 +102,7 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
         def run(**given: Any) -> None:
             for name in _HANDLED_BY_CALLBACK:
                 given.pop(name, None)
-            with plain_errors(typed_flags(parts.values())):
+            with plain_errors(typed_flags(parts.values()), as_json=given.get("log_format") == "json"):
                 for name, settings in parts.items():
                     values = {setting.name: _value(setting, given.pop(setting.name)) for setting in settings}
                     given[name] = sections[name].finish(values)

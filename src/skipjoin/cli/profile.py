@@ -56,6 +56,7 @@ def profile(
 ) -> None:
     """Measure the cost of steps and transfers of MODEL on this machine, for the server and the simulator."""
     from skipjoin.engine.profiling.profiler import THOROUGH_PRECISION, Effort  # noqa: PLC0415
+    from skipjoin.engine.profiling.startup import poor_fit  # noqa: PLC0415
 
     if not 1 <= seconds <= 1e5:
         raise ConfigError(f"seconds must be in [1, 100000], got {seconds}")
@@ -65,8 +66,16 @@ def profile(
     path = out or cache_path(found.key)
     if out is None and (why := why_untrusted(path)) is not None:
         raise ConfigError(f"the profile is not written: {why}; or name a file with --out")
+    _print(found)
+    if found.is_poor and out is None:
+        raise ConfigError(
+            f"the profile is not kept: {poor_fit(found)}; measure on a quiet machine or with more --seconds, or name "
+            "a file with --out to keep it anyway"
+        )
     write_profile(found, path)
-    _print(found, path)
+    print(f"profile: {path}")
+    if found.is_poor:
+        print(f"warning: {poor_fit(found)}; measure again on a quiet machine", file=sys.stderr)
 
 
 def _measure(config: EngineConfig, effort: Effort) -> Profile:
@@ -83,7 +92,7 @@ def _measure(config: EngineConfig, effort: Effort) -> Profile:
         return profile_model(config, effort, show)
 
 
-def _print(found: Profile, path: Path) -> None:
+def _print(found: Profile) -> None:
     key, cost, errors = found.key, found.cost, found.errors
     parallel = "" if key.tp == key.pp == 1 else f", tp {key.tp}, pp {key.pp}"
     table = Table(
@@ -92,7 +101,7 @@ def _print(found: Profile, path: Path) -> None:
     )
     rows = [
         ("every step", f"{cost.floor * 1e3:.3f} ms"),
-        ("reading the weights", f"{cost.weights * 1e3:.3f} ms, or its tokens if they take longer"),
+        ("reading the weights", _weights(cost.weights)),
         ("prefill", f"{cost.prefill_token * 1e6:.2f} us per token"),
         ("attention of prefill", f"{cost.attention_pair * 1e9:.3f} ns per query-key pair"),
         ("decode", f"{cost.decode * 1e6:.2f} us per request"),
@@ -106,7 +115,10 @@ def _print(found: Profile, path: Path) -> None:
     Console().print(table)
     shapes = f"{errors.held_out} shapes that it was not fitted to" if errors.held_out else "the shapes it was fitted to"
     print(f"error on {shapes}: median {errors.median:.1%}, P95 {errors.p95:.1%} ({errors.fitted} shapes fitted)")
-    print(f"profile: {path}")
+
+
+def _weights(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms, or its tokens if they take longer" if seconds else "part of every step"
 
 
 def _rate(transfer: Transfer, block_bytes: int) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,17 +15,20 @@ from rich.padding import Padding
 from rich.table import Table
 
 from skipjoin.cli.options import plain_errors
-from skipjoin.options import Setting
-from skipjoin.recipes import DEFAULT, Recipe, listed
+from skipjoin.options import ConfigError, Setting
+from skipjoin.recipes import DEFAULT, Recipe, in_file, listed
 
 
 def recipes(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Python files whose recipes to list (default: all other recipes).")
+    ] = None,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, by recipe.")] = False,
 ) -> None:
     """List the schedulers, and the parameters that --set accepts for each."""
     with plain_errors():
-        found = listed()
+        found = _of_files(files) if files else listed()
     if as_json:
         print(json.dumps({name: _described(recipe) for name, recipe in sorted(found.items())}, indent=1))
         return
@@ -33,8 +39,19 @@ def recipes(
     for group in alike.values():
         for recipe in group:
             default = " (default)" if recipe.name == DEFAULT else ""
-            console.print(f"[bold]{recipe.name}[/bold]{default}: {escape(recipe.summary)}")
+            console.print(f"[bold]{escape(recipe.name)}[/bold]{default}: {escape(recipe.summary)}")
         console.print(Padding(_parameters(group[0]), (0, 0, 1, 4)))
+
+
+def _of_files(paths: Sequence[Path]) -> dict[str, Recipe]:
+    """Return the recipes of files by the names that --recipe accepts."""
+    found: dict[str, Recipe] = {}
+    for path in paths:
+        own = in_file(path.absolute())
+        if not own:
+            raise ConfigError(f"{path} has no function with the decorator @recipe of skipjoin.recipes")
+        found |= {f"{path}:{name}": replace(one, name=f"{path}:{name}") for name, one in own.items()}
+    return found
 
 
 def _parameters(recipe: Recipe) -> Table | str:

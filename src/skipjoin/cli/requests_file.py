@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record
 from skipjoin.report.results import Existing
+from skipjoin.system.disk import why_not_written
 
 
 class RequestsFile:
@@ -22,8 +24,9 @@ class RequestsFile:
             raise ConfigError(f"{path}: {error.strerror}") from error
 
     def append(self, run: Record, requests: Iterable[Record]) -> None:
-        self._file.writelines(json.dumps(run | request) + "\n" for request in requests)
-        self._file.flush()
+        with self._explained():
+            self._file.writelines(json.dumps(run | request) + "\n" for request in requests)
+            self._file.flush()
 
     def append_in_order(self, number: int, run: Record, requests: Iterable[Record]) -> None:
         """Write the requests of runs that finish in any order, in the order of their numbers from 0."""
@@ -34,6 +37,16 @@ class RequestsFile:
 
     def close(self) -> None:
         """Write held-back runs whose predecessors did not finish, and close the file."""
-        for _, waiting in sorted(self._waiting.items()):
-            self.append(*waiting)
-        self._file.close()
+        try:
+            for _, waiting in sorted(self._waiting.items()):
+                self.append(*waiting)
+        finally:
+            with self._explained():
+                self._file.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"{self.path}: {why_not_written(error, self.path)}") from error

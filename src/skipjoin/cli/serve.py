@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import typer
 from skipjoin.cli.options import Section, Values, engine_values, takes, typed_flags, variables_of, with_flags
 from skipjoin.cli.settings_file import unknown_variables
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.server import logs
 
 if TYPE_CHECKING:
     from skipjoin.server.lifecycle import MakeEngines
@@ -29,8 +29,10 @@ def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
     from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
     from skipjoin.server.lifecycle import one_engine, run_server  # noqa: PLC0415
 
+    if server["log_format"] == "json":
+        logs.configure("info", "json")
     for warning in unknown_variables(variables_of(SECTIONS.values())):
-        print(f"warning: {warning}", file=sys.stderr)
+        logs.warn(warning)
     flags = typed_flags(section.settings() for section in SECTIONS.values())
     http = ServerConfig(**server)
     make_engines: MakeEngines = one_engine

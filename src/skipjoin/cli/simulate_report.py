@@ -3,7 +3,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,7 @@ from skipjoin.report.bound import Bound, maximum_rate, minimum_replicas
 from skipjoin.report.results import ResultsFile, rate_of
 from skipjoin.sim.experiments.simulation import Cell, run
 from skipjoin.sim.experiments.sweep import BoundSearch, OnRequests, ReplicaSearch
+from skipjoin.system.disk import why_not_written
 
 # Width of tables that are not printed to a terminal, and of the recipes' names there, which may be longer.
 _FILE_WIDTH, _RECIPE_WIDTH = 120, 20
@@ -254,20 +255,19 @@ def _minima(groups: _Groups, bound: Bound) -> Table:
 
 
 def single_run(cell: Cell, report: SimulationReport, path: Path, on_requests: OnRequests | None) -> None:
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(path.open("w", encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"timeline {path}: {error.strerror}") from error
-        timeline = Timeline(file)
-        stack.callback(timeline.close)
-        report.begun(0, cell)
-        record = run(
-            cell,
-            on_share=lambda share: report.share(0, share),
-            on_events=timeline.observe,
-            on_requests=None if on_requests is None else partial(on_requests, 0, cell),
-        )
+    report.begun(0, cell)
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            timeline = Timeline(file)
+            record = run(
+                cell,
+                on_share=lambda share: report.share(0, share),
+                on_events=timeline.observe,
+                on_requests=None if on_requests is None else partial(on_requests, 0, cell),
+            )
+            timeline.close()
+    except OSError as error:
+        raise ConfigError(f"timeline {path}: {why_not_written(error, path)}") from error
     report.done(0, record)
     print(f"wrote {path}", file=sys.stderr)
 

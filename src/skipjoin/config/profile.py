@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from skipjoin.config import ConfigError
 from skipjoin.policies.cost import LinearCost
+from skipjoin.system.disk import why_not_written
 from skipjoin.system.durable import locked, make_private, write_durably
 from skipjoin.system.folders import cache_folder, is_trusted
 
@@ -25,6 +26,9 @@ from skipjoin.system.folders import cache_folder, is_trusted
 FORMAT = 5
 # Environment variable that names the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
+
+# Median error of the fit from which a profile is not kept. On a quiet machine it is a few percent.
+MAX_MEDIAN_ERROR = 0.15
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -119,6 +123,11 @@ class Profile:
     machine: dict[str, str]
     date: str
 
+    @property
+    def is_poor(self) -> bool:
+        """True if the fit is so far from the measurements that decisions and simulations would mislead."""
+        return self.errors.median > MAX_MEDIAN_ERROR
+
     def cost_for(self, block_size: int) -> LinearCost:
         return dataclasses.replace(self.cost, block=self.cost.block * block_size / self.block_size)
 
@@ -150,6 +159,11 @@ def cached_profile(key: ProfileKey) -> Profile | None:
     except ConfigError as error:
         _log.warning("the cached profile is invalid and is measured again: %s", error)
         return None
+    if profile.is_poor:
+        _log.warning(
+            "the cached profile has a median error of %.0f %% and is measured again", 100 * profile.errors.median
+        )
+        return None
     return profile if profile.key.digest == key.digest else None
 
 
@@ -168,7 +182,7 @@ def write_profile(profile: Profile, path: Path) -> None:
         content = json.dumps({"format": FORMAT} | dataclasses.asdict(profile), indent=1) + "\n"
         write_durably(path, content.encode(), mode=0o644)
     except OSError as error:
-        raise ConfigError(f"profile {path} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"profile {path} cannot be written: {why_not_written(error, path)}") from error
 
 
 def read_profile(path: Path) -> Profile:

@@ -14,6 +14,7 @@ from skipjoin.demo.load import BACKGROUND, CHAT
 from skipjoin.demo.outcome import Outcome
 from skipjoin.loadtest.client import Exchange
 from skipjoin.report.plots import style
+from skipjoin.system.disk import why_not_written
 
 _COLORS = {BACKGROUND: style.SKY, CHAT: style.VERMILION}
 _ROW_IN = 0.085
@@ -65,4 +66,4 @@ def save_demo(outcomes: Sequence[Outcome], path: Path) -> None:
         with style.styled():
             style.save(draw_demo(outcomes), path)
     except OSError as error:
-        raise ConfigError(f"out: {path}: {error.strerror}") from error
+        raise ConfigError(f"out: {path}: {why_not_written(error, path)}") from error

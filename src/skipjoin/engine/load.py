@@ -22,6 +22,7 @@ from skipjoin.exec.warm_up import warm_up
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.grammars import grammars_of
 from skipjoin.model.loader import load_model, resolve_folder
+from skipjoin.model.ops.build import will_compile
 from skipjoin.model.ops.threads import default_threads
 from skipjoin.model.parallel import check_shards
 from skipjoin.version import VERSION
@@ -29,6 +30,7 @@ from skipjoin.version import VERSION
 if TYPE_CHECKING:
     from skipjoin.exec.ranks.ranks import RankedExecutor
 
+_COMPILING = "compiling CPU operations, once per machine (up to a minute)"
 # Called with the current activity and its completed fraction, in [0, 1].
 OnProgress = Callable[[str, float], None]
 
@@ -66,6 +68,9 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     # Takes a second for a large vocabulary, with the GIL for most of it.
     loading = Thread(target=grammars.load, daemon=True)
     loading.start()
+    compiles = config.device != "cuda" and will_compile()
+    if compiles:
+        on_progress(_COMPILING, 0.0)
     model = load_model(
         folder,
         dtype=config.dtype,
@@ -76,6 +81,8 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
         progress=lambda done, total: on_progress("loading weights", done / total),
         batch_invariant=config.batch_invariant,
     )
+    if compiles:
+        on_progress(_COMPILING, 1.0)
     if model.device.type == "cuda":
         on_progress("tuning kernels", 0.0)
     model.attention.tune(model.config, model.dtype, model.device, config.block_size, model.shard)

@@ -27,6 +27,7 @@ LOAD_FORMATS = ("auto", "dummy")
 Progress = Callable[[int, int], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_IDS = "Models are folders, hub ids of two parts such as Qwen/Qwen3-0.6B, or tally, which is built in"
 # Stored tensor types that can be weights. Others are quantized, or no numbers.
 _STORED = ("F64", "F32", "BF16", "F16")
 _WEIGHT_FILES = ["*.safetensors"]
@@ -38,6 +39,8 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     if path.is_dir():
         return path
     name = str(name_or_path)
+    if (why := _no_model(name, path)) is not None:
+        raise ModelError(why)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"{name} is not a folder")
     # Imported lazily: only a hub name needs the hub's client.
@@ -47,7 +50,23 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (_WEIGHT_FILES if weights else [])))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {error}") from error
+        why = " ".join(str(error).split())
+        hint = "" if "/" in name else f". {_HUB_IDS}"
+        raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {why}{hint}") from error
+
+
+def _no_model(name: str, path: Path) -> str | None:
+    """Return why a name of another program's kind is none of ours, with the remedy."""
+    if name.lower().endswith(".gguf"):
+        return (
+            f"{name} is a GGUF file, which cannot be read: give the folder or hub id of the model that it was made "
+            "from, with config.json, a tokenizer and safetensors; --quantization int8 stores weights in 8 bits"
+        )
+    if path.is_file():
+        return f"{name} is a file: give its folder, which has config.json, a tokenizer and safetensors"
+    if ":" in name:
+        return f"{name} is a name of Ollama or another registry. {_HUB_IDS}"
+    return None
 
 
 def load_model(

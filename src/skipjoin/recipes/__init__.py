@@ -6,6 +6,7 @@ A recipe is a decorated function in a module of this package, a file of the user
 from skipjoin.policies.fairness import OUTPUT_WEIGHT
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
 from skipjoin.recipes import adaptive, alise, baselines, bros, econoserve, fastserve
+from skipjoin.recipes.files import located_errors
 from skipjoin.recipes.registry import (
     DEFAULT_SLO_S,
     RECIPES,
@@ -60,6 +61,7 @@ __all__ = [
     "find",
     "in_file",
     "listed",
+    "located_errors",
     "names_in",
     "own",
     "read_assignments",

@@ -148,7 +148,8 @@ class Recipe:
             raise ConfigError(
                 f"recipe {self.name} needs KV that returns from CPU memory as it left: swap_dtype must be auto"
             )
-        return self.function(s) if self.params is Params else self.function(s, params)
+        with files.located_errors():
+            return self.function(s) if self.params is Params else self.function(s, params)
 
 
 # Built-in recipes by name, filled by the package.

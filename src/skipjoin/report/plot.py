@@ -15,6 +15,7 @@ from skipjoin.report.plots.curves import draw_latency, draw_ttft_tpot
 from skipjoin.report.plots.lines import Line, NothingToDrawError, Warn, lines_of, same_rate
 from skipjoin.report.plots.snapshots import draw_breakdown, draw_cdf, draw_kv
 from skipjoin.report.results import Record, rate_of
+from skipjoin.system.disk import why_not_written
 
 METRIC = "normalized_latency_s.mean"
 SUFFIXES: tuple[str, ...] = (".png", ".svg")
@@ -119,10 +120,10 @@ def _paths(out: Path, kind: str, *, prefix: bool) -> list[Path]:
 
 
 def _save(figure: Figure, paths: Sequence[Path]) -> list[Path]:
-    try:
-        with style.styled():
-            for path in paths:
+    with style.styled():
+        for path in paths:
+            try:
                 style.save(figure, path)
-    except OSError as error:
-        raise ConfigError(f"out: {error.filename}: {error.strerror}") from error
+            except OSError as error:
+                raise ConfigError(f"out: {path}: {why_not_written(error, path)}") from error
     return list(paths)

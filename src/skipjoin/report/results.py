@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skipjoin.config import ConfigError
+from skipjoin.system.disk import why_not_written
 
 Record = dict[str, Any]
 Existing = Literal["refuse", "replace", "extend"]
@@ -52,7 +53,7 @@ class ResultsFile:
         if not self._target.exists() or (self._target.is_file() and self._target.stat().st_size == 0):
             return
         if existing == "refuse":
-            raise ConfigError(f"{path} exists; name another file, or allow it to be replaced or extended")
+            raise ConfigError(f"{path} exists; name another file, or --overwrite or --append it")
         records = load_results([path])
         if existing == "extend":
             self._lines = [_line(record) for record in records]
@@ -71,6 +72,8 @@ class ResultsFile:
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(self._target)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: {why_not_written(error, self._target)}") from error
         finally:
             partial.unlink(missing_ok=True)
 

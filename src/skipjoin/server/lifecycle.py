@@ -129,7 +129,7 @@ class Server:
     def __init__(self, settings: Settings, command: Sequence[str], make_engines: MakeEngines) -> None:
         self._config = config = settings.server
         self._forecasts = settings.forecasts
-        self._progress = ProgressDisplay()
+        self._progress = ProgressDisplay(has_bars=config.log_format == "text")
         metrics = Metrics(config.metrics_compat)
         client = EngineClient(metrics, wanted=config.replicas, seed=settings.engine.seed)
         self._engine = make_engines(client, command, self._progress.update)
@@ -259,14 +259,16 @@ class Server:
 
     def _announce(self, url: str, metrics_url: str | None = None) -> None:
         info = self._service.info
-        print(
+        logs.announce(
             f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, "
             f"context {info.max_model_len} tokens, "
             f"{info.device_blocks} KV blocks of {info.block_size} and {info.cpu_blocks} in CPU memory"
             f"{'' if info.swap_dtype == 'auto' else f' as {info.swap_dtype}'}, "
             f"{info.dtype} on {info.device})\n"
             f"Try: {self._example(url)}" + (f"\nMetrics: {metrics_url}/metrics" if metrics_url else ""),
-            flush=True,
+            url=url,
+            model=self._service.name,
+            recipe=info.recipe,
         )
 
     def _count(self) -> str:

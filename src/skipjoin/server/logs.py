@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -56,6 +57,11 @@ def configure(level: str, form: str, spell: Callable[[str], str] = str) -> None:
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler])
     logging.getLogger("skipjoin").setLevel(number)
+    if form == "json":
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
+        # Libraries write these to standard error themselves, also in engine processes.
+        os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     os.environ[_LEVEL], os.environ[_FORM] = level, form
 
 
@@ -63,11 +69,33 @@ def configure_engine() -> None:
     configure(os.environ.get(_LEVEL, "info"), os.environ.get(_FORM, "text"))
 
 
-def fail(text: str) -> None:
+def announce(text: str, **fields: Any) -> None:
+    """Print a text on standard output, in JSON mode its first line as a record with fields."""
     if os.environ.get(_FORM) == "json":
-        logging.getLogger(__name__).error(_spell(text))
+        first, _, _ = text.partition("\n")
+        record = logging.makeLogRecord({"name": __name__, "levelname": "INFO", "msg": first, "fields": fields})
+        text = JsonFormatter().format(record)
+    print(text, flush=True)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger(__name__).critical("uncaught exception", exc_info=(kind, error, trace))
+
+
+def fail(text: str) -> None:
+    _report(logging.ERROR, _spell(text))
+
+
+def warn(text: str) -> None:
+    """Report a mistake that does not prevent the start, in the same way."""
+    _report(logging.WARNING, text)
+
+
+def _report(level: int, text: str) -> None:
+    if os.environ.get(_FORM) == "json":
+        logging.getLogger(__name__).log(level, "%s", text)
     else:
-        print(f"error: {_spell(text)}", file=sys.stderr, flush=True)
+        print(f"{logging.getLevelName(level).lower()}: {text}", file=sys.stderr, flush=True)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -12,8 +12,9 @@ logger = logging.getLogger(__name__)
 class ProgressDisplay:
     """Progress bars on a terminal, else a log line at the start of each stage."""
 
-    def __init__(self) -> None:
-        self._bars = Progress(console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
+    def __init__(self, *, has_bars: bool = True) -> None:
+        is_terminal = has_bars and sys.stderr.isatty()
+        self._bars = Progress(console=Console(stderr=True), transient=True) if is_terminal else None
         self._tasks: dict[str, TaskID] = {}
         self._seen: set[str] = set()
 

@@ -212,7 +212,7 @@ def test_a_single_run_records_each_request_and_reasons_of_rejection(tmp_path: Pa
     assert "rejected" in done.stdout
     assert "1 of 3 requests rejected: prompt and output exceed the context of 2048 tokens" in done.stdout
     again = CliRunner().invoke(app, command.split())
-    assert f"{file} exists; name another file" in again.stderr
+    assert f"{file} exists; name another file, or --overwrite or --append it" in again.stderr
 
 
 def test_a_sweep_records_the_requests_of_all_runs_in_order(tmp_path: Path) -> None:

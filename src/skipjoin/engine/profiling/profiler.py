@@ -190,6 +190,7 @@ def _measure_steps(
     times: dict[Case, list[float]] = {case: [] for case, _ in plans}
     stages: dict[Case, list[tuple[float, ...]]] = {case: [] for case, _ in plans}
     clock, has_run = _Clock(deadline), True
+    what = f"measuring step costs, once per model and machine (up to {deadline - time.perf_counter():.0f} s)"
     while has_run and _imprecision(times.values()) > precision:
         has_run = False
         for case, plan in plans:
@@ -199,8 +200,8 @@ def _measure_steps(
                 runs.append(sum(stages[case][-1]))
                 clock.note(tokens, runs)
                 has_run = True
-                on_progress("measuring step costs", min(1.0, clock.share))
-    on_progress("measuring step costs", 1.0)
+                on_progress(what, min(1.0, clock.share))
+    on_progress(what, 1.0)
     for slice_ in (slice_ for _, plan in plans for slice_ in plan.slices):
         executor.on_finished(slice_.request)
     # The first run is a warm-up and counts only if there is no other. Interference only adds time, so the lower

@@ -43,7 +43,10 @@ def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) ->
             profile = cached_profile(loaded.key)
             if profile is None:
                 profile = measure(loaded, config, FIRST_START, on_progress)
-                _cache(profile)
+                if profile.is_poor:
+                    _log.warning("%s; they are not kept, so the next start measures again", poor_fit(profile))
+                else:
+                    _cache(profile)
     else:
         profile = read_profile(Path(config.profile))
         _check_profile(profile, loaded.key, config.profile)
@@ -53,7 +56,26 @@ def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) ->
 def measure(
     loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None
 ) -> Profile:
-    """Measure a loaded model's costs. Writes into KV blocks, so no engine may be running."""
+    """Measure a loaded model's costs, once again if the fit is poor, and return the better profile.
+
+    Writes into KV blocks, so no engine may be running.
+    """
+    profile = _measure(loaded, config, effort, on_progress)
+    if profile.is_poor:
+        _log.warning("%s; they are measured again", poor_fit(profile))
+        profile = min(profile, _measure(loaded, config, effort, on_progress), key=lambda one: one.errors.median)
+    return profile
+
+
+def poor_fit(profile: Profile) -> str:
+    """Return what is wrong with a profile that `is_poor`."""
+    return (
+        f"the step costs fit their measurements poorly (median error {profile.errors.median:.0%}), because other "
+        "programs use this machine, or its speed varies"
+    )
+
+
+def _measure(loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: OnProgress) -> Profile:
     blocks, _, block_size = loaded.executor.pools
     limits = Limits(
         tokens=config.max_num_batched_tokens,

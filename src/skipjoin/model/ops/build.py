@@ -13,12 +13,14 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from skipjoin.system.disk import has_space, no_space
 from skipjoin.system.durable import is_sealed, make_private, scratch_folder, sealed, write_durably
 from skipjoin.system.folders import cache_folder, is_trusted, why_untrusted
 from skipjoin.system.own_folder import OwnFolder
 
 _log = logging.getLogger(__name__)
 
+_FOLDER = Path(__file__).parent
 SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp", "block_quant.cpp", "pool.cpp")
 FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w",
@@ -30,6 +32,8 @@ FLAGS = (
 # have, for a compiler that does not know this one, and nothing.
 _NATIVE, AVX2, _PLAIN = ("-march=native",), ("-mavx2", "-mfma", "-mf16c"), ()
 AVX2_NEEDS = {"avx2", "fma", "f16c"}
+# Space for a library and the compiler's temporary files beside it.
+_BUILD_BYTES = 16 << 20
 # A compiler that takes longer is assumed to hang.
 _TIMEOUT_S = 300
 
@@ -75,30 +79,45 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
 
     A truncated library would crash the process, and one that another user can write would run that user's code.
     """
-    folder = Path(__file__).parent
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        raise OSError("no C++ compiler found (g++, c++ or clang++, or set CXX)")
-    digest = hashlib.sha256(" ".join((compiler, _version(compiler), *FLAGS, *target, _cpu(), "sealed")).encode())
-    for source in sorted(folder.glob("*.cpp")):
-        digest.update(source.read_bytes())
-    cache = cache_folder()
-    if not is_trusted(cache, "the folder of compiled operations"):
-        cache = _private_folder()
-    library = cache / f"ops-{digest.hexdigest()[:16]}.so"
+    library, compiler = _place(target)
+    cache = library.parent
     if is_trusted(library, "the compiled operations' library") and library.is_file():
         if is_sealed(library.read_bytes()):
             return library
         _log.warning("%s is damaged, and is built again", library)
     make_private(cache)
+    if not has_space(cache, _BUILD_BYTES):
+        raise OSError(f"{no_space(cache)} with XDG_CACHE_HOME")
     with scratch_folder(cache) as scratch:
         made = Path(scratch) / library.name
-        command = [*shlex.split(compiler), *FLAGS, *target, *(str(folder / source) for source in SOURCES)]
+        command = [*shlex.split(compiler), *FLAGS, *target, *(str(_FOLDER / source) for source in SOURCES)]
         subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         # Written atomically, since another process may be building the same file. Loaders ignore what follows the
         # library.
         write_durably(library, sealed(made.read_bytes()))
     return library
+
+
+def will_compile() -> bool:
+    """Return whether the next `load_library` compiles, which takes up to a minute."""
+    try:
+        return not _place(_NATIVE)[0].is_file()
+    except OSError:
+        return False
+
+
+def _place(target: Sequence[str]) -> tuple[Path, str]:
+    """Return the library's file for a processor, and the compiler; raise OSError without one."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise OSError("no C++ compiler found (g++, c++ or clang++, or set CXX)")
+    digest = hashlib.sha256(" ".join((compiler, _version(compiler), *FLAGS, *target, _cpu(), "sealed")).encode())
+    for source in sorted(_FOLDER.glob("*.cpp")):
+        digest.update(source.read_bytes())
+    cache = cache_folder()
+    if not is_trusted(cache, "the folder of compiled operations"):
+        cache = _private_folder()
+    return cache / f"ops-{digest.hexdigest()[:16]}.so", compiler
 
 
 def _private_folder() -> Path:

@@ -83,6 +83,7 @@ class Database:
             database = cls.on_sqlite(folder / DATABASE_FILE) if url is None else cls.on_postgres(url)
         except OSError as error:
             raise as_store_error(error, folder) from error
+        database._failing.add("writing")  # not logged, because the caller reports it, and may try every few seconds
         try:
             await database.migrate()
         except BaseException:

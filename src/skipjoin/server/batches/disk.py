@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import suppress
 from pathlib import Path
 
 from skipjoin.server.batches.records import NoSpace, StoreError, StoreUnavailable
+from skipjoin.system.disk import has_space, is_full_error
 
 # Several times the bytes that a deletion adds to SQLite's log.
 RESERVE_BYTES = 256 << 10
 _RESERVE_FILE = "reserve"
 # Free space below which a disk counts as full. SQLite's shared memory alone takes 32 KiB.
 _MIN_BYTES = 64 << 10
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_space(folder: Path) -> NoSpace:
@@ -20,18 +19,13 @@ def no_space(folder: Path) -> NoSpace:
 
 
 def as_store_error(error: OSError, folder: Path) -> StoreError:
-    if error.errno in _FULL:
+    if is_full_error(error):
         return no_space(folder)
     return StoreUnavailable(f"the batches' folder cannot be used: {error.strerror}")
 
 
 def is_full(folder: Path) -> bool:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return False
-    has_files = found.f_favail > 0 or found.f_files == 0  # some file systems do not count them
-    return found.f_bavail * found.f_frsize < _MIN_BYTES or not has_files
+    return not has_space(folder, _MIN_BYTES)
 
 
 class Reserve:

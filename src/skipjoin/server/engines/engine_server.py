@@ -28,6 +28,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
 from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import located_errors
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server import logs
 from skipjoin.server.engines.block_count import recover_blocks
@@ -55,6 +56,7 @@ from skipjoin.server.engines.messages import (
     ToEngine,
 )
 from skipjoin.server.engines.stall import StallWatch
+from skipjoin.system.disk import why_not_written
 from skipjoin.system.machine import resident_bytes
 
 logger = logging.getLogger(__name__)
@@ -170,7 +172,9 @@ class TimelineWriter:
         try:
             act(self._timeline)
         except OSError as error:
-            logger.error("the timeline %s ends here: %s", self._file.name, error.strerror)
+            logger.error(
+                "the timeline %s ends here: %s", self._file.name, why_not_written(error, Path(self._file.name))
+            )
             self._end()
 
     def _end(self) -> None:
@@ -388,7 +392,8 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
         resident_bytes=resident_bytes,
     )
     try:
-        server.run(loop, metrics, recorder)
+        with located_errors():
+            server.run(loop, metrics, recorder)
     finally:
         loop.close()
 

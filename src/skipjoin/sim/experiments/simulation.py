@@ -34,7 +34,7 @@ from skipjoin.policies.dispatch import Dispatch, make_dispatch
 from skipjoin.policies.eviction import KeepKv
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.forward import saturating_tokens
-from skipjoin.recipes import build, find
+from skipjoin.recipes import build, find, located_errors
 from skipjoin.sim.closed import ClosedStream
 from skipjoin.sim.driver import Arrivals, Dispatched, Replica, Traffic, simulate_traffic
 from skipjoin.sim.experiments.predictors import Predictions, Predictor, parse_predictor
@@ -194,7 +194,7 @@ class Run:
             )
             for number, one in enumerate(machines)
         ]
-        with _without_garbage_collection():
+        with _without_garbage_collection(), located_errors():
             arrivals = submissions.arrivals(taken, self._closed(shard, submissions))
             if handovers is None:
                 traffic: Traffic = Dispatched(arrivals, predictions or dispatch)

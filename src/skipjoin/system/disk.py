@@ -1,0 +1,34 @@
+"""Full disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full_error(error: OSError) -> bool:
+    """Return whether a write failed because its disk, quota or largest file is full."""
+    return error.errno in _FULL
+
+
+def has_space(folder: Path, n_bytes: int) -> bool:
+    """Return whether a folder's disk has this much space, and inodes. A folder that cannot be asked counts as roomy."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return True
+    has_files = found.f_favail > 0 or found.f_files == 0  # some file systems do not count them
+    return found.f_bavail * found.f_frsize >= n_bytes and has_files
+
+
+def no_space(folder: Path) -> str:
+    """Return the error text of a full disk."""
+    return f"disk full: no space is left in the folder {folder}; free some, or name another folder"
+
+
+def why_not_written(error: OSError, path: Path) -> str:
+    """Return why a file cannot be written, with the folder if its disk is full."""
+    return no_space(path.absolute().parent) if is_full_error(error) else error.strerror or str(error)

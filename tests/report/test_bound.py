@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skipjoin.config import ConfigError
-from skipjoin.report.bound import Bound, MaximumRate, field_value, maximum_rate, parse_bound
+from skipjoin.report.bound import Bound, Bounds, MaximumRate, field_value, maximum_rate, parse_bound
 from skipjoin.report.results import Record
 
 LIMIT = 1.0
@@ -127,3 +127,29 @@ def test_a_looser_bound_never_gives_a_smaller_rate(curve: dict[float, float], lo
     assert tight is not None
     assert loose is not None
     assert loose.rate_rps >= tight.rate_rps * (1 - 1e-9)
+
+
+BOTH = Bounds((AT_MOST, Bound("slo.all_attained", ">=", 0.5)))
+
+
+def test_combined_bounds_hold_up_to_the_lowest_of_their_rates() -> None:
+    measured = points({1.0: 0.2, 2.0: 0.6, 4.0: 1.4})
+    measured[2.0][0]["slo"] = {"all_attained": 0.0}
+    assert maximum_rate(measured, AT_MOST) == MaximumRate(3.0, at_least=False)
+    assert BOTH.maximum_rate(measured) == MaximumRate(1.5, at_least=False)
+    assert [BOTH.hold(records) for records in measured.values()] == [True, False, False]
+    measured[1.0][0]["slo"] = {"all_attained": 0.0}
+    assert BOTH.maximum_rate(measured) is None
+
+
+def test_combined_bounds_need_the_most_of_their_replicas() -> None:
+    sizes = {1: [record(3.0)], 2: [record(0.9)], 3: [record(0.5)]}
+    assert BOTH.minimum_replicas(sizes) == 2
+    sizes[2][0]["slo"] = {"all_attained": 0.0}
+    assert BOTH.minimum_replicas(sizes) == 3
+    assert BOTH.minimum_replicas({1: [record(3.0)]}) is None
+
+
+def test_a_null_objective_names_the_options_that_set_it() -> None:
+    with pytest.raises(ConfigError, match=r"slo\.all_attained is null, because .* set --slo-ttft"):
+        field_value({"slo": {"all_attained": None}}, "slo.all_attained")

@@ -58,6 +58,7 @@ EXCLUDED = (
     "window",
     "service",
     "services",
+    "basis",
 )
 # Streams that have been renamed since.
 RENAMED = {"real-time": "interactive"}

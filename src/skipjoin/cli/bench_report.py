@@ -18,7 +18,8 @@ from skipjoin.loadtest.runs import TOO_LATE_S
 from skipjoin.report.results import Record, ResultsFile
 
 _FILE_WIDTH = 120  # width of tables that are not printed to a terminal
-_COLUMNS = ("req/s", "finished", "failed", "ms/token", "P95", "TTFT s", "P95", "TPOT ms", "P95", "lag ms")
+_COLUMNS = ("req/s", "finished", "failed", "ms/token", "P95 ms", "TTFT s", "P95 s", "TPOT ms", "P95 ms", "lag ms")
+_KEPT = "all kept"  # share of requests that met all objectives
 _MS = 1000
 
 
@@ -108,13 +109,14 @@ def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
 
 def _table(records: Sequence[Record]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for number, name in enumerate(_COLUMNS):
+    is_judged = any(record["slo"]["all_attained"] is not None for record in records)
+    for number, name in enumerate((*_COLUMNS, _KEPT) if is_judged else _COLUMNS):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for record in records:
         lag = _text(record["client"]["lag_p99_s"], _MS)
-        table.add_row(_run_name(record["workload"]), *_row(record), lag)
+        table.add_row(_run_name(record["workload"]), *_row(record), lag, *_kept(record, is_judged))
         for name, part in record.get("classes", {}).items():
-            table.add_row(f"  {name}", *_row(part))
+            table.add_row(f"  {name}", *_row(part), "", *_kept(part, is_judged))
     return table
 
 
@@ -123,6 +125,10 @@ def _row(part: dict[str, Any]) -> tuple[str, ...]:
     figures = (("normalized_latency_s", _MS), ("ttft_s", 1), ("tpot_s", _MS))
     values = (_text(part[figure][key], scale) for figure, scale in figures for key in ("mean", "p95"))
     return (f"{counts['finished']}/{counts['submitted']}", f"{counts['rejected'] + counts['errors']}", *values)
+
+
+def _kept(part: dict[str, Any], is_judged: bool) -> tuple[str, ...]:
+    return (_text(part["slo"]["all_attained"], 1),) if is_judged else ()
 
 
 def _run_name(workload: Record) -> str:

@@ -14,7 +14,12 @@ from skipjoin.cli.options import plain_errors
 def plot(
     results: Annotated[list[Path], typer.Argument(help="Files of result records.")],
     *,
-    kind: Annotated[str, typer.Option(help="latency, cdf, ttft-tpot, breakdown, kv or all.")] = "latency",
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="latency, cdf, ttft-tpot, breakdown, kv or all (default: latency; for one rate or trace, cdf)."
+        ),
+    ] = None,
     metric: Annotated[
         str | None,
         typer.Option(help="Field that 'latency' draws (default: the bound's, or normalized_latency_s.mean)."),
@@ -36,7 +41,7 @@ def plot(
 ) -> None:
     """Plot the results of measurements."""
     from skipjoin.report.bound import parse_bound  # noqa: PLC0415
-    from skipjoin.report.plot import View, plot_results  # noqa: PLC0415
+    from skipjoin.report.plot import View, default_kind, plot_results  # noqa: PLC0415
     from skipjoin.report.plots.lines import lines_of, maximum_rates  # noqa: PLC0415
     from skipjoin.report.results import load_results  # noqa: PLC0415
 
@@ -47,7 +52,8 @@ def plot(
         limit = parse_bound(bound) if bound else None
         records = load_results(results)
         rates = maximum_rates(lines_of(records), limit, warn) if limit else {}
-        written = plot_results(records, kind, out, View(metric=metric, bound=limit, rate_rps=rate), warn)
+        view = View(metric=metric, bound=limit, rate_rps=rate)
+        written = plot_results(records, kind or default_kind(records, view), out, view, warn)
     if rates:
         print(f"largest rate (req/s) with {limit}")
         width = max(map(len, rates))

@@ -17,10 +17,11 @@ from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.cli.simulate_report import Goal, SimulationReport, kept_requests, single_run
 from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse_seeds, rates_of
 from skipjoin.config import ConfigError
+from skipjoin.core.request import NO_TARGET
 from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.options import Option, check
 from skipjoin.recipes import DEFAULT, find, names_in, read_assignments
-from skipjoin.report.bound import parse_bound
+from skipjoin.report.bound import OBJECTIVES_HINT, Bounds, needs_objectives, parse_bound
 from skipjoin.report.results import ResultsFile
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.predictors import columns_of
@@ -89,23 +90,25 @@ class RunOptions:
         ),
     ] = None
     find_max_rate: Annotated[
-        str | None,
+        tuple[str, ...],
         Option(
-            "Search for the highest rate that meets a bound, such as 'normalized_latency_s.mean<=0.3'.",
+            "Search for the highest rate that meets a bound, such as 'normalized_latency_s.mean<=0.3'; may be "
+            "repeated, and all bounds must hold.",
             metavar="BOUND",
             group=_RUNS,
             is_common=True,
         ),
-    ] = None
+    ] = ()
     find_min_replicas: Annotated[
-        str | None,
+        tuple[str, ...],
         Option(
             "Search for the smallest number of replicas, from --replicas up, that meets a bound at each rate, such as "
-            "'slo.goodput_rps>=100'.",
+            "'slo.goodput_rps>=100'; may be repeated, and all bounds must hold.",
             metavar="BOUND",
             group=_RUNS,
+            is_common=True,
         ),
-    ] = None
+    ] = ()
     slo_scale: Annotated[
         float | None,
         Option(
@@ -156,9 +159,8 @@ class RunOptions:
             raise ConfigError("find_max_rate and find_min_replicas exclude each other")
 
     def goal(self) -> Goal | None:
-        if self.find_max_rate:
-            return Goal(RateSearch, parse_bound(self.find_max_rate))
-        return Goal(ReplicaSearch, parse_bound(self.find_min_replicas)) if self.find_min_replicas else None
+        bounds = Bounds(tuple(map(parse_bound, self.find_max_rate or self.find_min_replicas)))
+        return Goal(RateSearch if self.find_max_rate else ReplicaSearch, bounds) if bounds.parts else None
 
     def system_values(self) -> Values:
         given = read_assignments([find(name) for name in names_in(self.recipes)], self.params, "set")
@@ -203,11 +205,19 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
         for seed in parse_seeds(options.seeds)
     ]
     cells[0].check()
+    _check_objectives(goal, cells[0])
     if wanted.timeline is not None and (len(cells) > 1 or goal):
         raise ConfigError("timeline is for a single run: one recipe, one rate, one seed")
     results = ResultsFile(options.out, existing=options.existing) if options.out else None
     requests = RequestsFile(wanted.record_requests, options.existing) if wanted.record_requests else None
     _run(cells, SimulationReport(results, goal), goal, wanted, requests)
+
+
+def _check_objectives(goal: Goal | None, cell: Cell) -> None:
+    field = None if goal is None else needs_objectives(goal.bounds)
+    is_set = cell.slo != NO_SLO or cell.slo_scale is not None or any(job.target != NO_TARGET for job in cell.jobs())
+    if field is not None and not is_set:
+        raise ConfigError(f"bound: {field} would be null{OBJECTIVES_HINT}")
 
 
 def _run(
@@ -216,7 +226,7 @@ def _run(
     # Exit as on an interrupt, which also ends the worker processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with kept_requests(requests) as on_requests, report:
-        plans = [Grid(cells)] if goal is None else [goal.search(group, goal.bound) for group in _alike(cells)]
+        plans = [Grid(cells)] if goal is None else [goal.search(group, goal.bounds) for group in _alike(cells)]
         try:
             if wanted.timeline is not None:
                 single_run(cells[0], report, wanted.timeline, on_requests)

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from skipjoin.cli.bottlenecks import bases, bottlenecks
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline
-from skipjoin.report.bound import Bound, maximum_rate, minimum_replicas
+from skipjoin.report.bound import Bounds
 from skipjoin.report.results import ResultsFile, rate_of
 from skipjoin.sim.experiments.simulation import Cell, run
 from skipjoin.sim.experiments.sweep import BoundSearch, OnRequests, ReplicaSearch
@@ -27,14 +28,24 @@ from skipjoin.system.disk import why_not_written
 
 # Width of tables that are not printed to a terminal, and of the recipes' names there, which may be longer.
 _FILE_WIDTH, _RECIPE_WIDTH = 120, 20
+# Width of a further column, such as those of objectives.
+_OBJECTIVE_WIDTH = 12
 _COLUMNS = {
     "s/token": "normalized_latency_s.mean",
-    "P95": "normalized_latency_s.p95",
+    "P95 s/token": "normalized_latency_s.p95",
     "TTFT s": "ttft_s.mean",
     "TPOT s": "tpot_s.mean",
-    "batch": "batch_mean",
-    "KV used": "kv.used_mean",
+    "reqs/step": "batch_mean",
+    "KV share": "kv.used_mean",
 }
+# Columns in place of batch and KV where requests have objectives: the tail of each objective, and the share of requests
+# that met it. The attainment of all comes last.
+_OBJECTIVES = {
+    "ttft": {"TTFT P95 s": "ttft_s.p95", "TTFT kept": "slo.ttft_attained"},
+    "tpot": {"TPOT P95 s": "tpot_s.p95", "TPOT kept": "slo.tpot_attained"},
+    "jct": {"JCT P95 s": "jct_s.p95", "JCT kept": "slo.jct_attained"},
+}
+_ALL_KEPT = {"all kept": "slo.all_attained"}
 _HITS = {"prefix hits": "prefix.hit_rate"}
 _ROLES = {
     "prompt tokens": "prompt_tokens",
@@ -48,10 +59,10 @@ _PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 
 
 
 class Goal(NamedTuple):
-    """Maximum rate or minimum number of replicas that satisfies a bound."""
+    """Maximum rate or minimum number of replicas that satisfies all bounds."""
 
     search: type[BoundSearch]
-    bound: Bound
+    bounds: Bounds
 
     @property
     def replicas(self) -> bool:
@@ -129,7 +140,7 @@ class SimulationReport:
         recipes = list(dict.fromkeys(group.recipe for group in groups))
         ordered = sorted(groups.items(), key=lambda item: (recipes.index(item[0].recipe), item[0][1:]))
         clusters = ["replicas"] if self._goal is not None and self._goal.replicas else []
-        columns = _COLUMNS | (_HITS if any("prefix" in record for record in self._records.values()) else {})
+        columns = _columns(list(self._records.values()))
         refused = ["rejected"] if any(record["requests"]["rejected"] for record in self._records.values()) else []
         table = Table(_recipe_column(), "req/s", *clusters, "finished", *refused, *columns, "preempted", box=None)
         for group, records in ordered:
@@ -142,10 +153,14 @@ class SimulationReport:
             )
         console = Console(highlight=False, markup=False)
         if not console.is_terminal:
-            console.width = _FILE_WIDTH + max(0, max(map(len, recipes)) - _RECIPE_WIDTH)
+            wider = _OBJECTIVE_WIDTH * (len(columns) - len(_COLUMNS))
+            console.width = _FILE_WIDTH + max(0, wider) + max(0, max(map(len, recipes)) - _RECIPE_WIDTH)
         console.print(table)
         for told in _rejections(ordered):
             console.print(told)
+        answers = ordered if self._goal is None else list(_answers(ordered, self._goal))
+        for told in (*bottlenecks(answers), *bases(self._records.values())):
+            console.print(told, soft_wrap=True)
         if any("classes" in record for record in self._records.values()):
             console.print(_classes(ordered))
         if any("prediction" in record for record in self._records.values()):
@@ -153,7 +168,19 @@ class SimulationReport:
         if any("roles" in record for record in self._records.values()):
             console.print(_roles(ordered))
         if self._goal is not None:
-            console.print((_minima if self._goal.replicas else _maxima)(ordered, self._goal.bound))
+            console.print((_minima if self._goal.replicas else _maxima)(ordered, self._goal.bounds))
+
+
+def _columns(records: Sequence[Record]) -> dict[str, str]:
+    """Return the columns of the main table and their fields."""
+    hits = _HITS if any("prefix" in record for record in records) else {}
+    judged = [name for name in _OBJECTIVES if any(one["slo"][f"{name}_attained"] is not None for one in records)]
+    if not judged:
+        return _COLUMNS | hits
+    shown = {name: field for name, field in _COLUMNS.items() if name not in ("reqs/step", "KV share")}
+    for name in judged:
+        shown |= _OBJECTIVES[name]
+    return shown | (_ALL_KEPT if len(judged) > 1 else {}) | hits
 
 
 class _Group(NamedTuple):
@@ -185,6 +212,16 @@ def _rejections(groups: _Groups) -> Iterator[str]:
             most = f"the context of {context} tokens" if context <= pool else f"the KV pool of {pool} tokens"
             at = "" if group.rate_rps is None else f" at {number_text(group.rate_rps)} req/s"
             yield f" {group.recipe}{at}: {rejected} of {of} requests rejected: prompt and output exceed {most}"
+
+
+def _answers(groups: _Groups, goal: Goal) -> Iterator[tuple[_Group, list[Record]]]:
+    """Yield of each search the largest rate or smallest size that keeps the bounds, of those that were tried."""
+    found: dict[tuple[str, float], tuple[_Group, list[Record]]] = {}
+    # Smaller sizes come last, and so do larger rates.
+    for group, records in sorted(groups, key=lambda item: -item[0].replicas if goal.replicas else item[0].rate):
+        if goal.bounds.hold(records):
+            found[group.recipe, group.rate if goal.replicas else 0.0] = (group, records)
+    yield from found.values()
 
 
 def _recipe_column() -> Column:
@@ -223,29 +260,29 @@ def _roles(groups: _Groups) -> Table:
     return table
 
 
-def _maxima(groups: _Groups, bound: Bound) -> Table:
-    table = Table(_recipe_column(), f"largest req/s with {bound}", "to the first", box=None)
+def _maxima(groups: _Groups, bounds: Bounds) -> Table:
+    table = Table(_recipe_column(), f"largest req/s with {bounds}", "to the first", box=None)
     first: float | None = None
     points: dict[str, dict[float, list[Record]]] = defaultdict(dict)
     for group, records in groups:
         if group.rate_rps is not None:
             points[group.recipe][group.rate_rps] = records
     for recipe, rates in points.items():
-        found = maximum_rate(rates, bound)
+        found = bounds.maximum_rate(rates)
         first = first if first is not None or found is None else found.rate_rps
         ratio = f"{found.rate_rps / first:.2f}x" if found is not None and first else "-"
         table.add_row(recipe, "none" if found is None else str(found), ratio)
     return table
 
 
-def _minima(groups: _Groups, bound: Bound) -> Table:
-    table = Table(_recipe_column(), "req/s", f"fewest replicas with {bound}", "to the first", box=None)
+def _minima(groups: _Groups, bounds: Bounds) -> Table:
+    table = Table(_recipe_column(), "req/s", f"fewest replicas with {bounds}", "to the first", box=None)
     first: dict[float, int] = {}  # by rate
     points: dict[tuple[str, float], dict[int, list[Record]]] = defaultdict(dict)
     for group, records in groups:
         points[group.recipe, group.rate][group.replicas] = records
     for (recipe, rate), sizes in points.items():
-        found = minimum_replicas(sizes, bound)
+        found = bounds.minimum_replicas(sizes)
         if found is None:
             table.add_row(recipe, number_text(rate or None), "none", "-")
         else:

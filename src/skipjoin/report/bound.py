@@ -17,6 +17,12 @@ _OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": opera
 _BOUND = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)\s*")
 
 
+OBJECTIVES_HINT = (
+    ", because the requests had no objective for it: set --slo-ttft, --slo-tpot, --slo-jct, --slo-scale or "
+    "--slo-jct-scale, or ttft_s, tpot_s or jct_s in a trace"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """Limit on one number of a record."""
@@ -36,6 +42,34 @@ class Bound:
 
     def __str__(self) -> str:
         return f"{self.field}{self.operator}{self.limit:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds that must all hold for the means over seeds."""
+
+    parts: tuple[Bound, ...]
+
+    def hold(self, records: Sequence[Record]) -> bool:
+        # All are evaluated, so that a field that the records lack is an error wherever it stands.
+        means = [fmean(map(bound.value, records)) for bound in self.parts]
+        return all(bound.allows(mean) for bound, mean in zip(self.parts, means, strict=True))
+
+    def maximum_rate(self, points: Mapping[float, Sequence[Record]]) -> MaximumRate | None:
+        """Return the maximum rate as `maximum_rate` does for each bound, or None if one fails at the lowest rate."""
+        found = [maximum_rate(points, bound) for bound in self.parts]
+        rates = [rate for rate in found if rate is not None]
+        lowest = min(rates, key=lambda rate: (rate.rate_rps, rate.at_least), default=None)
+        return lowest if len(rates) == len(found) else None
+
+    def minimum_replicas(self, points: Mapping[int, Sequence[Record]]) -> int | None:
+        """Return the minimum number of replicas from which on all bounds hold, or None."""
+        found = [minimum_replicas(points, bound) for bound in self.parts]
+        sizes = [size for size in found if size is not None]
+        return max(sizes) if len(sizes) == len(found) else None
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +105,19 @@ def field_value(record: Record, field: str) -> float:
             raise ConfigError(f"the results have no field {field}{_nearest(record, field)}")
         value = value[key]
     if value is None:
-        raise ConfigError(f"{field} is null")
+        raise ConfigError(f"{field} is null{OBJECTIVES_HINT if _needs_objectives(field) else ''}")
     if not is_number(value):
         raise ConfigError(f"{field} is not a number{_nearest(record, field)}")
     return float(value)
+
+
+def needs_objectives(bounds: Bounds) -> str | None:
+    """Return the first field that only runs with objectives have, or None."""
+    return next((bound.field for bound in bounds.parts if _needs_objectives(bound.field)), None)
+
+
+def _needs_objectives(field: str) -> bool:
+    return "slo" in field.split(".")
 
 
 def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> MaximumRate | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from skipjoin.config import ConfigError
+from skipjoin.report.basis import basis_text
 from skipjoin.report.bound import Bound, field_value
 from skipjoin.report.plots import style
 from skipjoin.report.plots.curves import draw_latency, draw_ttft_tpot
@@ -56,7 +57,15 @@ def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure
         raise ConfigError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
     _check(records, view)
     with style.styled():
-        return _DRAW[kind](lines_of(records), view, warn)
+        figure = _DRAW[kind](lines_of(records), view, warn)
+        style.note(figure, list(dict.fromkeys(filter(None, map(basis_text, records)))))
+    return figure
+
+
+def default_kind(records: Sequence[Record], view: View) -> str:
+    """Return the kind to draw if none is asked for: over the rate, or at the only rate the distributions."""
+    has_curve = len({rate_of(record) for record in records}) > 1 or view.metric is not None or view.bound is not None
+    return "latency" if has_curve else "cdf"
 
 
 def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, warn: Warn) -> list[Path]:

@@ -46,6 +46,7 @@ def draw_cdf(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figur
         axes = figure.add_subplot(rows, min(2, len(panels)), place)
         for line in shown:
             handles[line.label] = _draw_cdf(axes, line, metric)
+        axes.locator_params(axis="x", nbins=5)
         # The axis is chosen without the extremes, which are single requests.
         style.log_where_wide(axes, axes.xaxis, [x for line in shown for x in _mean_quantiles(line, metric)[1:100]])
         axes.set(xlabel=style.field_label(metric), ylim=(0, 1))

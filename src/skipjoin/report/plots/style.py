@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ LOG_RANGE = 30.0
 FEW_DECADES = 300.0
 PNG_DPI = 200
 _LEGEND_ROW_IN = 0.17
+_MAX_NOTES = 3
+# Width of an 8 pt character.
+_CHARACTER_PT = 4.6
 
 _RC = {
     "font.family": "DejaVu Sans",
@@ -105,13 +109,24 @@ def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], tit
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, title=title)
 
 
+def note(figure: Figure, texts: Sequence[str]) -> None:
+    """Add small lines below the axes."""
+    if texts:
+        width = round(figure.get_figwidth() * 72 / _CHARACTER_PT)
+        lines = [textwrap.fill(text, width) for text in texts[:_MAX_NOTES]]
+        if len(texts) > _MAX_NOTES:
+            lines.append(f"and {len(texts) - _MAX_NOTES} more")
+        figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_IN * sum(text.count("\n") + 1 for text in lines))
+        figure.supxlabel("\n".join(lines), fontsize=8, color=GREY)
+
+
 def _fits(figure: Figure, labels: Sequence[str], columns: int) -> bool:
     # If labels do not divide evenly, the first columns have one more.
     rows, longer = divmod(len(labels), columns)
     ends = [number * rows + min(number, longer) for number in range(columns + 1)]
     widest = [max(map(len, labels[start:end])) for start, end in pairwise(ends)]
-    # An 8 pt character is about 4.6 pt wide; the handle and the gaps take 40 pt.
-    return sum(widest) * 4.6 + len(widest) * 40 <= figure.get_figwidth() * 72
+    # The handle and the gaps take 40 pt.
+    return sum(widest) * _CHARACTER_PT + len(widest) * 40 <= figure.get_figwidth() * 72
 
 
 def field_label(field: str) -> str:

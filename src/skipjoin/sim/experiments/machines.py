@@ -10,7 +10,7 @@ from skipjoin.config import ConfigError, SwapType, check_swap_type
 from skipjoin.config.profile import read_profile
 from skipjoin.options import Option, check
 from skipjoin.recipes import check_names, find, names_in
-from skipjoin.sim.experiments.system import System
+from skipjoin.sim.experiments.system import ProfileBasis, System
 from skipjoin.sim.hardware import parse_hardware
 from skipjoin.sim.models import model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
@@ -161,6 +161,7 @@ class Machine:
             "stages": profile.key.pp,
             "stage_shares": profile.stage_shares if profile.key.pp > 1 else (),
             "decision_s": profile.host_s,
+            "basis": ProfileBasis(Path(self.hardware).name, profile.date, profile.errors.median, profile.errors.p95),
         }
 
     def _cpu_blocks(self, block_bytes: int, usual_bytes: float) -> int:

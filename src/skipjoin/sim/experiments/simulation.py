@@ -390,6 +390,7 @@ def _settings_of(cell: Cell) -> Record:
         "driver": "simulator",
         "workload": cell.workload.describe(extent.rate_rps, extent.duration_s, extent.seed, extent.limit),
         "settings": system.describe(),
+        "basis": {"profile": None} if system.basis is None else system.basis._asdict(),
     }
 
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import ClassVar, Protocol
 
 from skipjoin.observe.record import Record
-from skipjoin.report.bound import Bound
+from skipjoin.report.bound import Bound, Bounds
 from skipjoin.sim.experiments.simulation import Cell, Run, ShardResult, run
 
 # Relative width of the bracket at which a search ends.
@@ -53,7 +53,7 @@ class Grid:
 
 
 class BoundSearch(ABC):
-    """Search for the number (rate or replicas) at which the mean of a field over seeds just satisfies a bound.
+    """Search for the number (rate or replicas) at which the means over seeds just satisfy all bounds.
 
     The search moves in growing strides until the number is bracketed, then bisects on a logarithmic scale.
     """
@@ -61,27 +61,27 @@ class BoundSearch(ABC):
     # Whether the bound is harder to keep at larger numbers.
     _harder_above: ClassVar[bool]
 
-    def __init__(self, cells: Sequence[Cell], bound: Bound) -> None:
+    def __init__(self, cells: Sequence[Cell], bounds: Bounds | Bound) -> None:
         self._cells = cells
-        self._bound = bound
+        self._bounds = Bounds((bounds,)) if isinstance(bounds, Bound) else bounds
         self._holds: float | None = None  # the hardest number known to keep the bound
         self._breaks: float | None = None  # the easiest number known to break it
-        self._values: list[float] = []  # at the current number
+        self._records: list[Record] = []  # at the current number
         self._stride = _FIRST_STRIDE
 
     def first(self) -> Sequence[Cell]:
         return self._cells
 
     def then(self, cell: Cell, record: Record) -> Sequence[Cell]:
-        self._values.append(self._bound.value(record))
-        if len(self._values) < len(self._cells):
+        self._records.append(record)
+        if len(self._records) < len(self._cells):
             return []
-        if self._bound.allows(fmean(self._values)):
+        if self._bounds.hold(self._records):
             self._holds = self._number(cell)
         else:
             self._breaks = self._number(cell)
         following = self._next()
-        self._values = []
+        self._records = []
         return [] if following is None else self._at(following)
 
     def _next(self) -> float | None:

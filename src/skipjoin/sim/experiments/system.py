@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from skipjoin.config import (
     MAX_NUM_SEQS,
@@ -41,6 +41,15 @@ from skipjoin.workload.workload import Workload, WorkloadRequest
 _SPLIT_OPTIONS = {"network_gbps": "network_gbps", "prefill": "prefill_hardware"}
 
 
+class ProfileBasis(NamedTuple):
+    """Profile on which simulated figures rest, and its errors on shapes that it was not fitted to, as shares."""
+
+    profile: str
+    date: str
+    error_median: float
+    error_p95: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
     """Simulated system: a recipe on a machine.
@@ -51,6 +60,7 @@ class System:
         kv_blocks, cpu_blocks: Blocks per replica on the device and in CPU memory.
         cpu_block_bytes: None if the size is the same as on the device.
         step_noise: Standard deviation of the logarithm of measured over modeled step times.
+        basis: None if the costs are computed from a data sheet.
         prefill: System of the prefill replicas, of which only the machine matters.
     """
 
@@ -143,6 +153,7 @@ class System:
             group="System",
         ),
     ] = None
+    basis: ProfileBasis | None = None
     prefill: System | None = None
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ class DemoOptions:
                is_common=True),
     ] = f"fcfs,{DEFAULT}"  # fmt: skip
     max_num_seqs: Annotated[
-        int, Option("Slots of the batch. With more slots than requests, all schedulers tie.", low=1, high=64,
+        int, Option("Slots of the batch. With more slots than requests, all schedulers tie.", low=1, high=256,
                     is_common=True),
     ] = 4  # fmt: skip
     background: Annotated[

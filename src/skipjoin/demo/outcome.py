@@ -15,6 +15,8 @@ from skipjoin.observe.record import Record
 
 _PREEMPTIONS, _WAITS = "num_preemptions_total", "wait_seconds_total"
 _METRICS_TIMEOUT_S = 5.0
+# Largest batch of the demonstration.
+MAX_SLOTS = 256
 # Reasons with a smaller share of all waiting are not worth a column.
 _MIN_SHARE = 0.001
 
@@ -120,7 +122,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
         return (
             f"Scheduling helps while more requests are open than the batch or the KV cache holds: here up to {most} "
             f"were open, and the batch has {slots} slots. With room for all of them, every recipe runs the same batch "
-            f"and they tie; --max-num-seqs {2 * most} shows it."
+            f"and they tie; --max-num-seqs {min(2 * most, MAX_SLOTS)} shows it."
         )
     return (
         f"At most {most} requests were open and the batch has {slots} slots, so every recipe ran the same batch and "

@@ -62,6 +62,9 @@ def run_demo(demo: Demo, watcher: DemoWatcher) -> str | None:
         ConfigError: A server does not start, or the peer cannot be reached.
     """
     load: MixedLoad | None = None
+    if demo.peer is not None:  # first, because a wrong URL should not be noticed after the other runs
+        watcher.stage(f"{PEER}: warming up")
+        _token_seconds(demo.peer, min(demo.max_num_seqs, demo.background))
     with tempfile.TemporaryDirectory(prefix="skipjoin-demo-") as folder:
         model = write_model(Path(folder))
         for number, recipe in enumerate(demo.recipes):
@@ -70,7 +73,7 @@ def run_demo(demo: Demo, watcher: DemoWatcher) -> str | None:
             with DemoServer(model, recipe, demo.max_num_seqs) as server:
                 target = Target(base_url=server.url)
                 watcher.stage(f"{recipe}: measuring the time per token")
-                token_s = _token_seconds(target, demo.max_num_seqs)
+                token_s = _token_seconds(target, min(demo.max_num_seqs, demo.background))
                 if load is None:
                     load = sized(demo.background, demo.chats, token_s)
                     watcher.sized(load, token_s)
@@ -79,8 +82,6 @@ def run_demo(demo: Demo, watcher: DemoWatcher) -> str | None:
                     return reason
     if demo.peer is None or load is None:
         return None
-    watcher.stage(f"{PEER}: warming up")
-    _token_seconds(demo.peer, demo.max_num_seqs)
     watcher.stage(PEER)
     return _measure(demo.peer, load, PEER, None, watcher)
 

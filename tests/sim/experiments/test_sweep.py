@@ -258,7 +258,7 @@ def test_a_sweep_records_the_requests_of_all_runs_in_order(tmp_path: Path) -> No
         ("--find-max-rate normalized.mean<=3", "normalized_latency_s.mean"),
         ("--rates 1 --find-max-rate jct_s.mean<=1 --find-min-replicas jct_s.mean<=1", "exclude each other"),
         ("--find-min-replicas jct_s.mean<=1", "rates must be given"),
-        ("--rates 1 --find-min-replicas slo.goodput_rps>=1", "slo.goodput_rps is null"),
+        ("--rates 1 --find-min-replicas slo.goodput_rps>=1", "slo.goodput_rps would be null"),
         ("--rates 1 --find-min-replicas nonsense", "bound must read"),
         ("--rates 1 --out missing/out.json", "missing"),
     ],

@@ -19,6 +19,7 @@ from skipjoin.cli.batch_watch import Watch, summary
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.config import base_url
+from skipjoin.extras import require
 from skipjoin.options import ConfigError, Option
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def _follow(connection: Connection, batch_id: str) -> None:
 
 
 def _call(connection: Connection, work: Callable[[BatchClient], Awaitable[T]]) -> T:
+    require("batches", "skipjoin batch")
     from skipjoin.cli.batch_client import BatchClient, BatchClientError  # noqa: PLC0415
 
     async def inside() -> T:

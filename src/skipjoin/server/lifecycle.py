@@ -30,6 +30,7 @@ import uvloop
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
 from skipjoin.config.access import is_loopback
 from skipjoin.engine.forecasting import open_keeper
+from skipjoin.extras import require, why_missing
 from skipjoin.model.config import ModelError
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
@@ -39,7 +40,8 @@ from skipjoin.server.api.errors import unavailable
 from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
-from skipjoin.server.batches.service import Batches
+from skipjoin.server.batches.disabled import NoBatches
+from skipjoin.server.batches.folder import is_named
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
@@ -51,6 +53,7 @@ from skipjoin.server.settings import Settings, check_settings
 
 if TYPE_CHECKING:
     from skipjoin.server.api.length_server import ForecastRequests
+    from skipjoin.server.batches.service import Batches
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +113,10 @@ def run_server(
     logs.configure(server_config.log_level, server_config.log_format, spell)
     try:
         settings = check_settings(engine_config, server_config, forecast_config)
+        if is_named(server_config):
+            require("batches", "batch_dir")
+        if server_config.forecast_url is not None:
+            require("predict", "forecast_url")
         # Before the model is loaded, so that a port in use is reported immediately.
         listeners = open_listeners(settings.server)
     except ConfigError as error:
@@ -134,7 +141,7 @@ class Server:
         self._engine = make_engines(client, command, self._progress.update)
         self._service = Service(config, client, metrics)
         most = config.batch_inflight or 2 * settings.engine.max_num_seqs * config.replicas
-        self._batches = Batches(self._service, most=most)
+        self._batches = _batches(self._service, most)
         # After failures of the others, one engine may hold all admitted requests.
         live_requests = config.max_queued_requests + self._batches.live_requests
         self._engine_config = replace(settings.engine, max_live_requests=live_requests)
@@ -290,6 +297,15 @@ class Server:
             await asyncio.sleep(_POLL_S)
         await closing
         service.client.fail_all(unavailable("the server is shutting down", "shutting_down"))
+
+
+def _batches(service: Service, most: int) -> Batches | NoBatches:
+    if (why := why_missing("batches", "batch_dir")) is not None:
+        return NoBatches(why)
+    # Imported only when needed, because it imports an optional package.
+    from skipjoin.server.batches.service import Batches  # noqa: PLC0415
+
+    return Batches(service, most=most)
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:

@@ -23,7 +23,7 @@ import importlib.abc, importlib.util, sys
 
 class Hidden(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {OPTIONAL}:
+        if f"{{name}}.".startswith(tuple(f"{{one}}." for one in {OPTIONAL})):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 real = importlib.util.find_spec
@@ -40,7 +40,11 @@ def without_extras(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_table_of_extras_matches_the_project() -> None:
     """All listed modules are of distributions of their extra, and none is of the base installation."""
-    modules = {"python-multipart": "python_multipart"}
+    modules = {
+        "python-multipart": "python_multipart",
+        "opentelemetry-sdk": "opentelemetry.sdk",
+        "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter",
+    }
     base = {Requirement(line).name for line in PROJECT["dependencies"]}
     assert not base & set(OPTIONAL)
     for extra, names in extras.MODULES.items():
@@ -57,6 +61,11 @@ def test_table_of_extras_matches_the_project() -> None:
         (["bench", "--base-url", "http://127.0.0.1:1", "--rates", "1"], "skipjoin bench needs aiohttp", "bench"),
         (["batch", "list"], "skipjoin batch needs sqlalchemy and", "batches"),
         (["serve", "tally", "--batch-dir", "x"], "--batch-dir needs sqlalchemy and", "batches"),
+        (
+            ["serve", "tally", "--otlp-traces-endpoint", "http://127.0.0.1:1"],
+            "--otlp-traces-endpoint needs open",
+            "otel",
+        ),
         (["serve", "tally", "--forecast-url", "http://127.0.0.1:1"], "--forecast-url needs usearch and", "predict"),
     ],
 )

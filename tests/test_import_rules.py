@@ -306,7 +306,7 @@ WITHOUT_HTTP = {
 # light, the command line, whose help must start quickly, code that needs Ray, and the database of batches.
 LAZY = (
     *("exec", "model", "forecast", "__init__.py", "cli", "engine"),
-    *("server/lifecycle.py", "server/batches/database.py"),
+    *("server/lifecycle.py", "server/batches/database.py", "server/engines/engine_server.py"),
 )
 
 

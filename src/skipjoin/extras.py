@@ -12,6 +12,7 @@ MODULES = {
     "batches": ("sqlalchemy", "aiosqlite", "alembic", "python_multipart", "aiohttp"),
     "bench": ("aiohttp",),
     "distributed": ("ray",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter"),
     "plot": ("matplotlib",),
     "postgres": ("asyncpg",),
     "predict": ("usearch", "aiohttp"),
@@ -20,8 +21,15 @@ MODULES = {
 
 def why_missing(extra: str, feature: str) -> str | None:
     """Return a sentence that names the missing packages of `feature` and the command that installs them, or None."""
-    missing = [name for name in MODULES[extra] if find_spec(name) is None]
+    missing = [name for name in MODULES[extra] if not _is_installed(name)]
     return f"{feature} needs {' and '.join(missing)}: {install_command(extra)}" if missing else None
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that would contain the module is missing
+        return False
 
 
 def require(extra: str, feature: str) -> None:

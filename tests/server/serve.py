@@ -35,6 +35,7 @@ _READ = {
     "fair_by": str,
     "priority_tier": str,
     "timeline": str,
+    "otlp_traces_endpoint": str,
     "replicas": int,
     "forecaster": str,
     "forecast_dir": str,

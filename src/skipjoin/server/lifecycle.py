@@ -117,6 +117,8 @@ def run_server(
             require("batches", "batch_dir")
         if server_config.forecast_url is not None:
             require("predict", "forecast_url")
+        if server_config.otlp_traces_endpoint is not None:
+            require("otel", "otlp_traces_endpoint")
         # Before the model is loaded, so that a port in use is reported immediately.
         listeners = open_listeners(settings.server)
     except ConfigError as error:

@@ -30,6 +30,7 @@ def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: Foreca
         raise ConfigError("slo_jct_scale and slo_jct_ms exclude each other: both are for requests without an objective")
     if server.fair_by == "key":
         engine = replace(engine, fair_output_weight=server.fair_output_weight)
+    engine = replace(engine, otlp_traces_endpoint=server.otlp_traces_endpoint)
     chosen = chosen_forecasts(forecasts, engine, url=server.forecast_url)
     if engine.timeline is not None:
         try:

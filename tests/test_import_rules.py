@@ -142,6 +142,7 @@ ALLOWED: dict[str, set[str]] = {
         "system.machine",
         "version",
     },
+    "async_llm": {"core", "engine", "llm", "sampling"},
     "llm": {"config", "core", "engine", "model", "options", "recipes", "sampling", "structured_output"},
     "server.engines": {
         "config",
@@ -271,6 +272,7 @@ BELOW_SERVER = {
     "builtin",
     "engine",
     "exec.ranks",
+    "async_llm",
     "llm",
     "policies",
     "recipes",

@@ -35,7 +35,7 @@ _READ = {
     "fair_by": str,
     "priority_tier": str,
     "timeline": str,
-    "otlp_traces_endpoint": str,
+    **dict.fromkeys(("otlp_traces_endpoint", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), str),
     "replicas": int,
     "forecaster": str,
     "forecast_dir": str,

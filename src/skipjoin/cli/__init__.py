@@ -13,7 +13,9 @@ from skipjoin.cli.batch import batch
 from skipjoin.cli.bench import bench
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.convert import convert
+from skipjoin.cli.environment import environment
 from skipjoin.cli.generate import generate
+from skipjoin.cli.models import list_models, pull
 from skipjoin.cli.plot import plot
 from skipjoin.cli.predict import predict
 from skipjoin.cli.profile import profile
@@ -24,11 +26,12 @@ from skipjoin.version import VERSION
 
 app = Commands(
     help="LLM serving whose scheduler can stop any request after any token and run another.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (serve, generate, recipes, convert, profile, simulate, bench, plot):
     app.command()(command)
+for name, command in (("pull", pull), ("list", list_models), ("env", environment)):
+    app.command(name)(command)
 app.add_typer(predict, name="predict")
 app.add_typer(batch, name="batch")
 

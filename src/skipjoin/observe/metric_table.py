@@ -339,6 +339,13 @@ API_METRICS = (
         buckets=(1.0, 2.0, 4.0, 8.0, 16.0),
         in_vllm=True,
     ),
+    Metric(
+        "request_max_num_generation_tokens",
+        "histogram",
+        "Generated tokens of a prompt's longest choice.",
+        buckets=_LENGTHS,
+        in_vllm=True,
+    ),
     Metric("replicas", "gauge", "Number of configured engines."),
     Metric("replicas_alive", "gauge", "Number of engines that accept requests."),
     Metric("replica_restarts_total", "counter", "Number of engines started in place of one that died."),

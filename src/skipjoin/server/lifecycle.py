@@ -60,10 +60,7 @@ logger = logging.getLogger(__name__)
 EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0
 DEFAULT_FORECASTS = ForecastConfig()
-_OPEN_WARNING = (
-    "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
-    "listen on 127.0.0.1 (docs/secure.md)"
-)
+_OPEN = "any machine that reaches %s may use this server, which asks for no key"
 # Interval in which the drain checks for open requests.
 _POLL_S = 0.05
 
@@ -111,26 +108,47 @@ def run_server(
 ) -> int:
     """Run a server until it is stopped, and return its exit code."""
     logs.configure(server_config.log_level, server_config.log_format, spell)
-    try:
-        settings = check_settings(engine_config, server_config, forecast_config)
-        if is_named(server_config):
-            require("batches", "batch_dir")
-        if server_config.forecast_url is not None:
-            require("predict", "forecast_url")
-        if server_config.otlp_traces_endpoint is not None:
-            require("otel", "otlp_traces_endpoint")
-        # Before the model is loaded, so that a port in use is reported immediately.
-        listeners = open_listeners(settings.server)
-    except ConfigError as error:
-        logs.fail(f"{error}")
-        return EXIT_SETTING
-    if not (settings.server.api_keys or is_loopback(listeners[0].getsockname()[0])):
-        logger.warning(_OPEN_WARNING, settings.server.host)
     with contextlib.ExitStack() as stack:
-        for listener in listeners:
-            stack.enter_context(listener)
+        try:
+            settings, listeners = _prepare(stack, engine_config, server_config, forecast_config)
+        except ConfigError as error:
+            logs.fail(f"{error}")
+            return EXIT_SETTING
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         return runner.run(Server(settings, engine_command, make_engines).run(*listeners))
+
+
+def check_server(engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig) -> int:
+    """Check everything that can be checked without loading the model, and return 0; raises `ConfigError`."""
+    with contextlib.ExitStack() as stack:
+        settings, listeners = _prepare(stack, engine, server, forecasts)
+        addresses = ", ".join(url_of(one, is_secure=settings.server.is_secure) for one in listeners)
+    print(f"The settings are valid: {engine.model} with recipe {engine.recipe} at {addresses}")
+    return EXIT_OK
+
+
+def _prepare(
+    stack: contextlib.ExitStack, engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig
+) -> tuple[Settings, list[socket.socket]]:
+    """Check the settings and open the ports, which `stack` closes."""
+    settings = check_settings(engine, server, forecasts)
+    if is_named(server):
+        require("batches", "batch_dir")
+    if server.forecast_url is not None:
+        require("predict", "forecast_url")
+    if server.otlp_traces_endpoint is not None:
+        require("otel", "otlp_traces_endpoint")
+    # Before the model is loaded, so that a port in use is reported immediately.
+    listeners = open_listeners(settings.server)
+    for listener in listeners:
+        stack.enter_context(listener)
+    if not (settings.server.api_keys or is_loopback(listeners[0].getsockname()[0])):
+        why = _OPEN % settings.server.host
+        if not settings.server.allow_no_key:
+            remedy = "set api_key_file or SKIPJOIN_API_KEY, listen on 127.0.0.1, or set allow_no_key"
+            raise ConfigError(f"host: {why}: {remedy}")
+        logger.warning("%s", why)
+    return settings, listeners
 
 
 class Server:
@@ -151,7 +169,9 @@ class Server:
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         limits = connection_limits(config)
         proxies = config.forwarded_allow_ips
-        self._http = [HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies) for app in apps]
+        self._http = [
+            HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies, config.tls) for app in apps
+        ]
         self._questions: ForecastRequests | None = None
         self._signals = 0
         self._stop = asyncio.Event()
@@ -165,7 +185,7 @@ class Server:
             asyncio.create_task(http.serve(sockets=[one])) for http, one in zip(self._http, listeners, strict=True)
         ]
         try:
-            code = await self._serve([url_of(one) for one in listeners])
+            code = await self._serve([url_of(one, is_secure=self._config.is_secure) for one in listeners])
         finally:
             for http in self._http:
                 http.should_exit = True

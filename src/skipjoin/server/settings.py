@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig, check_not_one_card
-from skipjoin.config.access import with_keys_of_files
+from skipjoin.config.access import check_certificates, with_keys_of_files
 from skipjoin.engine.forecasting import chosen_forecasts
 
 
@@ -24,6 +24,7 @@ def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: Foreca
     if server.chat_template is not None and not Path(server.chat_template).is_file():
         raise ConfigError(f"chat_template {server.chat_template} is not a file")
     server = with_keys_of_files(server)
+    check_certificates(server)
     if server.replicas > 1:
         check_not_one_card(engine.device)
     if engine.slo_jct_scale is not None and server.slo_jct_ms is not None:

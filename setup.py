@@ -82,10 +82,15 @@ class BuildPy(build_py):
 class Wheel(bdist_wheel):
     """Pure wheel, or one with libraries if --plat-name is given. Either runs on any Python."""
 
+    def finalize_options(self) -> None:
+        """Install a wheel with libraries where compiled packages belong."""
+        if self.plat_name is not None:
+            self.distribution.has_ext_modules = lambda: True
+        super().finalize_options()
+
     def run(self) -> None:
         """Pass the platform to the build of the package."""
         if self.plat_name_supplied:
-            self.root_is_pure = False
             self.distribution.get_command_obj("build_py").platform = self.plat_name
         super().run()
 

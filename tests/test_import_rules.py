@@ -229,6 +229,7 @@ ALLOWED: dict[str, set[str]] = {
         "report",
         "sampling",
         "server",
+        "server.batches",
         "server.engines",
         "sim",
         "sim.experiments",

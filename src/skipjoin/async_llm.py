@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from skipjoin.core.engine import RequestTooLargeError
 from skipjoin.core.events import Admitted, Event
@@ -36,7 +36,8 @@ MAX_N = 128
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Chunk:
     """New text of one choice of a prompt. `finish_reason` is None until its last chunk."""
 
     index: int

@@ -212,6 +212,7 @@ ALLOWED: dict[str, set[str]] = {
         "system.machine",
     },
     "cli": {
+        "builtin",
         "cli",
         "config",
         "config.profile",
@@ -233,6 +234,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.engines",
         "sim",
         "sim.experiments",
+        "system.container",
         "system.folders",
         "system.machine",
         "version",

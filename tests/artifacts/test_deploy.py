@@ -52,11 +52,12 @@ def test_unit_is_valid_and_hardened(tmp_path: Path) -> None:
     ("values", "kinds"),
     [
         (ONE_KEY, {"StatefulSet", "Service", "ConfigMap", "Secret", "PodDisruptionBudget"}),
-        ((*SHARED, "--set", "autoscaling.kind=hpa"), {"HorizontalPodAutoscaler", "StatefulSet"}),
-        ((*SHARED, "--set", "autoscaling.kind=keda", "--set", "serviceMonitor.enabled=true"), {"ScaledObject", "ServiceMonitor"}),
+        ((*SHARED, "--set", "autoscaling.kind=hpa"), {"HorizontalPodAutoscaler"}),
+        ((*SHARED, "--set", "autoscaling.kind=keda"), {"ScaledObject"}),
+        ((*ONE_KEY, "--set", "serviceMonitor.enabled=true"), {"ServiceMonitor"}),
     ],
-    ids=["one replica", "hpa", "keda"],
-)  # fmt: skip
+    ids=["one replica", "hpa", "keda", "service monitor"],
+)
 def test_chart_renders(values: tuple[str, ...], kinds: set[str]) -> None:
     assert run("helm", "lint", CHART, *values).returncode == 0
     done = run("helm", "template", "llm", CHART, *values)

@@ -83,7 +83,8 @@ from skipjoin.model import backends
 from skipjoin.model.ops import build
 for file in build.shipped():
     library = ctypes.CDLL(str(file))
-    print(file.name, build.path_of(library), all(backends._passes(library, dtype) for dtype in (torch.float32, torch.bfloat16)))
+    passes = all(backends._passes(library, dtype) for dtype in (torch.float32, torch.bfloat16))
+    print(file.name, build.path_of(library), passes)
 """
     done = subprocess.run(
         [str(bare / "bin/python"), "-c", code], env=environment, capture_output=True, text=True, check=False

@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import tomllib
 from pathlib import Path
 
@@ -41,14 +40,14 @@ def main() -> None:
         check_tag(version)
     os.environ["SOURCE_DATE_EPOCH"] = epoch = output("git", "log", "-1", "--format=%ct")
     shutil.rmtree(DIST, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        source = export_commit(Path(scratch))
-        run("build", "--no-isolation", "--sdist", "--outdir", str(DIST), str(source))
-        (sdist,) = DIST.glob("*.tar.gz")
-        normalize(sdist, int(epoch))
-        for machine in MACHINES if options.only is None else (options.only,):
-            platform = f"--build-option=--plat-name=manylinux_{GLIBC}_{machine}"
-            run("build", "--no-isolation", "--wheel", f"-C{platform}", "--outdir", str(DIST), str(source))
+    # The same folder each time, so that the compiler's cache knows unchanged sources.
+    source = export_commit(ROOT / "build/release")
+    run("build", "--no-isolation", "--sdist", "--outdir", str(DIST), str(source))
+    (sdist,) = DIST.glob("*.tar.gz")
+    normalize(sdist, int(epoch))
+    for machine in MACHINES if options.only is None else (options.only,):
+        platform = f"--build-option=--plat-name=manylinux_{GLIBC}_{machine}"
+        run("build", "--no-isolation", "--wheel", f"-C{platform}", "--outdir", str(DIST), str(source))
     wheels = sorted(DIST.glob("*.whl"))
     check(sdist, wheels)
     bill = DIST / f"skipjoin-{version}.cdx.json"
@@ -74,6 +73,8 @@ def check_tag(version: str) -> None:
 
 def export_commit(folder: Path) -> Path:
     """Copy the files of HEAD, so that files which are not committed cannot get into an artifact."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     archive = folder / "source.tar"
     subprocess.run(["git", "archive", "--output", str(archive), "HEAD"], check=True, cwd=ROOT)
     with tarfile.open(archive) as tar:

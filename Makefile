@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: help serve demo test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs reference format \
-	lock audit clean
+	lock audit release test-artifacts clean
 help:
 	@echo "make serve          start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make demo           show what scheduling does on this machine (two minutes after installation), in build/demo"
@@ -33,6 +33,8 @@ help:
 	@echo "make format         format the code"
 	@echo "make lock           update locks and THIRD_PARTY.md from pyproject.toml and constraints.txt (needs a network)"
 	@echo "make reference      generate the pages of docs/reference"
+	@echo "make release        build and check wheels, source distribution and SBOM in dist (needs a network; TAGGED=no: without tag)"
+	@echo "make test-artifacts install the wheel of dist in a bare environment, check deploy/ and use both (needs a network)"
 	@echo "make audit          check the locked versions for known vulnerabilities (needs a network)"
 
 $(BIN)/python:
@@ -64,7 +66,7 @@ test: $(VENV)/.dev
 	$(PYTEST)
 
 test-all: $(VENV)/.dev
-	$(PYTEST) -m ""
+	$(PYTEST) -m "not artifacts"
 
 mutations: $(VENV)/.dev
 	$(BIN)/python tools/mutations.py
@@ -115,5 +117,15 @@ audit:
 	$(VENV)-audit/bin/python -m pip install --quiet --constraint constraints.txt pip-audit
 	$(VENV)-audit/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
+# Tools of releases have an environment of their own. The cache of the compiler keeps its C++ library.
+release:
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet --constraint constraints.txt auditwheel build check-wheel-contents \
+		cyclonedx-bom setuptools twine ziglang
+	$(VENV)-release/bin/python tools/release.py $(if $(filter no,$(TAGGED)),--untagged) $(if $(ONLY),--only $(ONLY))
+
+test-artifacts: $(VENV)/.dev
+	$(BIN)/python -m pytest -m artifacts -p no:cacheprovider tests/artifacts
+
 clean:
-	rm -rf $(VENV) $(VENV)-audit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-release build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,6 @@
-"""Write requirements.lock and requirements-dev.lock with the version and the file hashes of every distribution.
+"""Write the lock files: requirements.lock for `make serve` and `make demo`, and requirements-dev.lock with all extras.
+
+Each has the version and the file hashes of every distribution.
 
     python tools/lock.py [--upgrade]
 
@@ -44,7 +46,9 @@ def main() -> None:
         everything = compiled(uv, [*extras, "--constraint", str(CONSTRAINTS)], build, DEV, upgrade)
         versions = Path(folder, "versions.txt")
         versions.write_text(everything)
-        runtime = compiled(uv, ["--constraint", str(versions)], build, RUNTIME, upgrade)
+        runtime = compiled(
+            uv, ["--extra=batches", "--extra=plot", "--constraint", str(versions)], build, RUNTIME, upgrade
+        )
     DEV.write_text(HEADER + without(everything, UNLOCKED))
     RUNTIME.write_text(HEADER + without(runtime, UNLOCKED_AT_RUNTIME))
 

@@ -8,10 +8,11 @@ from skipjoin.structured_output import StructuredOutput
 from skipjoin.version import VERSION
 
 if TYPE_CHECKING:
+    from skipjoin.async_llm import AsyncLLM
     from skipjoin.llm import LLM
 
 __version__ = VERSION
-__all__ = ["LLM", "SamplingParams", "StructuredOutput", "Target", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutput", "Target", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from skipjoin.llm import LLM  # noqa: PLC0415
 
         return LLM
+    if name == "AsyncLLM":
+        from skipjoin.async_llm import AsyncLLM  # noqa: PLC0415
+
+        return AsyncLLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

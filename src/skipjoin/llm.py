@@ -72,14 +72,16 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class Running:
+    """Request in the engine and what it has generated."""
+
     generation: Generation
     choice: Choice
     predicted: Predicted | None
 
 
-class LLM:
-    """Model that is ready to generate. Use it as a context manager, or call `close`.
+class LocalEngine:
+    """Engine, tokenizer and forecasts of a model in this process.
 
     Args:
         model: Hugging Face folder, hub id, or "tally", the built-in model.
@@ -129,14 +131,6 @@ class LLM:
         self._next_id = 0
         self._is_closed = False
 
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Stop the engine and save the learned output lengths. Idempotent."""
         if self._is_closed:
@@ -146,6 +140,53 @@ class LLM:
             self._forecasts.close()
         self.tokenizer.close()
         self._loop.close()
+
+    def _start(
+        self, request_id: int, prompt: list[int], text: str | None, params: SamplingParams, options: RequestOptions
+    ) -> Running:
+        given = params.resolved(max(1, self.engine.info.max_model_len - len(prompt)))
+        self._loop.add(request_id, prompt, given, options=options)
+        rules = TextRules(stop=given.stop, min_tokens=given.min_tokens)
+        choice = Choice(0, prompt, text, self.tokenizer, rules)
+        return Running(Generation(text, prompt), choice, self._forecast(request_id, prompt, given))
+
+    def _compile(self, each: Iterable[SamplingParams]) -> None:
+        """Compile the constraints of parameters, or raise `ParameterError`."""
+        try:
+            for asked in {params.structured_outputs for params in each}:
+                if asked is not None:
+                    self._grammars.matcher(asked)
+        except GrammarError as error:
+            raise ParameterError("structured_outputs", f"structured_outputs {error}") from None
+
+    def _forecast(self, request_id: int, prompt: list[int], params: SamplingParams) -> Predicted | None:
+        if self._forecasts is None:
+            return None
+        predicted = self._forecasts.forecast(prompt, params.output_limit)
+        self._loop.reforecast(request_id, predicted.forecast)
+        return predicted
+
+    def _learn(self, one: Running, reason: FinishReason) -> None:
+        tokens = len(one.generation.token_ids)
+        if self._forecasts is not None and one.predicted is not None and tokens:
+            self._forecasts.learn(one.predicted, tokens, exact=is_exact(reason))
+            self._forecasts.save_if_due()
+
+    def _progress(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        return Progress(*columns, console=self._console, transient=True, disable=self._console.quiet)
+
+
+class LLM(LocalEngine):
+    """Model that is ready to generate. Use it as a context manager, or call `close`; arguments as `LocalEngine`."""
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def generate(
         self,
@@ -174,11 +215,11 @@ class LLM:
             ParameterError: If a prompt or an argument is invalid. Nothing runs in that case.
             RuntimeError: After `close`.
         """
-        given = _as_list(prompts)
+        given = prompts_of(prompts)
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
         texts = [item if isinstance(item, str) else None for item in given]
         each = self._each(params, len(ids), structured_outputs)
-        return self._run(ids, texts, each, _options(service, priority, target), cache_salt)
+        return self._run(ids, texts, each, options_of(service, priority, target), cache_salt)
 
     def chat(
         self,
@@ -195,9 +236,9 @@ class LLM:
 
         A conversation is a list of messages with a role and a content. The arguments are those of `generate`.
         """
-        ids = [self.tokenizer.chat(conversation) for conversation in _conversations(messages)]
+        ids = [self.tokenizer.chat(conversation) for conversation in conversations_of(messages)]
         each = self._each(params, len(ids), structured_outputs)
-        return self._run(ids, [None] * len(ids), each, _options(service, priority, target), cache_salt)
+        return self._run(ids, [None] * len(ids), each, options_of(service, priority, target), cache_salt)
 
     @located_errors()
     def _run(
@@ -209,15 +250,10 @@ class LLM:
         cache_salt: Salts,
     ) -> list[Generation]:
         salted = [replace(options, cache_salt=salt) for salt in _salts(cache_salt, len(ids))]
-        running: dict[int, _Running] = {}
+        running: dict[int, Running] = {}
         try:
             for prompt, text, given, asked in zip(ids, texts, each, salted, strict=True):
-                one = given.resolved(max(1, self.engine.info.max_model_len - len(prompt)))
-                self._loop.add(self._next_id, prompt, one, options=asked)
-                rules = TextRules(stop=one.stop, min_tokens=one.min_tokens)
-                choice = Choice(0, prompt, text, self.tokenizer, rules)
-                predicted = self._forecast(self._next_id, prompt, one)
-                running[self._next_id] = _Running(Generation(text, prompt), choice, predicted)
+                running[self._next_id] = self._start(self._next_id, prompt, text, given, asked)
                 self._next_id += 1
             results = [one.generation for one in running.values()]
             # A stop string finishes a request between two steps, so the next step must not be submitted yet.
@@ -242,14 +278,12 @@ class LLM:
             if constraint is not None:
                 one = constraint if isinstance(constraint, StructuredOutput) else StructuredOutput.of(constraint)
                 each = [replace(params, structured_outputs=one) for params in each]
-            for asked in {params.structured_outputs for params in each}:
-                if asked is not None:
-                    self._grammars.matcher(asked)
         except GrammarError as error:
             raise ParameterError("structured_outputs", f"structured_outputs {error}") from None
+        self._compile(each)
         return list(each)
 
-    def _drain(self, running: dict[int, _Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
+    def _drain(self, running: dict[int, Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
         """Run the loop until all requests have finished; `ahead` submits the next step before detokenizing."""
         cached: dict[int, int] = {}
         while running:
@@ -259,7 +293,7 @@ class LLM:
             for event in events:
                 if isinstance(event, Admitted):
                     cached.setdefault(event.request.id, event.cached)
-            for request_id, output in _outputs(events).items():
+            for request_id, output in outputs_of(events).items():
                 if request_id not in running:
                     continue
                 one = running[request_id]
@@ -273,25 +307,9 @@ class LLM:
                     del running[request_id]
                     bars.advance(task)
 
-    def _forecast(self, request_id: int, prompt: list[int], params: SamplingParams) -> Predicted | None:
-        if self._forecasts is None:
-            return None
-        predicted = self._forecasts.forecast(prompt, params.output_limit)
-        self._loop.reforecast(request_id, predicted.forecast)
-        return predicted
 
-    def _learn(self, one: _Running, reason: FinishReason) -> None:
-        tokens = len(one.generation.token_ids)
-        if self._forecasts is not None and one.predicted is not None and tokens:
-            self._forecasts.learn(one.predicted, tokens, exact=is_exact(reason))
-            self._forecasts.save_if_due()
-
-    def _progress(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        return Progress(*columns, console=self._console, transient=True, disable=self._console.quiet)
-
-
-def _options(service: str, priority: int, target: Target) -> RequestOptions:
+def options_of(service: str, priority: int, target: Target) -> RequestOptions:
+    """Return checked options of a request."""
     if service not in tuple(ServiceClass):
         raise ParameterError("service", f"service must be one of {', '.join(ServiceClass)}, got {service!r}")
     for name, seconds in target._asdict().items():
@@ -310,10 +328,11 @@ def _salts(given: Salts, count: int) -> list[str]:
         )
     if len(salts) != count:
         raise ParameterError("cache_salt", f"cache_salt must be one, or one per prompt ({count}), got {len(salts)}")
-    return [_salt(one) for one in salts]
+    return [salt_of(one) for one in salts]
 
 
-def _salt(given: Any) -> str:
+def salt_of(given: Any) -> str:
+    """Return a checked salt, empty for None."""
     if given is None:
         return ""
     if not isinstance(given, str):
@@ -325,7 +344,8 @@ def _salt(given: Any) -> str:
     return given
 
 
-def _outputs(events: Iterable[Event]) -> dict[int, Output]:
+def outputs_of(events: Iterable[Event]) -> dict[int, Output]:
+    """Return the output of each request that has one, by id."""
     outputs: dict[int, Output] = {}
     for event in events:
         if isinstance(event, Token):
@@ -337,7 +357,8 @@ def _outputs(events: Iterable[Event]) -> dict[int, Output]:
     return outputs
 
 
-def _as_list(prompts: Any) -> list[str | list[int]]:
+def prompts_of(prompts: Any) -> list[str | list[int]]:
+    """Return one or many prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
     items = _items(prompts)
@@ -367,7 +388,8 @@ def _token_ids(items: list[Any]) -> list[int]:
     return [int(item) for item in items]
 
 
-def _conversations(given: Any) -> list[list[Message]]:
+def conversations_of(given: Any) -> list[list[Message]]:
+    """Return one or many conversations as a list."""
     is_single = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
     conversations = [given] if is_single else given
     if not isinstance(conversations, list | tuple):

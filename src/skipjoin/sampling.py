@@ -131,6 +131,12 @@ class SamplingParams:
             return self
         return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
 
+    def with_seed_of(self, copy: int) -> SamplingParams:
+        """Return the parameters of one of several choices, with a reproducible seed of its own if there is a seed."""
+        if self.seed is None or copy == 0:
+            return self
+        return replace(self, seed=SEED_MIN + (self.seed - SEED_MIN + copy) % 2**64)
+
     @property
     def output_limit(self) -> int:
         if self.max_tokens is None:

@@ -214,6 +214,7 @@ def test_generate_passes_memory_and_objective_options(name: str, monkeypatch: py
         "max_live_requests",
         "fair_output_weight",
         "learned_dir",
+        "otlp_traces_endpoint",
     }
 
 

@@ -265,7 +265,7 @@ class Rehearsal:
     @contextmanager
     def _server(self) -> Iterator[Process]:
         """Run the server on both machines, with a CPU of the first one occupied while ranks are placed."""
-        serve = [_program("skipjoin"), "serve", "tally", "--host", HERE, "--port", str(HTTP_PORT)]
+        serve = [_program("skipjoin"), "serve", "tally", "--host", HERE, "--port", str(HTTP_PORT), "--allow-no-key"]
         ranks = ["--ray-address", RAY, "-pp", "2", "--threads", "1", "--profile", "off"]
         hold = [sys.executable, "-c", HOLD, RAY]
         with (

@@ -135,17 +135,17 @@ def test_key_that_no_header_can_carry_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "warns"),
-    [((), False), (("--host", "localhost"), False), (("--host", "0.0.0.0"), True),
-     (("--host", "0.0.0.0", "--api-key", "a"), False)],
+    ("options", "warns", "code"),
+    [((), False, 0), (("--host", "localhost"), False, 0), (("--host", "0.0.0.0"), True, 2),
+     (("--host", "0.0.0.0", "--api-key", "a"), False, 0), (("--host", "0.0.0.0", "--allow-no-key"), True, 0)],
 )  # fmt: skip
-def test_public_address_without_a_key_logs_a_warning(
-    configs: list[ServerConfig], caplog: pytest.LogCaptureFixture, options: tuple[str, ...], warns: bool
+def test_public_address_needs_a_key_or_an_explicit_flag(
+    configs: list[ServerConfig], caplog: pytest.LogCaptureFixture, options: tuple[str, ...], warns: bool, code: int
 ) -> None:
     run = serve(*options)
-    assert run.exit_code == 0, run.output
-    assert len(configs) == 1
-    assert ("any machine that reaches 0.0.0.0 may use this server" in caplog.text) is warns
+    assert run.exit_code == code, run.output
+    assert len(configs) == (code == 0)
+    assert ("any machine that reaches 0.0.0.0 may use this server" in caplog.text + run.stderr) is warns
 
 
 def test_hosts_and_origins_are_separated_by_commas_or_repeated(configs: list[ServerConfig]) -> None:

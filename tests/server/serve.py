@@ -36,6 +36,7 @@ _READ = {
     "served_model_name": str,
     "priority_tier": str,
     "timeline": str,
+    **dict.fromkeys(("otlp_traces_endpoint", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), str),
     "replicas": int,
     "forecaster": str,
     "forecast_dir": str,

@@ -470,6 +470,23 @@ async def test_older_database_is_migrated(location: StoreLocation) -> None:
         assert (await settle(store, "batch_1"))[1] == ["id-1"]
 
 
+async def test_database_returns_to_the_previous_revision_and_back_without_losses(location: StoreLocation) -> None:
+    async with location.opened() as (store,):
+        row = await add_batch(store, lines=2)
+        (line,) = await store.take_lines(1)
+        await store.finish([result(line)])
+        used = (await store.usage_of(OWNER)).bytes
+    await Store.migrate(location.url, location.folder, "0004")
+    with pytest.raises(StoreError, match="cannot be changed to revision 7777"):
+        await Store.migrate(location.url, location.folder, "7777")
+    async with location.opened() as (store,):  # migrates up again
+        assert (await store.usage_of(OWNER)).bytes == used
+        assert (await store.batch(OWNER, row.id)).completion_tokens == 2
+        assert len(await store.take_lines(5)) == 1
+        with pytest.raises(FolderLocked):
+            await Store.migrate(location.url, location.folder, "0004")
+
+
 async def test_migrations_match_table_definitions(location: StoreLocation) -> None:
     async with location.opened() as (store,), store._db.reading() as connection:
         differences = await connection.run_sync(compare)

@@ -105,7 +105,7 @@ async def test_vllm_names_have_the_same_values(make_api: MakeApi) -> None:
 
     ours = [("skipjoin", {"class": name}) for name in ("real-time", "best-effort")]
     for (prefix, labels), tokens, finished, (first, last, total) in zip(
-        [*ours, ("vllm", {"model_name": "org/x"})],
+        [*ours, ("vllm", {"model_name": "org/x", "engine": "0"})],
         (7, 4, 11),
         (2, 1, 3),
         ((2, 2, 0.005), (0, 1, 400.5), (2, 3, 400.505)),
@@ -119,11 +119,12 @@ async def test_vllm_names_have_the_same_values(make_api: MakeApi) -> None:
         assert value(f"{ttft}_sum", **labels) == total
     assert value("skipjoin:num_preemptions_total", **ours[0][1], how="pause") == 30
     assert value("skipjoin:num_preemptions_total", **ours[1][1], how="drop") == 1
-    assert value("vllm:num_preemptions_total", model_name="org/x") == 3
+    assert value("vllm:num_preemptions_total", model_name="org/x", engine="0") == 3
     pool = {"block_size": "16", "num_cpu_blocks": "0", "num_gpu_blocks": str(BLOCKS), "recipe": "fcfs"}
     pool |= {"swap_dtype": "auto"}
     assert found["skipjoin:cache_config_info", tuple(pool.items())] == 1
-    assert found["vllm:cache_config_info", tuple(sorted([*pool.items(), ("model_name", "org/x")]))] == 1
+    theirs = {**pool, "model_name": "org/x", "engine": "0"}
+    assert found["vllm:cache_config_info", tuple(sorted(theirs.items()))] == 1
 
 
 @pytest.mark.anyio
@@ -344,7 +345,7 @@ def test_metrics_agree_with_client_measurements(start_server: StartServer) -> No
 
     def value(name: str, **labels: str) -> float:
         ours = tuple(sorted(labels.items()))
-        theirs = found[f"vllm:{name}", tuple(sorted({**labels, "model_name": "tiny"}.items()))]
+        theirs = found[f"vllm:{name}", tuple(sorted({**labels, "model_name": "tiny", "engine": "0"}.items()))]
         by_class = ((*ours, ("class", "real-time")), (*ours, ("class", "best-effort")))
         plain = found.get((f"skipjoin:{name}", ours))
         assert theirs == (
@@ -365,7 +366,7 @@ def test_metrics_agree_with_client_measurements(start_server: StartServer) -> No
     assert found["skipjoin:engine_steps_total", ()] == value("iteration_tokens_total_count")
     assert value("prefix_cache_queries_total") == prompts
     hits = found["skipjoin:prefix_cache_hits_total", (("tier", "device"),)]
-    assert found["vllm:prefix_cache_hits_total", (("model_name", "tiny"),)] == hits > 0
+    assert found["vllm:prefix_cache_hits_total", (("engine", "0"), ("model_name", "tiny"))] == hits > 0
     # All other prompt tokens and all generated tokens except the last ones are computed once.
     assert value("iteration_tokens_total_sum") == prompts - hits + outputs - 30
     assert found["skipjoin:kv_cached_blocks", ()] >= 2

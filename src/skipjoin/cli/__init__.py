@@ -15,8 +15,10 @@ from skipjoin.cli.chat import chat
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.convert import convert
 from skipjoin.cli.demo import demo
+from skipjoin.cli.environment import environment
 from skipjoin.cli.explain import explain
 from skipjoin.cli.generate import generate
+from skipjoin.cli.models import list_models, pull
 from skipjoin.cli.plot import plot
 from skipjoin.cli.predict import predict
 from skipjoin.cli.profile import profile
@@ -29,11 +31,12 @@ from skipjoin.version import VERSION
 
 app = Commands(
     help="LLM serving whose scheduler can stop any request after any token and run another.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (serve, demo, generate, chat, top, explain, recipes, convert, profile, simulate, replay, bench, plot):
     app.command()(command)
+for name, command in (("pull", pull), ("list", list_models), ("env", environment)):
+    app.command(name)(command)
 app.add_typer(predict, name="predict")
 app.add_typer(batch, name="batch")
 

@@ -13,6 +13,7 @@ import typer
 
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.config import ConfigError
+from skipjoin.extras import require
 from skipjoin.loadtest.targets import Target
 from skipjoin.options import Option, check
 from skipjoin.recipes import DEFAULT, absolute, find, names_in
@@ -80,6 +81,8 @@ class DemoOptions:
 @takes(options=Section(DemoOptions))
 def demo(*, options: Values) -> None:
     """Show what scheduling does on this machine: one load, two schedulers, two minutes, no download."""
+    for extra in ("plot", "bench"):
+        require(extra, "skipjoin demo")
     from skipjoin.cli.demo_report import DemoReport  # noqa: PLC0415
     from skipjoin.demo.runs import Demo, run_demo  # noqa: PLC0415
 

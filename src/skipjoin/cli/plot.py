@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from skipjoin.cli.options import plain_errors
+from skipjoin.extras import require
 
 
 def plot(
@@ -40,6 +41,8 @@ def plot(
     ] = Path("."),
 ) -> None:
     """Plot the results of measurements."""
+    with plain_errors():
+        require("plot", "skipjoin plot")
     from skipjoin.report.bound import parse_bound  # noqa: PLC0415
     from skipjoin.report.plot import View, default_kind, plot_results  # noqa: PLC0415
     from skipjoin.report.plots.lines import lines_of, maximum_rates  # noqa: PLC0415

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,10 +24,18 @@ SECTIONS = {
 
 
 @takes(**SECTIONS)
-def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
+def serve(
+    *,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the settings, files, ports and the model's configuration, and exit.")
+    ] = False,
+    engine: Values,
+    forecasts: Values,
+    server: Values,
+) -> None:
     """Serve MODEL over the OpenAI API."""
     from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
-    from skipjoin.server.lifecycle import one_engine, run_server  # noqa: PLC0415
+    from skipjoin.server.lifecycle import check_server, one_engine, run_server  # noqa: PLC0415
 
     if server["log_format"] == "json":
         logs.configure("info", "json")
@@ -42,6 +50,9 @@ def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
         # Ray places the replicas, and an engine's ranks run where its replica is.
         make_engines = partial(ReplicaSet, address=engine["ray_address"])
         engine["ray_address"] = None
+    if check:
+        _check_model(EngineConfig(**engine))
+        raise typer.Exit(check_server(EngineConfig(**engine), http, ForecastConfig(**forecasts)))
     code = run_server(
         EngineConfig(**engine),
         http,
@@ -50,3 +61,14 @@ def serve(*, engine: Values, forecasts: Values, server: Values) -> None:
         spell=partial(with_flags, flags=flags),
     )
     raise typer.Exit(code)
+
+
+def _check_model(config: EngineConfig) -> None:
+    """Read the model's configuration, without its weights."""
+    from skipjoin.engine.load import model_folder  # noqa: PLC0415
+    from skipjoin.model.config import ModelConfig  # noqa: PLC0415
+    from skipjoin.model.tokenizer import load_tokenizer  # noqa: PLC0415
+
+    folder = model_folder(config.model, "dummy")
+    ModelConfig.from_folder(folder)
+    load_tokenizer(folder).close()

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from skipjoin.config.key_files import AS_ALL, KeyRights, check_key, owner_of_key, read_keys
 from skipjoin.options import ConfigError, Option
@@ -48,6 +49,10 @@ class AccessConfig:
             is_common=True,
         ),
     ] = None
+    allow_no_key: Annotated[
+        bool,
+        Option("Serve without API keys on an address that other machines reach.", group=ACCESS),
+    ] = False
     metrics_keys: Annotated[
         tuple[str, ...],
         Option(
@@ -104,9 +109,45 @@ class AccessConfig:
         ),
     ] = ()
 
+    ssl_certfile: Annotated[
+        str | None, Option("Certificate chain for TLS, in PEM (default: plain HTTP).", metavar="FILE", group=ACCESS)
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        Option("Private key of the certificate, in PEM (default: in --ssl-certfile).", metavar="FILE", group=ACCESS),
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None,
+        Option(
+            "Authorities, in PEM, one of which must have signed the certificate of every client (default: clients "
+            "need none).",
+            metavar="FILE",
+            group=ACCESS,
+        ),
+    ] = None
+
     key_rights: Mapping[str, KeyRights] = field(default_factory=dict, hash=False)
 
+    @property
+    def is_secure(self) -> bool:
+        return self.ssl_certfile is not None
+
+    @property
+    def tls(self) -> dict[str, Any]:
+        """TLS settings in uvicorn's names."""
+        if self.ssl_certfile is None:
+            return {}
+        found = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
+        return (
+            found
+            if self.ssl_ca_certs is None
+            else {**found, "ssl_ca_certs": self.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+        )
+
     def check_access(self) -> None:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if self.ssl_certfile is None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} is for TLS: set ssl_certfile, too")
         for name, keys in (("api_key", self.api_keys), ("metrics_key", self.metrics_keys)):
             for key in keys:
                 check_key(name, key)
@@ -129,6 +170,21 @@ class AccessConfig:
 
 
 ConfigT = TypeVar("ConfigT", bound=AccessConfig)
+
+
+def check_certificates(config: AccessConfig) -> None:
+    """Raise `ConfigError` if the files of TLS cannot be used."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        files = ", ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)))
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"ssl_certfile: the files {files} cannot be used for TLS: {why}") from error
 
 
 def with_keys_of_files(config: ConfigT) -> ConfigT:

@@ -172,6 +172,9 @@ class EngineConfig:
         str | None,
         Option("Folder of what the recipe learns; the caller chooses it (default: not kept).", is_internal=True),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None, Option("Collector that gets the traces of requests.", is_internal=True)
+    ] = None
     block_size: Annotated[int, Option("Tokens per KV block.", low=1, high=1024, group=MEMORY)] = 16
     kv_cache_gib: Annotated[
         float | None,

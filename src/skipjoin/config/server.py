@@ -263,6 +263,15 @@ class ServerConfig(AccessConfig):
     metrics_compat: Annotated[
         str, Option("Also export metrics under vLLM's names", choices=METRICS_COMPAT, group=MEASUREMENT)
     ] = "none"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Option(
+            "OpenTelemetry collector for the traces of requests, such as http://127.0.0.1:4318/v1/traces (default: "
+            "requests are not traced).",
+            metavar="URL",
+            group=MEASUREMENT,
+        ),
+    ] = None
     replicas: Annotated[
         int,
         Option(
@@ -371,6 +380,8 @@ class ServerConfig(AccessConfig):
         for name in ("ttft", "tpot"):
             self._check_order(f"priority_{name}_ms", f"slo_{name}_ms")
             self._check_order(f"min_slo_{name}_ms", f"max_slo_{name}_ms")
+        if self.otlp_traces_endpoint is not None:
+            base_url("otlp_traces_endpoint", self.otlp_traces_endpoint)
         if self.forecast_url is not None:
             base_url("forecast_url", self.forecast_url)
         else:

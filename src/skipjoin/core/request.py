@@ -51,6 +51,18 @@ class Target(NamedTuple):
 NO_TARGET = Target()
 
 
+class Trace(NamedTuple):
+    """Trace that a request belongs to.
+
+    Attributes:
+        parent: W3C `traceparent`; empty or invalid starts a new trace.
+        request_id: Id by which the client knows the request.
+    """
+
+    parent: str
+    request_id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """Scheduling options of a request.
@@ -61,6 +73,7 @@ class RequestOptions:
         priority: Lower values run first among requests with equal `service` and `is_urgent`.
         deadline_s: Seconds after arrival at which the request is ended; None for no deadline.
         cache_salt: Only requests with equal salts share KV.
+        trace: None if the request is not traced.
     """
 
     service: ServiceClass = ServiceClass.REAL_TIME
@@ -70,6 +83,7 @@ class RequestOptions:
     target: Target = NO_TARGET
     client: str = ""
     cache_salt: str = ""
+    trace: Trace | None = None
 
 
 DEFAULT_OPTIONS = RequestOptions()

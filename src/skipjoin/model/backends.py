@@ -16,7 +16,7 @@ from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import FLASH_MODULE, CudaFacts, cuda_facts, kernels_unusable, one_line, warn_once
 from skipjoin.model.ops.base import LayerOps
-from skipjoin.model.ops.build import cpu_features, libraries, path_of, say_once
+from skipjoin.model.ops.build import cpu_features, libraries, path_of, say_once, shipped
 from skipjoin.model.ops.check import check_ops, rows_are_independent
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
@@ -218,6 +218,8 @@ def _slower(path: str | None) -> str:
         if path == its_path:
             break
         if feature in cpu_features():
-            refused = ", or the system refuses it (a seccomp filter, a small signal stack)" if name == "AMX" else ""
-            return f": this CPU has {name}, which is faster, but the compiler does not know it{refused}"
+            whys = [] if shipped() else ["the compiler does not know it"]
+            whys += ["the system refuses it (a seccomp filter, a small signal stack)"] if name == "AMX" else []
+            whys = whys or ["its library fails"]
+            return f": this CPU has {name}, which is faster, but {', or '.join(whys)}"
     return ""

@@ -63,6 +63,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _LENGTHS = tuple(float(1 << n) for n in (0, 2, 4, 6, *range(7, 18)))
 _BATCH = tuple(float(1 << n) for n in (0, *range(3, 15)))
+_PREEMPTIONS_PER_REQUEST = (0.0, *(float(1 << n) for n in range(11)))
 _FORECAST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 1.0)
 _ANSWER_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
@@ -295,6 +296,9 @@ ENGINE_METRICS = (
         buckets=_LENGTHS,
         in_vllm=True,
     ),
+    Metric(
+        "request_preemptions", "histogram", "Preemptions of a request.", buckets=_PREEMPTIONS_PER_REQUEST, by_class=True
+    ),
     Metric("iteration_tokens_total", "histogram", "Tokens computed in a step.", buckets=_BATCH, in_vllm=True),
     Metric("engine_resident_memory_bytes", "gauge", "Resident memory of the engine processes, without their ranks."),
 )
@@ -333,6 +337,13 @@ API_METRICS = (
         "histogram",
         "Choices that a request asks for, one value per prompt.",
         buckets=(1.0, 2.0, 4.0, 8.0, 16.0),
+        in_vllm=True,
+    ),
+    Metric(
+        "request_max_num_generation_tokens",
+        "histogram",
+        "Generated tokens of a prompt's longest choice.",
+        buckets=_LENGTHS,
         in_vllm=True,
     ),
     Metric("replicas", "gauge", "Number of configured engines."),

@@ -59,7 +59,7 @@ class _ClassCounts:
         self._success = rows["request_success_total"]
         self._preemptions = rows["num_preemptions_total"]
         self._objectives = {True: rows["slo_attained_total"], False: rows["slo_missed_total"]}
-        self._ttft, self._between, self._tpot, self._e2e, self._queue = (
+        self._ttft, self._between, self._tpot, self._e2e, self._queue, self._preempted = (
             Histogram(engine_metric(name).buckets, rows[name])
             for name in (
                 "time_to_first_token_seconds",
@@ -67,6 +67,7 @@ class _ClassCounts:
                 "request_time_per_output_token_seconds",
                 "e2e_request_latency_seconds",
                 "request_queue_time_seconds",
+                "request_preemptions",
             )
         )
 
@@ -90,6 +91,7 @@ class _ClassCounts:
         assert facts.reason is not None
         self._success[FINISH_REASONS.index(facts.reason)] += 1
         self._e2e.observe(facts.jct(now))
+        self._preempted.observe(facts.preemptions)
         self._judge_end(facts, now)
         if facts.earlier_tokens:  # no single engine observed the other durations
             return

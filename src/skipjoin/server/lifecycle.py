@@ -30,6 +30,7 @@ import uvloop
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
 from skipjoin.config.access import is_loopback
 from skipjoin.engine.forecasting import open_keeper, state_folder
+from skipjoin.extras import require, why_missing
 from skipjoin.model.config import ModelError
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
@@ -40,7 +41,8 @@ from skipjoin.server.api.feed import Feed
 from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
-from skipjoin.server.batches.service import Batches
+from skipjoin.server.batches.disabled import NoBatches
+from skipjoin.server.batches.folder import is_named
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
@@ -52,16 +54,14 @@ from skipjoin.server.settings import Settings, check_settings
 
 if TYPE_CHECKING:
     from skipjoin.server.api.length_server import ForecastRequests
+    from skipjoin.server.batches.service import Batches
 
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0
 DEFAULT_FORECASTS = ForecastConfig()
-_OPEN_WARNING = (
-    "any machine that reaches %s may use this server, which asks for no key; set --api-key-file, or "
-    "listen on 127.0.0.1 (docs/secure.md)"
-)
+_OPEN = "any machine that reaches %s may use this server, which asks for no key"
 # Interval in which the drain checks for open requests.
 _POLL_S = 0.05
 
@@ -109,20 +109,47 @@ def run_server(
 ) -> int:
     """Run a server until it is stopped, and return its exit code."""
     logs.configure(server_config.log_level, server_config.log_format, spell)
-    try:
-        settings = check_settings(engine_config, server_config, forecast_config)
-        # Before the model is loaded, so that a port in use is reported immediately.
-        listeners = open_listeners(settings.server)
-    except ConfigError as error:
-        logs.fail(f"{error}")
-        return EXIT_SETTING
-    if not (settings.server.api_keys or is_loopback(listeners[0].getsockname()[0])):
-        logger.warning(_OPEN_WARNING, settings.server.host)
     with contextlib.ExitStack() as stack:
-        for listener in listeners:
-            stack.enter_context(listener)
+        try:
+            settings, listeners = _prepare(stack, engine_config, server_config, forecast_config)
+        except ConfigError as error:
+            logs.fail(f"{error}")
+            return EXIT_SETTING
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         return runner.run(Server(settings, engine_command, make_engines).run(*listeners))
+
+
+def check_server(engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig) -> int:
+    """Check everything that can be checked without loading the model, and return 0; raises `ConfigError`."""
+    with contextlib.ExitStack() as stack:
+        settings, listeners = _prepare(stack, engine, server, forecasts)
+        addresses = ", ".join(url_of(one, is_secure=settings.server.is_secure) for one in listeners)
+    print(f"The settings are valid: {engine.model} with recipe {engine.recipe} at {addresses}")
+    return EXIT_OK
+
+
+def _prepare(
+    stack: contextlib.ExitStack, engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig
+) -> tuple[Settings, list[socket.socket]]:
+    """Check the settings and open the ports, which `stack` closes."""
+    settings = check_settings(engine, server, forecasts)
+    if is_named(server):
+        require("batches", "batch_dir")
+    if server.forecast_url is not None:
+        require("predict", "forecast_url")
+    if server.otlp_traces_endpoint is not None:
+        require("otel", "otlp_traces_endpoint")
+    # Before the model is loaded, so that a port in use is reported immediately.
+    listeners = open_listeners(settings.server)
+    for listener in listeners:
+        stack.enter_context(listener)
+    if not (settings.server.api_keys or is_loopback(listeners[0].getsockname()[0])):
+        why = _OPEN % settings.server.host
+        if not settings.server.allow_no_key:
+            remedy = "set api_key_file or SKIPJOIN_API_KEY, listen on 127.0.0.1, or set allow_no_key"
+            raise ConfigError(f"host: {why}: {remedy}")
+        logger.warning("%s", why)
+    return settings, listeners
 
 
 class Server:
@@ -135,18 +162,20 @@ class Server:
         self._engine = make_engines(client, command, self._progress.update)
         self._service = Service(config, client, metrics)
         most = config.batch_inflight or 2 * settings.engine.max_num_seqs * config.replicas
-        self._batches = Batches(self._service, most=most)
+        self._batches = _batches(self._service, most)
         # After failures of the others, one engine may hold all admitted requests.
         live_requests = config.max_queued_requests + self._batches.live_requests
         self._engine_config = replace(
             settings.engine, max_live_requests=live_requests, learned_dir=state_folder(settings.forecasts)
         )
-        self._feed = Feed(self._service, has_batches=self._batches.context.folder is not None)
+        self._feed = Feed(self._service, has_batches=self._batches.is_enabled)
         app = build_app(self._service, self._batches.add_routes, self._batches.body_limits, self._feed)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         limits = connection_limits(config)
         proxies = config.forwarded_allow_ips
-        self._http = [HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies) for app in apps]
+        self._http = [
+            HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies, config.tls) for app in apps
+        ]
         self._questions: ForecastRequests | None = None
         self._signals = 0
         self._stop = asyncio.Event()
@@ -160,7 +189,7 @@ class Server:
             asyncio.create_task(http.serve(sockets=[one])) for http, one in zip(self._http, listeners, strict=True)
         ]
         try:
-            code = await self._serve([url_of(one) for one in listeners])
+            code = await self._serve([url_of(one, is_secure=self._config.is_secure) for one in listeners])
         finally:
             self._feed.close()  # streams to consoles would delay the end
             for http in self._http:
@@ -297,6 +326,15 @@ class Server:
             await asyncio.sleep(_POLL_S)
         await closing
         service.client.fail_all(unavailable("the server is shutting down", "shutting_down"))
+
+
+def _batches(service: Service, most: int) -> Batches | NoBatches:
+    if (why := why_missing("batches", "batch_dir")) is not None:
+        return NoBatches(why)
+    # Imported only when needed, because it imports an optional package.
+    from skipjoin.server.batches.service import Batches  # noqa: PLC0415
+
+    return Batches(service, most=most)
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:

@@ -63,9 +63,11 @@ def listen(host: str, port: int) -> socket.socket:
     return server
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, is_secure: bool = False) -> str:
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def connection_limits(config: ServerConfig) -> ConnectionLimits:

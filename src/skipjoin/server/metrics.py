@@ -51,6 +51,8 @@ class Metrics(Collector):
         self._resident_bytes = rows["api_resident_memory_bytes"][1]
         choices, row = rows["request_params_n"]
         self._choices = Histogram(choices.buckets, row)
+        longest, row = rows["request_max_num_generation_tokens"]
+        self._longest = Histogram(longest.buckets, row)
         self._replicas = [rows[f"replica{name}"][1] for name in ("s", "s_alive", "_restarts_total")]
         self._moved = rows["requests_moved_total"][1]
         self._lost = rows["requests_lost_total"][1]
@@ -82,6 +84,10 @@ class Metrics(Collector):
 
     def choices(self, n: int) -> None:
         self._choices.observe(n)
+
+    def longest(self, tokens: int) -> None:
+        """Count the output length of a prompt's longest choice."""
+        self._longest.observe(tokens)
 
     def ready(self, info: Ready, model: str) -> None:
         self._model = model
@@ -160,7 +166,8 @@ class Metrics(Collector):
         if self._config is not None:
             yield InfoMetricFamily("skipjoin:cache_config", "The KV pool.", self._config)
             if self._in_vllm:
-                labels = {"model_name": self._model}
+                # vLLM has a label for its data-parallel engines; here all are aggregated.
+                labels = {"model_name": self._model, "engine": "0"}
                 theirs = [metric.as_in_vllm(row) for metric, row in numbers if metric.in_vllm]
                 yield from _families("vllm", theirs, labels)
                 yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **self._config})

@@ -310,7 +310,7 @@ template <typename T> void attend_many(const Call &c, const Task &task, Scratch 
         const float *some = copies.values + from * copies.value_row;
         add_products(c.dim, some, 1, copies.value_row, weights, steps, known[p].sums);
       } else {
-        const Pair *some = copies.values + from / 2;
+        const Unit<T> *some = copies.values + from / 2;
 #ifdef SKIPJOIN_TILES
         if (by_tiles) add_by_tiles(dims, some, weights, steps, known[p].sums);
 #endif

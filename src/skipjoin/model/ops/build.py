@@ -1,4 +1,4 @@
-"""Compile the package's C++ sources once per machine, in the user's cache folder."""
+"""Load compiled operations: those of the wheel, or the C++ sources compiled once per machine in the cache folder."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+from skipjoin.model.ops.variants import FLAGS, SOURCES, VARIANTS
 from skipjoin.system.disk import has_space, no_space
 from skipjoin.system.durable import is_sealed, make_private, scratch_folder, sealed, write_durably
 from skipjoin.system.folders import cache_folder, is_trusted, why_untrusted
 from skipjoin.system.own_folder import OwnFolder
 
 _log = logging.getLogger(__name__)
-
 _FOLDER = Path(__file__).parent
-SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "block_copy.cpp", "block_quant.cpp", "pool.cpp")
-FLAGS = (
-    "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w",
-    # Sums and products are fused only where the sources say so: functions that compute the same must return the same
-    # bits.
-    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
-)  # fmt: skip
+
 # Target flags, fastest first: everything that the compiler finds (optionally without AMX), what most x86 processors
 # have, for a compiler that does not know this one, and nothing.
 _NATIVE, AVX2, _PLAIN = ("-march=native",), ("-mavx2", "-mfma", "-mf16c"), ()
@@ -45,9 +41,9 @@ def load_library() -> ctypes.CDLL | None:
 
 def libraries() -> Iterator[ctypes.CDLL]:
     why = None
-    for target in _targets():
+    for find in _sources_of_libraries():
         try:
-            library = ctypes.CDLL(str(compiled_library(target)))
+            library = ctypes.CDLL(str(find()))
             path = path_of(library)
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
             why = why or _first_line(error)
@@ -61,6 +57,18 @@ def libraries() -> Iterator[ctypes.CDLL]:
         yield library
     if why is not None:
         say_once(f"no compiled CPU operations; the slower torch operations are used instead: {why}", logging.WARNING)
+
+
+def shipped() -> list[Path]:
+    """Return the wheel's libraries for this processor, fastest first. A pure wheel or a source tree has none."""
+    found = [one for one in VARIANTS.get(platform.machine(), ()) if one.needs <= cpu_features()]
+    return [file for one in found if (file := _FOLDER / one.file).is_file()]
+
+
+def _sources_of_libraries() -> list[Callable[[], Path]]:
+    if found := shipped():
+        return [partial(Path, file) for file in found]
+    return [partial(compiled_library, target) for target in _targets()]
 
 
 def path_of(library: ctypes.CDLL) -> str:
@@ -101,7 +109,7 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
 def will_compile() -> bool:
     """Return whether the next `load_library` compiles, which takes up to a minute."""
     try:
-        return not _place(_NATIVE)[0].is_file()
+        return not (shipped() or _place(_NATIVE)[0].is_file())
     except OSError:
         return False
 
@@ -131,6 +139,11 @@ def _private_folder() -> Path:
 @functools.cache
 def _own_folder() -> OwnFolder:
     return OwnFolder("skipjoin-ops-")
+
+
+def library_id(library: ctypes.CDLL) -> str:
+    """Return a name that depends on the library's code and on the processor."""
+    return hashlib.sha256(Path(library._name).read_bytes() + _cpu().encode()).hexdigest()[:16]
 
 
 def cpu_features() -> frozenset[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import time
 from ctypes import c_float, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.ops.base import Norm
-from skipjoin.model.ops.build import path_of
+from skipjoin.model.ops.build import library_id, path_of
 from skipjoin.model.ops.choice import WAYS, Choices
 from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
@@ -71,8 +70,7 @@ class CppOps:
         self._without_tiles = "floats" if has_floats and library.skipjoin_floats_are_faster() else "vectors"
         self.path = path_of(library) + (", products in float32" if self._without_tiles == "floats" else "")
         self._way = way
-        # The library's name depends on its sources and the processor.
-        self._choices = Choices(f"{path_of(library)}-{Path(library._name).stem}")
+        self._choices = Choices(f"{path_of(library)}-{library_id(library)}")
         self.arena = Arena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 

@@ -21,7 +21,7 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
-from skipjoin.sampling import SEED_MIN, SamplingParams
+from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import deadline_exceeded, request_failed, too_slow, unavailable
@@ -110,6 +110,7 @@ class JobRun:
         self._sequences: list[EngineSequence] = []
         self._unfinished = len(job.choices)
         self._indexed: IndexedRequest | None = None
+        self._is_closed = False
         self.first_token_at: float | None = None
 
     async def __aenter__(self) -> JobRun:
@@ -221,7 +222,10 @@ class JobRun:
         self._client.abort(self._sequences)
 
     def close(self) -> None:
-        """Abort unfinished choices and release the admission slots. Idempotent."""
+        """Abort unfinished choices, release the admission slots and count the outputs. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.stop()
         self.job.close()
         if self._indexed is not None and self._indexed.ended is None:
@@ -244,6 +248,9 @@ class JobRun:
                         job.owner,
                     )
                 )
+        choices, n = self.job.choices, self.job.copies
+        for at in range(0, len(choices), n):
+            self._service.metrics.longest(max(choice.tokens for choice in choices[at : at + n]))
 
     def _fail_slow_reader(self) -> None:
         self.fail(too_slow())
@@ -297,7 +304,7 @@ class Endpoint(ABC, Generic[BodyT]):
                     await asyncio.sleep(0)
             return Job(
                 choices=choices,
-                params=[_with_seed(prompt.params, copy) for prompt, copy in copies],
+                params=[prompt.params.with_seed_of(copy) for prompt, copy in copies],
                 slots=slots,
                 expectations=[expected for expected in expectations for _ in range(n)],
                 copies=n,
@@ -338,12 +345,6 @@ class Endpoint(ABC, Generic[BodyT]):
 def _free(slots: Iterable[AdmissionSlot]) -> None:
     for slot in slots:
         slot.ended()
-
-
-def _with_seed(params: SamplingParams, copy: int) -> SamplingParams:
-    if params.seed is None or copy == 0:
-        return params
-    return replace(params, seed=SEED_MIN + (params.seed - SEED_MIN + copy) % 2**64)
 
 
 def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import httptools
@@ -465,6 +466,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         trusted_proxies: Addresses and networks whose `X-Forwarded-For` names the client.
+        tls: Settings of uvicorn that begin with `ssl_`.
     """
 
     def __init__(
@@ -473,6 +475,7 @@ class HttpServer(uvicorn.Server):
         limits: ConnectionLimits,
         refused: Callable[[str], None] = lambda reason: None,
         trusted_proxies: Sequence[str] = (),
+        tls: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         settings: dict[str, Any] = {
             "http": bounded_protocol(limits, refused, trusted_proxies),
@@ -485,6 +488,7 @@ class HttpServer(uvicorn.Server):
             "proxy_headers": False,
             "timeout_keep_alive": KEEP_ALIVE_S,
             "timeout_graceful_shutdown": LAST_ANSWERS_S,
+            **tls,
         }
         super().__init__(uvicorn.Config(app, **settings))
 

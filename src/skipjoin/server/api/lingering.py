@@ -41,7 +41,8 @@ class LingeringClose:
         self._end = self._dropped_at + self._limits.linger_s
         self._timer = self._loop.call_later(self._limits.linger_pause_s, self._on_silence)
         if not self._transport.is_closing():
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # not with TLS
+                self._transport.write_eof()
             self._transport.resume_reading()
 
     def cancel(self) -> None:

@@ -147,16 +147,22 @@ class Database:
                 async with connection.begin():
                     yield connection
 
-    async def migrate(self) -> None:
+    async def migrate(self, revision: str = "head") -> None:
+        """Migrate the tables, to an older revision if one is named, or raise `StoreError` if that is impossible."""
         from alembic.util import CommandError  # noqa: PLC0415 (servers without batches do without)
 
         try:
             async with self.writing() as connection:
                 if not self.is_sqlite:
                     await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-                await connection.run_sync(_upgrade)
+                await connection.run_sync(_migrate, revision)
         except CommandError as error:
-            raise StoreError(f"the batches' database is of a newer version of Skipjoin: {error}") from error
+            if revision != "head":
+                raise StoreError(f"the batches' database cannot be changed to revision {revision}: {error}") from error
+            raise StoreError(
+                f"the batches' database is of a newer version of Skipjoin: {error}; install that version, or use its "
+                "skipjoin batch migrate to go back to the revision of this one (docs/upgrade.md)"
+            ) from error
         if self._path is not None:
             self._identity = _identity(self._path)
 
@@ -191,12 +197,13 @@ class Database:
             raise StoreUnavailable(f"the batches' database {self._path.name} is not in its folder any more")
 
 
-def _upgrade(connection: sa.Connection) -> None:
+def _migrate(connection: sa.Connection, revision: str) -> None:
     from alembic import command  # noqa: PLC0415 (as above)
 
     config = alembic_config()
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    change = command.upgrade if revision == "head" else command.downgrade
+    change(config, revision)
 
 
 def alembic_config() -> Config:

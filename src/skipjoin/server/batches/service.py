@@ -49,6 +49,10 @@ class Batches:
         self._opening: asyncio.Task[None] | None = None
 
     @property
+    def is_enabled(self) -> bool:
+        return self.context.folder is not None
+
+    @property
     def live_requests(self) -> int:
         if self.context.folder is None:
             return 0

@@ -68,6 +68,19 @@ class Store(FileRows, BatchRows, LineRows):
         await store.fill_reserve()
         return store
 
+    @staticmethod
+    async def migrate(url: str | None, place: Path, revision: str) -> None:
+        """Migrate the database to a revision while no server uses it; raises as `open`."""
+        lock = FolderLock(place, shared=False)
+        try:
+            database = await Database.open(url, place)
+            try:
+                await database.migrate(revision)
+            finally:
+                await database.close()
+        finally:
+            lock.close()
+
     @classmethod
     async def _opened(
         cls, url: str | None, place: Path, clock: SteadyClock, lock: FolderLock, reserve: Reserve

@@ -146,6 +146,14 @@ class Digest:
         return None
 
 
+class Recorder(Protocol):
+    """Writes what happens in an engine somewhere. `flush` is called when the engine becomes idle."""
+
+    def observe(self, events: Iterable[Event]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class TimelineWriter:
     """Writer of a timeline. A failed write is logged once and ends the timeline, not the engine."""
 
@@ -223,7 +231,7 @@ class EngineServer:
     def is_alone(self) -> bool:
         return self._is_cut or not self._is_linked()
 
-    def run(self, loop: Loop, metrics: EngineMetrics, recorder: TimelineWriter | None = None) -> None:
+    def run(self, loop: Loop, metrics: EngineMetrics, recorders: Sequence[Recorder] = ()) -> None:
         digest = self._digest
         loop.on_plan = self._begin
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
@@ -242,7 +250,7 @@ class EngineServer:
                 self._send_step(step)
             metrics.observe(events)
             self._observer.observe(events)
-            if recorder is not None:
+            for recorder in recorders:
                 recorder.observe(events)
                 if loop.idle:
                     recorder.flush()
@@ -355,11 +363,11 @@ def serve_engine(load: LoadEngine) -> int:
     server = EngineServer(
         socket, setup.parent, is_linked, Heartbeat(setup.heartbeat_fd, setup.limits.step_s), setup.limits.hang_s
     )
-    recorder: TimelineWriter | None = None
+    recorders: list[Recorder] = []
     try:
         if setup.config.timeline is not None:
-            recorder = TimelineWriter(setup.config.timeline)
-        _load_and_run(load, setup, server, recorder)
+            recorders.append(TimelineWriter(setup.config.timeline))
+        _load_and_run(load, setup, server, recorders)
         if server.is_alone:
             logger.error("the engine ends: its link to the API process is closed")
         code = int(server.is_alone)
@@ -375,13 +383,17 @@ def serve_engine(load: LoadEngine) -> int:
         socket.close(linger=1000)
         return 1
     finally:
-        if recorder is not None:
+        for recorder in recorders:
             recorder.close()
         _destroy(context)
 
 
-def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder: TimelineWriter | None) -> None:
+def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorders: list[Recorder]) -> None:
     loop, ready = load(setup, server.progress)
+    if setup.config.otlp_traces_endpoint is not None:
+        from skipjoin.server.engines.tracing import TraceWriter  # noqa: PLC0415 (needs an extra)
+
+        recorders.append(TraceWriter(setup.config.otlp_traces_endpoint, ready.model))
     server.send(ready)
     server.heartbeat.start()
     metrics = EngineMetrics(
@@ -393,7 +405,7 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
     )
     try:
         with located_errors():
-            server.run(loop, metrics, recorder)
+            server.run(loop, metrics, recorders)
     finally:
         loop.close()
 

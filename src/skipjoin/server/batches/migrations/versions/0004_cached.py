@@ -11,3 +11,8 @@ down_revision = "0003"
 
 def upgrade() -> None:
     op.add_column("batches", sa.Column("cached_tokens", sa.BigInteger, nullable=False, server_default="0"))
+
+
+def downgrade() -> None:
+    """Drop the column."""
+    op.drop_column("batches", "cached_tokens")

@@ -16,3 +16,8 @@ def upgrade() -> None:
         "UPDATE batches SET result_bytes = COALESCE("
         "(SELECT SUM(LENGTH(body) + 1) FROM results WHERE results.batch_id = batches.id), 0)"
     )
+
+
+def downgrade() -> None:
+    """Drop the column."""
+    op.drop_column("batches", "result_bytes")

@@ -1,0 +1,255 @@
+"""Inference for asyncio: the engine in a thread of the calling process, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from skipjoin.core.engine import RequestTooLargeError
+from skipjoin.core.events import Admitted, Event
+from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
+from skipjoin.engine.text import Output
+from skipjoin.llm import (
+    Generation,
+    LocalEngine,
+    Message,
+    Running,
+    conversations_of,
+    options_of,
+    outputs_of,
+    prompts_of,
+    salt_of,
+)
+from skipjoin.sampling import ParameterError, SamplingParams
+
+# Pause of a thread whose requests cannot run yet, such as during a copy of KV.
+_PAUSE_S = 0.001
+MAX_N = 128
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New text of one choice of a prompt. `finish_reason` is None until its last chunk."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """Choices of one prompt. The engine's thread puts what happens into the mailbox of the caller's event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    ids: list[int]
+    mailbox: asyncio.Queue[tuple[int, Output] | Exception] = field(default_factory=asyncio.Queue)
+    running: dict[int, Running] = field(default_factory=dict)
+    unfinished: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(self.ids)
+
+    def put(self, item: tuple[int, Output] | Exception) -> None:
+        with suppress(RuntimeError):  # the event loop was closed without closing the stream
+            self.loop.call_soon_threadsafe(self.mailbox.put_nowait, item)
+
+
+class AsyncLLM(LocalEngine):
+    """Model that is ready to generate for many tasks at once, whose requests the scheduler runs together.
+
+    Use it as an asynchronous context manager, or call `close`. Arguments are those of `LocalEngine`.
+    """
+
+    def __init__(self, model: str = "tally", *, progress: bool | None = False, **settings: Any) -> None:
+        super().__init__(model, progress=progress, **settings)
+        self._ids = itertools.count()
+        self._streams: dict[int, _Stream] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._is_stuck = False  # the last step had no events
+        self._thread = threading.Thread(target=self._serve, name="skipjoin-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Fail unfinished requests, stop the engine and save the learned output lengths. Idempotent."""
+        if not self._is_closed:
+            self._inbox.put(None)
+            self._thread.join()
+        super().close()
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        service: str = ServiceClass.REAL_TIME,
+        priority: int = 0,
+        target: Target = NO_TARGET,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[Chunk]:
+        """Generate `n` choices of one prompt and yield their text as it is generated.
+
+        A stream that is closed early, such as by the cancellation of its task, aborts its choices.
+
+        Args:
+            prompt: Text, token ids, or a conversation: a list of messages with a role and a content.
+            n: Number of choices, in [1, 128]. With a seed, each has a seed of its own.
+            service: As for `LLM.generate`, and so are the other arguments.
+
+        Raises:
+            ParameterError: If the prompt or an argument is invalid.
+            RuntimeError: After `close`, or if the engine has failed.
+        """
+        options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
+        async with self._opened(prompt, params, n, options) as stream:
+            while stream.unfinished:
+                yield await self._next(stream)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        service: str = ServiceClass.REAL_TIME,
+        priority: int = 0,
+        target: Target = NO_TARGET,
+        cache_salt: str | None = None,
+    ) -> list[Generation]:
+        """Return `n` complete choices of one prompt. Arguments and errors are those of `stream`."""
+        options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
+        async with self._opened(prompt, params, n, options) as stream:
+            while stream.unfinished:
+                await self._next(stream)
+            return [stream.running[number].generation for number in stream.ids]
+
+    @asynccontextmanager
+    async def _opened(
+        self, prompt: Prompt, params: SamplingParams | None, n: int, options: RequestOptions
+    ) -> AsyncIterator[_Stream]:
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
+            raise ParameterError("n", f"n must be an integer in [1, {MAX_N}], got {n!r}")
+        given = self.default_params if params is None else params
+        text, ids = await asyncio.to_thread(self._tokens, prompt)
+        await asyncio.to_thread(self._compile, [given])
+        stream = _Stream(asyncio.get_running_loop(), [next(self._ids) for _ in range(n)])
+        for copy, number in enumerate(stream.ids):
+            begin = partial(self._start, number, ids, text, given.with_seed_of(copy), options)
+            self._inbox.put(partial(self._add, stream, number, begin))
+        if self._is_closed or self._failure is not None:
+            stream.put(self._error())
+        try:
+            yield stream
+        finally:
+            for number in stream.unfinished:
+                self._inbox.put(partial(self._end, number, FinishReason.ABORT))
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return the prompt's text, if it is one, and its token ids."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            (conversation,) = conversations_of(prompt)
+            return None, self.tokenizer.chat(conversation)
+        prompts = prompts_of(prompt)
+        if len(prompts) != 1:
+            raise ParameterError(
+                "prompt", f"prompt must be one text, conversation or list of token ids, got {len(prompts)}"
+            )
+        (one,) = prompts
+        return (one, self.tokenizer.encode(one)) if isinstance(one, str) else (None, one)
+
+    async def _next(self, stream: _Stream) -> Chunk:
+        """Wait for a choice's next output and return what it adds."""
+        item = await stream.mailbox.get()
+        if isinstance(item, Exception):
+            raise item
+        number, output = item
+        one = stream.running[number]
+        choice, generation = one.choice, one.generation
+        text = "" if choice.finish_reason is not None else choice.take(output)
+        if number in stream.unfinished:
+            generation.add(output, text)
+            if choice.finish_reason is not None:
+                generation.finish_reason = choice.finish_reason
+                stream.unfinished.discard(number)
+                # The engine does not know stop strings and would continue to generate.
+                self._inbox.put(partial(self._end, number, output.reason or FinishReason.STOP))
+        token_ids = [] if output.token is None else [output.token]
+        return Chunk(stream.ids.index(number), text, token_ids, generation.finish_reason)
+
+    # -- the engine's thread ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while self._handle_inbox():
+                events = self._loop.step()
+                self._loop.submit()
+                self._deliver(events)
+        except Exception as error:
+            self._failure = error
+        self._drop_all()
+
+    def _handle_inbox(self) -> bool:
+        """Do what callers ask for, and return False once this is closed. Waits while nothing can run."""
+        is_idle = self._loop.idle and not self._loop.core.scheduler.events
+        timeout = None if is_idle else _PAUSE_S if self._is_stuck else 0.0
+        while True:
+            try:
+                act = self._inbox.get(timeout != 0.0, timeout)
+            except queue.Empty:
+                return True
+            if act is None:
+                return False
+            act()
+            timeout = 0.0
+
+    def _add(self, stream: _Stream, number: int, begin: Callable[[], Running]) -> None:
+        try:
+            stream.running[number] = begin()
+            self._streams[number] = stream
+        except (ParameterError, RequestTooLargeError) as error:
+            stream.put(error)
+
+    def _end(self, number: int, reason: FinishReason) -> None:
+        if (stream := self._streams.pop(number, None)) is not None:
+            self._loop.abort(number, reason)
+            self._learn(stream.running[number], reason)
+
+    def _deliver(self, events: list[Event]) -> None:
+        self._is_stuck = not events
+        for event in events:
+            if isinstance(event, Admitted) and (stream := self._streams.get(event.request.id)) is not None:
+                generation = stream.running[event.request.id].generation
+                generation.cached_tokens = generation.cached_tokens or event.cached
+        for number, output in outputs_of(events).items():
+            if (stream := self._streams.get(number)) is not None:
+                stream.put((number, output))
+
+    def _drop_all(self) -> None:
+        for stream in self._streams.values():
+            stream.put(self._error())
+
+    def _error(self) -> Exception:
+        if self._failure is None:
+            return RuntimeError("this AsyncLLM is closed: make another one to generate")
+        error = RuntimeError(f"the engine has failed: {self._failure}")
+        error.__cause__ = self._failure
+        return error

@@ -1,0 +1,115 @@
+"""Spans of traced requests, folded from core events: the request, its queueing, prefill and decode, and preemptions.
+
+Their times are those of `RequestFacts`, so a trace and a record of the same request agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from skipjoin.core.events import Arrived, Decoded, Event, Finished, Preempted, Started, Token
+from skipjoin.core.request import Request
+
+
+class Span(NamedTuple):
+    """Part of a request's life, in seconds on the engine's clock."""
+
+    name: str
+    begin: float
+    end: float
+    attributes: dict[str, Any]
+
+
+# Names of OpenTelemetry's conventions where they have one.
+_INPUT, _OUTPUT = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
+_TTFT = "gen_ai.latency.time_to_first_token"
+
+
+@dataclass(slots=True)
+class _Open:
+    started: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    preemptions: list[Span] = field(default_factory=list)
+    preempted: Preempted | None = None  # not resumed yet
+
+    def resume(self, now: float) -> None:
+        if (event := self.preempted) is not None:
+            attributes = {"skipjoin.preemption.how": event.how.name.lower(), "skipjoin.preemption.kept": event.kept}
+            self.preemptions.append(Span("preempted", event.now, now, attributes))
+            self.preempted = None
+
+
+class SpanLog:
+    """Folds core events into the spans of requests that have a trace.
+
+    Args:
+        on_end: Called with each finished request and its spans. The first span contains the others.
+    """
+
+    def __init__(self, on_end: Callable[[Request, list[Span]], None]) -> None:
+        self._on_end = on_end
+        self._live: dict[Request, _Open] = {}
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Arrived: self._arrive,
+            Started: self._start,
+            Preempted: self._preempt,
+            Token: self._token,
+            Decoded: self._decode,
+            Finished: self._finish,
+        }
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Process events in order."""
+        for event in events:
+            if (handle := self._handlers.get(type(event))) is not None:
+                handle(event)
+
+    def _arrive(self, event: Arrived) -> None:
+        if event.request.options.trace is not None:
+            self._live[event.request] = _Open()
+
+    def _start(self, event: Started) -> None:
+        if (one := self._live.get(event.request)) is not None:
+            one.started = event.now if one.started is None else one.started
+            one.resume(event.now)
+
+    def _preempt(self, event: Preempted) -> None:
+        if (one := self._live.get(event.request)) is not None:
+            one.resume(event.now)
+            one.preempted = event
+
+    def _token(self, event: Token) -> None:
+        if (one := self._live.get(event.request)) is not None:
+            one.last_token = event.now
+            one.first_token = event.now if one.first_token is None else one.first_token
+
+    def _decode(self, event: Decoded) -> None:
+        for request in event.requests:
+            if (one := self._live.get(request)) is not None:
+                one.last_token = event.ends[-1]
+                one.first_token = event.ends[0] if one.first_token is None else one.first_token
+
+    def _finish(self, event: Finished) -> None:
+        if (one := self._live.pop(event.request, None)) is None:
+            return
+        one.resume(event.now)
+        request, end = event.request, event.now
+        spans = [Span("queue", request.arrival, end if one.started is None else one.started, {})]
+        if one.started is not None:
+            spans.append(Span("prefill", one.started, end if one.first_token is None else one.first_token, {}))
+        if one.first_token is not None and one.last_token is not None:
+            spans.append(Span("decode", one.first_token, one.last_token, {}))
+        attributes = {
+            _INPUT: len(request.prompt),
+            _OUTPUT: len(request.output),
+            "gen_ai.response.finish_reasons": (event.reason.value,),
+            "skipjoin.service": request.options.service.value,
+            "skipjoin.preemptions": len(one.preemptions),
+        }
+        if one.first_token is not None:
+            attributes[_TTFT] = one.first_token - request.arrival
+        whole = Span("request", request.arrival, end, attributes)
+        self._on_end(request, [whole, *spans, *one.preemptions])

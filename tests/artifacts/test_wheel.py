@@ -1,0 +1,107 @@
+"""The wheel of `make release` works in a bare environment: no compiler, no Git, nothing but what pip installs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEELS = sorted((ROOT / "dist").glob(f"skipjoin-*_{platform.machine()}.whl"))
+pytestmark = [
+    pytest.mark.artifacts,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not WHEELS, reason="needs a wheel in dist: make release"),
+]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a virtual environment with the base installation of the wheel."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
+    subprocess.run([*pip, str(WHEELS[-1])], check=True, cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def environment(bare: Path, tmp_path: Path) -> dict[str, str]:
+    """Return variables with which only programs of the virtual environment are found."""
+    kept = {name: value for name, value in os.environ.items() if name in ("LANG", "LD_LIBRARY_PATH")}
+    return kept | {"PATH": str(bare / "bin"), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+@pytest.fixture
+def server(bare: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Run the server; yield its URL and log."""
+    log = tmp_path / "log"
+    command = [str(bare / "bin/skipjoin"), "serve", "tally", "--port", "0", "--profile", "off"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=file, text=True
+        )
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready.startswith("Ready"), log.read_text()
+        yield ready.split(" at ")[1].split()[0], log
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_server_answers_with_the_compiled_operations_of_the_wheel(server: tuple[str, Path], tmp_path: Path) -> None:
+    url, log = server
+    body = {"messages": [{"role": "user", "content": "Count from 3 to 7"}], "temperature": 0, "max_tokens": 40}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert "3, 4, 5, 6, 7" in json.load(answer)["choices"][0]["message"]["content"]
+    assert re.search(r"CPU operations: (?!torch)\S+", log.read_text()), log.read_text()
+    assert not list((tmp_path / "cache").rglob("ops-*.so")), "operations were compiled"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{url}/v1/batches", timeout=60)
+    assert "skipjoin[batches]" in refused.value.read().decode()
+
+
+def test_every_library_that_this_processor_supports_passes_its_self_test(
+    bare: Path, environment: dict[str, str]
+) -> None:
+    code = """
+import ctypes, torch
+from skipjoin.model import backends
+from skipjoin.model.ops import build
+for file in build.shipped():
+    library = ctypes.CDLL(str(file))
+    passes = all(backends._passes(library, dtype) for dtype in (torch.float32, torch.bfloat16))
+    print(file.name, build.path_of(library), passes)
+"""
+    done = subprocess.run(
+        [str(bare / "bin/python"), "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines, done.stderr
+    assert all(name == f"ops-{path}.so" and passes == "True" for name, path, passes in lines), done.stdout
+
+
+def test_base_installation_has_no_packages_of_extras(bare: Path) -> None:
+    listed = subprocess.run(
+        [str(bare / "bin/python"), "-m", "pip", "list", "--format", "json"], capture_output=True, check=True
+    )
+    names = {one["name"].lower() for one in json.loads(listed.stdout)}
+    assert not names & {"aiohttp", "alembic", "matplotlib", "sqlalchemy", "ray", "usearch", "opentelemetry-sdk"}
+
+
+def test_checksums_are_right() -> None:
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=ROOT / "dist", capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout.decode()

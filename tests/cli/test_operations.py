@@ -1,0 +1,139 @@
+"""Commands of operators: check, env, pull, list and completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from skipjoin.builtin import builtin_model_path
+from skipjoin.cli import app
+from skipjoin.version import VERSION
+
+FOLDER = Path(builtin_model_path())
+
+
+def run(*arguments: object, **environment: str):
+    return CliRunner().invoke(app, list(map(str, arguments)), env=environment)
+
+
+def test_check_accepts_valid_settings_and_names_each_error(tmp_path: Path) -> None:
+    done = run("serve", "tally", "--port", 0, "--check")
+    assert done.exit_code == 0, done.output
+    assert "The settings are valid: tally with recipe fastserve at http://127.0.0.1:" in done.stdout
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        cases = {
+            f"port {port} on 127.0.0.1 is in use": ("tally", "--port", port),
+            "is not a folder": (tmp_path / "none", "--port", 0),
+            "set --api-key-file": ("tally", "--host", "0.0.0.0", "--port", 0),
+            "--ssl-keyfile is for TLS: set --ssl-certfile": ("tally", "--ssl-keyfile", tmp_path / "key"),
+            "cannot be used for TLS": ("tally", "--ssl-certfile", tmp_path / "none.pem", "--port", 0),
+        }
+        for message, arguments in cases.items():
+            done = run("serve", *arguments, "--check")
+            assert done.exit_code == 2, message
+            assert message in done.stderr
+
+
+def test_env_describes_the_installation_without_values_of_variables() -> None:
+    done = run("env", SKIPJOIN_API_KEY="secret-key")
+    assert done.exit_code == 0, done.output
+    assert f"skipjoin               {VERSION}" in done.stdout
+    assert "SKIPJOIN_API_KEY" in done.stdout
+    assert "secret-key" not in done.stdout
+    assert "CPU operations" in done.stdout
+
+
+def test_shell_completes_options() -> None:
+    words = {"COMP_WORDS": "skipjoin serve --rec", "COMP_CWORD": "2", "_SKIPJOIN_COMPLETE": "complete_bash"}
+    done = CliRunner().invoke(app, [], prog_name="skipjoin", env=words)
+    assert "--recipe" in done.stdout.split()
+
+
+# -- models -------------------------------------------------------------------------------------------------------
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """Run a hub with the built-in model as org/tally; yield its URL."""
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
+
+    class Hub(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            name = self.path.rpartition("/")[2]
+            if self.path.startswith("/api/models/org/tally"):
+                siblings = [{"rfilename": one} for one in files]
+                info = {"_id": "1", "id": "org/tally", "modelId": "org/tally", "sha": COMMIT, "siblings": siblings}
+                tree = [{"type": "file", "path": one, "oid": COMMIT, "size": len(files[one])} for one in files]
+                self._send(200, json.dumps(tree if "/tree/" in self.path else info).encode(), "application/json")
+            elif self.path.startswith("/org/tally/resolve/") and name in files:
+                self._send(200, files[name], "application/octet-stream")
+            else:
+                self._send(404, b"{}", "application/json")
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def _send(self, status: int, body: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", f'"{len(body):040d}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_pulled_model_is_listed_and_served_without_the_hub(hub: str, tmp_path: Path) -> None:
+
+    # The hub's client reads its settings when it is imported.
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", "from skipjoin.cli import app; app()"]
+
+    def skipjoin(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments], env=environment | more, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    assert "org/" not in skipjoin("list").stdout
+    done = skipjoin("pull", "org/tally")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("org/tally: ")
+    broken = tmp_path / "hub/models--org--broken/snapshots" / COMMIT
+    broken.mkdir(parents=True)
+    (broken / "config.json").write_text('{"model_type": "mystery"}')
+    (broken.parents[1] / "refs").mkdir()
+    listed = skipjoin("list", HF_HUB_OFFLINE="1").stdout
+    assert "org/tally" in listed
+    assert "yes" in next(line for line in listed.splitlines() if "org/tally" in line)
+    offline = skipjoin("serve", "org/tally", "--port", "0", "--check", HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0, offline.stderr
+    missing = skipjoin("pull", "org/other")
+    assert missing.returncode == 2
+    assert "org/other is neither a folder nor a model that can be fetched" in missing.stderr

@@ -84,7 +84,9 @@ def outcomes_of(python: Path, folder: Path | None = None) -> Outcomes:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        command = [str(python), "-m", "pytest", "-q", "-m", "vllm", f"--junit-xml={report}", "tests/vllm_plugin"]
+        # The compiled part of an older release needs an older torch, so no model runs on it.
+        tests = "tests/vllm_plugin" if folder is None else "tests/vllm_plugin/test_contract.py"
+        command = [str(python), "-m", "pytest", "-q", "-m", "vllm", f"--junit-xml={report}", tests]
         # Dependencies of vLLM warn when they are imported.
         subprocess.run([*command, "-W", "ignore", "-p", "no:cacheprovider"], env=variables, cwd=ROOT, check=False)
         return dict(read_report(report))

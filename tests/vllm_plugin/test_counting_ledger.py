@@ -81,7 +81,7 @@ def test_plans_equal_those_of_the_own_ledger_without_a_cpu_tier(recipe: str, dep
 
 
 def test_shared_blocks_are_freed_with_their_last_holder() -> None:
-    pool, one, other = FakePool(), make(0), make(1, prefix=FoundByEngine())
+    pool, one, other = FakePool(), make(0, prefix=FoundByEngine()), make(1, prefix=FoundByEngine())
     ledger = CountingLedger(pool)
     ledger.grow(one, 16)
     pool.holds[one], pool.free = 4, 36

@@ -223,6 +223,8 @@ class CountingLedger(BlockLedger):
 
     def _shared(self, request: Request) -> int:
         """Return how many of the request's blocks others hold too, among those that the plan adopted or the engine."""
+        if request.prefix is None:
+            return 0
         if self._pool.held(request):
             return self._pool.shared(request)
         return self._hits.get(request, MISS).held

@@ -49,8 +49,8 @@ def twin_of(request: Any, number: int, now: float, *, max_model_len: int, caches
     )
 
 
-def take_tokens(twin: Request) -> FinishReason | None:
-    """Take over the tokens that vLLM's request got, and return why it finished, if it did."""
+def take_tokens(twin: Request) -> None:
+    """Take over the tokens that vLLM's request got."""
     request: Any = twin.sampling
     new = request.num_tokens - twin.known
     if new == 1:
@@ -58,8 +58,11 @@ def take_tokens(twin: Request) -> FinishReason | None:
     elif new:
         twin.output += request.all_token_ids[-new:]
     twin.known += new
-    if not request.is_finished():
-        return None
+
+
+def finish_reason(twin: Request) -> FinishReason:
+    """Return why vLLM finished the request."""
+    request: Any = twin.sampling
     return _REASONS.get(request.status.name, FinishReason.ERROR)
 
 

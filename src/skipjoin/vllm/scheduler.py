@@ -32,7 +32,7 @@ from skipjoin.vllm.planning import describe, make_core
 from skipjoin.vllm.pool import ManagedPool
 from skipjoin.vllm.queues import Store
 from skipjoin.vllm.releases import CAN_CUT_PROMPTS, VERSION, AnyScheduler
-from skipjoin.vllm.requests import take_tokens, twin_of
+from skipjoin.vllm.requests import finish_reason, take_tokens, twin_of
 
 logger = init_logger("vllm.skipjoin")
 
@@ -251,12 +251,12 @@ class Scheduler(AnyScheduler):
             for slice_ in plan.slices:
                 request: Any = slice_.request.sampling
                 tokens = scheduled.get(request.request_id, 0)
-                ledger.settle(slice_.request)
                 start, samples = request.num_computed_tokens - tokens, not request.is_prefill_chunk
                 if tokens == slice_.tokens and start == slice_.start and samples == slice_.samples:
                     done.append(slice_)
                     continue
                 is_exact = False
+                ledger.settle(slice_.request)
                 if tokens:
                     done.append(Slice(slice_.request, start, tokens, samples, slice_.awaits, ()))
             if not is_exact:
@@ -346,10 +346,12 @@ class Scheduler(AnyScheduler):
 
     def _read_tokens(self, output: SchedulerOutput) -> None:
         """Take over the new tokens, and end the requests that are complete."""
+        twins, requests = self._twins, self.requests
         for request_id in output.num_scheduled_tokens:
-            twin = self._twins.get(request_id)
-            if twin is not None and (reason := take_tokens(twin)) is not None:
-                self._end(twin.sampling, reason)
+            if (twin := twins.get(request_id)) is not None:
+                take_tokens(twin)
+                if request_id not in requests:
+                    self._end(twin.sampling, finish_reason(twin))
 
     def shutdown(self) -> None:
         logger.info("Skipjoin: %s", self.tally.described())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 SEQS = 2
-# Tokens are words of a w and digits. Every prefix of a text can be continued.
+# Token 17 is the word w17. Every prefix of a text can be continued.
 GRAMMAR = "(w[1-3][0-9]*)+"
 
 
@@ -123,7 +122,9 @@ def test_preempted_requests_have_the_output_of_requests_alone(engine: LLMEngine,
         name: tokens_of(alone[name]) for name in ended
     }
     if "structured_outputs" in more:
-        assert all(re.fullmatch(GRAMMAR, ended[name].outputs[0].text) for name in ("long0", "long1", "long2"))
+        assert all(
+            str(token)[0] in "123" for name in ended if name.startswith("long") for token in tokens_of(ended[name])[0]
+        )
     if "logprobs" in more:
         assert all(len(ended[name].outputs[0].logprobs) == 120 for name in ("long0", "long1", "long2"))
 

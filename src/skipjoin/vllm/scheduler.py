@@ -80,9 +80,10 @@ class Scheduler(AnyScheduler):
         self._numbers = count()
         self._flights: deque[Flight] = deque()
         self._cuts: dict[str, int] = {}  # tokens of the slices that end before the last known token
+        self._max_tokens = self.max_num_scheduled_tokens
         self._is_in_schedule = False
         self._lost: list[VllmRequest] = []  # preempted by vLLM while it carried the plan out
-        self._idle_since = self.clock()
+        self._last_result = self.clock()
         self._forecasts = LengthForecasts.open(options.forecasts, config.model_config.model)
         self.tally = Tally()
         collector = EngineCollector(self._core, self._twins, self.tally, recipe=options.recipe, vllm_version=VERSION)
@@ -210,7 +211,7 @@ class Scheduler(AnyScheduler):
                     self._park(request)
         self.running, self._cuts = running, cuts
         if not CAN_CUT_PROMPTS and plan is not None:
-            self.max_num_scheduled_tokens = max(1, sum(slice_.tokens for slice_ in plan.slices))
+            self.max_num_scheduled_tokens = sum(slice_.tokens for slice_ in plan.slices)
         return joining
 
     def _park(self, request: VllmRequest) -> None:
@@ -222,7 +223,7 @@ class Scheduler(AnyScheduler):
 
     def _drain(self) -> list[VllmRequest]:
         """Return the waiting requests that vLLM may run while it is paused. Only those with KV drain."""
-        self._cuts = {}
+        self._cuts, self.max_num_scheduled_tokens = {}, self._max_tokens
         return list(self.kv_holding_waiting)
 
     def _swap_queues(self, joining: Sequence[VllmRequest]) -> tuple[Store, Store]:
@@ -331,14 +332,14 @@ class Scheduler(AnyScheduler):
             if flight.is_planned:
                 self._commit(flight, arrived, updated)
             # The device runs steps back to back: this one began when the one before ended.
-            self._idle_since = arrived
+            self._last_result = arrived
             self._read_tokens(scheduler_output)
         self.tally.update_s += self.clock() - updated
         return outputs
 
     def _commit(self, flight: Flight, arrived: float, now: float) -> None:
         plan = self._core.in_flight[0]
-        seconds = arrived - max(flight.since, self._idle_since)
+        seconds = arrived - max(flight.since, self._last_result)
         if plan.slices:
             self._cost.learn(StepShape.of(plan.slices), seconds)
         self._core.commit(StepResult(plan, (None,) * len(plan.slices), seconds), now)

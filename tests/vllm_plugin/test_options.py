@@ -40,7 +40,10 @@ def config(additional: Any = None, **changes: Any) -> Any:
     [
         ({"recipe": "fastserv"}, r"got 'fastserv'; did you mean fastserve"),
         ({"recepe": "fcfs"}, r"there is no 'recepe'; did you mean recipe"),
-        ({"params": {"starvation": 1}}, r"there is no parameter 'starvation'; did you mean starvation_s"),
+        (
+            {"recipe": "fastserve", "params": {"starvation": 1}},
+            r"there is no parameter 'starvation'; did you mean starvation_s",
+        ),
         ({"recipe": "bros", "params": {"ttft_s": -1}}, r"ttft_s must be in \(0, 1e\+06\], got -1"),
         ({"recipe": "srpt"}, r"recipe srpt needs true output lengths"),
         ({"slo_s": "fast"}, r"slo_s must be a number, got 'fast'"),
@@ -57,7 +60,7 @@ def test_a_wrong_option_is_an_error_of_one_line_before_the_model_loads(given: An
 
 
 def test_forecasts_are_made_for_recipes_that_read_them() -> None:
-    assert read_options({}).forecasts is None
+    assert read_options({"skipjoin": {"recipe": "fastserve"}}).forecasts is None
     assert read_options({"skipjoin": {"recipe": "alise"}}).forecasts is not None
     assert read_options({"skipjoin": {"recipe": "alise", "forecaster": "none"}}).forecasts is None
     assert read_options({"skipjoin": {"recipe": "fcfs", "forecaster": "prior"}}).forecasts is not None

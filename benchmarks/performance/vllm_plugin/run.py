@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from skipjoin.recipes import DEFAULT
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
 from peer_venvs import python_of
@@ -79,14 +81,14 @@ def main() -> None:
         if "burst" in args.parts:
             parts["burst"] = measure(python, "burst", {**base, "repeats": args.repeats, "requests": args.requests})
         for waiting in (1_000, 100_000) if "cost" in args.parts else ():
-            settings = {**base, "waiting": waiting, "steps": args.steps, "recipes": ["fcfs", "fastserve", "alise"]}
+            settings = {**base, "waiting": waiting, "steps": args.steps, "recipes": ["fcfs", "fastserve", DEFAULT]}
             parts[f"cost_{waiting}_waiting"] = measure(python, "cost", settings)
         common = {**base, "seconds": args.seconds, "blocks": None}
         if "load" in args.parts:
-            settings = {**common, "lengths": "mixed", "load": 1.5, "schedulers": ["stock", "fastserve"]}
+            settings = {**common, "lengths": "mixed", "load": 1.5, "schedulers": ["stock", "fastserve", DEFAULT]}
             parts["load"] = over_seeds(python, args.seeds, settings)
         for load in LOADS if "sharegpt" in args.parts else ():
-            schedulers = ["stock", "stock-priority", "sarathi", "fastserve"]
+            schedulers = ["stock", "stock-priority", "sarathi", "fastserve", DEFAULT]
             settings = {**common, "lengths": SHAREGPT, "load": load, "schedulers": schedulers}
             parts[f"sharegpt_{load}"] = over_seeds(python, args.seeds, settings)
     harness.report(record, args.out)

@@ -14,13 +14,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests/support/groups.py decides which tests may run concurrently.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve demo test test-all mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs reference format \
-	lock audit release test-artifacts clean
+.PHONY: help serve demo test test-all test-vllm mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs \
+	reference format lock audit release test-artifacts clean
 help:
 	@echo "make serve          start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make demo           show what scheduling does on this machine (two minutes after installation), in build/demo"
 	@echo "make test           run all tests, with pairwise combinations of parameters where there are many"
 	@echo "make test-all       run all tests with all combinations of parameters"
+	@echo "make test-vllm      run the tests of the vLLM plugin against each supported release (installs 4 GB)"
 	@echo "make mutations      inject ten faults, and check that tests detect each"
 	@echo "make test-cluster   disconnect a machine during streams (two minutes; needs Linux, root and iproute2)"
 	@echo "make test-chaos     inject faults under load for ten minutes; SEED=7 repeats a run"
@@ -67,6 +68,9 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "not artifacts"
+
+test-vllm:
+	$(PYTHON) tools/vllm_versions.py $(VENV)-vllm
 
 mutations: $(VENV)/.dev
 	$(BIN)/python tools/mutations.py
@@ -128,4 +132,4 @@ test-artifacts: $(VENV)/.dev
 	$(BIN)/python -m pytest -m artifacts -p no:cacheprovider tests/artifacts
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-release build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-release $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -222,6 +222,21 @@ ALLOWED: dict[str, set[str]] = {
         "server.engines",
         "system.machine",
     },
+    "vllm": {
+        "core",
+        "core.kv.block_pool",
+        "core.kv.interface",
+        "core.kv.prefixes",
+        "core.kv.reservations",
+        "core.scheduling.scheduler",
+        "core.scheduling.waits",
+        "forecast",
+        "options",
+        "policies",
+        "recipes",
+        "version",
+        "vllm",
+    },
     "cli": {
         "builtin",
         "cli",
@@ -310,6 +325,7 @@ BELOW_SERVER = {
     "config.access",
     "config.key_files",
     "config.profile",
+    "vllm",
 }
 # Modules of `server.api` that prepare and run requests for any transport, such as HTTP or batch files.
 WITHOUT_HTTP = {
@@ -324,10 +340,11 @@ WITHOUT_HTTP = {
     "service",
 }
 # Paths in which marked imports may be inside functions: optional back ends, the package itself, whose import must stay
-# light, the command line, whose help must start quickly, code that needs Ray, and the database of batches.
+# light, the command line, whose help must start quickly, code that needs Ray or vLLM, and the database of batches.
 LAZY = (
     *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine"),
     *("server/lifecycle.py", "server/batches/database.py", "server/engines/engine_server.py"),
+    *("vllm/__init__.py", "vllm/plugin.py"),
 )
 
 

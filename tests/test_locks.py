@@ -36,11 +36,16 @@ def load(name: str) -> ModuleType:
     return module
 
 
-licenses = load("licenses")
+licenses, locker = load("licenses"), load("lock")
 RUNTIME = licenses.read_lock(ROOT / "requirements.lock")
 DEV = licenses.read_lock(ROOT / "requirements-dev.lock")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-EXTRAS = [line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines]
+EXTRAS = [
+    line
+    for name, lines in PROJECT["project"]["optional-dependencies"].items()
+    if name not in locker.UNLOCKED_EXTRAS
+    for line in lines
+]
 
 
 def pins() -> dict[str, str]:

@@ -28,6 +28,9 @@ UNLOCKED = re.compile(r"(torch|nvidia-.*|cuda-.*)==|.*sys_platform == 'emscripte
 # Left out of the runtime lock only: it belongs to torch's CUDA wheel and is useless with the other.
 UNLOCKED_AT_RUNTIME = re.compile(rf"triton==|{UNLOCKED.pattern}")
 
+# Extras that are not locked: vLLM requires its own version of torch, and is tested in an environment of its own.
+UNLOCKED_EXTRAS = {"vllm"}
+
 
 def main() -> None:
     """Write both files."""
@@ -42,7 +45,9 @@ def main() -> None:
         uv = install_uv(Path(folder, "venv"))
         build = Path(folder, "build.in")
         build.write_text("\n".join(project["build-system"]["requires"]))
-        extras = [f"--extra={name}" for name in project["project"]["optional-dependencies"]]
+        extras = [
+            f"--extra={name}" for name in project["project"]["optional-dependencies"] if name not in UNLOCKED_EXTRAS
+        ]
         everything = compiled(uv, [*extras, "--constraint", str(CONSTRAINTS)], build, DEV, upgrade)
         versions = Path(folder, "versions.txt")
         versions.write_text(everything)

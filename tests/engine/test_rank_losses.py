@@ -40,6 +40,9 @@ class LosingExecutor:
     def on_finished(self, request: Request) -> None:
         pass
 
+    def compile_grammar(self, request: Request) -> None:
+        return None
+
     def check(self) -> None:
         pass
 

@@ -965,7 +965,7 @@ async def test_unknown_fields_may_pass_with_one_line_in_the_log(
 
 
 @pytest.mark.parametrize(
-    ("path", "hint"), [("/chat/completions", "/v1/chat/completions"), ("/v1/model", "/v1/models"), ("/", None)]
+    ("path", "hint"), [("/chat/completions", "/v1/chat/completions"), ("/v1/model", "/v1/models"), ("/nothing", None)]
 )
 async def test_unknown_path_lists_the_routes(api: Api, path: str, hint: str | None) -> None:
     message = error_of(await api.http.get(path), 404)["message"]

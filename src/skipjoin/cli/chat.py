@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -126,7 +126,7 @@ async def _answer(client: ServerClient, conversation: Conversation) -> None:
     async for _, data in client.events("/v1/chat/completions", "POST", json=conversation.body()):
         if data == "[DONE]":
             break
-        chunk = msgspec.json.decode(data)
+        chunk = json.loads(data)
         if "error" in chunk:
             raise ServerClientError(chunk["error"]["message"])
         conversation.last_id, usage = chunk["id"], chunk.get("usage") or usage

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -45,7 +44,7 @@ def top(
             live.start()
         try:
             async for name, data in client.events("/debug/events"):
-                screen.take(name, msgspec.json.decode(data))
+                screen.take(name, json.loads(data))
                 if name != "snapshot":
                     continue
                 if live is None:

@@ -110,12 +110,12 @@ class Reservations:
 
     def __init__(self, blocks: int) -> None:
         self.root = Reservation()
-        self._blocks = blocks
+        self.total = blocks
         self._of: dict[Request | Account, Reservation] = {}
 
     @property
     def available(self) -> int:
-        return self._blocks - self.root.lent
+        return self.total - self.root.lent
 
     def open(self, owner: Request | Account, held: Sized = ()) -> Reservation:
         """Add an empty reservation, taken from the shared pool."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 from skipjoin.core.events import (
     Computed,
@@ -21,7 +23,7 @@ from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.scheduling.handover import Incoming
 from skipjoin.core.scheduling.planner import StepPlanner
 from skipjoin.core.scheduling.waits import WaitReason, WaitState
-from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.step import Slice, StepPlan, StepResult
 
 
 class Scheduler:
@@ -76,6 +78,11 @@ class Scheduler:
     @property
     def has_plans(self) -> bool:
         return bool(self._in_flight)
+
+    @property
+    def in_flight(self) -> Sequence[StepPlan]:
+        """Plans that have not committed, oldest first."""
+        return self._in_flight
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -186,6 +193,71 @@ class Scheduler:
             slice_.tokens == 1 and slice_.samples and slice_.request.finish_reason is None for slice_ in plan.slices
         )
         return plan if decodes else None
+
+    # -- engines that change plans ------------------------------------------------------------------------
+
+    def amend(self, plan: StepPlan, slices: Sequence[Slice], now: float) -> StepPlan:
+        """Replace the slices of the latest plan by those that an engine with its own allocator really runs.
+
+        Requests that are left out are paused, with the wait reason NO_KV. The ledger must already have what each
+        request holds.
+
+        Returns:
+            The plan to commit instead.
+
+        Raises:
+            ValueError: The plan is not the latest one in flight.
+        """
+        if not self._in_flight or self._in_flight[-1] is not plan:
+            raise ValueError(f"plan {plan.id} is not the latest in flight")
+        for slice_ in plan.slices:
+            slice_.request.planned = slice_.start
+            slice_.request.pending_samples -= slice_.samples
+        for slice_ in slices:
+            slice_.request.planned = slice_.start + slice_.tokens
+            slice_.request.pending_samples += slice_.samples
+        run = {slice_.request for slice_ in slices}
+        for slice_ in plan.slices:
+            if slice_.request not in run:
+                self._leave_out(slice_.request, now)
+        amended = self._in_flight[-1] = self._recent[-1] = replace(plan, slices=tuple(slices))
+        return amended
+
+    def insert(self, slices: Sequence[Slice], now: float) -> StepPlan:
+        """Add a plan that the engine made itself, and return it. The ledger must already have what each request holds.
+
+        Raises:
+            ValueError: The pipeline is full.
+        """
+        if len(self._in_flight) >= self.depth:
+            raise ValueError(f"{self.depth} plans are in flight already")
+        plan = StepPlan(self._next_id, ())
+        self._next_id += 1
+        for slice_ in slices:
+            slice_.request.last_plan = plan.id
+            slice_.request.wait = None
+        self._in_flight.append(plan)
+        self._note_pauses(plan, len(slices), now)
+        return self.amend(plan, slices, now)
+
+    def _leave_out(self, request: Request, now: float) -> None:
+        if self.kv.blocks_of(request) is None:  # a prefix-cache hit was credited to it
+            request.computed = request.planned = 0
+        request.last_plan = NEVER
+        request.examined = self._decisions - 1
+        request.wait = WaitState(WaitReason.NO_KV, now)
+        self._waiting.append(request)
+        self.events += (Preempted(request, now, Preemption.PAUSE), Waited(request, now, WaitReason.NO_KV))
+
+    def lose(self, request: Request, now: float) -> None:
+        """Reset a request whose KV the engine took. Its slices in flight are void."""
+        for index, plan in enumerate(self._in_flight):
+            kept = tuple(slice_ for slice_ in plan.slices if slice_.request is not request)
+            if len(kept) < len(plan.slices):
+                self._in_flight[index] = replace(plan, slices=kept)
+        request.pending_samples = 0
+        self.kv.release(request)
+        self._drop(request, 0, now)
 
     # -- results ------------------------------------------------------------------------------------------
 

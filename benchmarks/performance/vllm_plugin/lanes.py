@@ -1,0 +1,281 @@
+"""Measures vLLM with its own scheduler and with Skipjoin's, in one process. `run.py` starts it with vLLM's interpreter.
+
+    python lanes.py PART SETTINGS
+
+SETTINGS is a JSON object; the results are the last line of the output. Each engine has a clock of its own, the CPU time
+of its steps, so that engines take turns without delaying each other, and other programs count little.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
+from skipjoin.vllm.scheduler import Scheduler
+from support.vllm_shadow import Setup, engine_config, make_request, make_scheduler, write_model
+
+STOCK = ("stock", "stock-priority")
+_names = count()
+
+
+@dataclass(frozen=True)
+class Job:
+    """Request of a load."""
+
+    arrival: float
+    prompt: list[int]
+    output: int
+    is_short: bool
+
+
+def engine_of(model: str, which: str, *, slots: int, blocks: int | None) -> LLMEngine:
+    """Return an engine with vLLM's scheduler, or with a recipe."""
+    chosen: dict[str, Any] = {"scheduling_policy": "priority" if which == "stock-priority" else "fcfs"}
+    if which not in STOCK:
+        chosen |= {"scheduler_cls": "skipjoin.vllm.Scheduler", "additional_config": {"skipjoin": {"recipe": which}}}
+    arguments = EngineArgs(
+        model=model,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=slots,
+        block_size=32,
+        num_gpu_blocks_override=blocks,
+        max_num_batched_tokens=2048,
+        **chosen,
+    )
+    return LLMEngine.from_engine_args(arguments)
+
+
+def add(engine: LLMEngine, job: Job, *, priority: int = 0) -> str:
+    name = str(next(_names))
+    params = SamplingParams(temperature=0, max_tokens=job.output, min_tokens=job.output, ignore_eos=True)
+    engine.add_request(name, {"prompt_token_ids": job.prompt}, params, priority=priority)
+    return name
+
+
+def scheduler_of(engine: LLMEngine) -> Any:
+    return engine.engine_core.engine_core.scheduler
+
+
+# -- throughput -------------------------------------------------------------------------------------------
+
+
+def burst(engine: LLMEngine, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Serve requests that arrive together."""
+    names = {add(engine, job): index for index, job in enumerate(jobs)}
+    begin, steps, ends = time.process_time(), 0, []
+    while engine.has_unfinished_requests():
+        ends += [names[output.request_id] for output in engine.step() if output.finished]
+        steps += 1
+    seconds = time.process_time() - begin
+    return {"tokens_per_s": sum(job.output for job in jobs) / seconds, "steps": steps, "ends": ends}
+
+
+def measure_burst(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare stock and `fcfs`: throughput, number of steps and order of ends."""
+    engines = {which: engine_of(given["model"], which, slots=8, blocks=None) for which in ("stock", "fcfs")}
+    found: dict[str, list[dict[str, Any]]] = {which: [] for which in engines}
+    for engine in engines.values():
+        burst(engine, mixed(given["seed"], 8))
+    for turn in range(given["repeats"]):
+        jobs = mixed(given["seed"] + turn, given["requests"])
+        for which in list(engines)[:: -1 if turn % 2 else 1]:
+            found[which].append(burst(engines[which], jobs))
+    pairs = list(zip(found["fcfs"], found["stock"], strict=True))
+    return {
+        "stock_tokens_per_s": [round(one["tokens_per_s"], 1) for one in found["stock"]],
+        "fcfs_tokens_per_s": [round(one["tokens_per_s"], 1) for one in found["fcfs"]],
+        "throughput_ratio": round(
+            statistics.median(one["tokens_per_s"] / two["tokens_per_s"] for one, two in pairs), 3
+        ),
+        "steps_ratio": round(statistics.median(one["steps"] / two["steps"] for one, two in pairs), 4),
+        "same_order_of_ends": [one["ends"] == two["ends"] for one, two in pairs],
+    }
+
+
+# -- latency under load -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Lane:
+    """One engine with its own clock."""
+
+    which: str
+    engine: LLMEngine
+    jobs: list[Job]
+    now: float = 0.0
+    steps: int = 0
+    live: dict[str, tuple[Job, list[float]]] = field(default_factory=dict)  # times of tokens, by name
+    rows: list[tuple[Job, list[float]]] = field(default_factory=list)
+
+    def turn(self) -> None:
+        """Run one step."""
+        if not self.live:
+            self.now = max(self.now, self.jobs[0].arrival)
+        begin, base = time.process_time(), self.now
+        if self.which not in STOCK:
+            scheduler_of(self.engine).clock = lambda: base + time.process_time() - begin
+        while self.jobs and self.jobs[0].arrival <= self.now:
+            job = self.jobs.pop(0)
+            # What an operator could tell `priority`: the class of the request.
+            priority = 0 if self.which != "stock-priority" or job.is_short else 1
+            self.live[add(self.engine, job, priority=priority)] = job, []
+        outputs = self.engine.step()
+        self.steps += 1
+        self.now = base + time.process_time() - begin
+        for output in outputs:
+            if (found := self.live.get(output.request_id)) is None:
+                continue
+            found[1].append(self.now)
+            if output.finished:
+                self.rows.append(self.live.pop(output.request_id))
+
+    def summary(self) -> dict[str, float]:
+        """Return latencies in seconds."""
+        normalized = [(times[-1] - job.arrival) / job.output for job, times in self.rows]
+        first = sorted(times[0] - job.arrival for job, times in self.rows)
+        longs = [times[-1] - job.arrival for job, times in self.rows if not job.is_short]
+        gaps = [max((two - one for one, two in pairwise(times)), default=0.0) for _, times in self.rows]
+        return {
+            "normalized_latency_s": round(statistics.mean(normalized), 4),
+            "ttft_p50_s": round(quantile(first, 0.5), 3),
+            "ttft_p95_s": round(quantile(first, 0.95), 3),
+            "long_jct_mean_s": round(statistics.mean(longs), 2) if longs else 0.0,
+            "long_jct_max_s": round(max(longs, default=0.0), 2),
+            "longest_gap_s": round(max(gaps), 2),
+            "steps": self.steps,
+        }
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measure_load(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Serve the same arrivals with each scheduler, in turn."""
+    schedulers, rate_of = given["schedulers"], given["load"]
+    engines = {which: engine_of(given["model"], which, slots=8, blocks=given["blocks"]) for which in schedulers}
+    pool = jobs_of(given, 400)
+    for engine in engines.values():
+        burst(engine, pool[:12])
+    capacity = len(pool[:48]) * burst(engines["stock"], pool[:48])["tokens_per_s"]
+    capacity /= sum(job.output for job in pool[:48])
+    rate = rate_of * capacity
+    draw, at = random.Random(given["seed"]), 0.0
+    jobs: list[Job] = []
+    for job in pool:
+        at += draw.expovariate(rate)
+        if at > given["seconds"]:
+            break
+        jobs.append(Job(at, job.prompt, job.output, job.is_short))
+    lanes = [Lane(which, engine, list(jobs)) for which, engine in engines.items()]
+    while busy := [lane for lane in lanes if lane.jobs or lane.live]:
+        min(busy, key=lambda lane: lane.now).turn()
+    found = {lane.which: lane.summary() for lane in lanes}
+    return {"requests": len(jobs), "capacity_per_s": round(capacity, 2), "rate_per_s": round(rate, 2), **found}
+
+
+def jobs_of(given: Mapping[str, Any], number: int) -> list[Job]:
+    if given["lengths"] == "mixed":
+        return mixed(given["seed"] + 1000, number)
+    from skipjoin.workload.lengths import parse_lengths  # noqa: PLC0415 - only this part needs it
+
+    lengths, draw = parse_lengths(given["lengths"]), random.Random(given["seed"] + 1000)
+    found = []
+    for _ in range(number):
+        prompt, output = lengths.draw(draw)
+        prompt, output = max(1, min(prompt, 500)), max(2, min(output, 400))
+        found.append(Job(0.0, tokens(draw, prompt), output, output <= 50))
+    return found
+
+
+def mixed(seed: int, number: int) -> list[Job]:
+    """Return requests of which 80 % are short and 20 % long."""
+    draw, found = random.Random(seed), []
+    for _ in range(number):
+        is_short = draw.random() < 0.8
+        output = draw.randrange(16, 33) if is_short else draw.randrange(200, 301)
+        found.append(Job(0.0, tokens(draw, draw.randrange(16, 128)), output, is_short))
+    return found
+
+
+def tokens(draw: random.Random, number: int) -> list[int]:
+    return [draw.randrange(10, 8000) for _ in range(number)]
+
+
+# -- cost of a step ---------------------------------------------------------------------------------------
+
+
+def measure_cost(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure `schedule` and `update_from_output` with 128 running requests and a queue, without a model."""
+    model = write_model(Path(given["model"]) / "shape")
+    kinds = ("stock", *given["recipes"])
+    schedulers = {which: loaded(model, which, given["waiting"]) for which in kinds}
+    found: dict[str, list[tuple[float, float]]] = {which: [] for which in kinds}
+    for _ in range(given["steps"]):
+        for which in kinds:
+            found[which].append(step(schedulers[which]))
+    return {which: in_microseconds(rows[len(rows) // 6 :]) for which, rows in found.items()}
+
+
+def loaded(model: Path, which: str, waiting: int) -> Any:
+    # No running request is demoted during the measurement.
+    params = (("quantum_s", 100.0), ("starvation_s", 1e6)) if which == "fastserve" else ()
+    setup = Setup("fcfs" if which == "stock" else which, params=params)
+    config = engine_config(model, setup, seqs=128, tokens=8192, blocks=8000)
+    scheduler = make_scheduler(config, cls=AsyncScheduler if which == "stock" else Scheduler)
+    scheduler.clock = partial(next, count(0, 0.005))
+    # The queued prompts are long, so every recipe ranks them behind the running requests.
+    for number in range(128 + waiting):
+        scheduler.add_request(make_request(f"c{next(_names)}", [7] * (60 if number < 128 else 450), 400))
+    return scheduler
+
+
+def step(scheduler: Any) -> tuple[float, float]:
+    from vllm.v1.outputs import ModelRunnerOutput  # noqa: PLC0415 - beside its only use
+
+    begin = time.perf_counter()
+    output = scheduler.schedule()
+    scheduled = time.perf_counter()
+    names = list(output.num_scheduled_tokens)
+    sampled = [[] if scheduler.requests[name].is_prefill_chunk else [9] for name in names]
+    result = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=sampled,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+    updating = time.perf_counter()
+    scheduler.update_from_output(output, result)
+    return scheduled - begin, time.perf_counter() - updating
+
+
+def in_microseconds(rows: Sequence[tuple[float, float]]) -> dict[str, float]:
+    parts: Iterator[float] = (statistics.median(part) * 1e6 for part in zip(*rows, strict=True))
+    return dict(zip(("schedule_us", "update_us"), (round(part) for part in parts), strict=True))
+
+
+PARTS = {"burst": measure_burst, "load": measure_load, "cost": measure_cost}
+
+if __name__ == "__main__":
+    print(json.dumps(PARTS[sys.argv[1]](json.loads(sys.argv[2]))), flush=True)

@@ -1,0 +1,230 @@
+"""Ledger of block counts over the block pool of another engine."""
+
+from __future__ import annotations
+
+from collections.abc import KeysView
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
+from skipjoin.core.kv.reservations import Owner, Reservation, Reservations
+from skipjoin.core.request import UNLIMITED, Request
+
+
+class Pool(Protocol):
+    """Block pool of the engine, which allocates and frees blocks itself."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def free(self) -> int: ...
+
+    def held(self, request: Request) -> int:
+        """Return the number of blocks that the request holds."""
+
+    def shared(self, request: Request) -> int:
+        """Return the number of blocks that the request and others hold."""
+
+    def hit(self, request: Request) -> Hit:
+        """Return the prefix-cache hit of a request that holds nothing."""
+
+
+class Count:
+    """Number of blocks, whichever they are."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self) -> None:
+        self.blocks = 0
+
+    def __len__(self) -> int:
+        return self.blocks
+
+
+@dataclass(eq=False, slots=True)
+class CountedBlocks:
+    """What one request holds; see `HeldBlocks`."""
+
+    reservation: Reservation
+    device: Count
+    room: int = 0
+    regains: int = 0
+    table: tuple[int, ...] = ()
+    cpu: tuple[()] = ()
+    away: int = 0
+    moving: None = None
+    is_settled: bool = True
+
+
+class CountingLedger(BlockLedger):
+    """Ledger with one tier. The pool has the true counts.
+
+    Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does that
+    itself, and `settle` takes over what it did.
+
+    The engine evicts whole requests only. Blocks without KV stay with their request until it is evicted.
+    """
+
+    block_size = 0
+    device_total = 0
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.block_size, self.device_total = pool.block_size, pool.total
+        self._held: dict[Request, CountedBlocks] = {}
+        # Counts a shared block once for each holder, and so does the total of the reservations.
+        self._held_blocks = 0
+        self._free = pool.free
+        self._hits: dict[Request, Hit] = {}  # cache of this step
+        self._reservations = Reservations(self._free)
+
+    # -- the engine's truth -------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Take over the number of free blocks, before a plan."""
+        self._hits.clear()
+        self._free = self._pool.free
+        self._reservations.total = self._free + self._held_blocks
+
+    def settle(self, request: Request) -> None:
+        """Take over how many blocks the request holds, after the engine carried out a plan with it."""
+        blocks = self._pool.held(request)
+        if blocks:
+            self._resize(self._hold(request), request, blocks)
+        else:
+            self.release(request)
+
+    # -- queries ------------------------------------------------------------------------------------------
+
+    @property
+    def device_free(self) -> int:
+        return self._free
+
+    @property
+    def available(self) -> int:
+        return self._reservations.available
+
+    @property
+    def reservations(self) -> Reservations:
+        return self._reservations
+
+    def holders(self) -> KeysView[Request]:
+        return self._held.keys()
+
+    def blocks_of(self, request: Request, /) -> CountedBlocks | None:
+        return self._held.get(request)
+
+    def footprint(self, request: Request, /) -> int:
+        held = self._held.get(request)
+        if held is None:
+            return 0
+        held.reservation.shared = self._shared(request)
+        return held.reservation.alone
+
+    def filled(self, request: Request) -> int:
+        held = self._held.get(request)
+        return min(len(held.device), self.blocks_for(request.computed)) if held is not None else 0
+
+    def filled_after(self, request: Request, freed: int) -> int:
+        return 0
+
+    def shortfall(self, request: Request, tokens: int) -> int:
+        held, need = self._held.get(request), self.blocks_for(tokens)
+        if held is None:
+            return max(0, need - self.available)
+        need -= len(held.device)
+        unused = self._reservations.unused_in_all(held.reservation)
+        return max(0, need - unused - self.available, need - self._free)
+
+    def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
+        held = self._held.get(request)
+        return self.blocks_for(tokens) - (len(held.device) if held is not None else 0) - self._free
+
+    def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner) -> int:
+        return self._reservations.shortfall(request, blocks, parent)
+
+    def hit(self, request: Request, /) -> Hit:
+        if request.prefix is None or request in self._held:
+            return MISS
+        found = self._hits.get(request)
+        if found is None:
+            found = self._hits[request] = self._pool.hit(request)
+        return found
+
+    # -- operations of a plan -----------------------------------------------------------------------------
+
+    def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
+        held = self._hold(request)
+        self._reservations.promise(request, blocks, parent)
+        request.reserved_tokens = UNLIMITED if tokens is None else tokens
+        held.room = min(len(held.device) * self.block_size, request.reserved_tokens)
+
+    def adopt(self, request: Request) -> Hit:
+        hit = self.hit(request)
+        if hit.tokens:
+            held = self._hold(request)
+            # Blocks of others were not free, and are counted once more.
+            self._free += hit.held
+            self._reservations.total += hit.held
+            self._resize(held, request, self.blocks_for(hit.tokens))
+        return hit
+
+    def grow(self, request: Request, tokens: int) -> CountedBlocks:
+        held = self._hold(request)
+        self._resize(held, request, max(len(held.device), self.blocks_for(tokens)))
+        return held
+
+    def trim(self, request: Request) -> None:
+        held = self._held[request]
+        held.reservation.hand_over()
+        held.reservation.promised = 0
+        if request.reserved_tokens != UNLIMITED:
+            request.reserved_tokens = 0
+        self._resize(held, request, len(held.device))
+
+    def drop(self, request: Request, *, keep: int = 0) -> None:
+        self.release(request)
+
+    def release(self, request: Request) -> None:
+        held = self._held.get(request)
+        if held is None:
+            return
+        shared, blocks = self._shared(request), len(held.device)
+        del self._held[request]
+        self._reservations.close(request)
+        request.reserved_tokens = UNLIMITED
+        self._held_blocks -= blocks
+        self._free += blocks - shared
+        self._reservations.total -= shared
+
+    def clear(self) -> None:
+        for request in list(self._held):
+            self.release(request)
+
+    def _hold(self, request: Request) -> CountedBlocks:
+        held = self._held.get(request)
+        if held is None:
+            count = Count()
+            held = self._held[request] = CountedBlocks(self._reservations.open(request, count), count)
+            request.cached, request.led_since = 0, inf
+        return held
+
+    def _resize(self, held: CountedBlocks, request: Request, blocks: int) -> None:
+        more = blocks - held.device.blocks
+        held.device.blocks = blocks
+        self._held_blocks += more
+        self._free -= more
+        held.reservation.resize()
+        held.room = min(blocks * self.block_size, request.reserved_tokens)
+
+    def _shared(self, request: Request) -> int:
+        """Return how many of the request's blocks others hold too, among those that the plan adopted or the engine."""
+        if request.prefix is None:
+            return 0
+        if self._pool.held(request):
+            return self._pool.shared(request)
+        return self._hits.get(request, MISS).held

@@ -1,0 +1,133 @@
+"""Counts of the scheduler, and their Prometheus metrics on a port of the engine process."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from skipjoin.core.events import Event, Preempted, Preemption
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.version import VERSION
+from skipjoin.vllm.options import PluginOptions
+
+_log = logging.getLogger("vllm.skipjoin")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts since the engine started.
+
+    Attributes:
+        amended: Requests of plans that vLLM did not run, because it found no room for them.
+        plan_s, vllm_s, update_s, other_s: Seconds of planning, of vLLM's `schedule`, of the planner's share of
+            `update_from_output`, and of the rest of `schedule`.
+    """
+
+    steps: int = 0
+    amended: int = 0
+    preempted_by_vllm: int = 0
+    preempted: Counter[Preemption] = field(default_factory=Counter)
+    plan_s: float = 0.0
+    vllm_s: float = 0.0
+    update_s: float = 0.0
+    other_s: float = 0.0
+
+    def take(self, events: list[Event]) -> list[Request]:
+        """Count the events and clear them. Return the requests whose KV the plan drops."""
+        dropped = []
+        for event in events:
+            if isinstance(event, Preempted):
+                self.preempted[event.how] += 1
+                if event.how is Preemption.DROP:
+                    dropped.append(event.request)
+        events.clear()
+        return dropped
+
+    def described(self) -> str:
+        """Return a summary for the log."""
+        per_step = 1e6 / max(1, self.steps)
+        return (
+            f"{self.steps} steps, {self.preempted[Preemption.PAUSE]} requests paused, "
+            f"{self.preempted[Preemption.DROP]} dropped, {self.preempted_by_vllm} preempted by vLLM, "
+            f"{self.amended} without room; microseconds per step: plan {self.plan_s * per_step:.0f}, "
+            f"vLLM {self.vllm_s * per_step:.0f}, update {self.update_s * per_step:.0f}, "
+            f"other {self.other_s * per_step:.0f}"
+        )
+
+
+class EngineCollector(Collector):
+    """Reads the counts when Prometheus asks, so that a step does nothing for them."""
+
+    def __init__(
+        self, core: Scheduler, twins: Mapping[str, Request], tally: Tally, *, recipe: str, vllm_version: str
+    ) -> None:
+        self._core, self._twins, self._tally = core, twins, tally
+        self._info = {"recipe": recipe, "version": VERSION, "vllm": vllm_version}
+
+    def collect(self) -> Iterator[Metric]:
+        core, tally = self._core, self._tally
+        waits: Counter[WaitReason] = Counter()
+        running = parked = 0
+        for request in list(self._twins.values()):
+            if request.in_flight or request.last_plan >= core.latest_plan:
+                running += 1
+                continue
+            waits[request.wait.reason if request.wait is not None else core.tail.reason] += 1
+            parked += core.kv.blocks_of(request) is not None
+        yield InfoMetricFamily("skipjoin:scheduler", "Scheduler of this engine.", self._info)
+        yield GaugeMetricFamily("skipjoin:num_requests_running", "Requests in the running batch.", running)
+        yield GaugeMetricFamily("skipjoin:num_requests_parked", "Waiting requests that hold KV.", parked)
+        family = GaugeMetricFamily("skipjoin:num_requests_waiting", "Waiting requests by reason.", labels=["reason"])
+        for reason in WaitReason:
+            family.add_metric([reason.value], waits[reason])
+        yield family
+        preempted = CounterMetricFamily("skipjoin:preemptions", "Preempted requests by kind.", labels=["kind"])
+        for how in Preemption:
+            preempted.add_metric([how.name.lower()], tally.preempted[how])
+        preempted.add_metric(["by_vllm"], tally.preempted_by_vllm)
+        yield preempted
+        yield CounterMetricFamily("skipjoin:steps", "Scheduled steps.", tally.steps)
+        yield CounterMetricFamily("skipjoin:amended_requests", "Planned requests without room.", tally.amended)
+        seconds = CounterMetricFamily("skipjoin:scheduler_seconds", "Scheduling time by part.", labels=["part"])
+        for part in ("plan", "vllm", "update", "other"):
+            seconds.add_metric([part], getattr(tally, f"{part}_s"))
+        yield seconds
+        forecast = GaugeMetricFamily("skipjoin:forecast_tokens", "Mean forecast of live requests by source.")
+        told = [one.forecast for one in list(self._twins.values()) if one.forecast is not None]
+        forecast.add_metric([], sum(one.tokens for one in told) / len(told) if told else 0.0)
+        yield forecast
+
+
+def serve_metrics(collector: EngineCollector, options: PluginOptions, index: int) -> Callable[[], None] | None:
+    """Serve the metrics if a port is given, and return a function that stops it.
+
+    Args:
+        index: Number of the data-parallel engine, which is added to the port.
+    """
+    if options.metrics_port is None:
+        return None
+    port = options.metrics_port + index
+    registry = CollectorRegistry()
+    registry.register(collector)
+    try:
+        server, thread = start_http_server(port, addr=options.metrics_host, registry=registry)
+    except OSError as error:
+        raise ValueError(
+            f"metrics_port {port} cannot be opened on {options.metrics_host}: {error.strerror}; choose another one"
+        ) from error
+    _log.info("metrics on http://%s:%d/metrics", options.metrics_host, port)
+
+    def stop() -> None:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+    return stop

@@ -1,0 +1,55 @@
+"""Base class of the scheduler that hides the differences between releases of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import Request as VllmRequest
+from vllm.version import __version__ as vllm_version
+
+from skipjoin.vllm import compat
+
+VERSION: str = vllm_version
+# Since vLLM 0.32, waiting requests that hold KV have a queue of their own.
+_HAS_HOLDING_QUEUE = hasattr(AsyncScheduler, "_holds_kv_blocks")
+# Whether vLLM asks a method how far to cut a prompt.
+CAN_CUT_PROMPTS = hasattr(AsyncScheduler, "_reserve_prefill_lookahead")
+
+
+class AnyScheduler(AsyncScheduler):
+    """vLLM's scheduler with the attributes of the latest tested release.
+
+    It derives from `AsyncScheduler`, because vLLM turns asynchronous scheduling off for other schedulers.
+    """
+
+    running: list[VllmRequest]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        compat.check_attributes(AsyncScheduler, compat.METHODS, VERSION)
+        super().__init__(*args, **kwargs)
+        compat.check_attributes(self, compat.STATE, VERSION)
+
+    if _HAS_HOLDING_QUEUE:
+
+        def is_ready(self, request: VllmRequest) -> bool:
+            """Return whether a blocked request, such as one whose grammar is compiled, can wait for its first step."""
+            return bool(self._handle_blocked_waiting_request(request))
+
+    else:
+        deferred_waiting: set[VllmRequest] = set()
+
+        @property
+        def kv_holding_waiting(self) -> Any:
+            """Waiting requests that vLLM drains first; older releases use it for blocked requests."""
+            return self.skipped_waiting
+
+        @kv_holding_waiting.setter
+        def kv_holding_waiting(self, queue: Any) -> None:
+            self.skipped_waiting = queue
+
+        def _select_waiting_queue_for_scheduling(self) -> Any:
+            return self.skipped_waiting or self.waiting or None
+
+        def is_ready(self, request: VllmRequest) -> bool:
+            return bool(self._try_promote_blocked_waiting_request(request))

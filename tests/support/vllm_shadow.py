@@ -1,0 +1,312 @@
+"""A model runner without a model, for vLLM's schedulers: it keeps what every KV slot holds and fails on a wrong read.
+
+Import it only where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from skipjoin.vllm.scheduler import Scheduler
+
+BLOCK_SIZE = 32
+MAX_LEN = 512
+# Steps beyond any world's need.
+PATIENCE = 30_000
+
+init_none_hash(sha256)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings of vLLM in one run."""
+
+    recipe: str = "fastserve"
+    is_async: bool = False
+    runner: int = 1
+    caching: bool = False
+    chunked: bool = True
+    policy: str = "fcfs"
+    loras: int = 0
+    params: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        how = "async" if self.is_async else "sync"
+        return f"{self.recipe}-{how}-V{self.runner}{'-caching' if self.caching else ''}"
+
+
+def write_model(folder: Path) -> Path:
+    """Write the configuration of a small model."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": MAX_LEN,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engine_config(model: Path, setup: Setup, *, seqs: int, tokens: int, blocks: int) -> Any:
+    """Return a `VllmConfig`."""
+    chosen = {"recipe": setup.recipe, "forecaster": "none", "params": dict(setup.params)}
+    more = {"enable_lora": True, "max_loras": setup.loras} if setup.loras else {}
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_LEN,
+        max_num_seqs=seqs,
+        block_size=BLOCK_SIZE,
+        enable_prefix_caching=setup.caching,
+        enable_chunked_prefill=setup.chunked,
+        max_num_batched_tokens=max(tokens, 1 if setup.chunked else MAX_LEN),
+        scheduling_policy=setup.policy,
+        additional_config={"skipjoin": chosen},
+        **more,
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = setup.is_async
+    config.cache_config.num_gpu_blocks = blocks
+    return config
+
+
+def make_scheduler(config: Any, *, cls: type = Scheduler, runner: int = 1) -> Any:
+    """Return a scheduler over as many blocks as the configuration has."""
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    kv = KVCacheConfig(num_blocks=config.cache_config.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    grammars = StructuredOutputManager(config)
+    made = cls(config, kv, grammars, block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE, log_stats=True)
+    made.use_v2_model_runner = runner == 2
+    return made
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int, *, caching: bool = False, **more: Any) -> Request:
+    """Return a request that ends at `max_tokens`."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=more.pop("extra_args", None))
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256) if caching else None
+    return Request(name, prompt, params, None, block_hasher=hasher, **more)
+
+
+def next_token(tokens: list[int]) -> int:
+    """Return the token that the runner samples; it depends on the tokens before it."""
+    return hash((len(tokens), tuple(tokens[-3:]))) % 400 + 20
+
+
+@dataclass
+class State:
+    """What the runner knows of one request."""
+
+    blocks: list[int]
+    tokens: list[int]
+    computed: int
+
+
+@dataclass
+class ShadowRunner:
+    """Follows `SchedulerOutput` as model runner V1 or V2 does.
+
+    Attributes:
+        slots: Position and token whose KV each slot of each block holds.
+    """
+
+    seqs: int
+    runner: int
+    slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+
+    def run(self, output: Any) -> ModelRunnerOutput:
+        """Compute and sample. Raise AssertionError for a read of a slot that holds something else."""
+        self._update(output)
+        scheduled = output.num_scheduled_tokens
+        assert len(scheduled) <= self.seqs
+        sampled = [self._compute(name, tokens) for name, tokens in scheduled.items()]
+        return ModelRunnerOutput(
+            req_ids=list(scheduled),
+            req_id_to_index={name: index for index, name in enumerate(scheduled)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+
+    def _update(self, output: Any) -> None:
+        is_second = self.runner == 2
+        for name in {*output.finished_req_ids, *((output.preempted_req_ids or ()) if is_second else ())}:
+            self.states.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            assert not is_second or new.req_id not in self.states, "a new request has a slot"
+            tokens = new.prefill_token_ids if is_second else new.prompt_token_ids
+            self.states[new.req_id] = State(list(new.block_ids[0]), list(tokens), new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            state, blocks = self.states[name], cached.new_block_ids[index]
+            if name in cached.resumed_req_ids:
+                assert not is_second
+                state.blocks, state.tokens = list(blocks[0]), list(cached.all_token_ids[name])
+            elif blocks:
+                state.blocks += blocks[0]
+            state.computed = cached.num_computed_tokens[index]
+        assert not is_second or len(self.states) <= self.seqs, "more requests than slots"
+
+    def _compute(self, name: str, count: int) -> list[int]:
+        state = self.states[name]
+        start, end = state.computed, state.computed + count
+        assert end <= len(state.tokens), f"{name} runs tokens that are unknown"
+        assert end <= len(state.blocks) * BLOCK_SIZE, f"{name} lacks blocks"
+        for at in range(end):
+            slot = state.blocks[at // BLOCK_SIZE], at % BLOCK_SIZE
+            if at >= start:
+                self.slots[slot] = at, state.tokens[at]
+            assert self.slots.get(slot) == (at, state.tokens[at]), f"{name} reads wrong KV at {at}"
+        if end < len(state.tokens):
+            return []
+        token = next_token(state.tokens)
+        state.tokens.append(token)
+        return [token]
+
+
+@dataclass
+class ShadowWorld:
+    """Random requests, aborts, pauses and resets on one scheduler.
+
+    Attributes:
+        ends: Names of requests in the order in which they finished.
+    """
+
+    model: Path
+    setup: Setup
+    seed: int
+    cls: type = Scheduler
+    ends: list[str] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.draw = draw = random.Random(self.seed)
+        self.seqs = draw.choice([2, 4, 8])
+        blocks, tokens = draw.choice([18, 24, 40]), draw.choice([64, 128, 512])
+        config = engine_config(self.model, self.setup, seqs=self.seqs, tokens=tokens, blocks=blocks)
+        self.scheduler = make_scheduler(config, cls=self.cls, runner=self.setup.runner)
+        self.shadow = ShadowRunner(self.seqs, self.setup.runner)
+        self.live: list[Request] = []
+        self.got: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.flights: list[tuple[Any, Any]] = []
+
+    def jobs(self, count: int = 30) -> list[tuple[int, Request]]:
+        """Return requests with the steps in which they arrive."""
+        draw, caching = self.draw, self.setup.caching
+        common = [draw.randrange(20, 400) for _ in range(100)]
+        found = []
+        for number in range(count):
+            prompt = [draw.randrange(20, 400) for _ in range(draw.randrange(1, 120))]
+            if draw.random() < 0.5:
+                prompt = common[: draw.randrange(10, 100)] + prompt
+            output = draw.choice([1, 5, 20, 60, 200])
+            more: dict[str, Any] = {"priority": draw.choice([0, 0, 0, -1, 2])}
+            if draw.random() < 0.3:
+                more["extra_args"] = {"service_tier": "flex"}
+            if self.setup.loras:
+                which = draw.randrange(1, 4)
+                more["lora_request"] = LoRARequest(f"lora{which}", which, "/nowhere")
+            at = draw.randrange(150)
+            found.append((at, make_request(f"r{number}", prompt, output, caching=caching, **more)))
+        return sorted(found, key=lambda job: job[0])
+
+    def run(self) -> None:
+        """Serve all requests, and check their tokens and that nothing is left."""
+        jobs, depth = self.jobs(), 2 if self.setup.is_async else 1
+        while jobs or self.scheduler.requests or self.scheduler.has_requests() or self.flights:
+            while jobs and jobs[0][0] <= self.steps:
+                request = jobs.pop(0)[1]
+                self.scheduler.add_request(request)
+                self.live.append(request)
+            self._disturb()
+            self._turn(depth)
+            self.steps += 1
+            assert self.steps < PATIENCE, "stalled"
+        self._check_tokens()
+        self._check_empty()
+
+    def _turn(self, depth: int) -> None:
+        scheduler, flights = self.scheduler, self.flights
+        if scheduler.has_requests():
+            output = scheduler.schedule(self.draw.random() < 0.1)
+            self._check_twins(output)
+            flights.append((output, self.shadow.run(output)))
+        is_last = not scheduler.has_requests() or not flights[-1][0].num_scheduled_tokens
+        if flights and (len(flights) >= depth or is_last):
+            for outputs in scheduler.update_from_output(*flights.pop(0)).values():
+                for one in outputs.outputs:
+                    self.got.setdefault(one.request_id, []).extend(one.new_token_ids)
+                    if one.finish_reason is not None:
+                        self.ends.append(one.request_id)
+
+    def _check_twins(self, output: Any) -> None:
+        """Assert that the planner counts the tokens of each scheduled request as vLLM does."""
+        for name in output.num_scheduled_tokens if self.cls is Scheduler else ():
+            request, twin = self.scheduler.requests[name], self.scheduler._twins[name]
+            samples = request.num_output_placeholders  # AsyncScheduler counts them in either mode
+            assert (twin.known, twin.planned) == (request.num_tokens, request.num_computed_tokens), name
+            assert twin.pending_samples == samples, name
+
+    def _disturb(self) -> None:
+        draw, scheduler = self.draw, self.scheduler
+        if self.live and draw.random() < 0.01:
+            request = draw.choice(self.live)
+            if not request.is_finished():
+                scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+                self.aborted.add(request.request_id)
+        if draw.random() < 0.003:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        if draw.random() < 0.02:
+            scheduler.set_pause_state(draw.choice([PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]))
+        elif scheduler.pause_state is not PauseState.UNPAUSED and draw.random() < 0.2:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        if not scheduler.has_requests() and not self.flights:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _check_tokens(self) -> None:
+        for request in self.live:
+            if request.request_id not in self.aborted:
+                tokens = list(request.prompt_token_ids)
+                for _ in range(min(request.max_tokens, MAX_LEN - len(request.prompt_token_ids))):
+                    tokens.append(next_token(tokens))
+                assert self.got[request.request_id] == tokens[len(request.prompt_token_ids) :], request.request_id
+
+    def _check_empty(self) -> None:
+        scheduler = self.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert not any((scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting, scheduler.requests))
+        ledger = scheduler._ledger
+        ledger.refresh()
+        assert not any((scheduler._twins, scheduler._flights, scheduler._compiling, ledger.holders()))
+        assert ledger.device_free == ledger.device_total
+        assert not scheduler._core.has_plans

@@ -1,0 +1,185 @@
+"""The scheduler against vLLM, with a runner that checks every KV slot instead of a model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM's and torch's imports
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.request import RequestStatus
+
+    from skipjoin.vllm.scheduler import Scheduler
+    from support.vllm_shadow import (
+        Setup,
+        ShadowRunner,
+        ShadowWorld,
+        engine_config,
+        make_request,
+        make_scheduler,
+        write_model,
+    )
+
+from skipjoin.options import ConfigError
+from skipjoin.vllm.plugin import register
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+RECIPES = ("adaptive", "fcfs", "sarathi", "fastserve", "alise", "bros", "econoserve")
+SETUPS = [Setup(*made) for made in product(RECIPES, (False, True), (1, 2), (False, True))]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_every_request_reads_its_own_kv(model: Path, setup: Setup, seed: int) -> None:
+    ShadowWorld(model, setup, seed).run()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize("feature", [{"loras": 1}, {"loras": 2}, {"policy": "priority"}, {"chunked": False}], ids=str)
+def test_supported_features_keep_every_request_correct(
+    model: Path, feature: dict[str, Any], runner: int, is_async: bool
+) -> None:
+    ShadowWorld(model, Setup("fastserve", is_async, runner, caching=True, **feature), 1).run()
+
+
+def test_the_shadow_runner_finds_wrong_kv(model: Path) -> None:
+    config = engine_config(model, Setup(), seqs=2, tokens=64, blocks=20)
+    scheduler, shadow = make_scheduler(config), ShadowRunner(2, 1)
+    scheduler.add_request(make_request("r", list(range(20, 60)), 5))
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, shadow.run(output))
+    shadow.slots.clear()
+    with pytest.raises(AssertionError, match="reads wrong KV at 0"):
+        shadow.run(scheduler.schedule())
+
+
+def turn(scheduler: Any, shadow: ShadowRunner) -> list[str]:
+    """Run one step, and return the names of the requests that finished in it."""
+    output = scheduler.schedule()
+    results = scheduler.update_from_output(output, shadow.run(output)).values()
+    return [one.request_id for outputs in results for one in outputs.outputs if one.finish_reason is not None]
+
+
+def test_fcfs_takes_the_steps_and_the_order_of_vllm(model: Path) -> None:
+    ends, steps = {}, {}
+    for cls in (AsyncScheduler, Scheduler):
+        config = engine_config(model, Setup("fcfs"), seqs=4, tokens=128, blocks=200)
+        scheduler, shadow = make_scheduler(config, cls=cls), ShadowRunner(4, 1)
+        for number in range(40):
+            length, output = number * 7 % 60 + 1, number * 31 % 90 + 1
+            scheduler.add_request(make_request(f"r{number}", [number + 20] * length, output))
+        ends[cls], steps[cls] = [], 0
+        while scheduler.has_unfinished_requests():
+            ends[cls] += turn(scheduler, shadow)
+            steps[cls] += 1
+    assert ends[Scheduler] == ends[AsyncScheduler]
+    assert abs(steps[Scheduler] - steps[AsyncScheduler]) <= 0.02 * steps[AsyncScheduler]
+
+
+def test_a_short_request_preempts_long_ones_that_keep_their_kv(model: Path) -> None:
+    config = engine_config(model, Setup("fastserve"), seqs=2, tokens=512, blocks=200)
+    scheduler, shadow = make_scheduler(config), ShadowRunner(2, 1)
+    for number in range(2):
+        scheduler.add_request(make_request(f"long{number}", [20 + number] * 200, 250))
+    for _ in range(60):
+        turn(scheduler, shadow)
+    scheduler.add_request(make_request("short", [30] * 8, 4))
+    ended: list[str] = []
+    for _ in range(10):
+        ended += turn(scheduler, shadow)
+        computed = [scheduler.requests[f"long{number}"].num_computed_tokens for number in range(2)]
+        assert min(computed) >= 259, "a parked request lost its KV"
+    assert ended == ["short"]
+
+
+def test_parked_requests_that_hold_all_blocks_give_one_up(model: Path) -> None:
+    config = engine_config(model, Setup("fastserve"), seqs=2, tokens=512, blocks=20)
+    scheduler, shadow = make_scheduler(config), ShadowRunner(2, 1)
+    for number in range(2):
+        scheduler.add_request(make_request(f"r{number}", [20 + number] * 150, 60))
+    turn(scheduler, shadow)
+    for request in list(scheduler.running):
+        scheduler._park(request)
+    scheduler.running.clear()
+    allocate = scheduler.kv_cache_manager.allocate_slots
+    scheduler.kv_cache_manager.allocate_slots = lambda *args, **kwargs: None
+    turn(scheduler, shadow)
+    scheduler.kv_cache_manager.allocate_slots = allocate
+    assert sorted(one.num_preemptions for one in scheduler.requests.values()) == [0, 1]
+    ended: list[str] = []
+    while scheduler.has_unfinished_requests():
+        ended += turn(scheduler, shadow)
+    assert sorted(ended) == ["r0", "r1"]
+
+
+def test_streaming_input_ends_with_an_error_and_nothing_else(model: Path) -> None:
+    config = engine_config(model, Setup(), seqs=2, tokens=64, blocks=20)
+    scheduler, shadow = make_scheduler(config), ShadowRunner(2, 1)
+    scheduler.add_request(make_request("session", [20] * 5, 5, resumable=True))
+    scheduler.add_request(make_request("other", [20] * 5, 5))
+    ended: list[str] = []
+    while scheduler.has_unfinished_requests():
+        ended += turn(scheduler, shadow)
+    assert ended == ["session", "other"]
+
+
+def test_an_abort_of_a_parked_request_frees_its_blocks(model: Path) -> None:
+    config = engine_config(model, Setup("fastserve"), seqs=1, tokens=512, blocks=40)
+    scheduler, shadow = make_scheduler(config), ShadowRunner(1, 1)
+    scheduler.add_request(make_request("long", [20] * 100, 200))
+    for _ in range(40):
+        turn(scheduler, shadow)
+    scheduler.add_request(make_request("short", [30] * 8, 30))
+    turn(scheduler, shadow)
+    assert [one.request_id for one in scheduler.kv_holding_waiting] == ["long"]
+    scheduler.finish_requests("long", RequestStatus.FINISHED_ABORTED)
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 2
+    while scheduler.has_unfinished_requests():
+        turn(scheduler, shadow)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        ({"additional_config": {"skipjoin": {"recipe": "nope"}}}, "recipe"),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "--pipeline-parallel-size"),
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_come_with_the_configuration_and_before_the_model(
+    model: Path, arguments: dict[str, Any], flag: str
+) -> None:
+    before = EngineArgs.create_engine_config
+    register()
+    register()
+    try:
+        made = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            scheduler_cls="skipjoin.vllm.Scheduler",
+            **arguments,
+        )
+        with pytest.raises(ConfigError, match=flag):
+            made.create_engine_config()
+    finally:
+        EngineArgs.create_engine_config = before

@@ -1,0 +1,125 @@
+"""The ledger of counts, without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Computed, Event
+from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.step import StepPlan
+from skipjoin.exec.simulated import SimulatedExecutor
+from skipjoin.sim.driver import Replica, simulate
+from skipjoin.vllm.ledger import CountingLedger
+from skipjoin.vllm.requests import FoundByEngine
+from support.load import load, make
+from support.watch import World
+
+
+@dataclass
+class FakePool:
+    """A pool whose counts the test sets."""
+
+    total: int = 40
+    block_size: int = 4
+    free: int = 40
+    holds: dict[Request, int] = field(default_factory=dict)
+    shares: dict[Request, int] = field(default_factory=dict)
+    hits: dict[Request, Hit] = field(default_factory=dict)
+
+    def held(self, request: Request) -> int:
+        return self.holds.get(request, 0)
+
+    def shared(self, request: Request) -> int:
+        return self.shares.get(request, 0)
+
+    def hit(self, request: Request) -> Hit:
+        return self.hits.get(request, MISS)
+
+
+def described(event: Event) -> tuple[object, ...]:
+    """Return an event without block numbers."""
+    return (type(event).__name__, *map(plain, event))
+
+
+def plain(part: object) -> object:
+    """Return a part of an event with ids in place of requests."""
+    if isinstance(part, Request):
+        return part.id
+    if isinstance(part, StepPlan):
+        return [(slice_.request.id, *slice_[1:5]) for slice_ in part.slices]
+    return part
+
+
+def events_of(world: World, ledger: BlockLedger) -> list[tuple[object, ...]]:
+    """Return all events of a run of 80 requests."""
+    events: list[Event] = []
+    core = EngineCore(Scheduler(world.policies(), ledger, depth=world.depth, overlap=world.overlap))
+    requests = load(7, 80, outputs=(1, 30), best_effort=0.3)
+    simulate(Replica(core, SimulatedExecutor(world.cost)), requests, on_events=events.extend)
+    assert all(request.finish_reason for request in requests)
+    if ledger.reservations is not None:
+        ledger.reservations.disband()
+    assert ledger.device_free == ledger.available == ledger.device_total
+    return [described(event) for event in events if not isinstance(event, Computed)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "depth"),
+    [("fcfs", 1), ("fastserve", 2), ("alise", 1), ("bros", 2), ("econoserve", 1), ("econoserve", 2), ("sarathi", 2)],
+)
+def test_plans_equal_those_of_the_own_ledger_without_a_cpu_tier(recipe: str, depth: int) -> None:
+    world = replace(World(recipe, depth=depth, overlap=depth == 2), cpu_blocks=0)
+    own = KVLedger(world.device_blocks, 0, world.block_size)
+    own.filled_after = lambda request, freed: 0  # evictions are whole here
+    assert events_of(world, CountingLedger(FakePool())) == events_of(world, own)
+
+
+def test_shared_blocks_are_freed_with_their_last_holder() -> None:
+    pool, one, other = FakePool(), make(0, prefix=FoundByEngine()), make(1, prefix=FoundByEngine())
+    ledger = CountingLedger(pool)
+    ledger.grow(one, 16)
+    pool.holds[one], pool.free = 4, 36
+    ledger.refresh()
+    pool.hits[other] = Hit(12, 2)  # three blocks, of which another request holds two
+    assert ledger.adopt(other) == Hit(12, 2)
+    assert ledger.device_free == ledger.available == 35
+    ledger.grow(other, 20)
+    assert ledger.device_free == ledger.available == 33
+    pool.holds[other], pool.shares, pool.free = 5, {one: 2, other: 2}, 33
+    ledger.refresh()
+    assert ledger.available == 33
+    assert (ledger.footprint(one), ledger.footprint(other)) == (2, 3)
+    ledger.release(one)
+    assert ledger.device_free == ledger.available == 35
+
+
+def test_reservations_count_beyond_the_blocks_that_the_engine_gave() -> None:
+    pool, request = FakePool(), make(0)
+    ledger = CountingLedger(pool)
+    ledger.reserve(request, 10, tokens=40)
+    ledger.grow(request, 8)
+    pool.holds[request], pool.free = 2, 38
+    ledger.refresh()
+    assert (ledger.device_free, ledger.available, ledger.footprint(request)) == (38, 30, 10)
+    assert ledger.shortfall(make(1), 4 * 31) == 1
+    ledger.trim(request)
+    assert (ledger.available, request.reserved_tokens) == (38, 0)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 5])
+def test_settling_takes_over_what_the_engine_holds(blocks: int) -> None:
+    pool, request = FakePool(), make(0)
+    ledger = CountingLedger(pool)
+    ledger.grow(request, 12)
+    pool.holds[request], pool.free = blocks, 40 - blocks
+    ledger.settle(request)
+    ledger.refresh()
+    held = ledger.blocks_of(request)
+    assert (len(held.device) if held is not None else 0) == blocks
+    assert ledger.device_free == ledger.available == 40 - blocks

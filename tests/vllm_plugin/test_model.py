@@ -1,0 +1,170 @@
+"""A small model on vLLM's CPU backend: outputs of preempted requests equal those of requests that run alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM's and torch's imports
+    import torch
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+if not current_platform.is_cpu():
+    pytest.skip("needs a build of vLLM for CPUs", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+SEQS, EOS = 2, 2
+# Token 17 is the word w17. Every prefix of a text can be continued.
+GRAMMAR = "(w[1-3][0-9]*)+"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
+    from random_model import make_model  # noqa: PLC0415
+
+    folder = tmp_path_factory.mktemp("model") / "model"
+    make_model(folder, torch.float32, layers=2, hidden=128, intermediate=256)
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="0",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
+    arguments = EngineArgs(
+        model=str(folder),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=SEQS,
+        block_size=32,
+        num_gpu_blocks_override=24,
+        max_num_batched_tokens=512,
+        scheduler_cls="skipjoin.vllm.Scheduler",
+        additional_config={"skipjoin": {"recipe": "fastserve"}},
+    )
+    made = LLMEngine.from_engine_args(arguments)
+    yield made
+    made.engine_core.shutdown()
+
+
+def scheduler_of(engine: LLMEngine) -> Any:
+    return engine.engine_core.engine_core.scheduler
+
+
+def prompt(seed: int, length: int) -> dict[str, list[int]]:
+    draw = random.Random(seed)
+    return {"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(length)]}
+
+
+def params(tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **more})
+
+
+def run(engine: LLMEngine, jobs: list[tuple[int, str, Any, SamplingParams]]) -> dict[str, Any]:
+    """Serve requests that arrive in the given steps, and return their outputs in the order of their ends."""
+    jobs, ended, step = sorted(jobs, key=lambda job: job[0]), {}, 0
+    while jobs or engine.has_unfinished_requests():
+        while jobs and jobs[0][0] <= step:
+            _, name, text, chosen = jobs.pop(0)
+            engine.add_request(name, text, chosen)
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = output
+        step += 1
+    pool = scheduler_of(engine).kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    assert not scheduler_of(engine)._twins
+    return ended
+
+
+def tokens_of(output: Any) -> list[list[int]]:
+    return [list(one.token_ids) for one in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"logprobs": 2},
+        {"n": 2, "temperature": 1.0, "seed": 7},
+        {"structured_outputs": StructuredOutputsParams(regex=GRAMMAR)},
+    ],
+    ids=["greedy", "logprobs", "n", "grammar"],
+)
+def test_preempted_requests_have_the_output_of_requests_alone(engine: LLMEngine, more: dict[str, Any]) -> None:
+    paused = dict(scheduler_of(engine).tally.preempted)
+    longs = [(0, f"long{number}", prompt(number, 40), params(120, **more)) for number in range(3)]
+    shorts = [(40 + 5 * number, f"short{number}", prompt(50 + number, 12), params(12)) for number in range(4)]
+    ended = run(engine, longs + shorts)
+    assert all(name.startswith("short") for name in list(ended)[:4])
+    assert sum(scheduler_of(engine).tally.preempted.values()) > sum(paused.values()) + 4
+    alone = {}
+    for _, name, text, chosen in longs + shorts:
+        alone |= run(engine, [(0, name, text, chosen)])
+    assert {name: tokens_of(output) for name, output in ended.items()} == {
+        name: tokens_of(alone[name]) for name in ended
+    }
+    for name in ("long0", "long1", "long2") if "structured_outputs" in more else ():
+        constrained = takewhile(lambda token: token != EOS, tokens_of(ended[name])[0])  # the grammar ends with it
+        assert all(str(token)[0] in "123" for token in constrained)
+    if "logprobs" in more:
+        assert all(len(ended[name].outputs[0].logprobs) == 120 for name in ("long0", "long1", "long2"))
+
+
+def test_a_pool_that_is_too_small_for_all_keeps_outputs_and_prefixes(engine: LLMEngine) -> None:
+    draw, common = random.Random(3), prompt(999, 48)["prompt_token_ids"]
+    jobs = []
+    for number in range(16):
+        text = prompt(100 + number, draw.randrange(8, 60))["prompt_token_ids"]
+        text = {"prompt_token_ids": common + text if number % 2 else text}
+        jobs.append((draw.randrange(0, 60), f"r{number}", text, params(draw.choice([16, 24, 120, 200]))))
+    ended = run(engine, jobs)
+    for _, name, text, chosen in jobs:
+        assert tokens_of(run(engine, [(0, name, text, chosen)])[name]) == tokens_of(ended[name]), name
+
+
+def test_an_abort_while_parked_disturbs_no_other_request(engine: LLMEngine) -> None:
+    for number in range(2):
+        engine.add_request(f"long{number}", prompt(number, 40), params(200))
+    for _ in range(40):
+        engine.step()
+    engine.add_request("short", prompt(9, 12), params(40))
+    engine.step()
+    (parked,) = (request.request_id for request in scheduler_of(engine).kv_holding_waiting)
+    kept, gone = ("long0", "long1") if parked.startswith("long1") else ("long1", "long0")
+    engine.abort_request([gone])
+    ended = run(engine, [])
+    assert set(ended) == {kept, "short"}
+    number = int(kept[-1])
+    assert tokens_of(run(engine, [(0, kept, prompt(number, 40), params(200))])[kept]) == tokens_of(ended[kept])
+
+
+def test_a_pause_of_the_engine_keeps_requests(engine: LLMEngine) -> None:
+    core = engine.engine_core.engine_core
+    engine.add_request("r", prompt(1, 20), params(60))
+    for _ in range(10):
+        engine.step()
+    core.pause_scheduler(mode="keep", clear_cache=True)
+    for _ in range(3):
+        engine.step()
+    core.resume_scheduler()
+    ended = run(engine, [])
+    assert tokens_of(run(engine, [(0, "r", prompt(1, 20), params(60))])["r"]) == tokens_of(ended["r"])

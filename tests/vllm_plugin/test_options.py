@@ -1,0 +1,122 @@
+"""Options, refusals and request options of the scheduler, without vLLM."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skipjoin.core.request import ServiceClass
+from skipjoin.options import ConfigError
+from skipjoin.vllm.compat import METHODS, REFUSED, check_attributes, check_features, check_kv_groups
+from skipjoin.vllm.options import read_options
+from skipjoin.vllm.plugin import check_config
+from skipjoin.vllm.requests import read_options as read_request_options
+
+
+def config(additional: Any = None, **changes: Any) -> Any:
+    """Return what the checks read of a `VllmConfig`, with changes such as `model_config__runner_type`."""
+    made = SimpleNamespace(
+        additional_config=additional or {},
+        speculative_config=None,
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(scheduler_cls="skipjoin.vllm.Scheduler", watermark=0.0),
+        model_config=SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False, runner_type="generate"),
+    )
+    for path, value in changes.items():
+        *owners, name = path.split("__")
+        owner = made
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"recipe": "fastserv"}, r"got 'fastserv'; did you mean fastserve"),
+        ({"recepe": "fcfs"}, r"there is no 'recepe'; did you mean recipe"),
+        (
+            {"recipe": "fastserve", "params": {"starvation": 1}},
+            r"there is no parameter 'starvation'; did you mean starvation_s",
+        ),
+        ({"recipe": "bros", "params": {"ttft_s": -1}}, r"ttft_s must be in \(0, 1e\+06\], got -1"),
+        ({"recipe": "srpt"}, r"recipe srpt needs true output lengths"),
+        ({"slo_s": "fast"}, r"slo_s must be a number, got 'fast'"),
+        ({"params": 3}, r"skipjoin.params must be an object, got 3"),
+        ({"metrics_port": 0}, r"metrics_port must be in \[1, 65535\], got 0"),
+        ({"recipe": "alise", "forecast_encoder": "embeddings"}, r"forecast_encoder must be hashed inside vLLM"),
+        ("fcfs", r"skipjoin must be an object, got 'fcfs'"),
+    ],
+)
+def test_a_wrong_option_is_an_error_of_one_line_before_the_model_loads(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as found:
+        check_config(config({"skipjoin": given}))
+    assert "\n" not in str(found.value)
+
+
+def test_forecasts_are_made_for_recipes_that_read_them() -> None:
+    assert read_options({"skipjoin": {"recipe": "fastserve"}}).forecasts is None
+    assert read_options({"skipjoin": {"recipe": "alise"}}).forecasts is not None
+    assert read_options({"skipjoin": {"recipe": "alise", "forecaster": "none"}}).forecasts is None
+    assert read_options({"skipjoin": {"recipe": "fcfs", "forecaster": "prior"}}).forecasts is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel_config__pipeline_parallel_size": 2},
+        {"parallel_config__decode_context_parallel_size": 2},
+        {"kv_transfer_config": object()},
+        {"ec_transfer_config": object()},
+        {"speculative_config": object()},
+        {"model_config__supports_multimodal_inputs": True},
+        {"model_config__is_multimodal_model": True},
+        {"model_config__is_encoder_decoder": True},
+        {"model_config__runner_type": "pooling"},
+        {"model_config__is_diffusion": True},
+        {"scheduler_config__watermark": 0.1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_unproven_feature_is_refused_with_its_flag(change: dict[str, Any]) -> None:
+    check_features(config())
+    with pytest.raises(ConfigError, match="does not support") as found:
+        check_config(config(**change))
+    assert any(feature.flag in str(found.value) for feature in REFUSED)
+    assert "\n" not in str(found.value)
+
+
+def test_other_schedulers_are_not_checked() -> None:
+    for other in (None, "vllm.v1.core.sched.scheduler.Scheduler", dict):
+        check_config(config({"skipjoin": 3}, scheduler_config__scheduler_cls=other))
+
+
+def test_missing_attributes_are_listed() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM 9\.9 lacks .*schedule.*_handle_blocked_waiting_request or _try"):
+        check_attributes(object(), METHODS, "9.9")
+
+
+@pytest.mark.parametrize(("groups", "mamba"), [(0, False), (2, False), (1, True)])
+def test_hybrid_kv_caches_are_refused(groups: int, mamba: bool) -> None:
+    kinds = [SimpleNamespace(kv_cache_spec=object()) for _ in range(groups)]
+    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
+        check_kv_groups(SimpleNamespace(kv_cache_groups=kinds, has_mamba_layers=mamba))
+
+
+def test_request_options_come_from_vllm_xargs() -> None:
+    found = read_request_options({"slo_ttft_ms": 250, "slo_jct_ms": "1e4", "service_tier": "flex"}, priority=-2)
+    assert found.target == (0.25, math.inf, 10.0)
+    assert (found.service, found.is_urgent, found.priority) == (ServiceClass.BEST_EFFORT, False, -2)
+    assert read_request_options({"service_tier": "priority"}).is_urgent
+
+
+@pytest.mark.parametrize("value", [0, -1, "soon", True, [3], math.nan, math.inf, "9" * 400])
+def test_an_invalid_objective_is_ignored_with_a_warning(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_request_options({"slo_tpot_ms": value, "service_tier": "gold"}).target.tpot_s == math.inf
+    assert "slo_tpot_ms must be a number above 0" in caplog.text
+    assert "service_tier must be one of" in caplog.text

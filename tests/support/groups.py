@@ -10,7 +10,15 @@ from xdist.scheduler import LoadScopeScheduling
 RAY = {"test_ranks_on_ray", "test_ray_nodes", "test_replicas_ray", "test_server_orphans"}
 # Folders of tests that start no process and have no slow fixture, except the files in SHARING.
 PURE = {"core", "kv", "scheduling", "core_fuzz", "model", "observe", "policies", "recipes", "sim"}
-SHARING = {"test_econoserve", "test_installed_family", "test_recipe_properties", "test_recorded_plans", "test_timeline"}
+SHARING = {
+    "test_econoserve",
+    "test_installed_family",
+    "test_ops_amx",
+    "test_ops_invariance",
+    "test_recipe_properties",
+    "test_recorded_plans",
+    "test_timeline",
+}
 
 
 def group(nodeid: str) -> str:

@@ -152,8 +152,6 @@ def migrate(
 
 
 def _call(connection: Connection, work: Callable[[BatchClient], Awaitable[T]]) -> T:
-    with plain_errors():
-        require("batches", "skipjoin batch")
     from skipjoin.cli.batch_client import BatchClient  # noqa: PLC0415
 
     return call(BatchClient, connection, work)

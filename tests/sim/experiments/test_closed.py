@@ -192,6 +192,7 @@ def test_the_command_reports_each_stream(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("prompt_tokens,output_tokens\n64,8\n32,4\n")
     options = f"simulate --model opt-13b --kv-gib 4 --rates 2 --jobs 1 --trace {file} --slo-ttft 0.4"
+    options += " --recipes fastserve"
     closed = f"name=be,lengths=trace:{file},size=3,class=best-effort"
     shown = CliRunner().invoke(app, [*options.split(), "--duration", "3", "--closed", closed])
     assert shown.exit_code == 0, shown.output

@@ -172,7 +172,8 @@ _INTERNAL = ("~", "[key]")
 
 def _no_route(app: FastAPI, request: Request) -> str:
     path = request.url.path
-    routes = sorted({route.path.partition("{")[0].rstrip("/") for route in app.routes if isinstance(route, Route)})
+    paths = {route.path.partition("{")[0].rstrip("/") for route in app.routes if isinstance(route, Route)}
+    routes = sorted(path for path in paths if path and not path.startswith("/console/"))
     similar = [found for found in routes if path.strip("/") and found.endswith(path.rstrip("/"))]
     similar = similar or difflib.get_close_matches(path[:128], routes, 1)
     hint = f", did you mean {similar[0]}?" if similar else "."

@@ -10,7 +10,7 @@ from skipjoin.core.request import Request
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
-from skipjoin.server.engines.engine_server import Digest
+from skipjoin.server.engines.engine_server import StepOutputsBuilder
 
 SEQUENCES = 64 * 16
 PARAMS = SamplingParams(max_tokens=900, ignore_eos=True, logprobs=20)
@@ -18,20 +18,20 @@ PARAMS = SamplingParams(max_tokens=900, ignore_eos=True, logprobs=20)
 
 def stream_and_abort(loop: EngineLoop, first: int) -> int:
     """Run and abort sequences as for clients that do not read, and return the log-probabilities produced."""
-    digest, scored = Digest(), 0
-    loop.on_plan = digest.begin
+    builder, scored = StepOutputsBuilder(), 0
+    loop.on_plan = builder.begin
     for number in range(first, first + SEQUENCES):
         loop.add(number, list(range(40, 60)), PARAMS)
-        digest.arrived(number)
+        builder.arrived(number)
     for _ in range(6):
-        outputs = digest.fold(loop.step())
+        outputs = builder.fold(loop.step())
         scored += sum(len(chosen.top) for chosen, _ in outputs.details.values()) if outputs else 0
         loop.submit()
     for number in range(first, first + SEQUENCES):
         loop.abort(number)
     while not loop.idle or loop.core.scheduler.events:
-        digest.fold(loop.step())
-    assert not digest._new
+        builder.fold(loop.step())
+    assert not builder._new
     gc.collect()
     return scored
 

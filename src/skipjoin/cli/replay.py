@@ -181,8 +181,8 @@ def _print(outcomes: Sequence[Outcome], machine: Mapping[str, Any], requests: in
     console.print(table)
     if any(abs(error) > _LARGE_ERROR for error in errors.values()):
         console.print(
-            "The simulator is far from what was measured: the machine was busy with other work, or its profile is bad. "
-            "Compare simulated rows with each other only."
+            "The simulator is far from what was measured: the machine was busy, its profile is bad, or the model is so "
+            "small that HTTP and the time between steps dominate. Compare simulated rows with each other only."
         )
     console.print(
         "Simulated rows rest on the cost model that the engine updates from its own steps. They leave out HTTP, "

@@ -104,7 +104,7 @@ OnProgress = Callable[[str, float], None]
 LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
-class Digest:
+class StepOutputsBuilder:
     """Builder of the `StepOutputs` messages of engine steps.
 
     Before a step that starts requests, it sends their ids, which are the suspects if the engine crashes.
@@ -210,7 +210,7 @@ class EngineServer:
         self._is_cut = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._digest = Digest()
+        self._builder = StepOutputsBuilder()
         self._observer = EngineObserver()
         self._sent: Stats | None = None
         self._sent_at = 0.0
@@ -232,7 +232,7 @@ class EngineServer:
         return self._is_cut or not self._is_linked()
 
     def run(self, loop: Loop, metrics: EngineMetrics, recorders: Sequence[Recorder] = ()) -> None:
-        digest = self._digest
+        builder = self._builder
         loop.on_plan = self._begin
         while not self._stopping and os.getppid() == self._parent and not self.is_alone:
             # After an abort of the last request the engine is idle, but has events to send first.
@@ -245,7 +245,7 @@ class EngineServer:
             self._read_inbox(loop, wait=False)
             loop.submit()
             self._stalls.check(loop.core)
-            step = digest.fold(events)
+            step = builder.fold(events)
             if step is not None and not done:
                 self._send_step(step)
             metrics.observe(events)
@@ -269,7 +269,7 @@ class EngineServer:
         self.send(step)
 
     def _begin(self, plan: StepPlan) -> None:
-        if (begun := self._digest.begin(plan)) is not None:
+        if (begun := self._builder.begin(plan)) is not None:
             self.send(begun)
 
     def _read_inbox(self, loop: Loop, *, wait: bool) -> None:
@@ -308,7 +308,7 @@ class EngineServer:
                 output=message.output,
                 age_s=message.age_s,
             )
-            self._digest.arrived(message.id)
+            self._builder.arrived(message.id)
         except ParameterError as error:
             self.send(Refused(message.id, error.param, str(error)))
         except RequestTooLargeError as error:

@@ -85,8 +85,8 @@ def test_examples_of_the_policy_page_define_recipes() -> None:
         names |= vars(module)
     names["recipe"] = lambda make: built.setdefault(make.__name__, make)
     exec(compile("from __future__ import annotations\n" + code, "add-a-policy.md", "exec"), names)
-    make_params, cost = names["LeastServedParams"], LinearCost(floor=0.01, prefill_token=1e-4)
-    policies = built["min_served"](Settings(cost, max_seqs=2), make_params(quantum_tokens=8, swap_tokens=30))
+    make_params, cost = names["LateAndLongParams"], LinearCost(floor=0.01, prefill_token=1e-4)
+    policies = built["late_and_long"](Settings(cost, max_seqs=2), make_params(limit_s=0.1, swap_tokens=30))
     events: list[Event] = []
     for one in (built["late_first"](Settings(cost, max_seqs=2)), policies):
         events.clear()
@@ -95,5 +95,5 @@ def test_examples_of_the_policy_page_define_recipes() -> None:
         simulate(replica, requests, on_events=events.extend)
         assert all(len(request.output) == 20 for request in requests)
     assert {event.how for event in events if isinstance(event, Preempted)} == {*Preemption} - {Preemption.SPILL}
-    with pytest.raises(ConfigError, match=r"quantum_tokens must be in \[1, 1048576\], got 0"):
-        make_params(quantum_tokens=0)
+    with pytest.raises(ConfigError, match=r"limit_s must be in \[0\.01, 3600\], got 0"):
+        make_params(limit_s=0)

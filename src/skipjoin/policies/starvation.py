@@ -12,6 +12,10 @@ from skipjoin.core.step import PAUSE_S, StepShape
 _OBJECTIVES = 100
 # Maximum ratio of transfer time to computing time; see `min_bound`.
 _MOVING_SHARE = 1.5
+# Transfers of the longest request that may delay a head; see `min_bound`. Three are its own: in, out and in again.
+# Three more count if it becomes the head in transit, although some of them coincide with these: the request that the
+# link holds beyond two steps' time, the head's swap-out, and its swap-in.
+_HEAD_TRANSFERS = 6
 
 
 def starvation_after(slo_s: float) -> float:
@@ -74,7 +78,7 @@ class WorstCase:
             return self.requests * self.turn_steps * (self.step_s + self._all_moves_s)
         step_s = (1 + _MOVING_SHARE) * self.step_s
         own = self.cost.transfer(self.blocks)
-        return self.requests * ((self.turn_steps + 3) * step_s + 6 * own) + self._all_moves_s
+        return self.requests * ((self.turn_steps + 3) * step_s + _HEAD_TRANSFERS * own) + self._all_moves_s
 
     @property
     def around_s(self) -> float:

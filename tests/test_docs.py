@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any
 
 import pytest
@@ -27,7 +29,32 @@ from skipjoin.recipes import Settings, fastserve, parts, registry
 from skipjoin.sim.driver import Replica, simulate
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "skipjoin"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+
+
+# Aborts a request before its first token and another one after it, and counts.
+ABORTS = """
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.request import Request
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.step import StepResult
+from skipjoin.observe.metrics import EngineMetrics
+from skipjoin.policies.cost import LinearCost
+from skipjoin.recipes import Settings, baselines
+
+policies = baselines.fcfs(Settings(LinearCost(floor=0.01, prefill_token=1e-4), max_seqs=1))
+core = EngineCore(Scheduler(policies, KVLedger(8, 0, 8)))
+metrics = EngineMetrics(device_blocks=8, block_size=8, block_bytes=1)
+for number in range(2):
+    core.add(Request(number, 0.0, range(4), 9), 0.0)
+core.finish_step(StepResult(core.start_step(0.0), [5], 1.0), 1.0)
+for number in range(2):
+    core.abort(number, 2.0)
+metrics.observe(core.take_events())
+print(metrics.snapshot().summed("aborted_before_first_token_total"))
+"""
 
 
 def anchors(text: str) -> set[str]:
@@ -97,3 +124,30 @@ def test_examples_of_the_policy_page_define_recipes() -> None:
     assert {event.how for event in events if isinstance(event, Preempted)} == {*Preemption} - {Preemption.SPILL}
     with pytest.raises(ConfigError, match=r"limit_s must be in \[0\.01, 3600\], got 0"):
         make_params(limit_s=0)
+
+
+def test_example_of_the_metric_page_counts_early_aborts(tmp_path: Path) -> None:
+    """Follow the page in a copy of the package."""
+    page = (ROOT / "docs" / "add-a-metric.md").read_text()
+    row, count = map(dedent, re.findall(r"^ +```(?:python)?\n(.*?)^ +```", page, re.DOTALL | re.MULTILINE))
+    (tmp_path / "skipjoin").mkdir()
+    for entry in PACKAGE.iterdir():
+        (tmp_path / "skipjoin" / entry.name).symlink_to(entry)
+    observe = tmp_path / "skipjoin" / "observe"
+    observe.unlink()
+    shutil.copytree(PACKAGE / "observe", observe)
+    for name, before, added in (
+        ("metric_table.py", "ENGINE_METRICS = (\n", indent(row, " " * 4)),
+        ("metrics.py", "        assert facts.ended is not None\n", indent(count, " " * 8)),
+    ):
+        source = (observe / name).read_text()
+        assert source.count(before) == 1
+        (observe / name).write_text(source.replace(before, before + added))
+    done = subprocess.run(
+        [sys.executable, "-c", ABORTS],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "[1]\n", done.stderr

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,12 +17,15 @@ import tiny_model as tiny
 from server_worlds import Api, MakeApi
 
 from skipjoin.core.request import FinishReason, RequestOptions
+from skipjoin.server.api import app, protocol, responses, shapes
 from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.completions import CompletionEndpoint
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.generation import Endpoint
 
 pytestmark = pytest.mark.anyio
+
+PAGE = Path(__file__).parents[2] / "docs" / "add-an-endpoint.md"
 
 # Every endpoint, with a body that asks for several choices.
 CASES: list[tuple[type[Endpoint[Any]], dict[str, Any]]] = [
@@ -127,4 +135,34 @@ async def test_rejected_job_holds_nothing(make_api: MakeApi, fields: Any, status
             await endpoint.prepare(await api.service.parse(json.dumps(fields).encode(), CompletionEndpoint.body_type))
         assert (refused.value.status, refused.value.param) == (status, param)
         taken.close()
+        assert api.is_clean()
+
+
+async def test_endpoint_of_the_guide_answers_and_streams(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Follow the steps of `docs/add-an-endpoint.md`."""
+    blocks = re.findall(r"^ +```python\n(.*?)^ +```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    body, response, endpoint = (compile(dedent(block), PAGE.name, "exec") for block in blocks)
+    for module, code, name in ((protocol, body, "GenerateRequest"), (responses, response, "Generated")):
+        names = dict(vars(module))
+        exec(code, names)
+        monkeypatch.setattr(module, name, names[name], raising=False)
+    module = ModuleType("skipjoin.server.api.generate")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(endpoint, vars(module))
+    monkeypatch.setattr(app, "ENDPOINTS", (*app.ENDPOINTS, module.GenerateEndpoint))
+    monkeypatch.setitem(shapes.LARGE_FIELDS, "text", shapes._prompts)
+
+    fields: dict[str, Any] = {"text": "Count", "n": 2, "max_tokens": 8, "seed": 3}
+    async with make_api() as api:
+        whole = (await api.http.post("/generate", json=fields)).json()
+        assert (sorted(whole["texts"]), whole["usage"]["completion_tokens"]) == (["0", "1"], 16)
+        streamed = await api.http.post("/generate", json=fields | {"stream": True})
+        texts = dict.fromkeys(whole["texts"], "")
+        for event in re.findall(r"^data: (\{.*)$", streamed.text, re.MULTILINE):
+            for choice, text in json.loads(event)["texts"].items():
+                texts[choice] += text
+        assert texts == whole["texts"]
+        refused = await api.http.post("/generate", json=fields | {"txet": "Count"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "txet")
+        assert "/generate" in (await api.http.get("/openapi.json")).json()["paths"]
         assert api.is_clean()

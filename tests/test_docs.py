@@ -89,6 +89,17 @@ def test_site_builds_in_strict_mode(tmp_path: Path) -> None:
     assert not fetched
 
 
+@pytest.mark.parametrize(("name", "limit"), [("README.md", 110), ("CHANGELOG.md", 40)])
+def test_document_stays_short(name: str, limit: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize(("folder", "limit"), [("docs", 25_000), ("benchmarks", 15_000)])
+def test_hand_written_pages_stay_short(folder: str, limit: int) -> None:
+    pages = [page for page in (ROOT / folder).rglob("*.md") if page.parent != ROOT / "docs" / "reference"]
+    assert sum(len(page.read_text().split()) for page in pages) <= limit
+
+
 def test_files_named_in_the_architecture_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = {name for name in re.findall(r"`([\w/.]+)`", text) if name.endswith((".py", "/"))}

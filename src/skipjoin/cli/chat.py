@@ -29,7 +29,10 @@ def chat(
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Model (default: the one that is served).")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature (default: the model's).")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Probability to sample from (default: the model's).")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most likely tokens with this total probability (default: the model's)."),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of tokens of an answer (default: what fits the context).")
     ] = None,

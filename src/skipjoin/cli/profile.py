@@ -48,7 +48,7 @@ _MEASURED = (
 @takes(engine=Section(EngineConfig, _MEASURED))
 def profile(
     *,
-    seconds: Annotated[float, typer.Option(help="Longest time to measure; fewer suffice on a quiet machine.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Maximum time to measure; a quiet machine needs less.")] = 60.0,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the profile here (default: the user's cache).")
     ] = None,

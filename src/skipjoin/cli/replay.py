@@ -43,7 +43,7 @@ def replay(
     kv_blocks: Annotated[
         int | None, typer.Option(min=1, help="KV blocks to try in the recipes (default: the server's).")
     ] = None,
-    since_s: Annotated[float, typer.Option("--since", metavar="SECONDS", help="Arrivals of this time.")] = 3600.0,
+    since_s: Annotated[float, typer.Option("--since", metavar="SECONDS", help="Period to replay, up to now.")] = 3600.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture of TTFT: .png or .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     server: Values,

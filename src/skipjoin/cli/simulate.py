@@ -61,8 +61,8 @@ class RunOptions:
     recipes: Annotated[
         str,
         Option(
-            "Separated by commas; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own. "
-            "NAME[PARAMETER=VALUE,...]: with parameters of its own.",
+            "Names that `skipjoin recipes` lists, or FILE.py:NAME, separated by commas. NAME[PARAMETER=VALUE,...] has "
+            "parameters of its own.",
             flags=("--recipes", "--recipe"),
             metavar="NAMES",
             group=_SCHEDULING,
@@ -112,7 +112,7 @@ class RunOptions:
     slo_scale: Annotated[
         float | None,
         Option(
-            "TTFT and TPOT objectives as a multiple of prefill and decode step at light load.",
+            "TTFT and TPOT objectives as a multiple of a prefill and a decode step at light load.",
             above=0,
             high=1e9,
             group="Objectives",

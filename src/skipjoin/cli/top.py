@@ -29,7 +29,7 @@ _STATE_STYLES = {"running": "green", "swapped": "cyan", "preempted": "yellow", "
 @takes(server=Section(Connection))
 def top(
     *,
-    once: Annotated[bool, typer.Option("--once", help="Print the state once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
     server: Values,
 ) -> None:
     """Show a server's requests live: which run, which wait and why, and how full the KV cache is."""

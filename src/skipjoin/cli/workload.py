@@ -71,9 +71,9 @@ class LoadOptions:
     trace: Annotated[
         Path | None,
         Option(
-            "Trace instead of --lengths: a CSV or JSONL file with prompt_tokens, output_tokens and optionally "
-            "arrival_s, deadline_s, priority, class, ttft_s, tpot_s and jct_s, a JSONL file with the texts prompt and "
-            "output, or Mooncake's JSONL, whose hash_ids identify common prefixes.",
+            "Trace instead of --lengths: CSV or JSONL with prompt_tokens, output_tokens and optionally arrival_s, "
+            "deadline_s, priority, class, ttft_s, tpot_s and jct_s; JSONL with the texts prompt and output; or "
+            "Mooncake's JSONL.",
             metavar="FILE",
             group=_WORKLOAD,
             is_common=True,
@@ -101,10 +101,9 @@ class LoadOptions:
     stream: Annotated[
         tuple[str, ...],
         Option(
-            "Additional stream with a share of the rate: "
-            "name=batch,lengths=uniform:512-1024,32-128,share=0.3,class=best-effort (default: "
-            "real-time),priority=0,key=NAME (API key, for simulate; default: "
-            "none),arrivals=poisson,prefix=TOKENS:GROUPS; may be repeated.",
+            "Additional stream with a share of the rate, such as "
+            "name=batch,lengths=uniform:512-1024,32-128,share=0.3,class=best-effort. It may also set priority, "
+            "arrivals, prefix and, in a simulation, key (an API key); may be repeated.",
             metavar="STREAM",
             group=_WORKLOAD,
         ),
@@ -112,10 +111,10 @@ class LoadOptions:
     closed: Annotated[
         tuple[str, ...],
         Option(
-            "Additional closed loop with a fixed number of requests in flight until --duration: "
-            "name=be,lengths=uniform:512-1024,32-128,size=128,class=best-effort (default: "
-            "real-time),priority=0,prefix=TOKENS:GROUPS,mode=batch (send size requests when all have finished; "
-            "default) or mode=refill (send one when one has finished); may be repeated.",
+            "Additional closed loop with size requests in flight until --duration, such as "
+            "name=be,lengths=uniform:512-1024,32-128,size=128,class=best-effort. mode=batch (default) replaces all "
+            "requests when the last has finished, mode=refill each one. It may also set priority and prefix; may be "
+            "repeated.",
             metavar="STREAM",
             group=_WORKLOAD,
         ),

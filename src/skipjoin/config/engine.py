@@ -108,8 +108,8 @@ class EngineConfig:
     recipe: Annotated[
         str,
         Option(
-            "The scheduler; `skipjoin recipes` lists all of them. FILE.py:NAME: one in a file of your own. "
-            "NAME[PARAMETER=VALUE,...]: with parameters.",
+            "Scheduler: a name that `skipjoin recipes` lists, or FILE.py:NAME for one of your own. "
+            "NAME[PARAMETER=VALUE,...] sets parameters.",
             flags=("--recipe", "--scheduling-policy"),
             metavar="NAME",
             group=SCHEDULING,

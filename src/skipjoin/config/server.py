@@ -102,7 +102,7 @@ class ServerConfig(AccessConfig):
     priority_range: Annotated[
         str | None,
         Option(
-            "Priorities that clients may set, besides 0; lower is earlier (default: 0 and later).",
+            "Priorities that clients may set, besides 0; lower is earlier (default: 0 and higher).",
             metavar="LOW:HIGH",
             group=LIMITS,
         ),

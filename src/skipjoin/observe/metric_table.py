@@ -112,7 +112,7 @@ ENGINE_METRICS = (
     Metric(
         "batch_cap",
         "gauge",
-        "Batch size up to which a step takes best-effort requests. Only the bros recipes change it.",
+        "Batch size up to which a step takes best-effort requests. Only the recipe bros changes it.",
     ),
     Metric("num_requests_swapped", "gauge", "Number of waiting requests with KV on the CPU tier."),
     Metric("kv_compressed_bytes", "gauge", "Stored size of KV on the CPU tier as 8-bit codes."),

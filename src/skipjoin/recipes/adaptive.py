@@ -29,7 +29,7 @@ class BoundParams(Params):
     ] = 3600.0
     first_share: Annotated[
         float,
-        Option("Most of the time that first tokens get while other requests generate.", low=0.01, high=1),
+        Option("Maximum share of the time for first tokens while other requests generate.", low=0.01, high=1),
     ] = 0.5
 
 

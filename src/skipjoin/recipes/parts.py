@@ -20,8 +20,7 @@ from skipjoin.recipes.registry import Settings
 Oracle = Annotated[
     str,
     Option(
-        "Whether every request runs to its max_tokens, which then is its true length; without it only simulate "
-        "knows the lengths",
+        "Source of true lengths outside of simulate: max-tokens assumes that every request runs to its max_tokens",
         choices=("none", "max-tokens"),
     ),
 ]

@@ -95,7 +95,7 @@ class System:
     predictor: Annotated[
         str | None,
         Option(
-            "Source of forecasts for recipes that read them: a forecaster that learns (learned, alise, prior, ...), or "
+            "Forecasts for recipes that read them: a forecaster that learns (learned, alise, prior), or "
             "the true length with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, constant:TOKENS, "
             "column:NAME of the trace (default: learned if the trace has texts, otherwise prior).",
             metavar="NAME",
@@ -136,8 +136,8 @@ class System:
     prefill_replicas: Annotated[
         int,
         Option(
-            "Number of the replicas that only prefill, as in DistServe. KV then crosses the network to another "
-            "replica, which generates all tokens after the first. 0 lets every replica do both.",
+            "Number of replicas that only prefill, as in DistServe. The others generate all tokens after the first. "
+            "0 lets every replica do both.",
             low=0,
             group="System",
         ),
@@ -145,7 +145,7 @@ class System:
     network_gbps: Annotated[
         float | None,
         Option(
-            "Gb/s of each copy's link to the others, either way, with --prefill-replicas "
+            "Bandwidth of each replica's link in either direction, with --prefill-replicas "
             f"(default: {SPLIT_NETWORK_GBPS:g}).",
             above=0,
             high=1e6,

@@ -9,6 +9,8 @@ minima.
 
 - `step` is the whole step: batch packing (`build`), forward pass (`forward`) and sampling (`sample`).
 - `linears`, `attention` (with rotation) and `norms` are parts of `forward`, each timed alone over all layers.
+- `inside` has the milliseconds of these parts within `forward`, measured by the compiled operations themselves, and of
+  `between`, which is everything else; `us_per_call` is `between` per compiled operation.
 - `floor_ms` is the time to read the weights and the KV once at the memory bandwidth measured before and after;
   `floor_share` is its share of the step.
 
@@ -18,6 +20,7 @@ cores. The variable prevents that.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import sys
 from collections.abc import Callable
@@ -30,6 +33,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
+from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.sampler import Sampled, Sampler, SampleRow
 from skipjoin.sampling import SamplingParams
 
@@ -64,6 +68,26 @@ def segments(decodes: int, context: int, prefill: int) -> list[Segment]:
         return [Segment(list(range(prefill)), 0, list(range(0, 2 * (prefill // BLOCK), 2)))]
     width = context // BLOCK + 1
     return [Segment([i + 1], context, list(range(i, width * decodes, decodes))) for i in range(decodes)]
+
+
+class Inside:
+    """Times of compiled operations by kind, while one step runs."""
+
+    KINDS = ("linears", "attention", "norms")
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._figures = (ctypes.c_int64 * (2 * len(self.KINDS)))()  # nanoseconds and number of each kind
+
+    def of(self, work: Callable[[], Any]) -> dict[str, float]:
+        """Return the milliseconds of each kind, of everything else, and the microseconds of that per operation."""
+        ctypes.memset(self._figures, 0, ctypes.sizeof(self._figures))
+        self._library.skipjoin_measure(self._figures)
+        total = harness.seconds_of(work) * 1e3
+        self._library.skipjoin_measure(None)
+        found = {kind: self._figures[2 * i] / 1e6 for i, kind in enumerate(self.KINDS)}
+        found["between"] = total - sum(found.values())
+        return found | {"us_per_call": 1e3 * found["between"] / sum(self._figures[1::2])}
 
 
 class Parts:
@@ -116,6 +140,18 @@ class Parts:
             self.norm(self.x)
 
 
+def step_of(model: CausalLM, work: list[Segment], kv: PagedKV) -> Callable[[], list[Sampled]]:
+    """Return a function that packs, computes and samples these segments greedily."""
+    sampler = Sampler(model.config.vocab_size)
+    row = SampleRow(sampler.start(SamplingParams(temperature=0), 0, (), (2,)), 0)
+
+    def step() -> list[Sampled]:
+        logits = model.forward(PackedBatch.build(work, BLOCK), kv)
+        return sampler.sample(logits, [row] * len(logits)).report.read()
+
+    return step
+
+
 @torch.inference_mode()
 def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: int) -> dict[str, Any]:
     """Measure one shape."""
@@ -133,7 +169,7 @@ def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: 
         return sampler.sample(logits, rows).report.read()
 
     names: dict[str, Callable[[], Any]] = {
-        "step": lambda: sample(model.forward(PackedBatch.build(work, BLOCK), kv)),
+        "step": step_of(model, work, kv),
         "build": lambda: PackedBatch.build(work, BLOCK),
         "forward": lambda: model.forward(batch, kv),
         "sample": lambda: sample(logits),
@@ -142,8 +178,11 @@ def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: 
         "norms": parts.norms,
     }
     before = memory_bandwidth() if decodes else 0.0
+    inside = Inside(model.ops.library) if isinstance(model.ops, CppOps) else None
     found: dict[str, Any] = {"decodes": decodes, "context": context, "prefill": prefill}
     found |= {name: timed(work, repeats) for name, work in names.items()}
+    if inside is not None:
+        found["inside"] = harness.medians([inside.of(names["forward"]) for _ in range(repeats)])
     if decodes:
         bandwidth = max(before, memory_bandwidth())
         embeddings = model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize  # few rows are read
@@ -169,9 +208,9 @@ def main() -> None:
                 record["results"].append({"dtype": dtype, "operations": model.ops.name, "path": model.ops.path} | found)
                 shape = f"prefill {prefill}" if prefill else f"decode {decodes} at {context}"
                 label = f"{dtype} {model.ops.name} {shape}"
-                times = ((n, v) for n, v in found.items() if isinstance(v, dict))
+                times = ((n, v) for n, v in found.items() if isinstance(v, dict) and "median_ms" in v)
                 cells = (f"{n} {v['median_ms']:.2f} ({v['min_ms']:.2f})" for n, v in times)
-                harness.show(f"{label:28}", "  ".join(cells))
+                harness.show(f"{label:28}", "  ".join(cells), found.get("inside", ""))
     harness.write_record(record, arguments.out)
 
 

@@ -35,7 +35,7 @@ class CausalLM:
         self.group = group
         self.shard = group.shard
         check_shards(config, self.shard.tp_size, self.shard.pp_size)
-        builder = Builder(config, weights, ops, group)
+        builder = Builder(config, weights, ops, attention, group)
         self._decoder: Decoder = family_named(config.family).decoder(builder, device)
         self._vocabulary = self.shard.vocabulary_sizes(config)
         self._output = self._make_output(builder) if self.shard.is_last else None

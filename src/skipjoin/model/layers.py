@@ -12,7 +12,7 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.ops.base import LayerOps, Linear, Norm
+from skipjoin.model.ops.base import AttentionParts, FusedLayers, LayerOps, LayerParts, Linear, Norm
 from skipjoin.model.parallel import Group
 
 
@@ -36,10 +36,13 @@ class LayerInputs:
 class Builder:
     """Builder of a rank's layers, which counts their bytes."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: LayerOps, group: Group) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: LayerOps, attention: AttentionBackend, group: Group
+    ) -> None:
         self.config = config
         self.weights = weights
         self.ops = ops
+        self.attention = attention
         self.group = group
         self.shard = group.shard
         self.weight_bytes = 0
@@ -188,26 +191,31 @@ class SelfAttention:
         norms: tuple[Norm, Norm] | None = None,
     ) -> None:
         config, shard = builder.config, builder.shard
-        self._qkv, self._output = qkv, output
-        # The cache holds this rank's layers only.
-        self._layer = layer - shard.layers(config).start
-        self._cos_sin = None if rotary is None else rotary.cos_sin
-        self._norms = norms
-        self._heads, self._kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
-        self._dim = config.head_dim
-        self._scale, self._window = config.head_dim**-0.5, config.windows[layer]
+        self.parts = AttentionParts(
+            qkv,
+            output,
+            norms,
+            len(shard.heads(config)),
+            len(shard.kv_heads(config)),
+            config.head_dim,
+            layer - shard.layers(config).start,  # the cache holds this rank's layers only
+            config.head_dim**-0.5,
+            config.windows[layer],
+            None if rotary is None else rotary.cos_sin,
+        )
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
         """Add the attention over `x` to `total`, both [T, hidden]; return as `Linear.add_to` does."""
-        qkv = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._dim)
-        query, key, value = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
-        if self._norms is not None:
-            query, key = self._norms[0](query), self._norms[1](key)
+        of = self.parts
+        qkv = of.qkv(x).view(-1, of.heads + 2 * of.kv_heads, of.dim)
+        query, key, value = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
+        if of.qk_norms is not None:
+            query, key = of.qk_norms[0](query), of.qk_norms[1](key)
         attended = step.attention.attend(
             query, key, value, step.kv, step.batch,
-            layer=self._layer, scale=self._scale, window=self._window, cos_sin=self._cos_sin,
+            layer=of.layer, scale=of.scale, window=of.window, cos_sin=of.cos_sin,
         )  # fmt: skip
-        return self._output.add_to(attended, total, then)
+        return of.output.add_to(attended, total, then)
 
 
 class Layer(Protocol):
@@ -220,6 +228,22 @@ class Layer(Protocol):
         ...
 
 
+class SequentialLayer:
+    """`Layer` of attention and then an MLP of two products, each after its norm."""
+
+    def __init__(self, norm: Norm, attention: SelfAttention, mlp_norm: Norm, up: Linear, down: Linear) -> None:
+        self.norm = norm
+        self._attention, self._mlp_norm, self._up, self._down = attention, mlp_norm, up, down
+
+    @property
+    def parts(self) -> LayerParts:
+        return LayerParts(self.norm, self._attention.parts, self._mlp_norm, self._up, self._down)
+
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
+        normed = self._attention.add_to(normed, x, step, self._mlp_norm)
+        return self._down.add_to(self._up(normed), x, then)
+
+
 def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
     """Run [T, hidden] through the layers, in place."""
     normed = layers[0].norm(x)
@@ -227,3 +251,9 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
         normed = layer(x, normed, step, following.norm)
     layers[-1](x, normed, step, None)
     return x
+
+
+def fused(builder: Builder, layers: Sequence[Layer]) -> FusedLayers | None:
+    """Return `advance` of these layers in one call, or None if the operations cannot do that."""
+    parts = [layer.parts for layer in layers if isinstance(layer, SequentialLayer)]
+    return builder.ops.fused(parts, builder.attention) if len(parts) == len(layers) else None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, advance
+from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, advance, fused
 from skipjoin.model.ops.base import Norm
 
 
@@ -26,6 +26,7 @@ class RotaryDecoder:
         self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
         rotary = Rotary(config, device)
         self._layers = [make_layer(builder, index, rotary) for index in shard.layers(config)]
+        self._fused = fused(builder, self._layers)
         self._norm = final_norm() if shard.is_last else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
@@ -33,7 +34,7 @@ class RotaryDecoder:
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        return advance(self._layers, x, step)
+        return advance(self._layers, x, step) if self._fused is None else self._fused(x, step.batch, step.kv)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self._norm is not None  # on the last stage

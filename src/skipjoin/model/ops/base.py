@@ -1,8 +1,13 @@
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
+
+from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.kv_cache import PagedKV
 
 
 class Norm(Protocol):
@@ -31,6 +36,40 @@ class Linear(Protocol):
         ...
 
 
+class AttentionParts(NamedTuple):
+    """Self-attention, with optional q/k norms and rotation.
+
+    Attributes:
+        layer: Index in this rank's cache.
+        cos_sin: As in `AttentionBackend.attend`.
+    """
+
+    qkv: Linear
+    output: Linear
+    qk_norms: tuple[Norm, Norm] | None
+    heads: int
+    kv_heads: int
+    dim: int
+    layer: int
+    scale: float
+    window: int
+    cos_sin: torch.Tensor | None
+
+
+class LayerParts(NamedTuple):
+    """Layer of attention and then an MLP, each after a norm and added to the residual stream."""
+
+    norm: Norm
+    attention: AttentionParts
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+
+
+# Adds the output of all layers to [T, hidden] in place and returns it.
+FusedLayers = Callable[[torch.Tensor, PackedBatch, PagedKV], torch.Tensor]
+
+
 class LayerOps(Protocol):
     """Operations on [tokens, features]. Inputs are not changed unless stated."""
 
@@ -53,3 +92,7 @@ class LayerOps(Protocol):
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm: ...
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm: ...
+
+    def fused(self, layers: Sequence[LayerParts], attention: AttentionBackend) -> FusedLayers | None:
+        """Return a function with the bits of these layers one after another, or None if there is nothing to gain."""
+        ...

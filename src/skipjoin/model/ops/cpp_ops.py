@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 
 import torch
 
+from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.ops.base import Norm
+from skipjoin.model.ops.base import FusedLayers, LayerParts, Norm
 from skipjoin.model.ops.build import library_id, path_of
+from skipjoin.model.ops.calls import LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
+from skipjoin.model.ops.cpp_layers import CppLayers
 from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
 
@@ -22,25 +26,15 @@ _ACTIVATIONS = (None, *ACTIVATIONS)
 
 _I, _P = c_int64, c_void_p
 
-
-class _Linear(ctypes.Structure):
-    _fields_ = (
-        ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("scales", _P), ("n", _I), ("k", _I),
-        ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P), ("threads", _I),
-        ("way", _I),
-    )  # fmt: skip
-
-
 _SIGNATURES = {
     "skipjoin_has_float16": ([], c_int64),
     "skipjoin_panel": ([], c_int64),
     "skipjoin_has_way": ([_I, _I, _I], c_int64),
     "skipjoin_floats_are_faster": ([], c_int64),
-    "skipjoin_linear_bytes": ([], c_int64),
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
     "skipjoin_packed_bytes": ([_I] * 5, c_int64),
     "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _P, _I], None),
-    "skipjoin_linear": ([_I, ctypes.POINTER(_Linear)], None),
+    "skipjoin_linear": ([_I, ctypes.POINTER(LinearCall)], None),
     "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, _P, _I], None),
 }
 
@@ -61,8 +55,7 @@ class CppOps:
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
-        if library.skipjoin_linear_bytes() != ctypes.sizeof(_Linear):
-            raise OSError("the compiled operations have another version")
+        check_sizes(library, {"skipjoin_linear_bytes": LinearCall})
         self.library = library
         self.quantization = quantization
         self.type = CPP_DTYPES.index(dtype)
@@ -109,6 +102,12 @@ class CppOps:
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         return TorchLayerNorm(width, weight, bias, eps)
 
+    def fused(self, layers: Sequence[LayerParts], attention: AttentionBackend) -> FusedLayers | None:
+        calls = [call for call in map(_layer_call, layers) if call is not None]
+        if attention.name != self.name or len(calls) < len(layers):
+            return None
+        return CppLayers(self.library, self.type, self.scratch, layers, calls)
+
 
 class CppRMSNorm(TorchRMSNorm):
     """Compiled RMS norm."""
@@ -151,6 +150,7 @@ class CppLinear:
         )  # fmt: skip
         self._bias = None if bias is None else _in_panels(bias.float(), gated, panel)
         self.weight_bytes = packed_bytes + sum(x.nbytes for x in (self._bias, self._scales) if x is not None)
+        self._arguments = self._packed.data_ptr(), _address(self._bias), _address(self._scales), self._n, self._k
         self._dtype, self._way = weight.dtype, 0
         self._way = WAYS.index(ops.way(self))
 
@@ -178,12 +178,32 @@ class CppLinear:
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
         ops, m, threads = self._ops, x.shape[0], threads_here()
-        call = _Linear(
-            x.data_ptr(), x.stride(0), m, self._packed.data_ptr(), _address(self._bias), _address(self._scales),
-            self._n, self._k, out.data_ptr(), self._gated, add, self._activation, ops.scratch(m, self._k, threads),
-            threads, self._way,
+        call = LinearCall(
+            x.data_ptr(), x.stride(0), m, *self._arguments, out.data_ptr(), self._gated, add, self._activation,
+            ops.scratch(m, self._k, threads), threads, self._way,
         )  # fmt: skip
         ops.library.skipjoin_linear(ops.type, call)
+
+    def call(self) -> LinearCall:
+        """Return a call without what depends on the inputs."""
+        return LinearCall(None, 0, 0, *self._arguments, None, self._gated, 0, self._activation, None, 0, self._way)
+
+
+def _layer_call(parts: LayerParts) -> LayerCall | None:
+    """Return the call of a layer, or None if it has parts that are not compiled."""
+    attention = parts.attention
+    norms = [parts.norm, parts.mlp_norm, *(attention.qk_norms or ())]
+    linears = [attention.qkv, attention.output, parts.up, parts.down]
+    compiled_norms = [norm for norm in norms if isinstance(norm, CppRMSNorm)]
+    compiled = [linear for linear in linears if isinstance(linear, CppLinear)]
+    if len(compiled_norms) < len(norms) or len(compiled) < len(linears):
+        return None
+    weights = [norm.weight.data_ptr() for norm in compiled_norms]
+    pairs = 0 if attention.cos_sin is None else attention.cos_sin.shape[1] // 2
+    return LayerCall(
+        *(linear.call() for linear in compiled), *weights, *[None] * (4 - len(weights)), _address(attention.cos_sin),
+        pairs, attention.window, compiled_norms[0].eps,
+    )  # fmt: skip
 
 
 def _address(values: torch.Tensor | None) -> int | None:

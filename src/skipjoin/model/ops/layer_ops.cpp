@@ -3,6 +3,7 @@
 // The entry points are plain C, so that building needs only a compiler. Types are float, bfloat16 and, where the
 // processor converts it, float16; sums are float. The result of a row never depends on other rows; see
 // products.inc.cpp.
+#include "calls.inc.cpp"
 #include "pool.inc.cpp"
 #include "tiles.inc.cpp"
 
@@ -13,6 +14,8 @@
 #include <vector>
 
 namespace {
+
+using skipjoin::Linear;
 
 constexpr int kRowBlock = 10 * kMaxRows; // rows per task, whose inputs fit the second-level cache
 constexpr int kOwnTiles = 2; // with at most this many tiles of inputs, packing them per thread beats waiting
@@ -28,19 +31,6 @@ inline Floats activated(int64_t activation, Floats x) {
   default: return x;
   }
 }
-
-// Argument of `skipjoin_linear`, with the fields of cpp_ops.py.
-struct Linear {
-  const void *x;
-  int64_t x_stride, rows;
-  const void *weights;
-  const float *bias, *scales; // [panels * kPanel] or null; scales: for int8 weights
-  int64_t n, k;
-  void *out; // [rows, n], or [rows, n / 2] if gated
-  int64_t gated, add, activation;
-  void *scratch;
-  int64_t threads, way; // see `Way`
-};
 
 // Implementation of a product: in units of its type, or for bfloat16 pairs also in floats, with the bits of a processor
 // without pair instructions, or by tiles. A weight keeps one implementation, because each rounds differently.
@@ -437,6 +427,7 @@ void skipjoin_pack_weights(int64_t type, const void *weights, int64_t n, int64_t
 int64_t skipjoin_linear_bytes() { return sizeof(Linear); }
 
 void skipjoin_linear(int64_t type, const Linear *call) {
+  skipjoin::Timed timed(skipjoin::kProducts);
 #ifdef SKIPJOIN_TILES
   if (call->way == kByTiles) return linear_by_tiles(*call);
 #endif
@@ -451,6 +442,7 @@ void skipjoin_linear(int64_t type, const Linear *call) {
 
 void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,
                        int64_t inner_stride, int64_t width, const void *weight, float eps, void *out, int64_t threads) {
+  skipjoin::Timed timed(skipjoin::kNorms);
   with_type(type, [&](auto t) {
     using T = decltype(t);
     rms_norm((const T *)x, outer, outer_stride, inner, inner_stride, width, (const T *)weight, eps, (T *)out, threads);
@@ -459,6 +451,7 @@ void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer
 
 void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
                      const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads) {
+  skipjoin::Timed timed(skipjoin::kAttention);
   with_type(type, [&](auto t) {
     rotate((decltype(t) *)x, tokens, token_stride, heads, head_stride, positions, cos_sin, pairs, threads);
   });

@@ -12,6 +12,7 @@
 // - The sum of weights adds every sixteenth key in order, and then these sixteen sums.
 // - Weighted values are added in the order of the keys: two at a time, with weights rounded to bfloat16, where inputs
 //   are in pairs, and 32 at a time with tiles. Keys that a query does not see have weight 0, which changes no sum.
+#include "calls.inc.cpp"
 #include "pool.inc.cpp"
 #include "tiles.inc.cpp"
 
@@ -29,17 +30,7 @@ constexpr int kTaskPanels = 8;     // panels of queries per prompt task, which s
 constexpr float kLeast = -1e30f;   // below every score
 constexpr double kLog2E = 1.4426950408889634;
 
-struct Call {
-  const void *query, *key, *value; // new tokens: [tokens][heads][dim]
-  int64_t query_token, query_head, key_token, key_head, value_token, value_head; // strides
-  void *keys, *values;                         // cache of one layer: [block][slot][kv head][dim]
-  int64_t block_stride, slot_stride, head_stride;
-  void *out; // [tokens][heads][dim], contiguous
-  const int64_t *slots, *query_start, *context, *tables;
-  const int64_t *offsets, *reversed; // null: every sequence begins at its first slot and ascends
-  int64_t segments, table_width, block_size, heads, kv_heads, dim, window;
-  double scale;
-};
+using Call = skipjoin::AttentionCall;
 
 // Buffers that a thread reuses between tasks.
 struct Scratch {
@@ -200,6 +191,7 @@ int64_t skipjoin_attention_call_bytes() { return sizeof(Call); }
 
 // type: as in layer_ops.cpp.
 void skipjoin_paged_attention(int64_t type, const Call *call, int64_t threads) {
+  skipjoin::Timed timed(skipjoin::kAttention);
   if (type == 0) paged_attention<float>(*call, threads);
   if (type == 1) paged_attention<bfloat16>(*call, threads);
   if constexpr (kHasHalf)

@@ -6,11 +6,11 @@
 //
 // Waiting threads spin for about as long as Python takes between two operations, and then sleep, so that an idle server
 // uses no CPU time.
+#include "calls.inc.cpp"
 #include "pool.inc.cpp"
 
 #include <climits>
 #include <csignal>
-#include <ctime>
 #include <new>
 #include <pthread.h>
 #include <system_error>
@@ -40,12 +40,6 @@ void relax() {
 #endif
 }
 
-int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1000000000ll + now.tv_nsec;
-}
-
 // A number that threads wait on until it is no longer `old`, spinning at first.
 class Gate {
 public:
@@ -53,11 +47,11 @@ public:
 
   // Returns the new value.
   int wait_while(int old) {
-    int64_t until = now_ns() + kSpinNs;
+    int64_t until = skipjoin::now_ns() + kSpinNs;
     for (int now, looks = 1;; looks++) {
       if ((now = value.load(std::memory_order_acquire)) != old) return now;
       relax();
-      if (looks % kLooks || now_ns() < until) continue;
+      if (looks % kLooks || skipjoin::now_ns() < until) continue;
       // The order of these two and that of `wake` guarantee that one side sees the other's write.
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
       sleep(old);
@@ -178,3 +172,8 @@ Pool &pool() {
 void skipjoin::run_on_pool(int threads, void (*work)(void *, int), void *context) {
   pool().run(threads, work, context);
 }
+
+int64_t *skipjoin::measured = nullptr;
+
+// Measures all operations from now on; null ends that.
+extern "C" void skipjoin_measure(int64_t *into) { skipjoin::measured = into; }

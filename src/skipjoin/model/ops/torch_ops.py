@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.ops.base import Linear, Norm
+from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.ops.base import FusedLayers, LayerParts, Linear, Norm
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
@@ -100,3 +103,6 @@ class TorchOps:
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         return TorchLayerNorm(width, weight, bias, eps)
+
+    def fused(self, layers: Sequence[LayerParts], attention: AttentionBackend) -> FusedLayers | None:
+        return None

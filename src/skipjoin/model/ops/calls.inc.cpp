@@ -1,0 +1,57 @@
+// Arguments of operations, with the fields of calls.py. Included by the sources that run operations.
+#pragma once
+
+#include <cstdint>
+#include <ctime>
+
+namespace skipjoin {
+
+struct Linear {
+  const void *x;
+  int64_t x_stride, rows;
+  const void *weights;
+  const float *bias, *scales; // [panels * kPanel] or null; scales: for int8 weights
+  int64_t n, k;
+  void *out; // [rows, n], or [rows, n / 2] if gated
+  int64_t gated, add, activation;
+  void *scratch;
+  int64_t threads, way; // see `Way` in layer_ops.cpp
+};
+
+struct AttentionCall {
+  const void *query, *key, *value; // new tokens: [tokens][heads][dim]
+  int64_t query_token, query_head, key_token, key_head, value_token, value_head; // strides
+  void *keys, *values; // cache of one layer: [block][slot][kv head][dim]
+  void *out;           // [tokens][heads][dim], contiguous
+  int64_t block_stride, slot_stride, head_stride;
+  const int64_t *slots, *query_start, *context, *tables;
+  const int64_t *offsets, *reversed; // null: every sequence begins at its first slot and ascends
+  int64_t segments, table_width, block_size, heads, kv_heads, dim, window;
+  double scale;
+};
+
+// Operations by kind, for benchmarks. Attention includes rotation and writing keys and values.
+enum Kind { kProducts, kAttention, kNorms };
+
+inline int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+// Nanoseconds and number of operations of each kind, [kinds][2], or null if nobody measures.
+extern int64_t *measured;
+
+// Measures the operation in whose scope it is.
+class Timed {
+public:
+  explicit Timed(Kind kind) : to_(measured ? measured + 2 * kind : nullptr), begin_(to_ ? now_ns() : 0) {}
+  ~Timed() {
+    if (to_) to_[0] += now_ns() - begin_, to_[1]++;
+  }
+
+private:
+  int64_t *to_, begin_;
+};
+
+} // namespace skipjoin

@@ -1,0 +1,64 @@
+"""Arguments of compiled operations, with the fields of calls.inc.cpp and layers.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import c_double, c_int64, c_void_p
+
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.kv_cache import PagedKV
+
+_I, _P = c_int64, c_void_p
+
+
+class LinearCall(ctypes.Structure):
+    _fields_ = (
+        ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("scales", _P), ("n", _I), ("k", _I),
+        ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P), ("threads", _I),
+        ("way", _I),
+    )  # fmt: skip
+
+
+class AttentionCall(ctypes.Structure):
+    _fields_ = (
+        ("query", _P), ("key", _P), ("value", _P), ("query_token", _I), ("query_head", _I), ("key_token", _I),
+        ("key_head", _I), ("value_token", _I), ("value_head", _I), ("keys", _P), ("values", _P), ("out", _P),
+        ("block_stride", _I), ("slot_stride", _I), ("head_stride", _I), ("slots", _P), ("query_start", _P),
+        ("context", _P), ("tables", _P), ("offsets", _P), ("reversed", _P), ("segments", _I), ("table_width", _I),
+        ("block_size", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("window", _I), ("scale", c_double),
+    )  # fmt: skip
+
+
+def cache_arguments(batch: PackedBatch, kv: PagedKV) -> tuple[int | None, ...]:
+    """Return the fields of `AttentionCall` from `block_stride` to `block_size`, which all layers share."""
+    ends = (None, None) if batch.plain else (batch.offsets.data_ptr(), batch.reversed.data_ptr())
+    return (
+        *kv.layer(0)[0].stride()[:3], batch.slots.data_ptr(), batch.query_start.data_ptr(),
+        batch.context_lens.data_ptr(), batch.block_tables.data_ptr(), *ends, *batch.block_tables.shape, kv.block_size,
+    )  # fmt: skip
+
+
+class LayerCall(ctypes.Structure):
+    _fields_ = (
+        ("qkv", LinearCall), ("output", LinearCall), ("up", LinearCall), ("down", LinearCall), ("norm", _P),
+        ("mlp_norm", _P), ("query_norm", _P), ("key_norm", _P), ("cos_sin", _P), ("pairs", _I), ("window", _I),
+        ("eps", c_double),
+    )  # fmt: skip
+
+
+class StepCall(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(LayerCall)), ("count", _I), ("rows", _I), ("x", _P), ("normed", _P), ("qkv", _P),
+        ("queries", _P), ("attended", _P), ("inner", _P), ("keys", ctypes.POINTER(_P)), ("values", ctypes.POINTER(_P)),
+        ("attention", AttentionCall), ("positions", _P), ("scratch", _P), ("threads", _I), ("itemsize", _I),
+    )  # fmt: skip
+
+
+def check_sizes(library: ctypes.CDLL, sizes: Mapping[str, type[ctypes.Structure]]) -> None:
+    """Raise OSError unless the library's functions of these names return the sizes of the structures."""
+    for name, structure in sizes.items():
+        function = getattr(library, name)
+        function.restype = c_int64
+        if function() != ctypes.sizeof(structure):
+            raise OSError("the compiled operations have another version")

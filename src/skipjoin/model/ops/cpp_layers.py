@@ -1,0 +1,72 @@
+"""All layers of a step in one call of compiled code."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.base import LayerParts
+from skipjoin.model.ops.calls import AttentionCall, LayerCall, StepCall, cache_arguments, check_sizes
+from skipjoin.model.ops.threads import threads_here
+
+# Elements between the outputs of two operations, so that they begin with a line of the cache.
+_LINE = 64
+
+
+class CppLayers:
+    """`FusedLayers` in compiled code. Not thread-safe, as `CppOps`.
+
+    Args:
+        kind: Number of the type.
+        scratch: Returns the address of memory for a product, given its rows, inputs and threads.
+        calls: The layers for compiled code, which have addresses in `layers`.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        kind: int,
+        scratch: Callable[[int, int, int], int],
+        layers: Sequence[LayerParts],
+        calls: Sequence[LayerCall],
+    ) -> None:
+        check_sizes(library, {"skipjoin_layer_bytes": LayerCall, "skipjoin_step_bytes": StepCall})
+        self._run = library.skipjoin_layers
+        self._run.argtypes, self._run.restype = [ctypes.c_int64, ctypes.POINTER(StepCall)], None
+        self._kind, self._scratch = kind, scratch
+        self._layers = layers  # keeps the weights in memory
+        self._calls = (LayerCall * len(calls))(*calls)
+        first, attention = calls[0], layers[0].attention
+        self._shape = attention.heads, attention.kv_heads, attention.dim
+        self._scale = attention.scale
+        queries = 0 if attention.qk_norms is None else (attention.heads + attention.kv_heads) * attention.dim
+        # Widths of the outputs in the order of `StepCall`.
+        self._widths = first.qkv.k, first.qkv.n, queries, first.output.k, first.down.k
+        self._inputs = {linear.k for linear in (first.qkv, first.output, first.up, first.down)}
+
+    def __call__(self, x: torch.Tensor, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        rows, count, threads = x.shape[0], len(self._calls), threads_here()
+        sizes = [-(-rows * width // _LINE) * _LINE for width in self._widths]
+        outputs = torch.empty(sum(sizes), dtype=x.dtype)
+        begins = accumulate(sizes[:-1], initial=0)
+        attention = AttentionCall(
+            *[None] * 3, *[0] * 6, *[None] * 3, *cache_arguments(batch, kv), *self._shape, 0, self._scale
+        )
+        caches = [kv.layer(parts.attention.layer) for parts in self._layers]
+        addresses = ctypes.c_void_p * count
+        # Growing moves the memory, so only the last address is valid.
+        scratch = [self._scratch(rows, inputs, threads) for inputs in self._inputs][-1]
+        step = StepCall(
+            self._calls, count, rows, x.data_ptr(),
+            *(outputs.data_ptr() + begin * x.itemsize for begin in begins),
+            addresses(*(keys.data_ptr() for keys, _ in caches)),
+            addresses(*(values.data_ptr() for _, values in caches)),
+            attention, batch.positions.data_ptr(), scratch, threads, x.itemsize,
+        )  # fmt: skip
+        self._run(self._kind, step)
+        return x

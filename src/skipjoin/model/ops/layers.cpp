@@ -1,0 +1,105 @@
+// All layers of a step in one call: the operations of layer_ops.cpp and paged_attention.cpp in the order in which
+// Python would call them, so that results have the same bits.
+#include "calls.inc.cpp"
+
+namespace {
+
+using skipjoin::AttentionCall;
+using skipjoin::Linear;
+
+// Layer with RMS norms: attention, then an MLP, with the fields of calls.py.
+struct Layer {
+  Linear qkv, output, up, down; // their inputs, outputs and threads are those of the step
+  const void *norm, *mlp_norm;
+  const void *query_norm, *key_norm; // or null
+  const float *cos_sin;              // or null
+  int64_t pairs, window;
+  double eps;
+};
+
+struct Step {
+  const Layer *layers;
+  int64_t count, rows;
+  void *x;                                       // residual stream, [rows, hidden], contiguous
+  void *normed, *qkv, *queries, *attended, *inner; // outputs; queries: for normed queries and then keys
+  void *const *keys, *const *values;             // cache of each layer
+  AttentionCall attention;                       // without what depends on the layer
+  const int64_t *positions;
+  void *scratch; // for the largest product
+  int64_t threads, itemsize;
+};
+
+} // namespace
+
+extern "C" {
+
+void skipjoin_linear(int64_t type, const Linear *call);
+void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,
+                       int64_t inner_stride, int64_t width, const void *weight, float eps, void *out, int64_t threads);
+void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
+                     const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads);
+void skipjoin_paged_attention(int64_t type, const AttentionCall *call, int64_t threads);
+}
+
+namespace {
+
+void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out, bool add) {
+  call.x = x, call.x_stride = call.k, call.rows = s.rows;
+  call.out = out, call.add = add, call.scratch = s.scratch, call.threads = s.threads;
+  skipjoin_linear(type, &call);
+}
+
+void normalize(int64_t type, const Step &s, const void *weight, double eps, int64_t hidden) {
+  skipjoin_rms_norm(type, s.x, s.rows, hidden, 1, 0, hidden, weight, eps, s.normed, s.threads);
+}
+
+void attend(int64_t type, const Step &s, const Layer &layer, int64_t index) {
+  AttentionCall call = s.attention;
+  int64_t heads = call.heads, kv_heads = call.kv_heads, dim = call.dim, width = (heads + 2 * kv_heads) * dim;
+  auto at = [&](void *base, int64_t element) { return (char *)base + element * s.itemsize; };
+  char *query = at(s.qkv, 0), *key = at(s.qkv, heads * dim);
+  call.value = at(s.qkv, (heads + kv_heads) * dim);
+  call.query_token = call.key_token = call.value_token = width;
+  call.query_head = call.key_head = call.value_head = dim;
+  if (layer.query_norm) {
+    char *queries = at(s.queries, 0), *keys = at(s.queries, s.rows * heads * dim);
+    skipjoin_rms_norm(type, query, s.rows, width, heads, dim, dim, layer.query_norm, layer.eps, queries, s.threads);
+    skipjoin_rms_norm(type, key, s.rows, width, kv_heads, dim, dim, layer.key_norm, layer.eps, keys, s.threads);
+    query = queries, key = keys, call.query_token = heads * dim, call.key_token = kv_heads * dim;
+  }
+  if (layer.cos_sin) {
+    auto rotate = [&](char *x, int64_t token_stride, int64_t count) {
+      skipjoin_rotate(type, x, s.rows, token_stride, count, dim, s.positions, layer.cos_sin, layer.pairs, s.threads);
+    };
+    rotate(query, call.query_token, heads);
+    rotate(key, call.key_token, kv_heads);
+  }
+  call.query = query, call.key = key, call.out = s.attended;
+  call.keys = s.keys[index], call.values = s.values[index], call.window = layer.window;
+  skipjoin_paged_attention(type, &call, s.threads);
+}
+
+} // namespace
+
+extern "C" {
+
+int64_t skipjoin_layer_bytes() { return sizeof(Layer); }
+
+int64_t skipjoin_step_bytes() { return sizeof(Step); }
+
+// Adds the layers' outputs to x. type: as in layer_ops.cpp.
+void skipjoin_layers(int64_t type, const Step *step) {
+  const Step &s = *step;
+  for (int64_t i = 0; i < s.count; i++) {
+    const Layer &layer = s.layers[i];
+    int64_t hidden = layer.qkv.k;
+    normalize(type, s, layer.norm, layer.eps, hidden);
+    multiply(type, s, layer.qkv, s.normed, s.qkv, false);
+    attend(type, s, layer, i);
+    multiply(type, s, layer.output, s.attended, s.x, true);
+    normalize(type, s, layer.mlp_norm, layer.eps, hidden);
+    multiply(type, s, layer.up, s.normed, s.inner, false);
+    multiply(type, s, layer.down, s.inner, s.x, true);
+  }
+}
+}

@@ -11,7 +11,9 @@ from llguidance import LLExecutor, LLMatcher
 
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.logits_processors import ProcessorState
-from skipjoin.model.transfer import send, to_device
+from skipjoin.model.ops.threads import threads_here
+from skipjoin.model.ops.token_mask import remove_tokens
+from skipjoin.model.transfer import send
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import GrammarError
 
@@ -40,7 +42,7 @@ class GrammarMask:
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, GrammarState]]) -> None:
         masks = np.zeros((len(rows), self._words), np.int32)
         # In parallel, without the GIL.
-        _executor().unsafe_compute_mask_ptr(
+        _executor(threads_here()).unsafe_compute_mask_ptr(
             [(state.matcher, place) for place, (_, state) in enumerate(rows)],
             masks.ctypes.data,
             masks.itemsize * self._words,
@@ -51,30 +53,6 @@ class GrammarMask:
         # Whatever other processors have done to end-of-sequence.
         if pairs := [(row, token) for row, tokens in ending for token in tokens]:
             logits[tuple(send(pairs, logits.device).T)] = 0.0
-
-
-def remove_tokens(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
-    """Set the logits of tokens outside the masks to -inf, in place.
-
-    Args:
-        rows: Row of the logits of each mask.
-        masks: Packed bits of the allowed tokens, int32 [len(rows), words].
-    """
-    vocab_size, in_bytes = logits.shape[1], masks.view(np.uint8)
-    if logits.device.type == "cpu":  # a row fits the cache, and numpy starts no threads, which wait for each other
-        table, values = _bias_of_bytes(logits.device).numpy(), logits.numpy()
-        bias = np.empty((in_bytes.shape[1], 8), np.float32)
-        for row, mask in zip(rows, in_bytes, strict=True):
-            np.take(table, mask, 0, bias, "clip")
-            values[row] += bias.reshape(-1)[:vocab_size]
-        return
-    # Packed, because the copy is 32 times as large otherwise.
-    index = to_device(torch.from_numpy(in_bytes), logits.device).int().flatten()
-    biases = _bias_of_bytes(logits.device).index_select(0, index).view(len(rows), -1)[:, :vocab_size]
-    if len(rows) == len(logits):
-        logits += biases
-    else:
-        logits.index_add_(0, send(rows, logits.device), biases)
 
 
 class GrammarState(ProcessorState):
@@ -163,13 +141,6 @@ class _Bits:
 
 
 @cache
-def _executor() -> LLExecutor:
-    """Return threads that compute masks, as many as torch has."""
-    return LLExecutor(torch.get_num_threads())
-
-
-@cache
-def _bias_of_bytes(device: torch.device) -> torch.Tensor:
-    """Return the bias of each bit of each byte, float32 [256, 8]: 0 for an allowed token, else -inf."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return to_device(torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf))), device)
+def _executor(threads: int) -> LLExecutor:
+    """Return threads that compute masks."""
+    return LLExecutor(threads)

@@ -166,7 +166,7 @@ class Sampler:
         `find_thresholds` does.
 
         Args:
-            logits: float32 [len(rows), vocab_size]; not changed, and not needed after the call.
+            logits: float32 [len(rows), vocab_size]. May be changed.
         """
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
@@ -192,7 +192,8 @@ class Sampler:
                     active.setdefault(number, []).append((i, adjustment))
         if not active:
             return logits
-        logits = logits.clone(memory_format=torch.contiguous_format)
+        has_report = any(row.state.params.logprobs is not None for row in rows)
+        logits = logits.clone(memory_format=torch.contiguous_format) if has_report else logits.contiguous()
         for number in sorted(active):
             self._processors[number].apply(logits, active[number])
         return logits

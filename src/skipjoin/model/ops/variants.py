@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SOURCES = ("layer_ops.cpp", "paged_attention.cpp", "layers.cpp", "block_copy.cpp", "block_quant.cpp", "pool.cpp")
+SOURCES = (
+    "layer_ops.cpp",
+    "paged_attention.cpp",
+    "layers.cpp",
+    "block_copy.cpp",
+    "block_quant.cpp",
+    "token_mask.cpp",
+    "pool.cpp",
+)
 FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w",
     # Sums and products are fused only where the sources say so: functions that compute the same must return the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from test_message_reader import Read, read
 
 from skipjoin.formats.grammar import CallSchema, Marks, after_reasoning, calls_grammar
-from skipjoin.formats.table import FORMATS, LLAMA, OutputFormat
+from skipjoin.formats.table import FORMATS, GLM, LLAMA, QWEN_CODER, OutputFormat
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 WITH_CALLS = [row for row in FORMATS if row.calls is not None]
@@ -73,8 +74,20 @@ def accepts(vocabulary: Bytes) -> Accepts:
 
 def written(row: OutputFormat, *calls: tuple[str, str]) -> str:
     assert row.calls is not None
-    texts = [row.calls.before + name + row.calls.middle + arguments + row.calls.after for name, arguments in calls]
+    texts = [
+        row.calls.before + name + row.calls.middle + arguments_of(row, arguments) + row.calls.after
+        for name, arguments in calls
+    ]
     return row.calls.begin + (row.calls.between or "").join(texts) + row.calls.end
+
+
+def arguments_of(row: OutputFormat, arguments: str) -> str:
+    assert row.calls is not None
+    if (tags := row.calls.tags) is None:
+        return arguments
+    values = json.loads(arguments).items()
+    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in values)
+    return "".join(tags.open + key + tags.middle + text + tags.close for key, text in texts)
 
 
 def reasoning(row: OutputFormat) -> str:
@@ -84,6 +97,7 @@ def reasoning(row: OutputFormat) -> str:
 def test_there_must_be_a_call(row: OutputFormat, marks: Marks, accepts: Accepts) -> None:
     grammar = calls_grammar(row, marks, FUNCTIONS, is_parallel=True, is_thinking=False, must_call=True)
     one, two = written(row, F), written(row, F, G)
+    assert read(row, [one]) == Read("", "", [F])
     for text in (one, reasoning(row) + one, reasoning(row) + "\n\n" + one):
         assert accepts(grammar, text)
     is_parallel = row.calls is not None and row.calls.between is not None
@@ -133,3 +147,25 @@ def test_answers_are_constrained_beside_calls(row: OutputFormat, marks: Marks, a
         assert accepts(grammar(), text)
     for text in (written(row, BAD), row.answer + "x"):
         assert not accepts(grammar(), text)
+
+
+@pytest.mark.parametrize("row", [QWEN_CODER, GLM], indirect=True, ids=lambda row: row.name)
+def test_arguments_between_tags_follow_their_schema(row: OutputFormat, marks: Marks, accepts: Accepts) -> None:
+    text, level = {"type": "string"}, {"enum": ["low", 2]}
+    numbers = {"type": "array", "items": {"$ref": "#/$defs/digit"}, "maxItems": 2}
+    properties = {"text": text, "level": level, "numbers": numbers}
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": properties, "required": ["text"], "$defs": {"digit": digit}}
+    grammar = calls_grammar(
+        row, marks, [CallSchema("f", schema, is_strict=True)], is_parallel=False, is_thinking=False, must_call=True
+    )
+    for good in ({"text": '<b> "a"\n', "level": 2}, {"text": "", "level": "low", "numbers": [1, 2]}, {"text": "3"}):
+        call = ("f", json.dumps(good))
+        assert accepts(grammar, written(row, call))
+        assert read(row, [written(row, call)], schemas={"f": schema}) == Read("", "", [call])
+    for bad in ({"level": 2}, {"text": "", "level": 3}, {"text": "", "numbers": [1, 22]}, {"text": "", "x": 1}):
+        assert not accepts(grammar, written(row, ("f", json.dumps(bad))))
+    for given in ({"type": "string", "pattern": "a"}, {"anyOf": [text]}):
+        strict = CallSchema("f", {"type": "object", "properties": {"a": given}}, is_strict=True)
+        with pytest.raises(GrammarError, match="no JSON strings"):
+            calls_grammar(row, marks, [strict], is_parallel=False, is_thinking=False, must_call=True)

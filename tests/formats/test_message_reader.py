@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from subprocess import run
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,11 +21,13 @@ from skipjoin.formats.table import (
     DEEPSEEK_SEP,
     FORMATS,
     GEMMA,
+    GLM,
     HARMONY,
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_ARGS,
+    QWEN_CODER,
     THINK,
     OutputFormat,
     find_format,
@@ -41,11 +45,21 @@ class Read:
     calls: list[tuple[str, str]] = field(default_factory=list)
 
 
-def read(output_format: OutputFormat, pieces: list[str], *, is_thinking: bool = False) -> Read:
+def read(
+    output_format: OutputFormat,
+    pieces: list[str],
+    *,
+    is_thinking: bool = False,
+    schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Read:
     """Join the parts of an output."""
     numbers = itertools.count()
     reader = MessageReader(
-        output_format, reads_calls=True, is_thinking=is_thinking, new_id=lambda: f"id{next(numbers)}"
+        output_format,
+        reads_calls=True,
+        is_thinking=is_thinking,
+        new_id=lambda: f"id{next(numbers)}",
+        schemas=schemas,
     )
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
     found, ids = Read(), set()
@@ -122,6 +136,20 @@ CASES: list[tuple[OutputFormat, str, Read]] = [
         "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}",
         Read("", "", TWO[1:]),
     ),
+    (
+        QWEN_CODER,
+        'ok\n<tool_call>\n<function=f>\n<parameter=city>\na\n"b" </b>\n</parameter>\n<parameter=n>\n[1, 2]\n'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        Read("ok", "", [("f", '{"city": "a\\n\\"b\\" </b>", "n": [1, 2]}'), ("g", "{}")]),
+    ),
+    (QWEN_CODER, "<tool_call>\n<function=f>\n<parameter=a", Read("<tool_call>\n<function=f>\n<parameter=a")),
+    (
+        GLM,
+        "<think></think>\n<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>-3</arg_value>\n<arg_key>t</arg_key>\n"
+        "<arg_value>{x</arg_value>\n</tool_call><tool_call>g</tool_call>",
+        Read("", "", [("f", '{"n": -3, "t": "{x"}'), ("g", "{}")]),
+    ),
+    (GLM, "<tool_call>no call at all</tool_call> x", Read("<tool_call>no call at all</tool_call> x")),
     (THINK, "<think>a</think>b <tool_call>", Read("b <tool_call>", "a")),
 ]
 
@@ -171,18 +199,6 @@ def test_any_chunking_gives_the_same_message(output_format: OutputFormat, data: 
     whole = read(output_format, [text], is_thinking=is_thinking)
     assert read(output_format, pieces, is_thinking=is_thinking) == whole
     assert read(output_format, list(text), is_thinking=is_thinking) == whole
-
-
-def test_enforced_calls_are_read_back() -> None:
-    """The two halves of each row describe the same format."""
-    for row in FORMATS:
-        if (calls := row.calls) is None:
-            continue
-        written = [calls.before + name + calls.middle + json.dumps({"a": name}) + calls.after for name in "fg"]
-        shown = written if calls.between is not None else written[:1]
-        text = calls.begin + (calls.between or "").join(shown) + calls.end
-        expected = [(name, json.dumps({"a": name})) for name in "fg"[: len(shown)]]
-        assert read(row, [text]) == Read("", "", expected), row.name
 
 
 def test_formats_are_found_by_their_templates() -> None:

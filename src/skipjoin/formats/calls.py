@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipjoin.formats.table import Calls
+from skipjoin.formats.tagged import read_tagged
 
 if TYPE_CHECKING:
     import regex
@@ -73,11 +74,19 @@ class CallsReader:
         held: Text without a head so far.
     """
 
-    def __init__(self, calls: Calls, head: regex.Pattern[str], count: int, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        head: regex.Pattern[str],
+        count: int,
+        new_id: Callable[[], str],
+        schemas: Mapping[str, Mapping[str, Any]],
+    ) -> None:
         self.count = count
         self.is_other = False
         self._calls, self._head, self._new_id = calls, head, new_id
         self._first = count
+        self._schemas = schemas
         self.held = ""
         self._value: _JsonValue | None = None
         self._own: list[str] | None = None  # arguments in a notation of the format
@@ -88,6 +97,9 @@ class CallsReader:
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
+        if self._calls.tags is not None:  # read as a whole, because the types of values are known at their ends
+            self.held += text
+            return parts
         while text:
             if self._own is not None:
                 self._own.append(text)
@@ -110,6 +122,8 @@ class CallsReader:
     def close(self, opening: str = "", closing: str = "") -> list[Part]:
         """Return the rest. `opening` and `closing` are the marks of the region, which become content with it."""
         held, self.held = self.held, ""
+        if self._calls.tags is not None:
+            return self._tagged(held) or [Part(opening + held + closing)]
         if self._own is not None:
             text, self._own = "".join(self._own), None
             return [Part(_as_json(text), self.count - 1)]
@@ -138,6 +152,14 @@ class CallsReader:
         else:
             self._value = _JsonValue()
         return rest
+
+    def _tagged(self, text: str) -> list[Part]:
+        found = read_tagged(self._calls, text, self._schemas)
+        if found is None:
+            return []
+        name, arguments = found
+        self.count += 1
+        return [Part(arguments, self.count - 1, name, self._new_id())]
 
     def _whole(self, text: str) -> list[Part]:
         """Return the calls of a complete region whose heads are in another order."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from skipjoin.formats.table import OutputFormat
+from skipjoin.formats.tagged import tagged_arguments
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 # White space that models write between the reasoning and what follows.
@@ -79,8 +80,9 @@ def calls_grammar(
     more = f"({marks.rule(calls.between + calls.before)} call)*" if is_parallel and calls.between is not None else ""
     lines = [
         *(
-            f"{name}: {marks.rule(function.name + calls.middle)} %json {_schema(function)}"
+            line
             for name, function in zip(names, functions, strict=True)
+            for line in _function_lines(output_format, marks, name, function)
         ),
         f"call: ({' | '.join(names)}) {after}",
         f"opened: {marks.rule(opening)} call {more} {marks.rule(calls.end)}",
@@ -99,6 +101,17 @@ def after_reasoning(
     """Return a constraint that begins after the reasoning, which the output may or may not have."""
     line = f"answer: {marks.rule(output_format.answer)} {_answer(structured)}"
     return _grammar(output_format, marks, "answer", [line], is_thinking)
+
+
+def _function_lines(output_format: OutputFormat, marks: Marks, name: str, function: CallSchema) -> list[str]:
+    """Return the rule `name` of a function's name and arguments, and the rules that it needs."""
+    calls = output_format.calls
+    assert calls is not None
+    head = f"{name}: {marks.rule(function.name + calls.middle)}"
+    if calls.tags is None:
+        return [f"{head} %json {_schema(function)}"]
+    arguments, more = tagged_arguments(calls.tags, name, function.schema, marks.rule, is_strict=function.is_strict)
+    return [f"{head} {arguments}", *more]
 
 
 def _with_answers(output_format: OutputFormat, marks: Marks, answer: StructuredOutput | None) -> list[str]:

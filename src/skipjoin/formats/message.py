@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from skipjoin.formats.calls import CallsReader, Part
@@ -26,17 +27,24 @@ class MessageReader:
 
     Args:
         reads_calls: The request has tools.
+        schemas: Schemas of the functions' arguments, for formats that do not write JSON.
         is_thinking: The prompt ends with the start of the reasoning.
         new_id: Returns the id of the next call.
     """
 
     def __init__(
-        self, output_format: OutputFormat, *, reads_calls: bool, is_thinking: bool, new_id: Callable[[], str]
+        self,
+        output_format: OutputFormat,
+        *,
+        reads_calls: bool,
+        is_thinking: bool,
+        new_id: Callable[[], str],
+        schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415 - see `load_parser`
 
         self._calls = output_format.calls if reads_calls else None
-        self._new_id = new_id
+        self._new_id, self._schemas = new_id, schemas
         think = output_format.think
         self._parser = ResponseParser(
             output_format.response_template(reads_calls=reads_calls),
@@ -119,7 +127,7 @@ class MessageReader:
 
     def _new_reader(self) -> CallsReader:
         assert self._calls is not None
-        return CallsReader(self._calls, _head(self._calls.head), self._count, self._new_id)
+        return CallsReader(self._calls, _head(self._calls.head), self._count, self._new_id, self._schemas)
 
     def _show(self, parts: list[Part]) -> list[Part]:
         shown = []

@@ -31,6 +31,16 @@ class Think:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tags:
+    """Elements of arguments: texts before the name, between name and value, after the value, and after the last."""
+
+    open: str
+    middle: str
+    close: str
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
     """Tool calls of a format.
 
@@ -45,6 +55,7 @@ class Calls:
         trigger: Start of the first call, by which it is told apart from text. Unless calls are bare, `begin` and
             `before` start with it.
         is_bare: A message that begins with a head is a call without further marks.
+        tags: Arguments are elements instead of JSON. Strings in them are plain text.
         has_own_strings: Strings are between marks of the format instead of quotes, and keys have none.
         has_text_arguments: The chat template expects the arguments of earlier calls as text, not as an object.
         id_length: Number of letters and digits in ids of calls. None: any id.
@@ -61,6 +72,7 @@ class Calls:
     after: str
     trigger: str
     is_bare: bool = False
+    tags: Tags | None = None
     has_own_strings: bool = False
     has_text_arguments: bool = False
     id_length: int | None = None
@@ -134,6 +146,42 @@ HERMES = OutputFormat(
         middle='", "arguments": ',
         after="}\n</tool_call>",
         trigger="<tool_call>",
+    ),
+)
+
+QWEN_CODER = OutputFormat(
+    name="qwen3-coder",
+    signs=(("<tool_call>", "<function="),),
+    markers=HERMES.markers,
+    think=_THINK,
+    calls=Calls(
+        open=r"\s{0,8}<tool_call>",
+        close="</tool_call>",
+        head=r"\s{0,8}<function=(?P<name>[^>\s]{1,256})>",
+        between="\n",
+        before="<tool_call>\n<function=",
+        middle=">\n",
+        after="</function>\n</tool_call>",
+        trigger="<tool_call>",
+        tags=Tags(open="<parameter=", middle=">\n", close="\n</parameter>\n", end="</function>"),
+    ),
+)
+
+GLM = OutputFormat(
+    name="glm4.5",
+    signs=(("<tool_call>", "<arg_key>"),),
+    markers=(*HERMES.markers, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    think=_THINK,
+    calls=Calls(
+        open=r"\s{0,8}<tool_call>",
+        close="</tool_call>",
+        head=r"\s{0,8}(?P<name>[^\s<{]{1,256})",
+        between="\n",
+        before="<tool_call>",
+        middle="\n",
+        after="</tool_call>",
+        trigger="<tool_call>",
+        tags=Tags(open="<arg_key>", middle="</arg_key>\n<arg_value>", close="</arg_value>\n"),
     ),
 )
 
@@ -286,13 +334,11 @@ DEEPSEEK_SEP = OutputFormat(
 THINK = OutputFormat(name="think", signs=(("</think>",),), markers=("<think>", "</think>"), think=_THINK)
 
 # In the order in which a chat template is compared with their signs.
-FORMATS = (DEEPSEEK, DEEPSEEK_SEP, HARMONY, GEMMA, MISTRAL_ARGS, MISTRAL, HERMES, LLAMA, THINK)
+FORMATS = (DEEPSEEK, DEEPSEEK_SEP, HARMONY, GEMMA, MISTRAL_ARGS, MISTRAL, QWEN_CODER, GLM, HERMES, LLAMA, THINK)
 
 
 def find_format(template: str) -> OutputFormat | None:
     """Return the format of a chat template, or None if it has neither reasoning nor calls of a known format."""
-    if "<tool_call>" in template and ("<function=" in template or "<arg_key>" in template):
-        return THINK if "</think>" in template else None  # calls in XML, which no row describes
     for found in FORMATS:
         if any(all(sign in template for sign in group) for group in found.signs):
             think = found.think

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from skipjoin.model import template_program as program
 from skipjoin.model.config import ModelError
@@ -30,15 +30,23 @@ _MAX_WAIT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return read_template(file)
+class Sources(NamedTuple):
+    """Text of a template, and that of the model's own template for conversations with tools."""
+
+    default: str
+    tool_use: str | None = None
+
+
+def find_template(folder: Path, settings: Mapping[str, Any]) -> Sources | None:
+    """Return the chat template of a model folder, or None without one."""
     value = settings.get("chat_template")
-    if isinstance(value, list):  # several templates by name
-        named = {entry.get("name"): entry.get("template") for entry in value}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    found = dict(value) if isinstance(value, dict) else {"default": value}
+    files = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
+    found |= {name: read_template(file) for name, file in files.items() if file.is_file()}
+    named = {name: found[name] for name in files if isinstance(found.get(name), str)}
+    return Sources(**named) if "default" in named else None
 
 
 def read_template(file: Path) -> str:
@@ -51,24 +59,30 @@ def read_template(file: Path) -> str:
 class ChatTemplate:
     """Chat template, rendered by a process that starts on demand.
 
+    Args:
+        with_tools: Template of conversations with tools, if they have their own.
+
     Attributes:
-        source: Text of the template.
+        source: Text of the template, with that for tools.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        self.source = source
+    def __init__(self, source: str, special: Mapping[str, str], with_tools: str | None = None) -> None:
+        self.source = source if with_tools is None else f"{source}\n{with_tools}"
         self._special = dict(special)
         self._failures: set[str] = set()  # failures that were logged
         self._renderer = _Renderer(source)
-        weakref.finalize(self, self._renderer.close)
+        self._tool_renderer = self._renderer if with_tools is None else _Renderer(with_tools)
+        for renderer in (self._renderer, self._tool_renderer):
+            weakref.finalize(self, renderer.close)
 
     def check(self) -> None:
-        self._renderer.start()
+        for renderer in (self._renderer, self._tool_renderer):
+            renderer.start()
 
     @property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads. The first use starts its process."""
-        return self._renderer.variables()
+        return self._renderer.variables() | self._tool_renderer.variables()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the conversation as text. Releases the GIL.
@@ -82,13 +96,14 @@ class ChatTemplate:
             content = json.dumps(context, default=_plain).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ModelError(f"messages must be of JSON values: {error}") from error
-        kind, answer = self._renderer.ask(content)
+        kind, answer = (self._tool_renderer if variables.get("tools") else self._renderer).ask(content)
         if kind != program.TEXT:
             self._refuse(kind, answer)
         return answer.decode()
 
     def close(self) -> None:
-        self._renderer.close()
+        for renderer in (self._renderer, self._tool_renderer):
+            renderer.close()
 
     def _refuse(self, kind: int, answer: bytes) -> NoReturn:
         said = answer.decode()

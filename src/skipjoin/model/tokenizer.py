@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from skipjoin.model.chat_template import ChatTemplate, find_template, read_template
+from skipjoin.model.chat_template import ChatTemplate, Sources, find_template, read_template
 from skipjoin.model.config import ModelError, read_json
 
 _REPLACEMENT = "\ufffd"
@@ -38,11 +38,14 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     for file in ("generation_config.json", "config.json"):
         value = _optional_json(folder / file).get("eos_token_id")
         eos.extend(value if isinstance(value, list) else [value])
-    template = find_template(folder, settings) if chat_template is None else read_template(Path(chat_template))
+    if chat_template is None:
+        sources = find_template(folder, settings)
+    else:
+        sources = Sources(read_template(Path(chat_template)))
     return Tokenizer(
         backend,
         eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
-        chat_template=None if template is None else ChatTemplate(template, special),
+        chat_template=None if sources is None else ChatTemplate(sources.default, special, sources.tool_use),
     )
 
 

@@ -20,19 +20,19 @@ from skipjoin.engine.text import Output
 from skipjoin.llm import (
     Generation,
     LocalEngine,
-    Message,
     Running,
-    conversations_of,
     options_of,
     outputs_of,
     prompts_of,
     salt_of,
 )
+from skipjoin.llm_chat import ChatPrompt, Message, ToolChoice, ToolUse, conversations_of
 from skipjoin.sampling import ParameterError, SamplingParams
 
 # Pause of a thread whose requests cannot run yet, such as during a copy of KV.
 _PAUSE_S = 0.001
 MAX_N = 128
+NO_TOOLS = ToolUse()
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -52,6 +52,7 @@ class _Stream:
 
     loop: asyncio.AbstractEventLoop
     ids: list[int]
+    chat: ChatPrompt | None = None
     mailbox: asyncio.Queue[tuple[int, Output] | Exception] = field(default_factory=asyncio.Queue)
     running: dict[int, Running] = field(default_factory=dict)
     unfinished: set[int] = field(init=False)
@@ -134,26 +135,42 @@ class AsyncLLM(LocalEngine):
         priority: int = 0,
         target: Target = NO_TARGET,
         cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = None,
+        parallel_tool_calls: bool = True,
     ) -> list[Generation]:
-        """Return `n` complete choices of one prompt. Arguments and errors are those of `stream`."""
+        """Return `n` complete choices of one prompt.
+
+        Tools, for conversations, are those of `LLM.chat`. Other arguments and errors are those of `stream`.
+        """
         options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
-        async with self._opened(prompt, params, n, options) as stream:
+        use = ToolUse.of(tools, tool_choice, is_parallel=parallel_tool_calls)
+        async with self._opened(prompt, params, n, options, use) as stream:
             while stream.unfinished:
                 await self._next(stream)
-            return [stream.running[number].generation for number in stream.ids]
+            found = [stream.running[number].generation for number in stream.ids]
+        if (chat := stream.chat) is not None:
+            for generation in found:
+                await asyncio.to_thread(self._finish, generation, chat, use)
+        return found
 
     @asynccontextmanager
     async def _opened(
-        self, prompt: Prompt, params: SamplingParams | None, n: int, options: RequestOptions
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        n: int,
+        options: RequestOptions,
+        use: ToolUse = NO_TOOLS,
     ) -> AsyncIterator[_Stream]:
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
             raise ParameterError("n", f"n must be an integer in [1, {MAX_N}], got {n!r}")
         given = self.default_params if params is None else params
-        text, ids = await asyncio.to_thread(self._tokens, prompt)
-        await asyncio.to_thread(self._compile, [given])
-        stream = _Stream(asyncio.get_running_loop(), [next(self._ids) for _ in range(n)])
+        text, ids, chat, given = await asyncio.to_thread(self._prepared, prompt, given, use)
+        stream = _Stream(asyncio.get_running_loop(), [next(self._ids) for _ in range(n)], chat)
+        kept = frozenset() if chat is None else self._conversations.kept(use)
         for copy, number in enumerate(stream.ids):
-            begin = partial(self._start, number, ids, text, given.with_seed_of(copy), options)
+            begin = partial(self._start, number, ids, text, given.with_seed_of(copy), options, kept=kept)
             self._inbox.put(partial(self._add, stream, number, begin))
         if self._is_closed or self._failure is not None:
             stream.put(self._error())
@@ -163,18 +180,27 @@ class AsyncLLM(LocalEngine):
             for number in stream.unfinished:
                 self._inbox.put(partial(self._end, number, FinishReason.ABORT))
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return the prompt's text, if it is one, and its token ids."""
+    def _prepared(
+        self, prompt: Prompt, params: SamplingParams, use: ToolUse
+    ) -> tuple[str | None, list[int], ChatPrompt | None, SamplingParams]:
+        """Return the prompt's text, if it is one, its token ids, the conversation, if it is one, and its parameters."""
+        chat = None
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             (conversation,) = conversations_of(prompt)
-            return None, self.tokenizer.chat(conversation)
+            chat = self._conversations.prompt(conversation, use)
+            params = self._conversations.constrained(params, chat.text, use)
+        self._compile([params])
+        if chat is not None:
+            return None, chat.ids, chat, params
+        if use.functions:
+            raise ParameterError("tools", "tools need a conversation: a list of messages with a role and a content")
         prompts = prompts_of(prompt)
         if len(prompts) != 1:
             raise ParameterError(
                 "prompt", f"prompt must be one text, conversation or list of token ids, got {len(prompts)}"
             )
         (one,) = prompts
-        return (one, self.tokenizer.encode(one)) if isinstance(one, str) else (None, one)
+        return (one, self.tokenizer.encode(one), None, params) if isinstance(one, str) else (None, one, None, params)
 
     async def _next(self, stream: _Stream) -> Chunk:
         """Wait for a choice's next output and return what it adds."""

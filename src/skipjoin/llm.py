@@ -29,6 +29,7 @@ from skipjoin.engine.forecasting import (
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
+from skipjoin.llm_chat import ChatPrompt, Conversations, Message, ToolChoice, ToolUse, conversations_of, shown
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
@@ -37,7 +38,6 @@ from skipjoin.recipes import located_errors
 from skipjoin.sampling import MAX_SALT, ParameterError, SamplingParams, TokenDetail
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
-Message = Mapping[str, Any]
 Salts = str | Sequence[str | None] | None
 Constraint = StructuredOutput | Mapping[str, Any] | None
 
@@ -47,10 +47,14 @@ class Generation:
     """Result of one prompt.
 
     Attributes:
-        finish_reason: "stop", "length", or "error" if the engine aborted the request.
+        text: Output as the model wrote it.
+        finish_reason: "stop", "length", "tool_calls" after `chat` with calls, or "error" if the engine aborted the
+            request.
         error: Cause and remedy of an "error"; otherwise empty.
         details: Log-probabilities per generated token, if requested; the first entry also has those of the prompt.
         cached_tokens: Prompt tokens found in the prefix cache when the request was first admitted.
+        message: Answer of a conversation as a message in OpenAI's form, with `reasoning_content` and `tool_calls` if
+            the model wrote any. It can be appended to the conversation.
     """
 
     prompt: str | None
@@ -61,6 +65,7 @@ class Generation:
     details: list[TokenDetail] = field(default_factory=list)
     error: str = ""
     cached_tokens: int = 0
+    message: dict[str, Any] | None = None
 
     def add(self, output: Output, text: str) -> None:
         self.text += text
@@ -128,6 +133,7 @@ class LocalEngine:
         self._grammars = self.engine.executor.grammars or Grammars(
             lambda: self.tokenizer, info.vocab_size, info.eos_token_ids
         )
+        self._conversations = Conversations(self.tokenizer)
         self._next_id = 0
         self._is_closed = False
 
@@ -142,13 +148,26 @@ class LocalEngine:
         self._loop.close()
 
     def _start(
-        self, request_id: int, prompt: list[int], text: str | None, params: SamplingParams, options: RequestOptions
+        self,
+        request_id: int,
+        prompt: list[int],
+        text: str | None,
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        kept: frozenset[int] = frozenset(),
     ) -> Running:
         given = params.resolved(max(1, self.engine.info.max_model_len - len(prompt)))
         self._loop.add(request_id, prompt, given, options=options)
-        rules = TextRules(stop=given.stop, min_tokens=given.min_tokens)
+        rules = TextRules(stop=given.stop, kept=kept, min_tokens=given.min_tokens)
         choice = Choice(0, prompt, text, self.tokenizer, rules)
         return Running(Generation(text, prompt), choice, self._forecast(request_id, prompt, given))
+
+    def _finish(self, generation: Generation, prompt: ChatPrompt, use: ToolUse) -> None:
+        """Read the message of a conversation."""
+        generation.message = self._conversations.message(generation.text, prompt.text, use)
+        if generation.finish_reason == "stop" and "tool_calls" in generation.message:
+            generation.finish_reason = "tool_calls"
 
     def _compile(self, each: Iterable[SamplingParams]) -> None:
         """Compile the constraints of parameters, or raise `ParameterError`."""
@@ -219,6 +238,7 @@ class LLM(LocalEngine):
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
         texts = [item if isinstance(item, str) else None for item in given]
         each = self._each(params, len(ids), structured_outputs)
+        self._compile(each)
         return self._run(ids, texts, each, options_of(service, priority, target), cache_salt)
 
     def chat(
@@ -231,14 +251,37 @@ class LLM(LocalEngine):
         target: Target = NO_TARGET,
         cache_salt: Salts = None,
         structured_outputs: Constraint = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = None,
+        parallel_tool_calls: bool = True,
     ) -> list[Generation]:
         """Answer one or many conversations with the model's chat template.
 
-        A conversation is a list of messages with a role and a content. The arguments are those of `generate`.
+        A conversation is a list of messages with a role and a content. Other arguments are those of `generate`.
+
+        Args:
+            tools: Functions that the model may call, in OpenAI's form. Calls are in `Generation.message`.
+            tool_choice: "auto", "none", "required", or functions by name, as in OpenAI's API.
+            parallel_tool_calls: Whether a message may have several calls.
         """
-        ids = [self.tokenizer.chat(conversation) for conversation in conversations_of(messages)]
-        each = self._each(params, len(ids), structured_outputs)
-        return self._run(ids, [None] * len(ids), each, options_of(service, priority, target), cache_salt)
+        use = ToolUse.of(tools, tool_choice, is_parallel=parallel_tool_calls)
+        prompts = [self._conversations.prompt(conversation, use) for conversation in conversations_of(messages)]
+        given = self._each(params, len(prompts), structured_outputs)
+        each = [
+            self._conversations.constrained(one, prompt.text, use) for one, prompt in zip(given, prompts, strict=True)
+        ]
+        self._compile(each)
+        found = self._run(
+            [prompt.ids for prompt in prompts],
+            [None] * len(prompts),
+            each,
+            options_of(service, priority, target),
+            cache_salt,
+            kept=self._conversations.kept(use),
+        )
+        for generation, prompt in zip(found, prompts, strict=True):
+            self._finish(generation, prompt, use)
+        return found
 
     @located_errors()
     def _run(
@@ -248,12 +291,14 @@ class LLM(LocalEngine):
         each: Sequence[SamplingParams],
         options: RequestOptions,
         cache_salt: Salts,
+        *,
+        kept: frozenset[int] = frozenset(),
     ) -> list[Generation]:
         salted = [replace(options, cache_salt=salt) for salt in _salts(cache_salt, len(ids))]
         running: dict[int, Running] = {}
         try:
             for prompt, text, given, asked in zip(ids, texts, each, salted, strict=True):
-                running[self._next_id] = self._start(self._next_id, prompt, text, given, asked)
+                running[self._next_id] = self._start(self._next_id, prompt, text, given, asked, kept=kept)
                 self._next_id += 1
             results = [one.generation for one in running.values()]
             # A stop string finishes a request between two steps, so the next step must not be submitted yet.
@@ -270,7 +315,7 @@ class LLM(LocalEngine):
     def _each(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, constraint: Constraint
     ) -> list[SamplingParams]:
-        """Return the parameters of each prompt. Their constraints compile."""
+        """Return the parameters of each prompt."""
         if self._is_closed:
             raise RuntimeError("this LLM is closed: make another one to generate")
         each = _per_prompt(self.default_params if given is None else given, count)
@@ -280,7 +325,6 @@ class LLM(LocalEngine):
                 each = [replace(params, structured_outputs=one) for params in each]
         except GrammarError as error:
             raise ParameterError("structured_outputs", f"structured_outputs {error}") from None
-        self._compile(each)
         return list(each)
 
     def _drain(self, running: dict[int, Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
@@ -324,7 +368,7 @@ def _salts(given: Salts, count: int) -> list[str]:
     salts = [given] * count if given is None or isinstance(given, str) else given
     if not isinstance(salts, list | tuple):
         raise ParameterError(
-            "cache_salt", f"cache_salt must be a text, or one of them or None per prompt, got {_shown(given)}"
+            "cache_salt", f"cache_salt must be a text, or one of them or None per prompt, got {shown(given)}"
         )
     if len(salts) != count:
         raise ParameterError("cache_salt", f"cache_salt must be one, or one per prompt ({count}), got {len(salts)}")
@@ -336,7 +380,7 @@ def salt_of(given: Any) -> str:
     if given is None:
         return ""
     if not isinstance(given, str):
-        raise ParameterError("cache_salt", f"cache_salt must be a text or None, got {_shown(given)}")
+        raise ParameterError("cache_salt", f"cache_salt must be a text or None, got {shown(given)}")
     if not 1 <= len(given) <= MAX_SALT:
         raise ParameterError("cache_salt", f"cache_salt must have 1 to {MAX_SALT} characters, got {len(given)}")
     if any("\ud800" <= character <= "\udfff" for character in given):
@@ -372,13 +416,9 @@ def _items(given: Any) -> list[Any]:
     if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable):
         raise ParameterError(
             "prompts",
-            f"prompts must be a text, token ids, or a list of such prompts, got {_shown(given)}",
+            f"prompts must be a text, token ids, or a list of such prompts, got {shown(given)}",
         )
     return list(given)
-
-
-def _shown(given: Any) -> str:
-    return f"{type(given).__name__} {reprlib.repr(given)}"
 
 
 def _token_ids(items: list[Any]) -> list[int]:
@@ -386,29 +426,6 @@ def _token_ids(items: list[Any]) -> list[int]:
         if isinstance(item, bool) or not isinstance(item, Integral):
             raise ParameterError("prompts", f"prompts: token ids must be integers, got {item!r}")
     return [int(item) for item in items]
-
-
-def conversations_of(given: Any) -> list[list[Message]]:
-    """Return one or many conversations as a list."""
-    is_single = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
-    conversations = [given] if is_single else given
-    if not isinstance(conversations, list | tuple):
-        raise _no_conversation(given)
-    for conversation in conversations:
-        if not isinstance(conversation, list | tuple) or not conversation:
-            raise _no_conversation(conversation)
-        for message in conversation:
-            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
-                raise _no_conversation(message)
-    return [list(conversation) for conversation in conversations]
-
-
-def _no_conversation(got: Any) -> ParameterError:
-    return ParameterError(
-        "messages",
-        "messages must be a list of messages such as {'role': 'user', 'content': 'Hello'}, or a list of such lists, "
-        f"got {_shown(got)}",
-    )
 
 
 def _per_prompt(params: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:

@@ -164,6 +164,21 @@ def test_chat_template_is_rendered(folder):
         tokenizer.chat([{"role": "tool", "content": "x"}])
 
 
+@pytest.mark.parametrize("is_list", [True, False])
+def test_models_may_have_a_template_for_tools(folder, is_list):
+    named = {"default": "plain", "tool_use": "with {{ tools | length }} {# <tool_call> #}", "rag": "no"}
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    file.write_text(json.dumps(settings | {"chat_template": listed if is_list else named}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.chat_text([]) == tokenizer.chat_text([], tools=[]) == "plain"
+    assert tokenizer.chat_text([], tools=[{}]) == "with 1 "
+    assert "tools" in tokenizer.chat_template.variables
+    assert "<tool_call>" in tokenizer.chat_template.source
+    tokenizer.close()
+
+
 def test_unusable_chat_templates_are_rejected(folder):
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipjoin.formats.table import Calls
@@ -32,6 +33,37 @@ class Part(NamedTuple):
     name: str = ""
     id: str = ""
     is_reasoning: bool = False
+
+
+@dataclass(slots=True)
+class JoinedCall:
+    """Call of a message, or the next part of it."""
+
+    name: str = ""
+    id: str = ""
+    arguments: str = ""
+
+
+class Joined(NamedTuple):
+    """Content, reasoning, and calls by number."""
+
+    content: str
+    reasoning: str
+    calls: dict[int, JoinedCall]
+
+
+def joined(parts: Sequence[Part]) -> Joined:
+    """Add up parts of a message."""
+    calls: dict[int, JoinedCall] = {}
+    for part in parts:
+        if part.call is not None:
+            call = calls.setdefault(part.call, JoinedCall())
+            call.name, call.id = part.name or call.name, part.id or call.id
+            call.arguments += part.text
+    texts = [
+        "".join(part.text for part in parts if part.call is None and part.is_reasoning is of) for of in (False, True)
+    ]
+    return Joined(texts[0], texts[1], calls)
 
 
 class _JsonValue:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,17 @@ def load_parser() -> None:
     import transformers.utils.chat_parsing  # noqa: PLC0415, F401 - servers of other models never need it
 
 
+def is_thinking(output_format: OutputFormat, prompt: str) -> bool:
+    """Return whether a prompt ends with the start of the reasoning."""
+    think = output_format.think
+    return think is not None and prompt.rstrip().endswith(think.open.rstrip())
+
+
+def new_call_id(output_format: OutputFormat) -> str:
+    length = None if output_format.calls is None else output_format.calls.id_length
+    return f"call_{secrets.token_hex(12)}" if length is None else secrets.token_hex(length)[:length]
+
+
 class MessageReader:
     """Reader of one message.
 
@@ -29,7 +41,7 @@ class MessageReader:
         reads_calls: The request has tools.
         schemas: Schemas of the functions' arguments, for formats that do not write JSON.
         is_thinking: The prompt ends with the start of the reasoning.
-        new_id: Returns the id of the next call.
+        new_id: Returns the id of the next call. None for random ids.
     """
 
     def __init__(
@@ -38,13 +50,13 @@ class MessageReader:
         *,
         reads_calls: bool,
         is_thinking: bool,
-        new_id: Callable[[], str],
+        new_id: Callable[[], str] | None = None,
         schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415 - see `load_parser`
 
         self._calls = output_format.calls if reads_calls else None
-        self._new_id, self._schemas = new_id, schemas
+        self._new_id, self._schemas = new_id or partial(new_call_id, output_format), schemas
         think = output_format.think
         self._parser = ResponseParser(
             output_format.response_template(reads_calls=reads_calls),

@@ -345,3 +345,9 @@ def find_format(template: str) -> OutputFormat | None:
             is_used = think is not None and (think.open in template or think.close in template)
             return found if is_used else replace(found, think=None)
     return None
+
+
+def unknown_calls() -> str:
+    """Return the error of tools with a template whose format of calls is in no row."""
+    names = ", ".join(known.name for known in FORMATS if known.calls is not None)
+    return f"this model's chat template writes calls in a format that is not known. Known are {names}"

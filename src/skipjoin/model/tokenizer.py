@@ -38,10 +38,7 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     for file in ("generation_config.json", "config.json"):
         value = _optional_json(folder / file).get("eos_token_id")
         eos.extend(value if isinstance(value, list) else [value])
-    if chat_template is None:
-        sources = find_template(folder, settings)
-    else:
-        sources = Sources(read_template(Path(chat_template)))
+    sources = find_template(folder, settings) if chat_template is None else Sources(read_template(Path(chat_template)))
     return Tokenizer(
         backend,
         eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),

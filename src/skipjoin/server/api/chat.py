@@ -13,7 +13,7 @@ from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.calls import Part
 from skipjoin.formats.message import MessageReader
-from skipjoin.formats.table import FORMATS
+from skipjoin.formats.table import unknown_calls
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import TokenLogprob
 from skipjoin.server.api.chat_constraint import chat_constraint
@@ -82,15 +82,11 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         output_format = self.service.output_format
         reads_calls = bool(body.offered)
         if reads_calls and (output_format is None or output_format.calls is None):
-            names = ", ".join(known.name for known in FORMATS if known.calls is not None)
-            raise bad_request(
-                f"tools: this model's chat template writes calls in a format that this server does not know. It knows "
-                f"{names}",
-                "tools",
-            )
+            raise bad_request(f"tools: {unknown_calls()}", "tools")
         if output_format is None or not (reads_calls or output_format.think is not None):
             return None
-        return Reading(output_format, reads_calls, body.include_reasoning is not False)
+        schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.offered}
+        return Reading(output_format, reads_calls, body.include_reasoning is not False, schemas)
 
 
 class ChatFormat:

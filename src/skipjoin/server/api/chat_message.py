@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import UNSET
 
 from skipjoin.engine.text import Choice
-from skipjoin.formats.calls import Part
-from skipjoin.formats.message import MessageReader
+from skipjoin.formats.calls import JoinedCall, Part, joined
+from skipjoin.formats.message import MessageReader, is_thinking
 from skipjoin.formats.table import OutputFormat
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.server.api.responses import CalledFunction, ChatMessage, Delta, ToolCall
@@ -26,11 +26,13 @@ class Reading:
     Attributes:
         reads_calls: The request has tools.
         shows_reasoning: The response contains the reasoning.
+        schemas: Schemas of the functions' arguments.
     """
 
     format: OutputFormat
     reads_calls: bool
     shows_reasoning: bool
+    schemas: Mapping[str, Mapping[str, Any]]
 
     def reader(self, choice: Choice, tokenizer: Tokenizer) -> MessageReader:
         tail = tokenizer.decode(choice.prompt[-_TAIL:], skip_special_tokens=False)
@@ -38,20 +40,8 @@ class Reading:
             self.format,
             reads_calls=self.reads_calls,
             is_thinking=is_thinking(self.format, tail),
-            new_id=_new_id(None if self.format.calls is None else self.format.calls.id_length),
+            schemas=self.schemas,
         )
-
-
-def is_thinking(output_format: OutputFormat, prompt: str) -> bool:
-    """Return whether a prompt ends with the start of the reasoning."""
-    think = output_format.think
-    return think is not None and prompt.rstrip().endswith(think.open.rstrip())
-
-
-def _new_id(length: int | None) -> Callable[[], str]:
-    if length is None:
-        return lambda: f"call_{secrets.token_hex(12)}"
-    return lambda: secrets.token_hex(length)[:length]
 
 
 def delta_of(parts: Sequence[Part], shows_reasoning: bool) -> Delta | None:
@@ -59,47 +49,35 @@ def delta_of(parts: Sequence[Part], shows_reasoning: bool) -> Delta | None:
 
     It has one entry for each call, because clients do not add up several.
     """
-    content, reasoning, calls = _joined(parts, shows_reasoning)
+    content, reasoning, calls = joined(parts)
+    reasoning = reasoning if shows_reasoning else ""
     if not (content or reasoning or calls):
         return None
     return Delta(
         content=content or UNSET,
         reasoning_content=reasoning or UNSET,
         reasoning=reasoning or UNSET,
-        tool_calls=[*calls.values()] if calls else UNSET,
+        tool_calls=[_call(number, call) for number, call in calls.items()] if calls else UNSET,
     )
 
 
 def message_of(parts: Sequence[Part], shows_reasoning: bool) -> ChatMessage:
     """Return the parts as a whole message. Its content is null if it has only calls."""
-    content, reasoning, calls = _joined(parts, shows_reasoning)
-    for call in calls.values():
+    content, reasoning, calls = joined(parts)
+    reasoning = reasoning if shows_reasoning else ""
+    whole = [_call(number, call) for number, call in calls.items()]
+    for call in whole:
         call.index = UNSET
     return ChatMessage(
         content=content or (None if calls else ""),
         reasoning_content=reasoning or UNSET,
         reasoning=reasoning or UNSET,
-        tool_calls=[*calls.values()] if calls else UNSET,
+        tool_calls=whole or UNSET,
     )
 
 
-def _joined(parts: Sequence[Part], shows_reasoning: bool) -> tuple[str, str, dict[int, ToolCall]]:
-    content: list[str] = []
-    reasoning: list[str] = []
-    arguments: dict[int, list[str]] = {}
-    calls: dict[int, ToolCall] = {}
-    for part in parts:
-        if part.call is not None:
-            if part.call not in calls:
-                calls[part.call] = ToolCall(CalledFunction(""), part.call)
-            if part.name:
-                call = calls[part.call]
-                call.id, call.type, call.function.name = part.id, "function", part.name
-            arguments.setdefault(part.call, []).append(part.text)
-        elif not part.is_reasoning:
-            content.append(part.text)
-        elif shows_reasoning:
-            reasoning.append(part.text)
-    for number, texts in arguments.items():
-        calls[number].function.arguments = "".join(texts)
-    return "".join(content), "".join(reasoning), calls
+def _call(number: int, call: JoinedCall) -> ToolCall:
+    """Return a call, or the next part of it."""
+    if not call.name:
+        return ToolCall(CalledFunction(call.arguments), number)
+    return ToolCall(CalledFunction(call.arguments, call.name), number, call.id, "function")

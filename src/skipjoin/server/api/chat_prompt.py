@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from skipjoin.formats.table import Calls
+from skipjoin.formats.conversation import no_tools, template_message, template_tool
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
-from skipjoin.server.api.conversation import Message, Tool, decoded_arguments
+from skipjoin.server.api.conversation import Message, Tool
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.protocol import ChatRequest, TokenizeRequest
@@ -33,8 +31,8 @@ async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> 
     variables = await service.in_thread(_variables, tokenizer, body) if asks else {}
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
     if tools:
-        variables["tools"] = [tool.as_template_input() for tool in tools]
-    messages = [_template_message(message, calls) for message in body.messages or ()]
+        variables["tools"] = [template_tool(tool.function.model_dump()) for tool in tools]
+    messages = [template_message(_openai_message(message), calls) for message in body.messages or ()]
     try:
         return await service.in_renderer(tokenizer.chat_text, messages, **variables)
     except ModelError as error:
@@ -55,52 +53,28 @@ def shown_tools(body: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
     return () if is_off else body.tools or ()
 
 
-def _template_message(message: Message, calls: Calls | None) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": message.text}
+def _openai_message(message: Message) -> dict[str, Any]:
+    """Return what a template may use of a message."""
+    found: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
-        found["tool_call_id"] = _call_id(message.tool_call_id, calls)
+        found["tool_call_id"] = message.tool_call_id
     if message.thoughts:
-        # Templates differ in the name.
-        found["reasoning_content"] = found["thinking"] = message.thoughts
+        found["reasoning_content"] = message.thoughts
     if message.tool_calls:
-        found["content"] = message.text or None
         found["tool_calls"] = [
-            {
-                "id": _call_id(call.id, calls),
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": call.function.arguments
-                    if calls is not None and calls.has_text_arguments
-                    else decoded_arguments(call.function.arguments),
-                },
-            }
+            {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments}}
             for call in message.tool_calls
         ]
     return found
-
-
-def _call_id(given: str, calls: Calls | None) -> str:
-    """Return an id that the template accepts; other servers' ids may begin or continue a conversation."""
-    length = None if calls is None else calls.id_length
-    if length is None or re.fullmatch(rf"[A-Za-z0-9]{{{length}}}", given):
-        return given
-    return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:length]
 
 
 def _check_tools(tokenizer: Tokenizer, param: str) -> None:
     """Raise 400 if the model's chat template does not know tools."""
     template = tokenizer.chat_template
     if template is not None and "tools" not in template.variables:
-        what = "tools" if param == "tools" else "calls and results of tools"
-        raise bad_request(
-            f"{param}: this model's chat template has no support for tools: leave out {what}, use a model that was "
-            f"trained with tools, or give the server a template with them (--chat-template)",
-            param,
-        )
+        raise bad_request(no_tools(param), param)
 
 
 def _variables(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

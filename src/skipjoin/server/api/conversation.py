@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME
 from skipjoin.server.api.fields import MAX_LABEL, Body, Label, Null, Only, one_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
-# The names of the Model Context Protocol, which include OpenAI's. Others could not stand in all formats of calls.
-_TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
 class TextPart(Body):
@@ -130,7 +128,7 @@ class Function(Body):
         strict: The arguments of every call match the schema. Otherwise only enforced calls do.
     """
 
-    name: Annotated[str, Field(pattern=_TOOL_NAME)]
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -138,7 +136,7 @@ class Function(Body):
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         if not self.parameters:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
+            return NO_ARGUMENTS
         return self.parameters
 
 
@@ -147,17 +145,6 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
-
-    def as_template_input(self) -> dict[str, Any]:
-        function = self.function
-        return {
-            "type": "function",
-            "function": {
-                "name": function.name,
-                "description": function.description or "",
-                "parameters": function.parameters or {"type": "object", "properties": {}},
-            },
-        }
 
 
 class ChosenFunction(Body):
@@ -173,14 +160,32 @@ class NamedChoice(Body):
     function: ChosenFunction
 
 
+class AllowedTools(Body):
+    """Part of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS), Field(fail_fast=True)]
+
+
+class AllowedChoice(Body):
+    """Choice of a part of the tools. The prompt has all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def _choice_kind(value: Any) -> str | None:
-    return "~mode" if isinstance(value, str) else "~named" if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return "~allowed" if value.get("type") == "allowed_tools" else "~named"
+    return "~mode" if isinstance(value, str) else None
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), Field(fail_fast=True)]
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("~mode")] | Annotated[NamedChoice, Tag("~named")],
-    one_of(_choice_kind, 'must be "none", "auto", "required" or an object that names a function'),
+    Annotated[Literal["none", "auto", "required"], Tag("~mode")]
+    | Annotated[NamedChoice, Tag("~named")]
+    | Annotated[AllowedChoice, Tag("~allowed")],
+    one_of(_choice_kind, 'must be "none", "auto", "required" or an object that names functions'),
 ]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
 
@@ -193,12 +198,3 @@ def check_names(tools: list[Tool] | None) -> list[Tool] | None:
             raise ValueError(f"each name must be unique, got {tool.function.name!r} twice")
         names.add(tool.function.name)
     return tools
-
-
-def decoded_arguments(text: str) -> Any:
-    """Return arguments as an object, or the text itself if the model wrote something else."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text

@@ -33,7 +33,7 @@ from skipjoin.sampling import (
     SEED_MAX,
     SEED_MIN,
 )
-from skipjoin.server.api.conversation import Messages, NamedChoice, Tool, ToolChoice, Tools, check_names
+from skipjoin.server.api.conversation import AllowedChoice, Messages, NamedChoice, Tool, ToolChoice, Tools, check_names
 from skipjoin.server.api.fields import INT32, INT64, MAX_LABEL, Body, Label, Null, Off, Only, Text, one_of
 
 MAX_N = 16
@@ -309,8 +309,10 @@ class ChatRequest(GenerationBody):
         names = {tool.function.name for tool in info.data.get("tools") or ()}
         if value == "required" and not names:
             raise ValueError("required needs tools")
-        if isinstance(value, NamedChoice) and value.function.name not in names:
-            raise ValueError(f"must name one of the tools, got {value.function.name!r}")
+        chosen = value.allowed_tools.tools if isinstance(value, AllowedChoice) else [value]
+        for one in chosen:
+            if isinstance(one, NamedChoice) and one.function.name not in names:
+                raise ValueError(f"must name one of the tools, got {one.function.name!r}")
         return value
 
     @field_validator("top_logprobs")
@@ -323,13 +325,19 @@ class ChatRequest(GenerationBody):
     @property
     def offered(self) -> list[Tool]:
         """The tools that the model may call."""
-        if isinstance(self.tool_choice, NamedChoice):
-            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name]
+        choice = self.tool_choice
+        if isinstance(choice, NamedChoice | AllowedChoice):
+            chosen = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else [choice]
+            names = {one.function.name for one in chosen}
+            return [tool for tool in self.tools or () if tool.function.name in names]
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedChoice)
 
 
 class TokenizeRequest(Body):

@@ -1,0 +1,214 @@
+"""Conversations of `LLM` and `AsyncLLM`: checked messages and tools, constrained calls, and the model's messages."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from skipjoin.formats.calls import joined
+from skipjoin.formats.constraint import Constraints
+from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME, no_tools, template_message, template_tool
+from skipjoin.formats.grammar import CallSchema
+from skipjoin.formats.message import MessageReader, is_thinking
+from skipjoin.formats.table import find_format, unknown_calls
+from skipjoin.model.tokenizer import Tokenizer
+from skipjoin.sampling import ParameterError, SamplingParams
+from skipjoin.structured_output import GrammarError
+
+Message = Mapping[str, Any]
+ToolChoice = str | Mapping[str, Any] | None
+_MODES = ("auto", "none", "required")
+
+
+class ChatPrompt(NamedTuple):
+    """Conversation as text and as token ids."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Functions of a conversation, and which of them may or must be called.
+
+    Attributes:
+        functions: All functions, which the prompt shows.
+        names: Those that may be called.
+        must_call: There must be a call.
+        is_parallel: There may be more than one.
+    """
+
+    functions: Sequence[Mapping[str, Any]] = ()
+    names: frozenset[str] = field(default_factory=frozenset)
+    must_call: bool = False
+    is_parallel: bool = True
+
+    @classmethod
+    def of(cls, tools: Any, choice: ToolChoice = None, *, is_parallel: bool = True) -> ToolUse:
+        """Check tools and a choice in OpenAI's form; raise `ParameterError`."""
+        functions = [_function(number, tool) for number, tool in enumerate(tools or ())]
+        names = [function["name"] for function in functions]
+        if len(set(names)) < len(names):
+            raise ParameterError("tools", "tools: each name must be unique")
+        mode, chosen = _choice(choice, names)
+        if mode == "none":
+            return cls()
+        if mode == "required" and not names:
+            raise ParameterError("tool_choice", "tool_choice required needs tools")
+        return cls(functions, frozenset(chosen), mode == "required", is_parallel)
+
+    @property
+    def offered(self) -> list[Mapping[str, Any]]:
+        return [function for function in self.functions if function["name"] in self.names]
+
+    @property
+    def must_enforce(self) -> bool:
+        """Whether calls follow a grammar although none may be required."""
+        is_limited = not self.is_parallel or len(self.names) < len(self.functions)
+        return self.must_call or is_limited or any(function.get("strict") for function in self.offered)
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        return {function["name"]: function.get("parameters") or NO_ARGUMENTS for function in self.offered}
+
+
+class Conversations:
+    """Renders conversations with a model's chat template, and reads its messages."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template
+        self._format = None if template is None else find_format(template.source)
+
+    def prompt(self, messages: Sequence[Message], use: ToolUse) -> ChatPrompt:
+        calls = None if self._format is None else self._format.calls
+        variables: dict[str, Any] = {}
+        if use.functions:
+            self._check_tools()
+            variables["tools"] = [template_tool(function) for function in use.functions]
+        text = self._tokenizer.chat_text([template_message(message, calls) for message in messages], **variables)
+        return ChatPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
+
+    def constrained(self, params: SamplingParams, prompt: str, use: ToolUse) -> SamplingParams:
+        """Return the parameters with the constraint that tools and reasoning make of theirs."""
+        structured, offered = params.structured_outputs, use.offered
+        if self._format is None or not (structured or (offered and use.must_enforce)):
+            return params
+        constraints = Constraints(self._format, self._tokenizer, prompt)
+        try:
+            if not offered:
+                assert structured is not None
+                return replace(params, structured_outputs=constraints.after_reasoning(structured))
+            schemas = use.schemas
+            functions = [CallSchema(one["name"], schemas[one["name"]], bool(one.get("strict"))) for one in offered]
+            found = constraints.calls(
+                functions, is_parallel=use.is_parallel, must_call=use.must_call, answer=structured
+            )
+        except GrammarError as error:
+            name = "tools" if structured is None else "structured_outputs"
+            raise ParameterError(name, f"{name} {error}") from None
+        return replace(params, structured_outputs=found)
+
+    def kept(self, use: ToolUse) -> frozenset[int]:
+        """Return the special tokens that belong to the text of an answer."""
+        return self._tokenizer.ids_of(self._format.markers) if self._format and self._is_read(use) else frozenset()
+
+    def message(self, text: str, prompt: str, use: ToolUse) -> dict[str, Any]:
+        """Return an answer as a message in OpenAI's form."""
+        if self._format is None or not self._is_read(use):
+            return {"role": "assistant", "content": text}
+        reader = MessageReader(
+            self._format,
+            reads_calls=bool(use.offered),
+            is_thinking=is_thinking(self._format, prompt),
+            schemas=use.schemas,
+        )
+        content, reasoning, calls = joined(reader.feed(text) + reader.finish())
+        found: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if reasoning:
+            found["reasoning_content"] = reasoning
+        if calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls.values()
+            ]
+        return found
+
+    def _is_read(self, use: ToolUse) -> bool:
+        return self._format is not None and bool(use.offered or self._format.think is not None)
+
+    def _check_tools(self) -> None:
+        template = self._tokenizer.chat_template
+        if template is not None and "tools" not in template.variables:
+            raise ParameterError("tools", no_tools("tools"))
+        if template is not None and (self._format is None or self._format.calls is None):
+            raise ParameterError("tools", f"tools: {unknown_calls()}")
+
+
+def conversations_of(given: Any) -> list[list[Message]]:
+    """Return one or many conversations as a list."""
+    is_single = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
+    conversations = [given] if is_single else given
+    if not isinstance(conversations, list | tuple):
+        raise _no_conversation(given)
+    for conversation in conversations:
+        if not isinstance(conversation, list | tuple) or not conversation:
+            raise _no_conversation(conversation)
+        for message in conversation:
+            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
+                raise _no_conversation(message)
+    return [list(conversation) for conversation in conversations]
+
+
+def _no_conversation(got: Any) -> ParameterError:
+    return ParameterError(
+        "messages",
+        "messages must be a list of messages such as {'role': 'user', 'content': 'Hello'}, or a list of such lists, "
+        f"got {shown(got)}",
+    )
+
+
+def shown(given: Any) -> str:
+    return f"{type(given).__name__} {reprlib.repr(given)}"
+
+
+def _function(number: int, tool: Any) -> Mapping[str, Any]:
+    function = (
+        tool.get("function") if isinstance(tool, Mapping) and tool.get("type", "function") == "function" else None
+    )
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or re.fullmatch(TOOL_NAME, name) is None:
+        raise ParameterError(
+            f"tools.{number}",
+            f"tools.{number} must be a function such as {{'type': 'function', 'function': {{'name': 'count', "
+            f"'parameters': {{...}}}}}} with a name of 1 to 128 letters, digits, _, - and ., got {shown(tool)}",
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        name = f"tools.{number}.function.parameters"
+        raise ParameterError(name, f"{name} must be a JSON schema, got {shown(parameters)}")
+    return function
+
+
+def _choice(choice: ToolChoice, names: Sequence[str]) -> tuple[str, Iterable[str]]:
+    """Return the mode of a choice, and the functions that may be called."""
+    if choice is None or (isinstance(choice, str) and choice in _MODES):
+        return choice or "auto", names
+    mode, chosen = "required", [choice]
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        mode, chosen = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else ("", [])
+    try:
+        found = [one["function"]["name"] for one in chosen]
+    except (TypeError, KeyError):
+        found = []
+    if not found or mode not in ("auto", "required") or not set(found) <= set(names):
+        raise ParameterError(
+            "tool_choice",
+            f"tool_choice must be one of {', '.join(_MODES)}, or name functions of tools, such as {{'type': "
+            f"'function', 'function': {{'name': 'count'}}}}, got {shown(choice)}",
+        )
+    return mode, found

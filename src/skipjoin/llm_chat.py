@@ -176,11 +176,10 @@ def shown(given: Any) -> str:
 
 
 def _function(number: int, tool: Any) -> Mapping[str, Any]:
-    function = (
-        tool.get("function") if isinstance(tool, Mapping) and tool.get("type", "function") == "function" else None
-    )
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or re.fullmatch(TOOL_NAME, name) is None:
+    is_function = isinstance(tool, Mapping) and tool.get("type", "function") == "function"
+    found: Any = tool.get("function") if is_function else None
+    function: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    if re.fullmatch(TOOL_NAME, str(function.get("name", ""))) is None:
         raise ParameterError(
             f"tools.{number}",
             f"tools.{number} must be a function such as {{'type': 'function', 'function': {{'name': 'count', "
@@ -197,12 +196,13 @@ def _choice(choice: ToolChoice, names: Sequence[str]) -> tuple[str, Iterable[str
     """Return the mode of a choice, and the functions that may be called."""
     if choice is None or (isinstance(choice, str) and choice in _MODES):
         return choice or "auto", names
-    mode, chosen = "required", [choice]
+    mode: Any = "required"
+    chosen: Any = [choice]
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools")
         mode, chosen = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else ("", [])
     try:
-        found = [one["function"]["name"] for one in chosen]
+        found = [str(one["function"]["name"]) for one in chosen]
     except (TypeError, KeyError):
         found = []
     if not found or mode not in ("auto", "required") or not set(found) <= set(names):

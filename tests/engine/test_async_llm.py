@@ -58,6 +58,18 @@ def test_outputs_equal_those_of_llm_for_concurrent_requests_and_n(llm: AsyncLLM)
     assert len(set(pieces)) > 1
 
 
+def test_tools_are_those_of_llm(llm: AsyncLLM) -> None:
+    pick = {"type": "function", "function": {"name": "pick", "parameters": {"type": "object", "required": ["color"]}}}
+    pick["function"]["parameters"]["properties"] = {"color": {"enum": ["red", "green"]}}  # type: ignore[index]
+    fields = {"tools": [pick], "tool_choice": "required", "parallel_tool_calls": False}
+    (found,) = asyncio.run(llm.generate(CHAT, SamplingParams(temperature=0, max_tokens=90), **fields))
+    assert found.finish_reason == "tool_calls"
+    assert found.message is not None
+    assert found.message["tool_calls"][0]["function"]["name"] == "pick"
+    with pytest.raises(ParameterError, match=r"^tools need a conversation"):
+        asyncio.run(llm.generate("abc", GREEDY, **fields))
+
+
 def test_stop_strings_end_a_stream_and_a_closed_one_is_aborted(llm: AsyncLLM) -> None:
     async def work() -> str:
         (stopped,) = await llm.generate(CHAT, SamplingParams(temperature=0, max_tokens=200, stop=["6"]))

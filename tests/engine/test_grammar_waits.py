@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -14,6 +15,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
+from skipjoin.model.grammar_mask import GrammarState
 from skipjoin.model.grammars import _MAX_COMPILED
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
@@ -79,4 +81,6 @@ def test_aborted_requests_leave_no_grammar_state(loop: EngineLoop) -> None:
     assert len(executor.grammars._compiled) <= _MAX_COMPILED
     executor._thread.submit(lambda: None).result()  # type: ignore[attr-defined] # states are freed on this thread
     assert not executor._worker._states  # type: ignore[attr-defined]
+    gc.collect()
+    assert not any(type(found) is GrammarState for found in gc.get_objects())
     assert not loop._compiling

@@ -57,6 +57,44 @@ def test_answers_are_in_the_order_of_conversations(llm: LLM) -> None:
     assert [answer.text.split(", ")[-1] for answer in answers] == ["30", "5", "60", "2"]
 
 
+COLORS = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}}, "required": ["color"]}
+PICK = {"type": "function", "function": {"name": "pick", "parameters": COLORS}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}], ids=str)
+def test_chat_returns_calls_in_a_message_that_continues_the_conversation(llm: LLM, choice: Any) -> None:
+    chat: list[Any] = user("Pick a color")
+    fields = {"tools": [PICK], "tool_choice": choice, "parallel_tool_calls": False}
+    (found,) = llm.chat(chat, GREEDY, **fields)
+    assert found.finish_reason == "tool_calls"
+    assert found.message is not None
+    (call,) = found.message["tool_calls"]
+    assert call["function"]["name"] == "pick"
+    assert json.loads(call["function"]["arguments"])["color"] in ("red", "green")
+    chat += [found.message, {"role": "tool", "tool_call_id": call["id"], "content": "Good."}]
+    (answer,) = llm.chat(chat, GREEDY, tools=[PICK], tool_choice="none")
+    assert answer.message == {"role": "assistant", "content": answer.text}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0"),
+        ({"tools": [PICK, PICK]}, "tools"),
+        ({"tools": [PICK], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [PICK], "structured_outputs": {"grammar": "start: /a/"}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_invalid_tools_are_refused(llm: LLM, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ParameterError, match=f"^{param}") as refused:
+        llm.chat(user("x"), GREEDY, **fields)
+    assert refused.value.param == param
+
+
 def test_text_and_its_token_ids_give_the_same_output(llm: LLM) -> None:
     ids = llm.tokenizer.encode("Spell apple\n")
     by_text, by_ids = llm.generate(["Spell apple\n"], GREEDY) + llm.generate([ids], GREEDY)

@@ -84,6 +84,29 @@ def test_batch_answers_match_direct_requests(client: openai.OpenAI) -> None:
     assert client.files.retrieve(done.output_file_id).purpose == "batch_output"  # type: ignore[arg-type]
 
 
+def test_lines_may_have_constraints_and_tools(client: openai.OpenAI) -> None:
+    """A constraint that cannot be enforced refuses its line alone."""
+    colors = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}}, "required": ["color"]}
+    pick = {"type": "function", "function": {"name": "pick", "parameters": colors}}
+    asked = {"messages": [{"role": "user", "content": "Pick a color"}], "temperature": 0, "max_tokens": 90}
+    bodies = {
+        "call": {"tools": [pick], "tool_choice": "required", "parallel_tool_calls": False},
+        "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": colors}}},
+        "bad": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+    }
+    done = wait_for(client, submit(client, [line(name, CHAT, **asked, **body) for name, body in bodies.items()], CHAT))
+    call, schema = (one["response"]["body"]["choices"][0] for one in answers(client, done.output_file_id))
+    assert call["finish_reason"] == "tool_calls"
+    (made,) = call["message"]["tool_calls"]
+    assert json.loads(made["function"]["arguments"])["color"] in ("red", "green")
+    direct = client.chat.completions.create(model="tally", **asked, **bodies["call"]).choices[0].message  # type: ignore[call-overload]
+    assert direct.tool_calls[0].function.arguments == made["function"]["arguments"]
+    assert json.loads(schema["message"]["content"])["color"] in ("red", "green")
+    ((refused),) = answers(client, done.error_file_id)
+    assert refused["response"]["status_code"] == 400
+    assert '"not"' in refused["response"]["body"]["error"]["message"]
+
+
 def test_line_without_seed_gets_its_own(client: openai.OpenAI) -> None:
     """A rerun then repeats its tokens. The choices of a line differ."""
     asked = {"prompt": "1 2 3", "temperature": 2.0, "max_tokens": 60, "ignore_eos": True}

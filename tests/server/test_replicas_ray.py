@@ -30,7 +30,10 @@ CHAT = {
     "top_logprobs": 2,
     "stream": True,
 }
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 60, "maxItems": 70}
+CONSTRAINED = CHAT | {"structured_outputs": {"json": NUMBERS}, "temperature": 1.1, "seed": 5}
 SEEDED = CHAT | {"temperature": 1.1, "seed": 9, "n": 2, "min_tokens": 200, "max_tokens": 250}
+BODIES = (CHAT, SEEDED, CONSTRAINED)
 
 
 class Reader(threading.Thread):
@@ -97,7 +100,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ServerProcess) -> list[dict[int, list[Any]]]:
-    return [Reader(server.url, body).end() for body in (CHAT, SEEDED)]
+    return [Reader(server.url, body).end() for body in BODIES]
 
 
 @needs_ray
@@ -113,7 +116,7 @@ def test_streams_are_unchanged_by_kills(
 ) -> None:
     until(lambda: alive(server) == 2)
     moved = server.metric("requests_moved_total")
-    readers = [Reader(server.url, body) for body in (CHAT, SEEDED, CHAT, SEEDED)]
+    readers = [Reader(server.url, body) for body in BODIES * 2]
     until(lambda: all(reader.events > 5 for reader in readers))
     (first, second) = server.engines()
     if victim == "engines":
@@ -126,7 +129,7 @@ def test_streams_are_unchanged_by_kills(
     else:
         first.parent().kill()  # the actor, whose engine dies with it
     results = [reader.end() for reader in readers]
-    assert results == [undisturbed[0], undisturbed[1]] * 2
+    assert results == undisturbed * 2
     assert server.metric("requests_moved_total") > moved
     until(lambda: alive(server) == 2)
     assert server.metric("replica_restarts_total") > 0

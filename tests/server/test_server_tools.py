@@ -185,6 +185,25 @@ async def test_unknown_template_variables_are_refused(echo: Api) -> None:
         assert "enable_thinking" in error["message"]
 
 
+async def test_allowed_tools_limit_the_calls_and_not_the_prompt(echo: Api) -> None:
+    def choice(mode: str, *names: str) -> dict[str, Any]:
+        named = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+    for mode in ("auto", "required"):
+        assert (await say(echo, "x", tool_choice=choice(mode, "now"))).status_code == 200
+        structured = echo.engine.added[-1].params.structured_outputs
+        assert structured is not None
+        assert '"now\\"' in structured.text
+        assert '"add\\"' not in structured.text
+        assert ("mixed" in structured.text) == (mode == "auto")
+        assert '"name": "add"' in prompt_of(echo)
+    assert (await say(echo, "x", tool_choice=choice("auto", "now", "add"))).status_code == 200
+    assert echo.engine.added[-1].params.structured_outputs is None
+    assert "got 'f'" in error_of(await say(echo, "x", tool_choice=choice("auto", "f")), 400)["message"]
+    assert error_of(await say(echo, "x", tool_choice=choice("none", "now")), 400)["param"].startswith("tool_choice")
+
+
 async def test_hostile_tools_are_refused(echo: Api) -> None:
     deep = '{"a":' * 5000 + "1" + "}" * 5000
     tool = '{"type":"function","function":{"name":"f","parameters":PARAMETERS}}'

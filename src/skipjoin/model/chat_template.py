@@ -45,8 +45,8 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> Sources | None:
     found = dict(value) if isinstance(value, dict) else {"default": value}
     files = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
     found |= {name: read_template(file) for name, file in files.items() if file.is_file()}
-    named = {name: found[name] for name in files if isinstance(found.get(name), str)}
-    return Sources(**named) if "default" in named else None
+    default, tool_use = (text if isinstance(text := found.get(name), str) else None for name in files)
+    return None if default is None else Sources(default, tool_use)
 
 
 def read_template(file: Path) -> str:

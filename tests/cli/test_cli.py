@@ -219,7 +219,7 @@ def test_generate_passes_memory_and_objective_options(name: str, monkeypatch: py
 
 
 def test_simulate_passes_memory_and_objective_options(tmp_path: Path) -> None:
-    """`--slo` sets a threshold of the scheduler. Reports use separate objectives."""
+    """Reports use objectives that are separate from `--slo`."""
     out = tmp_path / "out.json"
     small = ["--model", "opt-13b", "--lengths", "fixed:16,2", "--rates", "1", "--requests", "2", "--out", out]
     small += ["--recipe", "fastserve"]
@@ -230,7 +230,9 @@ def test_simulate_passes_memory_and_objective_options(tmp_path: Path) -> None:
     plain, chosen, none = load_results([out])
     # Sizes are rounded to blocks of 12.5 MiB.
     assert [one["settings"]["swap_gib"] for one in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)
-    assert [one["settings"]["starvation_s"] for one in (plain, chosen, none)] == [30.0, 50.0, 7.0]
+    assert (
+        plain["settings"]["starvation_s"] == chosen["settings"]["starvation_s"] > none["settings"]["starvation_s"] == 7
+    )
     assert none["settings"]["cpu_blocks"] == 0
     assert chosen["slo"]["ttft_s"] == 9.0
 
@@ -296,7 +298,7 @@ def test_starvation_bound_needs_max_live_requests() -> None:
         EngineConfig(max_live_requests=0)
 
 
-HAS = "fastserve has starvation_s, quantum_s, paced, starvation_bound_s, eviction"
+HAS = "fastserve has starvation_s, promotion, quantum_s, hysteresis_s, order, paced, starvation_bound_s, eviction"
 SIMULATE = ["simulate", "--model", "opt-13b", "--rates", "1"]
 STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
 

@@ -1,8 +1,9 @@
-"""The simulated and the local executor make the same plans for one trace."""
+"""The simulator and the engine make the same plans for one trace, at each depth."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from copiers import HarshStore
 from engines import BLOCK_SIZE, VOCAB, tiny_model
 
+from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.events import Event, Moved, Planned
+from skipjoin.core.events import Computed, Event, Moved, Planned
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Move, StepPlan
+from skipjoin.engine.scheduling import make_scheduler
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
@@ -26,6 +29,7 @@ from skipjoin.policies.eviction import Swap
 from skipjoin.recipes import Settings
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.driver import Replica, simulate
+from skipjoin.sim.experiments.machines import Machine
 from support.policies import SpillAny
 from support.recipes import RECIPES, build, own
 
@@ -42,7 +46,23 @@ EXACT = [recipe for recipe in SWAPPING if not isinstance(build(recipe, SETTINGS)
 SPILLING, FAIR = "fastserve, spilling", "fastserve, fair"
 
 
-def system(recipe: str) -> Policies:
+# Returns the scheduler of policies and a ledger.
+MakeScheduler = Callable[[Policies, KVLedger], Scheduler]
+
+
+def of_engine(depth: int) -> MakeScheduler:
+    """Return what an engine makes of `--pipeline-depth`."""
+    config = EngineConfig(pipeline_depth=depth)
+    return lambda policies, kv: make_scheduler(config, policies, kv, config.plans_in_flight("cpu"))
+
+
+def of_simulator(depth: int) -> MakeScheduler:
+    """Return what a simulation makes of `--pipeline-depth`."""
+    (system,) = Machine(model="opt-13b").systems("fcfs", pipeline_depth=depth)
+    return system.scheduler
+
+
+def policies_of(recipe: str) -> Policies:
     name = "fastserve" if recipe in (SPILLING, FAIR) else recipe
     settings = replace(SETTINGS, fair_output_weight=2.0) if recipe == FAIR else SETTINGS
     policies = build(name, settings, own(name, {"starvation_s": 0.5}))
@@ -89,14 +109,14 @@ class Run:
     Attributes:
         made: Plans with their time, slices and moves.
         longest: Maximum number of steps during which one move was in flight.
+        max_in_flight: Maximum number of plans in flight.
     """
 
-    def __init__(self, recipe: str, depth: int, cpu_blocks: int, executor: SimulatedExecutor) -> None:
-        policies = system(recipe)
-        kv = KVLedger(BLOCKS, cpu_blocks, BLOCK_SIZE)
-        core = EngineCore(Scheduler(policies, kv, depth=depth, overlap=depth > 1))
+    def __init__(self, recipe: str, executor: SimulatedExecutor, cpu_blocks: int, scheduler: MakeScheduler) -> None:
+        core = EngineCore(scheduler(policies_of(recipe), KVLedger(BLOCKS, cpu_blocks, BLOCK_SIZE)))
         self.made: list[tuple[object, ...]] = []
-        self.moved = self.longest = 0
+        self.moved = self.longest = self.max_in_flight = 0
+        self._in_flight = 0
         self._begun: dict[Move, int] = {}
         requests = trace()
         simulate(Replica(core, executor), requests, on_events=self._note)
@@ -113,6 +133,10 @@ class Run:
                 ]
                 self._begun.update((move, len(self.made)) for move in (*plan.blocking, *plan.overlapped))
                 self.made.append((round(event.now, 9), pieces, *moves))
+                self._in_flight += 1
+                self.max_in_flight = max(self.max_in_flight, self._in_flight)
+            elif isinstance(event, Computed):
+                self._in_flight -= 1
             elif isinstance(event, Moved):
                 self.moved += 1
                 self.longest = max(self.longest, len(self.made) - self._begun[event.move])
@@ -135,9 +159,11 @@ def test_simulator_and_engine_make_the_same_plans(recipes: list[str], cpu_blocks
                 block_size=BLOCK_SIZE,
             )
             local = LocalExecutor(model, store)
-            real = Run(recipe, depth, cpu_blocks, LocalOnVirtualClock(local))
+            real = Run(recipe, LocalOnVirtualClock(local), cpu_blocks, of_engine(depth))
             local.close()
-            assert real.made == Run(recipe, depth, cpu_blocks, SimulatedExecutor(COST)).made, (recipe, depth)
+            simulated = Run(recipe, SimulatedExecutor(COST), cpu_blocks, of_simulator(depth))
+            assert real.made == simulated.made, (recipe, depth)
+            assert (real.max_in_flight, simulated.max_in_flight) == (depth, depth), recipe
             assert len(real.made) > 50
             outputs.append(real.outputs)
             if cpu_blocks and recipe not in EXACT:

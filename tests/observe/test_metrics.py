@@ -111,6 +111,7 @@ def test_metrics_of_a_run_match_its_events(world: World) -> None:
     assert sum(found.row("swap_out_bytes_total")) == usage.swapped_out_bytes
     assert sum(found.row("swap_in_bytes_total")) == usage.swapped_in_bytes
     assert found.row("swap_stall_seconds_total")[0] == pytest.approx(sum(result.moving for result in steps))
+    assert found.row("swap_delay_seconds_total")[0] == pytest.approx(sum(one.swapping_s for one in facts))
     latencies: dict[str, list[float | None]] = {
         "time_to_first_token_seconds": [one.ttft(0.0) for one in facts],
         "e2e_request_latency_seconds": [one.jct(0.0) for one in facts],

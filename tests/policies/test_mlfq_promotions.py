@@ -34,7 +34,7 @@ def test_promotions_take_at_most_their_share_of_the_time(share: float) -> None:
 
 def test_recomputed_chunks_delay_the_next_promotion() -> None:
     """Each chunk of one token costs a second; the promotion was charged five seconds for the whole prompt."""
-    queues = Queues(starvation_s=10, promotion_share=0.5)
+    queues = Queues(starvation_s=10, promotion_share=0.5, returns=True)
     first, second = queues.arrive(5), queues.arrive(5)
     queues.now = 10.0
     assert queues.promoted(first, second) == [first]
@@ -76,8 +76,10 @@ def test_a_run_before_the_paced_promotion_resets_starvation() -> None:
     assert queues.promoted(first, second) == [first, second]
 
 
-def test_a_promotion_lasts_for_the_recomputation_and_one_quantum() -> None:
-    queues = Queues(starvation_s=10)
+@pytest.mark.parametrize(("returns", "after"), [(True, [4, 4]), (False, [1, 1])])
+def test_a_promotion_lasts_for_the_recomputation_and_one_quantum(*, returns: bool, after: list[int]) -> None:
+    """Then the request returns to its former queue, or moves down from the first one as a new request does."""
+    queues = Queues(starvation_s=10, returns=returns)
     request = queues.arrive(5)
     assert [queues.run(request) for _ in range(4)] == [3, 3, 3, 4]  # 5 of 8 seconds, then three decodes
     queues.drop(request)
@@ -86,11 +88,11 @@ def test_a_promotion_lasts_for_the_recomputation_and_one_quantum() -> None:
     # Three chunks of three tokens, the last of which samples, and then one quantum, which a decode uses up.
     assert [queues.run(request, most=3) for _ in range(3)] == [0] * 3
     assert request.computed == 9
-    assert queues.run(request) == 4
+    assert [queues.run(request), queues.run(request)] == after
 
 
 def test_a_promotion_covers_the_recomputation_of_kv_dropped_after_it() -> None:
-    queues = Queues(starvation_s=10)
+    queues = Queues(starvation_s=10, returns=True)
     request = queues.arrive(5)
     queues.run(request)
     queues.now += 20
@@ -102,7 +104,7 @@ def test_a_promotion_covers_the_recomputation_of_kv_dropped_after_it() -> None:
 
 def test_a_starving_prompt_is_computed_whole() -> None:
     """This holds for chunks of one token too: otherwise it would starve again between two of them."""
-    queues = Queues(starvation_s=10)
+    queues = Queues(starvation_s=10, returns=True)
     request = queues.arrive(9)
     queues.run(request, most=1)
     queues.now += 20

@@ -108,6 +108,7 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "overdue, by bins": lambda: Valued(Overdue()),
     "skip-join": mlfq,
     "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.5, skip_join=False),
+    "skip-join, shortest prefill": lambda: SkipJoinMlfq(COST, starvation_s=0.5, shortest_prefill=True, returns=True),
     "two queues": lambda: SkipJoinMlfq(COST, levels=2, starvation_s=0.1),
     "econoserve, by arrival": lambda: TwoQueues(Tasks(ByArrival())),
     "econoserve, by group": lambda: TwoQueues(Tasks(ByGroup(PaddedLengths(0.2), 4))),

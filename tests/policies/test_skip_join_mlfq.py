@@ -115,6 +115,18 @@ def test_only_requests_in_higher_queues_outrank() -> None:
     assert not outranks(low, first)
 
 
+def test_shortest_prefill_order_keeps_the_first_queue_in_order_of_arrival() -> None:
+    queues = Queues(starvation_s=100, shortest_prefill=True)
+    longer, shorter, short = queues.arrive(4), queues.arrive(3), queues.arrive(1)
+    assert queues.order() == [short, shorter, longer]
+    assert [queues.run(shorter), queues.run(shorter)] == [2, 3]  # demoted, and still ahead in its next queue
+    other = queues.arrive(8)
+    assert queues.order() == [short, longer, shorter, other]
+    queues.now += 100
+    shortest = queues.arrive(1)
+    assert queues.order() == [short, shortest, longer, shorter, other], "promoted in order of their last run"
+
+
 def test_a_starving_request_is_promoted_to_the_tail_of_the_first_queue() -> None:
     queues = Queues(starvation_s=10)
     starving = queues.arrive(100)
@@ -142,7 +154,7 @@ def test_starvation_is_measured_from_the_last_run() -> None:
 
 
 def test_a_promotion_lasts_one_quantum_and_preserves_the_time_used_before() -> None:
-    queues = Queues(starvation_s=10)
+    queues = Queues(starvation_s=10, returns=True)
     request = queues.arrive(4)
     assert queues.run(request, most=3) == 2  # 3 of 4 seconds used
     queues.now += 10
@@ -153,7 +165,7 @@ def test_a_promotion_lasts_one_quantum_and_preserves_the_time_used_before() -> N
 
 
 def test_a_promoted_request_returns_to_the_tail() -> None:
-    queues = Queues(starvation_s=10)
+    queues = Queues(starvation_s=10, returns=True)
     request = queues.arrive(3)
     queues.run(request)
     queues.now += 10
@@ -164,7 +176,7 @@ def test_a_promoted_request_returns_to_the_tail() -> None:
 
 
 def test_a_request_is_promoted_again_only_after_starving_again() -> None:
-    queues = Queues(starvation_s=10)
+    queues = Queues(starvation_s=10, returns=True)
     request = queues.arrive(100)
     queues.run(request)
     levels = []
@@ -246,7 +258,7 @@ def test_quanta_follow_the_cost_model_and_requests_stay_in_their_queues() -> Non
 
 def test_time_used_before_a_promotion_is_scaled_with_the_quanta() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=1e-9, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
-    mlfq = SkipJoinMlfq(cost, starvation_s=10.0)
+    mlfq = SkipJoinMlfq(cost, starvation_s=10.0, returns=True)
     request = make(0, 1)
     mlfq.on_arrived(request, 0.0)
     for position in range(2):  # a quantum in the first queue, half of one in the second

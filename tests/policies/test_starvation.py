@@ -26,8 +26,8 @@ WORST = WorstCase(
 )
 
 
-def test_the_threshold_follows_the_objective() -> None:
-    assert starvation_after(0.3) == pytest.approx(30.0)
+def test_the_threshold_follows_the_step_time() -> None:
+    assert starvation_after(WORST.cost) == pytest.approx(102.4)
 
 
 def test_the_bound_matches_a_calculation_by_hand() -> None:

@@ -20,6 +20,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
+from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Prioritized
@@ -106,7 +107,11 @@ class Duel:
     def __post_init__(self) -> None:
         limits = self.limits
         settings = Settings(limits.cost, limits.max_seqs, limits.max_tokens, stages=limits.stages)
-        policies = build(self.recipe, settings, {"starvation_s": self.starvation_s, "paced": False})
+        options: dict[str, Value] = {
+            "promotion": ("first-queue", "one-quantum")[self.seed % 2],
+            "order": ("arrival", "shortest-prefill")[self.seed // 2 % 2],
+        }
+        policies = build(self.recipe, settings, {"starvation_s": self.starvation_s, "paced": False, **options})
         kv = KVLedger(limits.device_blocks, limits.cpu_blocks, limits.block_size)
         scheduler = Scheduler(policies, kv, depth=limits.depth, overlap=limits.depth > limits.stages)
         self.core = EngineCore(scheduler)

@@ -47,6 +47,7 @@ _CHOSEN = (
     "max_tokens",
     "predictor",
     "enable_prefix_caching",
+    "pipeline_depth",
     "replicas",
     "dispatch",
     "prefill_replicas",

@@ -16,6 +16,7 @@ from skipjoin.config.shared import (
     MaxBatchedTokens,
     MaxNumSeqs,
     Objective,
+    SwapBandwidth,
     SwapType,
     check_not_one_card,
     check_swap_type,
@@ -212,6 +213,7 @@ class EngineConfig:
         ),
     ] = None
     swap_dtype: SwapType = "auto"
+    swap_bandwidth_gbps: SwapBandwidth = None
     enable_prefix_caching: Annotated[
         bool, Option("Keep the KV of full blocks for later prompts with the same prefix.", group=MEMORY)
     ] = True

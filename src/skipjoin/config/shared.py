@@ -69,6 +69,24 @@ SwapType = Annotated[
 ]
 
 
+SwapBandwidth = Annotated[
+    float | None,
+    Option(
+        "Limit of the bandwidth of swaps in Gb/s, per rank and direction, for machines that share a bus (default: "
+        "none).",
+        above=0,
+        high=1e6,
+        flags=("--swap-bandwidth-gbps",),
+        metavar="GBPS",
+        group=MEMORY,
+    ),
+]
+
+
+def bytes_per_s(gbps: float | None) -> float | None:
+    return None if gbps is None else gbps * 1e9 / 8
+
+
 def base_url(field: str, given: str) -> str:
     """Return the URL of an OpenAI-compatible server without a trailing /v1."""
     try:

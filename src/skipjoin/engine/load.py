@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from skipjoin.builtin import MODEL_NAME, builtin_model_path
-from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.config import ConfigError, EngineConfig, bytes_per_s
 from skipjoin.config.profile import ProfileKey
 from skipjoin.engine.profiling.profiler import profile_key
 from skipjoin.engine.sizing import cpu_blocks, device_blocks
@@ -93,7 +93,8 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     budget = memory_budget_of(model, config.gpu_memory_utilization, peak=peak.all, graph_bytes=graphs_take)
     rank_specs = (rank_spec_of(model, config.block_size, threads, config.swap_dtype),)
     blocks, cpu_blocks = _pools(config, rank_specs, (budget,), max_len)
-    store = make_store(model, blocks, cpu_blocks, config.block_size, config.swap_dtype)
+    limit = bytes_per_s(config.swap_bandwidth_gbps)
+    store = make_store(model, blocks, cpu_blocks, config.block_size, config.swap_dtype, link_bytes_per_s=limit)
     warm_up(model, store.device, largest, partial(on_progress, "compiling kernels"))
     on_record = partial(on_progress, "recording decode steps")
     loading.join()
@@ -117,6 +118,7 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: O
         threads=config.threads,
         block_size=config.block_size,
         swap_dtype=config.swap_dtype,
+        link_bytes_per_s=bytes_per_s(config.swap_bandwidth_gbps),
         gpu_share=config.gpu_memory_utilization,
         largest=_largest_step(config, max_len),
         graph_sizes=_graph_sizes(config),

@@ -29,6 +29,7 @@ class KVStore:
     Args:
         cpu_blocks: 0 allocates no CPU pool.
         swap_dtype: auto, or int8 for 8 bits per number in the CPU tier.
+        link_bytes_per_s: Limit of the bandwidth between the tiers in each direction; None for none.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class KVStore:
         block_size: int,
         shard: Shard = WHOLE,
         swap_dtype: str = "auto",
+        link_bytes_per_s: float | None = None,
     ) -> None:
         self.swap_dtype = swap_dtype
+        self.link_bytes_per_s = link_bytes_per_s
         self._kernel: BlocksKernel | None = None
         self._quantized: QuantizedCopies | None = None
         self._spans: SpanCopies | None = None
@@ -64,6 +67,12 @@ class KVStore:
                 if self.device.block_bytes < _MIN_RUN_BYTES:
                     # Compiled here rather than in the first step that needs it. Both blocks are zeros.
                     self._launch(self.cpu.block_view(), self.device.block_view(), (0,), (0,))
+
+    def link_seconds(self, move: Move) -> float:
+        """Return the seconds that a move between the tiers takes at least."""
+        if self.link_bytes_per_s is None or self.cpu is None:
+            return 0.0
+        return move.blocks(self.device.block_size) * self.cpu.block_bytes / self.link_bytes_per_s
 
     def copy(self, move: Move) -> None:
         """Execute a move without the GIL, or on CUDA queue it on the current stream."""

@@ -165,7 +165,13 @@ def _free_here() -> int:
 
 
 def make_store(
-    model: CausalLM, device_blocks: int, cpu_blocks: int, block_size: int, swap_dtype: str = "auto"
+    model: CausalLM,
+    device_blocks: int,
+    cpu_blocks: int,
+    block_size: int,
+    swap_dtype: str = "auto",
+    *,
+    link_bytes_per_s: float | None = None,
 ) -> KVStore:
     return KVStore(
         model.config,
@@ -176,6 +182,7 @@ def make_store(
         block_size=block_size,
         shard=model.shard,
         swap_dtype=swap_dtype,
+        link_bytes_per_s=link_bytes_per_s,
     )
 
 

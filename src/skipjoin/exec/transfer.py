@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 _ORDER = {direction: place for place, direction in enumerate((Direction.OUT, Direction.WITHIN, Direction.IN))}
 # Interval at which `landed` polls the events of a stream while it waits, in seconds.
-_POLL_S = 100e-6
+POLL_S = 100e-6
 
 
 class Ended(NamedTuple):
@@ -51,10 +51,6 @@ class Copier(Protocol):
     def close(self) -> None:
         """Drop moves that have not started and wait for the running one. Call no method afterward."""
         ...
-
-
-def copier_for(store: KVStore) -> Copier:
-    return StreamCopier(store) if store.device.tensor.is_cuda else ThreadCopier(store)
 
 
 def log_failure(move: Move, error: BaseException) -> None:
@@ -152,7 +148,7 @@ class StreamCopier:
         while not (ended := self._ended()).landed and not ended.failed and time.perf_counter() < deadline:
             if not any(lane.on_way for lane in self._lanes.values()):
                 break
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return ended
 
     def close(self) -> None:

@@ -14,7 +14,8 @@ from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.prompt_scores import keep_scores, score_prompt, wants_scores
 from skipjoin.exec.request_state import RequestState
 from skipjoin.exec.sampling import Sampling
-from skipjoin.exec.transfer import Copier, Ended, copier_for
+from skipjoin.exec.throttle import copier_for
+from skipjoin.exec.transfer import Copier, Ended
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import is_out_of_memory

@@ -203,6 +203,11 @@ ENGINE_METRICS = (
         tuple(REASONS),
     ),
     Metric("swap_stall_seconds_total", "counter", "Time that steps waited for copies of KV."),
+    Metric(
+        "swap_delay_seconds_total",
+        "counter",
+        "Time for which copies of KV delayed finished requests: steps that they missed, and steps that waited.",
+    ),
     Metric("stage_busy_seconds_total", "counter", "Time that pipeline stages worked, summed over stages."),
     Metric(
         "stage_idle_seconds_total",

@@ -171,6 +171,7 @@ class EngineMetrics:
 
         rows = self._rows
         self._stall = rows["swap_stall_seconds_total"]
+        self._delay = rows["swap_delay_seconds_total"]
         self._prompt_tokens = rows["prompt_tokens_total"]
         self._saved = rows["prefix_cache_saved_bytes_total"]
         self._late = rows["deadline_dropped_total"]
@@ -335,6 +336,7 @@ class EngineMetrics:
         assert facts.ended is not None
         now = facts.ended
         self._classes[facts.is_best_effort].ended(facts, now)
+        self._delay[0] += facts.swapping_s
         self._late[0] += facts.reason == FinishReason.DEADLINE.value
         self._prompt_length.observe(facts.prompt_tokens)
         self._output_length.observe(facts.output_tokens)

@@ -72,6 +72,11 @@ def scaled(cost: LinearCost, factor: float) -> LinearCost:
     return replace(cost, **{name: getattr(cost, name) * factor for name in STEP_TERMS})
 
 
+def with_link_limit(cost: LinearCost, block_s: float) -> LinearCost:
+    """Return the cost model of a machine that takes at least `block_s` seconds to move a KV block."""
+    return replace(cost, block=max(cost.block, block_s))
+
+
 # How far a coefficient follows one step's error: by its own share of the step, and all of them alike. The second is
 # small, and makes what no step exercises follow a machine that became slower or faster as a whole.
 _OWN_RATE, _COMMON_RATE = 0.3, 0.015

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -18,20 +18,51 @@ class _Job:
     """MLFQ state of a request.
 
     Attributes:
-        home: Level and used seconds to restore after a promotion, or None.
+        prefill: Tokens that it had to compute when it arrived.
+        key: Position in its queue, unique in it.
+        is_promoted: Whether it has not used up the quantum of a promotion.
+        home: Level and used seconds to restore after that quantum; None to be demoted.
     """
 
+    prefill: int
     level: int
-    place: int
+    key: tuple[int, int]
     used: float
     last: float
+    is_promoted: bool = False
     home: tuple[int, float] | None = None
+
+
+class _Queue:
+    """Requests by key, smallest first."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._keys: list[tuple[int, int]] = []
+
+    def add(self, key: tuple[int, int], request: Request) -> None:
+        at = bisect_left(self._keys, key)
+        self._keys.insert(at, key)
+        self.requests.insert(at, request)
+
+    def remove(self, key: tuple[int, int]) -> None:
+        at = bisect_left(self._keys, key)
+        del self._keys[at], self.requests[at]
 
 
 # Maximum share of time for promoted requests.
 PROMOTION_SHARE = 0.05
+# Default hysteresis in shortest iterations. Swapping one request out for another takes two steps of lead each way
+# (`ProactiveSwap`), in which neither runs. It pays if the other one then runs for at least as long before its turn
+# would have come anyway. Latency hardly depends on it (benchmarks/papers/fastserve/choices).
+_HYSTERESIS_STEPS = 8
 # Weight of the latest step in the mean batch size.
 _BATCH_RATE = 0.05
+
+
+def shortest_step(cost: CostModel) -> float:
+    """Return the seconds of the shortest iteration, a decode of one request."""
+    return cost.step(StepShape(decodes=1, context=1))
 
 
 class SkipJoinMlfq(Callbacks):
@@ -41,15 +72,19 @@ class SkipJoinMlfq(Callbacks):
     its prefill, and is demoted when its quantum is used up. It is charged the profiled time of its own slices. Within a
     queue the order is FIFO: running requests keep their position, demoted and promoted ones join the tail.
 
-    After `starvation_s` seconds without running, a request is promoted to the first queue for one quantum, plus the
-    time to recompute lost KV. It then returns to its former queue, because permanent promotion turns the queues into
-    round robin at overload.
+    After `starvation_s` seconds without running, a request is promoted to the first queue, with the time to recompute
+    lost KV for free.
 
     Args:
         quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model.
-        hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
+        hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them; None
+            derives it from the shortest iteration, and follows revisions.
         promotion_share: Maximum share of time for promoted requests. Infinity bounds waiting, but leaves time for
             little else at overload.
+        returns: Whether a promoted request returns to its former queue after one quantum. Otherwise it moves down
+            queue by queue, as in Algorithm 1.
+        shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill, because those with
+            long ones gain less from the same time. The first queue is always FIFO, so that none starves in it.
         skip_join: Whether requests skip queues; False is plain MLFQ.
     """
 
@@ -60,13 +95,18 @@ class SkipJoinMlfq(Callbacks):
         levels: int = 16,
         quantum_s: float | None = None,
         starvation_s: float = 3.0,
-        hysteresis_s: float = 0.25,
+        hysteresis_s: float | None = None,
         promotion_share: float = PROMOTION_SHARE,
+        returns: bool = False,
+        shortest_prefill: bool = False,
         skip_join: bool = True,
     ) -> None:
-        self._follows_cost = quantum_s is None
+        self._follows_cost, self._follows_steps = quantum_s is None, hysteresis_s is None
+        shortest_s = shortest_step(cost)
         if quantum_s is None:
-            quantum_s = cost.step(StepShape(decodes=1, context=1))
+            quantum_s = shortest_s
+        if hysteresis_s is None:
+            hysteresis_s = _HYSTERESIS_STEPS * shortest_s
         for name, value in (
             ("levels", levels),
             ("quantum_s", quantum_s),
@@ -81,8 +121,7 @@ class SkipJoinMlfq(Callbacks):
         self._starvation_s = starvation_s
         self._skip_join = skip_join
         self._quanta = [quantum_s * 2**level for level in range(levels)]
-        # OrderedDict, because iterating a plain dict whose front was deleted scans the deleted entries.
-        self._queues: list[OrderedDict[Request, _Job]] = [OrderedDict() for _ in range(levels)]
+        self._queues = [_Queue() for _ in range(levels)]
         self._jobs: dict[Request, _Job] = {}
         self._places = count()
         # (time of the next starvation check, request id, request): one entry per request, and stale ones of finished
@@ -91,15 +130,17 @@ class SkipJoinMlfq(Callbacks):
         self._decode_seconds: dict[int, float] = {}
         self._grain_s = hysteresis_s
         self._promotion_share = promotion_share
+        self._returns, self._shortest_prefill = returns, shortest_prefill
         self._next_promotion = -math.inf  # earliest time of the next promotion
         self._batch = 1.0  # mean number of requests in a step
 
     def on_arrived(self, request: Request, now: float) -> None:
         if self._cost.revision != self._revision:
             self._revise()
-        level = self._covering(self._prefill_seconds(request.known - request.reached)) if self._skip_join else 0
-        job = self._jobs[request] = _Job(level, next(self._places), 0.0, now)
-        self._queues[level][request] = job
+        prefill = request.known - request.reached
+        level = self._covering(self._prefill_seconds(prefill)) if self._skip_join else 0
+        job = self._jobs[request] = _Job(prefill, level, self._key(prefill, level), 0.0, now)
+        self._queues[level].add(job.key, request)
         heapq.heappush(self._watch, (now + self._starvation_s, request.id, request))
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
@@ -117,7 +158,7 @@ class SkipJoinMlfq(Callbacks):
                 seconds = decode_seconds.get(bucket) or self._fill_decode_seconds(bucket)
             else:
                 seconds = self._cost.step(StepShape.of((slice_,)))
-            if job.home is not None and (slice_.tokens > 1 or not slice_.samples):
+            if job.is_promoted and (slice_.tokens > 1 or not slice_.samples):
                 # A promoted request gets a quantum besides its recomputation. If that is chunked, it takes longer than
                 # `_promote` estimated, so later chunks delay the next promotion.
                 if not slice_.samples:
@@ -129,7 +170,7 @@ class SkipJoinMlfq(Callbacks):
 
     def on_finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
-        del self._queues[job.level][request]
+        self._queues[job.level].remove(job.key)
         # Stale entries are dropped when due; sweep them when they outnumber the live ones.
         if len(self._watch) > 2 * len(self._jobs) + 256:
             self._watch = [entry for entry in self._watch if entry[2] in self._jobs]
@@ -137,11 +178,11 @@ class SkipJoinMlfq(Callbacks):
 
     def ranked(self, now: float) -> Iterator[Request]:
         self._promote_starving(now)
-        return chain.from_iterable(self._queues)
+        return chain.from_iterable([queue.requests for queue in self._queues])
 
-    def rank(self, request: Request) -> tuple[int, int]:
+    def rank(self, request: Request) -> tuple[int, tuple[int, int]]:
         job = self._jobs[request]
-        return (job.level, job.place)
+        return (job.level, job.key)
 
     def outranks(self, one: Request, other: Request) -> bool:
         return self._jobs[one].level < self._jobs[other].level
@@ -151,23 +192,22 @@ class SkipJoinMlfq(Callbacks):
         jobs, grain, after = self._jobs, self._grain_s, self._starvation_s - now
         execute = self._seconds_above()
         keys = [int(seconds / grain) for seconds in execute]
-        turns: list[tuple[int, int, int, Request]] = []  # places differ: requests are never compared
-        starving: list[tuple[float, int, Request]] = []
+        turns: list[tuple[int, int, tuple[int, int], Request]] = []  # keys differ: requests are never compared
+        starving: list[tuple[float, tuple[int, int], int, Request]] = []
         for request in requests:
             job = jobs[request]
             level = job.level
             due = job.last + after
             if due < execute[level]:
-                starving.append((due, job.place, request))
+                starving.append((due, job.key, level, request))
             else:
-                turns.append((keys[level], level, job.place, request))
+                turns.append((keys[level], level, job.key, request))
         starving.sort()
         # Promotions are rate-limited, so starving requests follow each other at that pace.
         at, pace = max(0.0, self._next_promotion - now), self._quanta[0] / self._promotion_share
-        for due, place, request in starving:
+        for due, key, level, request in starving:
             at = max(at, due)
-            level = jobs[request].level
-            turns.append((min(int(at / grain), keys[level]), level, place, request))
+            turns.append((min(int(at / grain), keys[level]), level, key, request))
             at += pace
         turns.sort()
         return [(turn[0], turn[3]) for turn in turns]
@@ -179,13 +219,14 @@ class SkipJoinMlfq(Callbacks):
         seconds, total, above = [], 0.0, 0
         for quantum, queue in zip(self._quanta, self._queues, strict=True):
             seconds.append(total / self._batch)
-            above += len(queue)
+            above += len(queue.requests)
             total += above * quantum
         return seconds
 
     # -- moving between queues ----------------------------------------------------------------------------
 
     def _step_down(self, request: Request, job: _Job) -> None:
+        job.is_promoted = False
         if job.home is not None:
             level, used = job.home
             job.home = None
@@ -197,9 +238,12 @@ class SkipJoinMlfq(Callbacks):
         self._join(request, job, min(level, len(self._quanta) - 1), 0.0)
 
     def _join(self, request: Request, job: _Job, level: int, used: float) -> None:
-        del self._queues[job.level][request]
-        job.level, job.used, job.place = level, used, next(self._places)
-        self._queues[level][request] = job
+        self._queues[job.level].remove(job.key)
+        job.level, job.used, job.key = level, used, self._key(job.prefill, level)
+        self._queues[level].add(job.key, request)
+
+    def _key(self, prefill: int, level: int) -> tuple[int, int]:
+        return (prefill if self._shortest_prefill and level > 0 else 0, next(self._places))
 
     def _promote_starving(self, now: float) -> None:
         watch, wait = self._watch, self._starvation_s
@@ -220,7 +264,8 @@ class SkipJoinMlfq(Callbacks):
 
     def _promote(self, request: Request, job: _Job, now: float) -> None:
         again = self._prefill_seconds(request.pending)
-        job.home = (job.level, job.used)
+        job.is_promoted = True
+        job.home = (job.level, job.used) if self._returns else None
         self._join(request, job, 0, 0.0)
         self._next_promotion = now + again / self._promotion_share
 
@@ -229,9 +274,11 @@ class SkipJoinMlfq(Callbacks):
     def _revise(self) -> None:
         self._revision = self._cost.revision
         self._decode_seconds.clear()
+        shortest = shortest_step(self._cost)
+        if self._follows_steps:
+            self._grain_s = _HYSTERESIS_STEPS * shortest
         if not self._follows_cost:
             return
-        shortest = self._cost.step(StepShape(decodes=1, context=1))
         scale = shortest / self._quanta[0]
         # Computed instead of scaled: rounding could make the first quantum slightly longer than an iteration.
         self._quanta = [shortest * 2**level for level in range(len(self._quanta))]
@@ -248,7 +295,7 @@ class SkipJoinMlfq(Callbacks):
 
     def _prefill_seconds(self, tokens: int) -> float:
         if tokens == 1:  # a one-token slice is computed and charged as a decode
-            return self._cost.step(StepShape(decodes=1, context=1))
+            return shortest_step(self._cost)
         return self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
 
     def _fill_decode_seconds(self, bucket: int) -> float:

@@ -1,4 +1,4 @@
-"""Starvation thresholds, derived from the objective or from a bound on waiting."""
+"""Starvation thresholds, derived from step times or from a bound on waiting."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import PAUSE_S, StepShape
+from skipjoin.policies.mlfq import shortest_step
 
-# FastServe sets its threshold to the objective, which turns the queues into round robin at overload. In simulations of
-# ShareGPT lengths above capacity, mean and P95 of normalized latency fall until about 100 objectives and then stay.
-_OBJECTIVES = 100
+# Default threshold in shortest iterations: the quantum of the eleventh queue. A request waits until the requests ahead
+# have used their quanta down to its own queue. With a full batch ahead, this takes at most one quantum of that queue,
+# and few outputs are longer than the 1,023 tokens before the eleventh. A request that waits longer waits for requests
+# that arrived later. FastServe uses its objective of 0.3 s, about twelve iterations.
+_ITERATIONS = 1024
 # Maximum ratio of transfer time to computing time; see `min_bound`.
 _MOVING_SHARE = 1.5
 # Transfers of the longest request that may delay a head; see `min_bound`. Three are its own: in, out and in again.
@@ -18,9 +21,9 @@ _MOVING_SHARE = 1.5
 _HEAD_TRANSFERS = 6
 
 
-def starvation_after(slo_s: float) -> float:
-    """Return the seconds without running after which a request is promoted (FastServe section 4.1)."""
-    return _OBJECTIVES * slo_s
+def starvation_after(cost: CostModel) -> float:
+    """Return the default seconds without running after which a request is promoted (FastServe section 4.1)."""
+    return _ITERATIONS * shortest_step(cost)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,41 @@ class QueueParams(Params):
 
     starvation_s: Annotated[
         float | None,
-        Option("Seconds without running until a request is promoted (default: 100 x --slo).", above=0, high=1e9),
+        Option(
+            "Seconds without running until a request is promoted (default: 1024 of the shortest step).",
+            above=0,
+            high=1e9,
+        ),
     ] = None
+    promotion: Annotated[
+        str,
+        Option(
+            "Whether a promoted request stays in the first queue, and is demoted from there, or returns to its former "
+            "queue after one quantum",
+            choices=("first-queue", "one-quantum"),
+        ),
+    ] = "first-queue"
     quantum_s: Annotated[
         float | None,
         Option("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
     ] = None
+    hysteresis_s: Annotated[
+        float | None,
+        Option(
+            "Estimated scheduled times that differ by less count as equal when KV is swapped, in seconds (default: 8 "
+            "of the shortest step).",
+            above=0,
+            high=1e6,
+        ),
+    ] = None
+    order: Annotated[
+        str,
+        Option(
+            "Which request of a queue comes first: the one with the shortest prefill, for a lower mean latency of "
+            "long prompts and a longer tail, or the one that joined it first",
+            choices=("shortest-prefill", "arrival"),
+        ),
+    ] = "arrival"
     paced: Annotated[
         bool,
         Option(
@@ -72,7 +101,7 @@ class QueueParams(Params):
 
 
 def _threshold_s(s: Settings, p: QueueParams) -> float:
-    return starvation_after(s.slo_s) if p.starvation_s is None else p.starvation_s
+    return starvation_after(s.cost) if p.starvation_s is None else p.starvation_s
 
 
 def _threshold_within(bound_s: float, most: WorstCase) -> float:
@@ -108,13 +137,16 @@ def _worst_case(s: Settings, limits: EngineLimits, eviction: EvictionPolicy) -> 
     )
 
 
-def queues(s: Settings, p: QueueParams, *, skip_join: bool) -> Policies:
+def queues(s: Settings, p: QueueParams, *, skip_join: bool, promotion_share: float = PROMOTION_SHARE) -> Policies:
     def ordering() -> SkipJoinMlfq:
         return SkipJoinMlfq(
             s.cost,
             quantum_s=p.quantum_s,
             starvation_s=_threshold_s(s, p),
-            promotion_share=PROMOTION_SHARE if p.paced else math.inf,
+            hysteresis_s=p.hysteresis_s,
+            promotion_share=promotion_share if p.paced else math.inf,
+            returns=p.promotion == "one-quantum",
+            shortest_prefill=p.order == "shortest-prefill",
             skip_join=skip_join,
         )
 

@@ -62,6 +62,7 @@ class RooflineCost:
 
     Args:
         block_size, swap_dtype: Format of blocks in CPU memory. Quantization is faster than the link and costs nothing.
+        link_bytes_per_s: Limit of each GPU's link to CPU memory; None for none.
 
     Raises:
         ConfigError: If the model cannot be split over the group.
@@ -78,6 +79,8 @@ class RooflineCost:
         efficiency: Efficiency = DEFAULT_EFFICIENCY,
         block_size: int = 16,
         swap_dtype: str = "auto",
+        *,
+        link_bytes_per_s: float | None = None,
     ) -> None:
         check_split(model, group)
         if block_size < 1:
@@ -100,8 +103,9 @@ class RooflineCost:
         self._floor_s += share.step_s + share.layer_s * model.layers
 
         # Each GPU copies its shard of a block over its own link.
-        host_bytes_per_s = device.host_bytes_per_s * share.link * group.gpus
-        self._block_s = model.cpu_block_bytes(block_size, swap_dtype) / host_bytes_per_s
+        link = device.host_bytes_per_s * share.link
+        link = link if link_bytes_per_s is None else min(link, link_bytes_per_s)
+        self._block_s = model.cpu_block_bytes(block_size, swap_dtype) / (link * group.gpus)
         self._transfer_s = share.transfer_s
 
     def step(self, shape: StepShape) -> float:

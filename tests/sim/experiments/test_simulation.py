@@ -415,11 +415,31 @@ def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) ->
         settings_of(Machine(hardware=str(path), kv_gib=float("inf")))
 
 
-def test_the_starvation_threshold_follows_the_objective_unless_it_is_set() -> None:
+def test_the_starvation_threshold_follows_step_times_unless_it_is_set() -> None:
     machine = Machine(hardware="a100-40gb", model="opt-13b")
-    assert settings_of(machine)["starvation_s"] == SYSTEM.describe()["starvation_s"] == 30.0
-    assert settings_of(machine, slo_s=1.5)["starvation_s"] == 150.0
-    assert settings_of(machine, slo_s=1.5, recipe_params={"starvation_s": 4.0})["starvation_s"] == 4.0
+    assert settings_of(machine)["starvation_s"] == pytest.approx(25.5, rel=0.05)
+    assert settings_of(replace(machine, model="opt-2.7b"))["starvation_s"] == pytest.approx(8, rel=0.05)
+    assert settings_of(machine, recipe_params={"starvation_s": 4.0})["starvation_s"] == 4.0
+
+
+def test_a_limited_link_slows_simulated_swaps() -> None:
+    machine = Machine(hardware="a100-40gb:tp2", model="opt-13b", swap_bandwidth_gbps=8.0)
+    (system,) = machine.systems("fastserve")
+    # Each of two GPUs moves its half at 1 GB/s.
+    assert system.cost.transfer(1) - system.cost.transfer(0) == pytest.approx(system.block_bytes / 2e9)
+    (fast,) = replace(machine, swap_bandwidth_gbps=1e6).systems("fastserve")
+    assert fast.cost.transfer(1) == replace(machine, swap_bandwidth_gbps=None).systems("fastserve")[0].cost.transfer(1)
+
+
+def test_plans_in_flight_hide_the_time_of_decisions() -> None:
+    slow = replace(SYSTEM, decision_s=0.005)
+    ahead = replace(slow, pipeline_depth=2)
+    one, two = (run(replace(CELL, system=system)) for system in (slow, ahead))
+    assert two["throughput_tps"] > one["throughput_tps"]
+    assert two["settings"]["pipeline_depth"] == 2
+    assert "pipeline_depth" not in one["settings"]
+    with pytest.raises(ConfigError, match="pipeline_depth must be 1 with several stages"):
+        replace(SYSTEM, stages=2, pipeline_depth=2)
 
 
 def test_recipes_use_their_parameters_and_records_report_them() -> None:

@@ -5,7 +5,7 @@ import statistics
 import time
 from pathlib import Path
 
-from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.config import ConfigError, EngineConfig, bytes_per_s
 from skipjoin.config.profile import Profile, ProfileKey, cache_profile, cached_profile, one_at_a_time, read_profile
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
@@ -16,9 +16,9 @@ from skipjoin.engine.profiling.cases import Limits
 from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.engine.profiling.profiler import FIRST_START, Effort, measure_profile
 from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
-from skipjoin.exec.rank_spec import ModelExecutor
+from skipjoin.exec.rank_spec import ModelExecutor, by_stage
 from skipjoin.exec.sampling import Sampling
-from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.cost import LinearCost, with_link_limit
 from skipjoin.recipes import build
 from skipjoin.sampling import SamplingParams
 
@@ -36,6 +36,15 @@ def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress 
 
 
 def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
+    """Return the costs of the profile, with transfers at the limit of the link, which profiles do not contain."""
+    cost = _profiled_cost(config, loaded, on_progress)
+    if (limit := bytes_per_s(config.swap_bandwidth_gbps)) is None:
+        return cost
+    stages = by_stage(loaded.executor.rank_specs)
+    return with_link_limit(cost, sum(max(spec.cpu_block_bytes for spec in stage) / limit for stage in stages))
+
+
+def _profiled_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
     if config.profile == "off":
         return guess_cost(loaded.executor.rank_specs, config.block_size)
     if config.profile == "auto":

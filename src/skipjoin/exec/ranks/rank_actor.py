@@ -63,6 +63,7 @@ class RankModel(NamedTuple):
     largest: LargestStep
     graph_sizes: tuple[int, ...] = ()
     batch_invariant: bool = False
+    link_bytes_per_s: float | None = None
 
 
 class RankPlace(NamedTuple):
@@ -98,6 +99,7 @@ class RankActor:
         self._grammars: Grammars | None = None
         self._block_size = 0
         self._swap_dtype = "auto"
+        self._link_bytes_per_s: float | None = None
         self._largest: LargestStep | None = None
         self._graph_sizes: Sequence[int] = ()
         self._graphs: DecodeGraphs | None = None
@@ -118,6 +120,7 @@ class RankActor:
         device = choose_device(model.device)
         self._threads = model.threads or max(1, usable_cpus() // ranks_here)
         self._block_size, self._swap_dtype, self._largest = model.block_size, model.swap_dtype, model.largest
+        self._link_bytes_per_s = model.link_bytes_per_s
         torch.set_num_threads(self._threads)
         group: Group = Alone() if meeting is None else self._join(shard, meeting, device)
         self._model = load_model(
@@ -151,7 +154,14 @@ class RankActor:
         """
         model = self._loaded
         try:
-            self._store = make_store(model, device_blocks, cpu_blocks, self._block_size, self._swap_dtype)
+            self._store = make_store(
+                model,
+                device_blocks,
+                cpu_blocks,
+                self._block_size,
+                self._swap_dtype,
+                link_bytes_per_s=self._link_bytes_per_s,
+            )
         except (RuntimeError, OSError) as error:  # from torch and from mmap
             spec = rank_spec_of(model, self._block_size, self._threads, self._swap_dtype)
             here, there = (

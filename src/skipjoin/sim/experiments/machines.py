@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from skipjoin.config import ConfigError, SwapType, check_swap_type
-from skipjoin.config.profile import read_profile
+from skipjoin.config import ConfigError, SwapBandwidth, SwapType, bytes_per_s, check_swap_type
+from skipjoin.config.profile import Profile, read_profile
 from skipjoin.options import Option, check
+from skipjoin.policies.cost import LinearCost, with_link_limit
 from skipjoin.recipes import check_names, find, names_in
 from skipjoin.sim.experiments.system import ProfileBasis, System
 from skipjoin.sim.hardware import parse_hardware
@@ -75,6 +76,7 @@ class Machine:
         ),
     ] = None
     swap_dtype: SwapType = "auto"
+    swap_bandwidth_gbps: SwapBandwidth = None
     block_size: Annotated[
         int | None, Option("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
     ] = None
@@ -122,7 +124,9 @@ class Machine:
         return {
             "model": shape.name,
             "hardware": group.name,
-            "cost": RooflineCost(shape, group, block_size=size, swap_dtype=self.swap_dtype),
+            "cost": RooflineCost(
+                shape, group, block_size=size, swap_dtype=self.swap_dtype, link_bytes_per_s=self._link
+            ),
             "kv_blocks": blocks,
             "cpu_blocks": self._cpu_blocks(cpu_block_bytes, swap_bytes),
             "block_bytes": size * shape.kv_bytes_per_token,
@@ -150,7 +154,7 @@ class Machine:
         return {
             "model": profile.key.model,
             "hardware": profile.key.device,
-            "cost": profile.cost,
+            "cost": self._limited(profile),
             "kv_blocks": int(self.kv_gib * _GIB) // profile.kv_bytes_per_block,
             "cpu_blocks": self._cpu_blocks(profile.cpu_bytes_per_block, self.kv_gib * _GIB),
             "block_bytes": profile.kv_bytes_per_block,
@@ -163,6 +167,16 @@ class Machine:
             "decision_s": profile.host_s,
             "basis": ProfileBasis(Path(self.hardware).name, profile.date, profile.errors.median, profile.errors.p95),
         }
+
+    @property
+    def _link(self) -> float | None:
+        return bytes_per_s(self.swap_bandwidth_gbps)
+
+    def _limited(self, profile: Profile) -> LinearCost:
+        if self._link is None:
+            return profile.cost
+        # The ranks of a stage move their shares at the same time, and the costs of stages add up.
+        return with_link_limit(profile.cost, profile.cpu_bytes_per_block / profile.key.tp / self._link)
 
     def _cpu_blocks(self, block_bytes: int, usual_bytes: float) -> int:
         return int(usual_bytes if self.swap_gib is None else self.swap_gib * _GIB) // block_bytes

@@ -21,7 +21,6 @@ from skipjoin.core.events import Event
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request, ServiceClass
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepResult, StepShape
 from skipjoin.exec.simulated import SimulatedExecutor, exactly, none
 from skipjoin.observe.decisions import DecisionTimes
@@ -421,7 +420,7 @@ def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv
     if keeps_kv:
         policies = replace(policies, eviction=KeepKv())
     kv = KVLedger(system.kv_blocks, system.cpu_blocks, system.block_size)
-    core = EngineCore(Scheduler(policies, kv, depth=system.stages))
+    core = EngineCore(system.scheduler(policies, kv))
     executor = SimulatedExecutor(
         system.cost,
         _sampler(lengths),

@@ -16,8 +16,10 @@ from skipjoin.config import (
     SwapType,
     check_swap_type,
 )
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.prefixes import NamedPrefix
-from skipjoin.core.policy import CostModel
+from skipjoin.core.policy import CostModel, Policies
+from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.observe.record import Record
 from skipjoin.options import Option, Value, check
 from skipjoin.policies.dispatch import DISPATCH_RULES
@@ -112,6 +114,16 @@ class System:
     ] = True
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
+    pipeline_depth: Annotated[
+        int,
+        Option(
+            "Plans in flight of a single stage, as in the server: 2 plans the next step while one runs, the server's "
+            "default on a GPU. It takes longer to simulate.",
+            low=1,
+            high=2,
+            group="Scheduling",
+        ),
+    ] = 1
     decision_s: Annotated[float, Option("CPU time of each scheduling decision.", low=0, high=1e6)] = 0.0
     step_noise: Annotated[
         float,
@@ -161,6 +173,8 @@ class System:
         if len(self.stage_shares) not in (0, self.stages):
             raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
         check_swap_type(self.swap_dtype, "cpu_blocks", self.cpu_blocks)
+        if self.stages > 1 and self.pipeline_depth > 1:
+            raise ConfigError("pipeline_depth must be 1 with several stages: every stage has one plan in flight")
         self._check_split()
         find(self.recipe).build(self.settings, self.own_params)
         if self.predictor is not None:
@@ -217,6 +231,14 @@ class System:
                 return self.predictor or default_predictor(workload)
 
     @property
+    def depth(self) -> int:
+        return max(self.stages, self.pipeline_depth)
+
+    def scheduler(self, policies: Policies, kv: KVLedger) -> Scheduler:
+        """Return the scheduler that a server has in this place."""
+        return Scheduler(policies, kv, depth=self.depth, overlap=self.pipeline_depth > 1)
+
+    @property
     def moved_bytes(self) -> int:
         return self.block_bytes if self.cpu_block_bytes is None else self.cpu_block_bytes
 
@@ -228,7 +250,7 @@ class System:
             device_blocks=self.kv_blocks,
             cpu_blocks=self.cpu_blocks,
             block_size=self.block_size,
-            depth=self.stages,
+            depth=self.depth,
         )
         return Settings(
             self.cost,
@@ -260,13 +282,14 @@ class System:
             "swap_dtype": self.swap_dtype,
             "max_model_len": self.max_model_len,
             # Always present, for compatibility with earlier records.
-            "starvation_s": given.get("starvation_s", starvation_after(self.slo_s)),
+            "starvation_s": given.get("starvation_s", starvation_after(self.cost)),
             "max_tokens": self.max_tokens,
             "stages": self.stages,
             "stage_shares": [round(share, 4) for share in self.stage_shares] or None,
             "decision_s": self.decision_s,
             "replicas": self.replicas,
             "dispatch": self.dispatch if self.replicas > 1 else None,
+            **({"pipeline_depth": self.pipeline_depth} if self.pipeline_depth > 1 else {}),
             **({"step_noise": self.step_noise} if self.step_noise else {}),
             **({} if self.enable_prefix_caching else {"enable_prefix_caching": False}),
             **(self._describe_split() if self.prefill_replicas else {}),

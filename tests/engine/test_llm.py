@@ -509,12 +509,18 @@ def test_preemption_does_not_change_texts(recipe: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize(("params", "threshold_s"), [({}, None), ({"starvation_s": 4}, 4.0)])
-def test_starvation_threshold_follows_step_times_unless_it_is_set(
-    params: dict[str, Any], threshold_s: float | None
+@pytest.mark.parametrize(
+    ("settings", "threshold_s"),
+    [
+        ({}, None),
+        ({"slo_s": 2.0}, 200.0),
+        ({"slo_s": 2.0, "recipe_params": {"starvation_s": 4}}, 4.0),
+    ],
+)
+def test_starvation_threshold_follows_step_times_or_the_objective(
+    settings: dict[str, Any], threshold_s: float | None
 ) -> None:
-    settings: dict[str, Any] = {"profile": "off", "kv_cache_gib": 0.1, "recipe": "fastserve", "recipe_params": params}
-    with LLM(progress=False, threads=1, **settings) as llm:
+    with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, recipe="fastserve", **settings) as llm:
         info = llm.engine.info
         assert info.recipe_params["starvation_s"] == (threshold_s or pytest.approx(starvation_after(info.cost)))
 

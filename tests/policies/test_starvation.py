@@ -26,7 +26,8 @@ WORST = WorstCase(
 )
 
 
-def test_the_threshold_follows_the_step_time() -> None:
+def test_the_threshold_follows_the_objective_or_else_the_step_time() -> None:
+    assert starvation_after(WORST.cost, 0.3) == pytest.approx(30.0)
     assert starvation_after(WORST.cost) == pytest.approx(102.4)
 
 

@@ -15,4 +15,8 @@ HOME = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
     # Figure 12 reads the result of figure 11.
-    run_all(HOME, __doc__, [*sorted(path.parent.name for path in HOME.glob("figure*/run.py")), "regions"])
+    run_all(
+        HOME,
+        __doc__,
+        [*sorted(path.parent.name for path in HOME.glob("figure*/run.py")), "regions", "choices", "depth"],
+    )

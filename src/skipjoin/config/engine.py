@@ -22,7 +22,7 @@ from skipjoin.config.shared import (
     check_swap_type,
 )
 from skipjoin.options import ConfigError, Option, Value, check
-from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, absolute, check_recipe
+from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, absolute, check_recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class EngineConfig:
     ] = field(default_factory=dict)
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
     max_num_batched_tokens: MaxBatchedTokens = 2048
-    slo_s: Objective = DEFAULT_SLO_S
+    slo_s: Objective = None
     best_effort_wait_s: BestEffortWait = BEST_EFFORT_WAIT_S
     fair_output_weight: Annotated[
         float | None,

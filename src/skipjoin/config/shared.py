@@ -23,10 +23,10 @@ MaxBatchedTokens = Annotated[
     int, Option("Maximum number of tokens in a step.", low=1, high=1 << 20, group=SCHEDULING, is_common=True)
 ]
 Objective = Annotated[
-    float,
+    float | None,
     Option(
         "Acceptable time per output token, from which recipes derive their parameters. It is not an objective of a "
-        "request.",
+        "request (default: derived from step times, about ten of the shortest).",
         above=0,
         high=1e6,
         flags=("--slo",),

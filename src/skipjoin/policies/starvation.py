@@ -11,8 +11,12 @@ from skipjoin.policies.mlfq import shortest_step
 # Default threshold in shortest iterations: the quantum of the eleventh queue. A request waits until the requests ahead
 # have used their quanta down to its own queue. With a full batch ahead, this takes at most one quantum of that queue,
 # and few outputs are longer than the 1,023 tokens before the eleventh. A request that waits longer waits for requests
-# that arrived later. FastServe uses its objective of 0.3 s, about twelve iterations.
+# that arrived later.
 _ITERATIONS = 1024
+# The same in objectives: FastServe's are ten iterations per token (section 6.1). It uses a single objective, which
+# turns the queues into round robin at overload. Latencies are flat from half of this threshold to four times
+# (benchmarks/papers/fastserve/choices).
+_OBJECTIVES = 100
 # Maximum ratio of transfer time to computing time; see `min_bound`.
 _MOVING_SHARE = 1.5
 # Transfers of the longest request that may delay a head; see `min_bound`. Three are its own: in, out and in again.
@@ -21,9 +25,13 @@ _MOVING_SHARE = 1.5
 _HEAD_TRANSFERS = 6
 
 
-def starvation_after(cost: CostModel) -> float:
-    """Return the default seconds without running after which a request is promoted (FastServe section 4.1)."""
-    return _ITERATIONS * shortest_step(cost)
+def starvation_after(cost: CostModel, slo_s: float | None = None) -> float:
+    """Return the seconds without running after which a request is promoted (FastServe section 4.1).
+
+    Args:
+        slo_s: Acceptable seconds per output token; None derives the threshold from the cost model.
+    """
+    return _ITERATIONS * shortest_step(cost) if slo_s is None else _OBJECTIVES * slo_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
 from skipjoin.recipes import adaptive, alise, baselines, bros, econoserve, fastserve
 from skipjoin.recipes.files import located_errors
 from skipjoin.recipes.registry import (
-    DEFAULT_SLO_S,
     RECIPES,
     EngineLimits,
     Forecasts,
@@ -39,7 +38,6 @@ DEFAULT = "adaptive"
 __all__ = [
     "BEST_EFFORT_WAIT_S",
     "DEFAULT",
-    "DEFAULT_SLO_S",
     "OUTPUT_WEIGHT",
     "RECIPES",
     "EngineLimits",

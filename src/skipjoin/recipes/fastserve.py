@@ -22,7 +22,8 @@ class QueueParams(Params):
     starvation_s: Annotated[
         float | None,
         Option(
-            "Seconds without running until a request is promoted (default: 1024 of the shortest step).",
+            "Seconds without running until a request is promoted (default: 100 x --slo if it is set, or else 1024 of "
+            "the shortest step).",
             above=0,
             high=1e9,
         ),
@@ -101,7 +102,7 @@ class QueueParams(Params):
 
 
 def _threshold_s(s: Settings, p: QueueParams) -> float:
-    return starvation_after(s.cost) if p.starvation_s is None else p.starvation_s
+    return starvation_after(s.cost, s.slo_s) if p.starvation_s is None else p.starvation_s
 
 
 def _threshold_within(bound_s: float, most: WorstCase) -> float:

@@ -14,8 +14,6 @@ from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
 from skipjoin.recipes import files, packages, spelling
 from skipjoin.recipes.renamed import RENAMED, renamed
 
-# Acceptable seconds per output token: FastServe's objective of normalized latency.
-DEFAULT_SLO_S = 0.3
 # Placeholder for an unknown machine.
 _ANY_COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
@@ -51,7 +49,7 @@ class Settings:
 
     Attributes:
         max_seqs, max_tokens: Limits of a step.
-        slo_s: Acceptable seconds per output token.
+        slo_s: Acceptable seconds per output token; None derives parameters from step times.
         best_effort_wait_s: Age from which a best-effort request is served as real-time.
         fair_output_weight: Weight of a generated token relative to a prompt token for fairness between clients; None
             disables fairness.
@@ -63,7 +61,7 @@ class Settings:
     max_seqs: int = 256
     max_tokens: int = 2048
     _: KW_ONLY
-    slo_s: float = DEFAULT_SLO_S
+    slo_s: float | None = None
     best_effort_wait_s: float = BEST_EFFORT_WAIT_S
     fair_output_weight: float | None = None
     has_true_forecasts: bool = False

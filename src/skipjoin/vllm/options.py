@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from skipjoin.forecast import ForecastConfig
 from skipjoin.options import ConfigError, Option, Value, check, settings_of, unknown
-from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, DEFAULT_SLO_S, Forecasts, Recipe, check_recipe, find
+from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, Forecasts, Recipe, check_recipe, find
 
 KEY = "skipjoin"
 _FORECASTER = {one.name for one in fields(ForecastConfig)}
@@ -24,7 +24,10 @@ class PluginOptions:
     """
 
     recipe: Annotated[str, Option("Scheduler, such as fastserve or fastserve[eviction=recompute].")] = DEFAULT
-    slo_s: Annotated[float, Option("Acceptable seconds per output token.", above=0, high=1e6)] = DEFAULT_SLO_S
+    slo_s: Annotated[
+        float | None,
+        Option("Acceptable seconds per output token (default: derived from step times).", above=0, high=1e6),
+    ] = None
     best_effort_wait_s: Annotated[
         float, Option("Age from which a best-effort request is served as real-time.", above=0, high=1e9)
     ] = BEST_EFFORT_WAIT_S

@@ -415,11 +415,12 @@ def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) ->
         settings_of(Machine(hardware=str(path), kv_gib=float("inf")))
 
 
-def test_the_starvation_threshold_follows_step_times_unless_it_is_set() -> None:
+def test_the_starvation_threshold_follows_step_times_or_the_objective() -> None:
     machine = Machine(hardware="a100-40gb", model="opt-13b")
     assert settings_of(machine)["starvation_s"] == pytest.approx(25.5, rel=0.05)
     assert settings_of(replace(machine, model="opt-2.7b"))["starvation_s"] == pytest.approx(8, rel=0.05)
-    assert settings_of(machine, recipe_params={"starvation_s": 4.0})["starvation_s"] == 4.0
+    assert settings_of(machine, slo_s=1.5)["starvation_s"] == 150.0
+    assert settings_of(machine, slo_s=1.5, recipe_params={"starvation_s": 4.0})["starvation_s"] == 4.0
 
 
 def test_a_limited_link_slows_simulated_swaps() -> None:

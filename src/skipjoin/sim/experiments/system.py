@@ -27,7 +27,6 @@ from skipjoin.policies.execution import decode_alone, prefill_alone, scaled_jct
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.recipes import (
     BEST_EFFORT_WAIT_S,
-    DEFAULT_SLO_S,
     OUTPUT_WEIGHT,
     EngineLimits,
     Forecasts,
@@ -80,7 +79,7 @@ class System:
     swap_dtype: SwapType = "auto"
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
     max_num_batched_tokens: MaxBatchedTokens = 2048
-    slo_s: Objective = DEFAULT_SLO_S
+    slo_s: Objective = None
     best_effort_wait_s: BestEffortWait = BEST_EFFORT_WAIT_S
     fair_by: FairBy = "none"
     fair_output_weight: OutputWeight = OUTPUT_WEIGHT
@@ -282,7 +281,7 @@ class System:
             "swap_dtype": self.swap_dtype,
             "max_model_len": self.max_model_len,
             # Always present, for compatibility with earlier records.
-            "starvation_s": given.get("starvation_s", starvation_after(self.cost)),
+            "starvation_s": given.get("starvation_s", starvation_after(self.cost, self.slo_s)),
             "max_tokens": self.max_tokens,
             "stages": self.stages,
             "stage_shares": [round(share, 4) for share in self.stage_shares] or None,

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from skipjoin.core.request import FinishReason
-from skipjoin.observe import lives
-from skipjoin.observe.lives import RUNNING, Life, LifeLog
+from skipjoin.observe.life import RUNNING, Life
+from skipjoin.observe.lives import LifeLog
 from support.load import load, make
 from support.policies import EVICTIONS
 from support.watch import Stepper, World
@@ -134,8 +134,8 @@ def test_number_and_age_of_finished_requests_are_bounded() -> None:
 
 
 def test_intervals_of_one_request_are_bounded_and_their_seconds_stay_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives, "_FIRST", 2)
-    monkeypatch.setattr(lives, "_LAST", 3)
+    monkeypatch.setattr("skipjoin.observe.life._FIRST", 2)
+    monkeypatch.setattr("skipjoin.observe.life._LAST", 3)
     watched = Watched(World("fastserve", max_seqs=1, device_blocks=200))
     watched.stepper.add(*(make(number, max_tokens=100) for number in range(4)))
     watched.run()

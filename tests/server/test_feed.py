@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from skipjoin.cli import app
 from skipjoin.core.request import NO_TARGET, ServiceClass
-from skipjoin.observe.lives import RUNNING, Interval, Life
+from skipjoin.observe.life import RUNNING, Interval, Life
 from skipjoin.recipes import DEFAULT
 from skipjoin.server.api import feed
 from skipjoin.server.api.errors import ApiError

@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.observe.lives import RUNNING, Holder, Life
+from skipjoin.observe.holders import Holder
+from skipjoin.observe.life import RUNNING, Life
 from skipjoin.server.api.reasons import Explanation, explanations
 from skipjoin.server.api.request_index import IndexedRequest
 from skipjoin.server.api.service import Service

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from skipjoin.observe.lives import RUNNING, Life
+from skipjoin.observe.life import RUNNING, Life
 from skipjoin.observe.steps import StepSummary
 from skipjoin.server.api.explain import objectives
 from skipjoin.server.api.responses import encode

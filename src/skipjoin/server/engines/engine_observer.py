@@ -10,7 +10,8 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.policy import explanation
 from skipjoin.core.request import Request, ServiceClass
-from skipjoin.observe.lives import LifeLog, prediction_of
+from skipjoin.observe.life import prediction_of
+from skipjoin.observe.lives import LifeLog
 from skipjoin.observe.steps import StepLog
 from skipjoin.policies.cost import LinearCost
 from skipjoin.server.engines.messages import (

@@ -10,7 +10,8 @@ import msgspec
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
-from skipjoin.observe.lives import Holder, Life
+from skipjoin.observe.holders import Holder
+from skipjoin.observe.life import Life
 from skipjoin.observe.metric_table import Snapshot
 from skipjoin.observe.steps import StepSummary
 from skipjoin.policies.cost import LinearCost

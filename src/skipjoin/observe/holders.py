@@ -1,0 +1,49 @@
+"""Requests that ran while another one waited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from skipjoin.core.request import ServiceClass
+from skipjoin.observe.life import Life
+
+# Requests named as holders of what a request waits for.
+MAX_HOLDERS = 5
+
+
+class Holder(NamedTuple):
+    """Request that ran while another one waited, and for how many seconds."""
+
+    number: int
+    seconds: float
+    service: ServiceClass
+    is_finished: bool
+
+
+def holders(life: Life, others: Iterable[Life], now: float) -> list[Holder]:
+    """Return those of the other requests that ran longest while `life` waited."""
+    waits = life.spans(now, is_running=False)
+    if not waits:
+        return []
+    found = []
+    for other in others:
+        if other.number == life.number or (other.ended or now) <= life.arrival:
+            continue
+        if (seconds := _overlap(waits, other.spans(now, is_running=True))) > 0:
+            found.append(Holder(other.number, seconds, other.service, other.ended is not None))
+    found.sort(key=lambda one: (-one.seconds, one.number))
+    return found[:MAX_HOLDERS]
+
+
+def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
+    """Return the length of the intersection of two lists of consecutive intervals."""
+    total, at = 0.0, 0
+    for begin, end in first:
+        while at < len(second) and second[at][1] <= begin:
+            at += 1
+        for other_begin, other_end in second[at:]:
+            if other_begin >= end:
+                break
+            total += min(end, other_end) - max(begin, other_begin)
+    return total

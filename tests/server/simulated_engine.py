@@ -106,6 +106,10 @@ class SimulatedLoop:
         return COST
 
     @property
+    def between_steps_s(self) -> float:
+        return 0.0
+
+    @property
     def idle(self) -> bool:
         return not self.core.requests and self._plan is None
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import signal
+import sys
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
-from server_worlds import MakeApi, StartServer
+from server_worlds import COST, READY, MakeApi, ServerProcess, StartServer
 from typer.testing import CliRunner
 
 from skipjoin.cli import app
 from skipjoin.cli.explain import duration
 from skipjoin.core.request import ServiceClass
+from skipjoin.engine.step_gaps import StepGaps
 from skipjoin.recipes import DEFAULT
+from skipjoin.replay.comparison import Limits, compare
+from skipjoin.replay.outcome import FIGURES, Outcome
+from skipjoin.server.api import recorded_load
 from skipjoin.server.api.arrivals import Arrival, ArrivalLog
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.replays import Replays
 
 
 def test_recent_load_is_simulated_under_other_recipes_and_limits(start_server: StartServer, tmp_path: Path) -> None:
@@ -48,13 +58,17 @@ def test_recent_load_is_simulated_under_other_recipes_and_limits(start_server: S
 
 
 @pytest.mark.anyio
-async def test_arrivals_have_no_texts_and_belong_to_their_key(make_api: MakeApi) -> None:
+async def test_arrivals_have_no_texts_and_belong_to_their_key(
+    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_load, "TIMEOUT_S", 0.01)  # the scripted engine does not answer
     async with make_api(api_keys=("one", "two")) as api:
         headers = {"Authorization": "Bearer one"}
         await api.http.post("/v1/completions", json={"prompt": "abcdef", "max_tokens": 3, "n": 2}, headers=headers)
         found = (await api.http.get("/debug/arrivals", headers=headers)).json()
         assert [(one["prompt_tokens"], one["output_tokens"]) for one in found["arrivals"]] == [(6, 3)] * 2
-        assert set(found["arrivals"][0]) == {"at", "prompt_tokens", "output_tokens", "service", "ttft_s", "jct_s"}
+        fields = {"at", "prompt_tokens", "output_tokens", "service", "ttft_s", "jct_s", "around_s"}
+        assert set(found["arrivals"][0]) == fields
         others = await api.http.get("/debug/arrivals", headers={"Authorization": "Bearer two"})
         assert others.json()["arrivals"] == []
         refused = await api.http.get("/debug/arrivals?since_s=4000", headers=headers)
@@ -68,3 +82,85 @@ def test_arrivals_are_kept_for_an_hour_and_in_order() -> None:
     assert [one.at for one in log.since(3600.0, None)] == [2000.0, 4999.0]
     assert [one.at for one in log.since(100.0, "me")] == [4999.0]
     assert log.since(3600.0, "you") == []
+
+
+@pytest.mark.anyio
+async def test_simulations_run_one_at_a_time_in_a_process_that_ends_with_its_reader() -> None:
+    program = """import time; print('{"share": 0}', flush=True); time.sleep(600)"""
+    replays = Replays((sys.executable, "-c", program))
+    first = replays.events(b"{}\n")
+    assert b"progress" in await anext(first)
+    process = replays._process
+    assert process is not None
+    with pytest.raises(ApiError, match="runs already"):
+        await anext(replays.events(b"{}\n"))
+    await first.aclose()
+    assert await process.wait() == -signal.SIGKILL
+    again = replays.events(b"{}\n")
+    assert b"progress" in await anext(again)
+    replays.close()  # as when the server stops
+    assert b"without a result" in await anext(again)
+
+
+def test_question_of_the_console_gets_progress_and_the_answer_of_the_command(server: ServerProcess) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for number in range(3):
+            client.post("/v1/completions", json={"prompt": "abcdef", "max_tokens": 5 + number, "ignore_eos": True})
+        answer = client.post("/debug/replay", json={"recipes": ["fcfs"], "max_num_seqs": 1})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [part.split("\n") for part in answer.text.strip().split("\n\n")]
+        names = [name.removeprefix("event: ") for name, _ in events]
+        assert set(names[:-1]) == {"progress"}
+        assert names[-1] == "result"
+        result = json.loads(events[-1][1].removeprefix("data: "))
+        assert [one["name"] for one in result["outcomes"]] == [
+            *(f"{DEFAULT}, measured", f"{DEFAULT}, simulated", "fcfs, max_num_seqs 1")
+        ]
+        assert set(result["errors"]) == set(FIGURES)
+        assert all(one["curve"] == sorted(one["curve"]) for one in result["outcomes"])
+        for body, error in (
+            ({"recipes": ["./own.py:mine"]}, "'./own.py:mine' is not one of"),  # no file of the client's choice runs
+            ({"recipes": ["fcfs"], "max_num_seqs": 0}, "max_num_seqs must be in"),
+            ({"recipes": ["fcfs[nothing=1]"]}, "nothing"),
+            ({"recipes": []}, "recipes"),
+        ):
+            refused = client.post("/debug/replay", json=body)
+            assert (refused.status_code, error in refused.json()["error"]["message"]) == (400, True), refused.text
+
+
+@pytest.mark.anyio
+async def test_only_operators_may_start_simulations(make_api: MakeApi) -> None:
+    async with make_api(api_keys=("one",)) as api:
+        headers = {"Authorization": "Bearer one"}
+        refused = await api.http.post("/debug/replay", json={"recipes": ["fcfs"]}, headers=headers)
+        assert refused.status_code == 403
+
+
+def test_times_between_steps_do_not_contain_pauses() -> None:
+    gaps = StepGaps()
+    gaps.step_ended(10.0, 1.0)
+    gaps.step_ended(11.5, 1.0)
+    assert gaps.mean_s == pytest.approx(0.5)
+    gaps.paused()
+    gaps.step_ended(100.0, 1.0)
+    gaps.step_ended(100.9, 1.0)  # overlapped: no time between them
+    assert 0 < gaps.mean_s < 0.5
+
+
+def test_measured_overheads_are_part_of_simulated_times() -> None:
+    machine = {**msgspec.structs.asdict(READY), "recipe_path": "fcfs", "replicas": 1, "between_steps_s": 0.0}
+    machine |= {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    machine["cost"] = dataclasses.asdict(COST)
+    times = {"prompt_tokens": 8, "output_tokens": 4, "service": "real-time", "ttft_s": 0.1, "jct_s": 0.2}
+    arrivals = [{"at": float(at), "around_s": around, **times} for at, around in ((0, 0.0), (100, 0.3), (200, None))]
+
+    def simulated() -> Outcome:
+        return compare({"machine": machine, "arrivals": arrivals}, [], Limits()).outcomes[1]
+
+    bare = simulated()
+    assert bare.ttft_s[1] - bare.ttft_s[0] == pytest.approx(0.3)
+    assert bare.ttft_s[2] - bare.ttft_s[0] == pytest.approx(0.15)  # the median where it was not measured
+    machine["between_steps_s"] = 0.5
+    slow = simulated()
+    assert slow.ttft_s[0] - bare.ttft_s[0] == pytest.approx(0.5)
+    assert slow.jct_s[0] - bare.jct_s[0] == pytest.approx(4 * 0.5)

@@ -13,6 +13,7 @@ from skipjoin.cli.batch import batch
 from skipjoin.cli.bench import bench
 from skipjoin.cli.chat import chat
 from skipjoin.cli.commands import Commands
+from skipjoin.cli.console import console
 from skipjoin.cli.convert import convert
 from skipjoin.cli.demo import demo
 from skipjoin.cli.environment import environment
@@ -33,7 +34,22 @@ app = Commands(
     help="LLM serving whose scheduler can stop any request after any token and run another.",
     pretty_exceptions_enable=False,
 )
-for command in (serve, demo, generate, chat, top, explain, recipes, convert, profile, simulate, replay, bench, plot):
+for command in (
+    serve,
+    demo,
+    generate,
+    chat,
+    console,
+    top,
+    explain,
+    recipes,
+    convert,
+    profile,
+    simulate,
+    replay,
+    bench,
+    plot,
+):
     app.command()(command)
 for name, command in (("pull", pull), ("list", list_models), ("env", environment)):
     app.command(name)(command)

@@ -79,3 +79,31 @@ export function stack(label, parts, total) {
     }));
   return bar;
 }
+
+// Cumulative distributions over a logarithmic axis. series: [{tone, dashed, values}], each the quantiles 1 %, 2 %, ...
+export function distribution(label, series, { format = String, height = 240 } = {}) {
+  const floor = 1e-4;
+  const all = series.flatMap((one) => one.values).map((value) => Math.max(value, floor));
+  const low = Math.log10(Math.min(...all)) - 0.05;
+  const high = Math.max(Math.log10(Math.max(...all)) + 0.05, low + 0.5);
+  const px = (value) => LEFT + ((Math.log10(Math.max(value, floor)) - low) / (high - low)) * (WIDTH - LEFT - 8);
+  const py = (share) => height - 22 - share * (height - 34);
+  const spread = high - low;
+  const ticks = [];
+  for (let power = Math.floor(low); power <= high; power += 1) {
+    for (const step of spread < 1.5 ? [1, 2, 5] : spread < 3 ? [1, 3] : [1]) ticks.push(step * 10 ** power);
+  }
+  return s("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label },
+    [0, 0.5, 0.95].map((share) => [
+      s("line", { class: "axis", x1: LEFT, x2: WIDTH - 8, y1: py(share), y2: py(share) }),
+      s("text", { x: LEFT - 6, y: py(share) + 4, "text-anchor": "end" }, `${100 * share} %`),
+    ]),
+    ticks.filter((value) => px(value) >= LEFT && px(value) <= WIDTH - 20).map((value) => [
+      s("line", { class: "axis", x1: px(value), x2: px(value), y1: py(0), y2: py(1) }),
+      s("text", { x: px(value), y: height - 6, "text-anchor": "middle" }, format(value)),
+    ]),
+    series.map((one) => s("path", {
+      class: `stroke tone-${one.tone}`, "stroke-dasharray": one.dashed ? "5 4" : null, "stroke-linejoin": "round",
+      d: one.values.map((value, at) => `${at ? "L" : "M"}${px(value).toFixed(1)} ${py((at + 1) / (one.values.length + 1)).toFixed(1)}`).join(""),
+    })));
+}

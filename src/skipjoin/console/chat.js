@@ -1,6 +1,6 @@
 // Chat with the served model. The conversation stays in this page.
 
-import { Unauthorized, events, getJson, headers, setKey } from "./data.js";
+import { Unauthorized, connect, events, getJson, post, setKey } from "./data.js";
 import { h, show } from "./dom.js";
 import { count, duration } from "./format.js";
 
@@ -57,10 +57,7 @@ async function generate() {
   let first = null;
   draw();
   try {
-    const response = await fetch("/v1/chat/completions", {
-      method: "POST", redirect: "error", signal: running.signal, headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(sent),
-    });
-    if (!response.ok) throw new Error((await response.json())?.error?.message ?? `HTTP status ${response.status}`);
+    const response = await post("/v1/chat/completions", sent, running.signal);
     for await (const [, data] of events(response)) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
@@ -76,7 +73,7 @@ async function generate() {
     }
   } catch (error) {
     if (error.name === "AbortError") answer.note = "stopped";
-    else answer.error = error.message;
+    else answer.error = error instanceof Unauthorized ? "This server needs an API key: enter it in the settings." : error.message;
   }
   running = null;
   draw();
@@ -87,7 +84,7 @@ function entry(message, at) {
   const isLast = at === messages.length - 1;
   const tools = message.role === "assistant" && [
     message.note ? h("span", null, message.note) : null,
-    message.id ? h("a", { href: `/console#/request/${encodeURIComponent(message.id)}`, target: "_blank" }, "Why did it take this long?") : null,
+    message.id ? h("a", { href: `/console${location.search}#/request/${encodeURIComponent(message.id)}`, target: "_blank" }, "Why did it take this long?") : null,
     isLast && !running ? h("button", { id: "again", onclick: again }, "Regenerate") : null,
   ];
   return h("article", { class: `message ${message.role}` },
@@ -134,5 +131,7 @@ $("key").addEventListener("change", () => {
   setKey($("key").value.trim());
   loadModels();
 });
+document.getElementById("console").href = `/console${location.search}`;
+await connect();
 draw();
 loadModels();

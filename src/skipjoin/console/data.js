@@ -5,24 +5,43 @@ const MAX_FINISHED = 2000;
 const MAX_STEPS = 30000;
 const KEY = "skipjoin-key";
 
+// The page's own server, or one of those that a separate console shows, chosen by ?server=1.
+let base = "";
+
+export async function connect() {
+  const found = await (await fetch("/console/servers.json")).json();
+  const chosen = Math.max(0, found.findIndex((one, at) => String(at) === new URLSearchParams(location.search).get("server")));
+  base = found[chosen].path;
+  return { servers: found, chosen };
+}
+
 export class Unauthorized extends Error {}
 
 export function setKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
-  else sessionStorage.removeItem(KEY);
+  if (key) sessionStorage.setItem(KEY + base, key);
+  else sessionStorage.removeItem(KEY + base);
 }
 
 export function headers() {
-  const key = sessionStorage.getItem(KEY);
+  const key = sessionStorage.getItem(KEY + base);
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
 export async function getJson(path) {
-  const response = await fetch(path, { headers: headers(), redirect: "error" });
+  const response = await fetch(base + path, { headers: headers(), redirect: "error" });
   if (response.status === 401) throw new Unauthorized();
   const body = await response.json();
   if (!response.ok) throw new Error(body?.error?.message ?? `HTTP status ${response.status}`);
   return body;
+}
+
+export async function post(path, body, signal) {
+  const response = await fetch(base + path, {
+    method: "POST", redirect: "error", signal, headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(body),
+  });
+  if (response.status === 401) throw new Unauthorized();
+  if (!response.ok) throw new Error((await response.json())?.error?.message ?? `HTTP status ${response.status}`);
+  return response;
 }
 
 // Events of a stream as [name, data]. fetch, unlike EventSource, can send the key.
@@ -92,7 +111,7 @@ export class Store {
 export async function follow(store, on) {
   for (;;) {
     try {
-      const response = await fetch("/debug/events", { headers: headers(), redirect: "error", cache: "no-store" });
+      const response = await fetch(`${base}/debug/events`, { headers: headers(), redirect: "error", cache: "no-store" });
       if (response.status === 401) throw new Unauthorized();
       if (!response.ok) throw new Error((await response.json())?.error?.message ?? `HTTP status ${response.status}`);
       for await (const [name, data] of events(response)) {

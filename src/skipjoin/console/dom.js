@@ -65,8 +65,8 @@ export function facts(pairs) {
   return h("dl", { class: "facts" }, pairs.filter((pair) => pair && pair[1] !== null && pair[1] !== "").map(([name, value]) => [h("dt", null, name), h("dd", null, value)]));
 }
 
-export function state(name, text) {
-  return h("span", { class: `state ${tone(name)}` }, h("span", { class: "dot", "aria-hidden": "true" }), text);
+export function state(name, text, color = null) {
+  return h("span", { class: `state ${color ? `tone-${color}` : tone(name)}` }, h("span", { class: "dot", "aria-hidden": "true" }), text);
 }
 
 const TONES = {

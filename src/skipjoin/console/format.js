@@ -19,6 +19,11 @@ export function percent(share) {
   return Number.isFinite(share) ? `${Math.round(100 * share)} %` : "–";
 }
 
+export function signed(share) {
+  const percents = Math.round(100 * share);
+  return `${percents > 0 ? "+" : percents < 0 ? "−" : ""}${Math.abs(percents)} %`;
+}
+
 export function clock(unix) {
   return new Date(unix * 1000).toLocaleTimeString("en-GB");
 }

@@ -1,6 +1,6 @@
 // Shell of the console: tabs, the connection, and the view that the address names.
 
-import { Store, follow, setKey } from "./data.js";
+import { Store, connect, follow, setKey } from "./data.js";
 import { h, show } from "./dom.js";
 import { batches } from "./views/batches.js";
 import { forecasts } from "./views/forecasts.js";
@@ -10,14 +10,16 @@ import { objectives } from "./views/objectives.js";
 import { replicas } from "./views/replicas.js";
 import { request } from "./views/request.js";
 import { timeline } from "./views/timeline.js";
+import { whatif } from "./views/whatif.js";
 
 // A view is made by (store, main, argument) and returns {update, close}. `update` runs with every snapshot.
-const VIEWS = { now, timeline, memory, objectives, forecasts, batches, replicas };
+const VIEWS = { now, timeline, memory, objectives, forecasts, whatif, batches, replicas };
 const TITLES = {
-  now: "Now", timeline: "Timeline", memory: "Memory", objectives: "Objectives", forecasts: "Forecasts", batches: "Batches",
+  now: "Now", timeline: "Timeline", memory: "Memory", objectives: "Objectives", forecasts: "Forecasts", whatif: "What if", batches: "Batches",
   replicas: "Replicas",
 };
 
+const { servers, chosen } = await connect();
 const store = new Store();
 const main = document.getElementById("main");
 let view = null;
@@ -32,7 +34,7 @@ function open() {
   document.title = `${shown === "request" ? "Request" : TITLES[shown]} – Skipjoin console`;
   show(document.getElementById("tabs"), Object.keys(VIEWS).map((one) =>
     h("a", { href: `#/${one}`, "aria-current": one === shown ? "page" : null }, TITLES[one])),
-    h("a", { href: "/" }, "Chat"));
+    h("a", { href: `/${location.search}` }, "Chat"));
   if (store.now) view.update?.();
 }
 
@@ -66,6 +68,11 @@ function askKey() {
   });
 }
 
+if (servers.length > 1) {
+  const choice = h("select", { "aria-label": "Server", onchange: () => { location.search = `?server=${choice.value}`; } },
+    servers.map((one, at) => h("option", { value: at, selected: at === chosen }, one.name)));
+  document.getElementById("server").before(choice);
+}
 addEventListener("hashchange", () => { open(); main.focus({ preventScroll: true }); scrollTo(0, 0); });
 open();
 status("connecting", "");

@@ -16,6 +16,7 @@ from skipjoin.core.step import StepPlan, StepResult, StepShape
 from skipjoin.engine.build import Engine
 from skipjoin.engine.driver import StepDriver
 from skipjoin.engine.rank_losses import RankLosses
+from skipjoin.engine.step_gaps import StepGaps
 from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
@@ -44,6 +45,7 @@ class EngineLoop:
         self._seeds = random.Random(engine.seed)
         self._running: deque[StepPlan] = deque()
         self._losses = RankLosses()
+        self._gaps = StepGaps()
         self._compiling: dict[Future[object], Request] = {}  # requests that await their grammars
 
     def add(
@@ -126,6 +128,11 @@ class EngineLoop:
         return self._cost.current
 
     @property
+    def between_steps_s(self) -> float:
+        """Mean time between consecutive steps that the steps themselves do not take."""
+        return self._gaps.mean_s or 0.0
+
+    @property
     def idle(self) -> bool:
         return not (self.core.requests or self._driver.in_flight or self.core.kv.is_moving)
 
@@ -151,8 +158,11 @@ class EngineLoop:
         try:
             if self.idle:
                 self.engine.executor.check()
-            if self._driver.turn() is None:
+            is_stuck = self._driver.turn() is None
+            if is_stuck:
                 self._release_compiled(_COMPILE_WAIT_S)
+            if is_stuck or self.idle:
+                self._gaps.paused()
         except RankError as error:
             self._restart(error)
         events = self.core.take_events()
@@ -177,6 +187,7 @@ class EngineLoop:
 
     def _learn(self, result: StepResult) -> None:
         self._running.popleft()
+        self._gaps.step_ended(self.clock(), result.seconds)
         # The time of a step that dropped slices is not that of its shape.
         if result.plan.slices and not result.dropped:
             self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)

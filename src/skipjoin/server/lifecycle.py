@@ -36,8 +36,8 @@ from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.server import logs
 from skipjoin.server.api.app import build_app, build_metrics_app
+from skipjoin.server.api.console_streams import ConsoleStreams
 from skipjoin.server.api.errors import unavailable
-from skipjoin.server.api.feed import Feed
 from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
@@ -168,8 +168,8 @@ class Server:
         self._engine_config = replace(
             settings.engine, max_live_requests=live_requests, learned_dir=state_folder(settings.forecasts)
         )
-        self._feed = Feed(self._service, has_batches=self._batches.is_enabled)
-        app = build_app(self._service, self._batches.add_routes, self._batches.body_limits, self._feed)
+        self._streams = ConsoleStreams(self._service, has_batches=self._batches.is_enabled)
+        app = build_app(self._service, self._batches.add_routes, self._batches.body_limits, self._streams)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         limits = connection_limits(config)
         proxies = config.forwarded_allow_ips
@@ -191,7 +191,7 @@ class Server:
         try:
             code = await self._serve([url_of(one, is_secure=self._config.is_secure) for one in listeners])
         finally:
-            self._feed.close()  # streams to consoles would delay the end
+            self._streams.close()
             for http in self._http:
                 http.should_exit = True
             await self._batches.close()

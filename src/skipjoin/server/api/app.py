@@ -15,7 +15,7 @@ from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.browsers import SiteRules
 from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.completions import CompletionEndpoint
-from skipjoin.server.api.feed import Feed
+from skipjoin.server.api.console_streams import ConsoleStreams
 from skipjoin.server.api.generation import Endpoint
 from skipjoin.server.api.replies import answer
 from skipjoin.server.api.service import Service
@@ -30,22 +30,22 @@ def build_app(
     service: Service,
     add_more: AddRoutes | None = None,
     body_limits: Mapping[tuple[str, str], int] | None = None,
-    feed: Feed | None = None,
+    streams: ConsoleStreams | None = None,
 ) -> AccessGuard:
     """Return the application of a service. Its `.app` is the FastAPI object behind the guard.
 
     Args:
         body_limits: Maximum body sizes of routes with larger bodies, by method and path.
-        feed: Snapshots for consoles, which the caller closes when the server stops.
+        streams: Streams for consoles, which the caller closes when the server stops.
     """
     config = service.config
-    app = _new_app()
+    app = new_app()
     status.add_routes(app, service)
     for kind in ENDPOINTS:
         _add_endpoint(app, kind(service))
     tokens.add_routes(app, service)
     if config.console:
-        debug.add_routes(app, service, feed or Feed(service))
+        debug.add_routes(app, service, streams or ConsoleStreams(service))
         pages.add_routes(app)
     bodies = {kind.path: kind.body_type for kind in ENDPOINTS} | tokens.BODIES
     if add_more is not None:
@@ -65,7 +65,7 @@ def build_app(
 
 
 def build_metrics_app(service: Service) -> AccessGuard:
-    app, config = _new_app(openapi_url=None), service.config
+    app, config = new_app(openapi_url=None), service.config
     status.add_metrics(app, service)
     return AccessGuard(
         app,
@@ -76,7 +76,8 @@ def build_metrics_app(service: Service) -> AccessGuard:
     )
 
 
-def _new_app(**settings: Any) -> FastAPI:
+def new_app(**settings: Any) -> FastAPI:
+    """Return an application that answers errors in OpenAI's format."""
     app = FastAPI(
         title="Skipjoin",
         version=VERSION,

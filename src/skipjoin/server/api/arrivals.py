@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skipjoin.core.request import ServiceClass
 
@@ -19,6 +19,9 @@ class Arrival(NamedTuple):
     Attributes:
         at: Seconds since the epoch.
         ttft_s: Time to first token, and `jct_s` to the end, as the API process saw them; None without a token.
+        number: Number of the choice at the engines.
+        submit_s: Time from the arrival until the choice was sent to an engine.
+        first_at: Monotonic time of the first token.
     """
 
     at: float
@@ -28,6 +31,14 @@ class Arrival(NamedTuple):
     ttft_s: float | None
     jct_s: float
     owner: str
+    number: int = -1
+    submit_s: float = 0.0
+    first_at: float | None = None
+
+    def public(self, around_s: float | None) -> dict[str, Any]:
+        """Return what a replay needs, with the time of the request outside the engine if it is known."""
+        names = ("at", "prompt_tokens", "output_tokens", "service", "ttft_s", "jct_s")
+        return {**{name: getattr(self, name) for name in names}, "around_s": around_s}
 
 
 class ArrivalLog:
@@ -43,4 +54,5 @@ class ArrivalLog:
     def since(self, seconds: float, owner: str | None) -> list[Arrival]:
         """Return the arrivals of the last `seconds` of a client, or of all with None, in order."""
         oldest = self._clock() - min(seconds, KEEP_S)
-        return sorted(one for one in self._kept if one.at >= oldest and owner in (None, one.owner))
+        found = (one for one in self._kept if one.at >= oldest and owner in (None, one.owner))
+        return sorted(found, key=lambda one: one.at)

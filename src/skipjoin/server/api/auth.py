@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skipjoin.config.key_files import owner_of_key
 from skipjoin.server.api.browsers import ANY_SITE, SiteRules, with_cors
 from skipjoin.server.api.errors import ApiError, unauthorized
-from skipjoin.server.api.page_paths import FILES
+from skipjoin.server.api.page_paths import FILES, SERVERS_PATH
 
 # All other paths need a key, including paths that do not exist.
 PROBE_PATHS = frozenset(["/health", "/ready", "/live"])
-OPEN_PATHS = PROBE_PATHS.union(FILES)
+OPEN_PATHS = PROBE_PATHS.union(FILES, [SERVERS_PATH])
 # Owner of requests to a server without keys.
 ANONYMOUS = "anonymous"
 METRICS_PATH = "/metrics"

@@ -12,13 +12,15 @@ from fastapi.responses import StreamingResponse
 
 from skipjoin.server.api import arrivals
 from skipjoin.server.api.auth import ANONYMOUS
+from skipjoin.server.api.browsers import json_body
+from skipjoin.server.api.console_streams import ConsoleStreams
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.explain import Explainer, find_lives, recent_lives
-from skipjoin.server.api.feed import Feed
+from skipjoin.server.api.recorded_load import recorded_load
+from skipjoin.server.api.replays import ReplayBody, question_of
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.request_index import KEEP_S
 from skipjoin.server.api.service import Service
-from skipjoin.server.engines.messages import DescribeRequests, RequestStates
 
 # An engine answers between two steps, which do not take longer unless it hangs.
 TIMEOUT_S = 5.0
@@ -27,7 +29,7 @@ MAX_LIVES = 1000
 _NO_BUFFERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
+def add_routes(app: FastAPI, service: Service, streams: ConsoleStreams) -> None:
     """Add the routes. Keys without operator rights see only their own requests."""
 
     def viewer(request: Request) -> str | None:
@@ -52,9 +54,8 @@ def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
     @app.get("/debug/events")
     async def stream_events(request: Request) -> Response:
         """Stream snapshots of the server as server-sent events."""
-        events = feed.events(viewer(request))
-        first = await anext(events)  # an error has a status
-        return StreamingResponse(_all(first, events), media_type="text/event-stream", headers=_NO_BUFFERS)
+        events = streams.feed.events(viewer(request))
+        return await _streamed(events)
 
     @app.get("/debug/lives")
     async def show_lives(request: Request) -> Response:
@@ -68,20 +69,17 @@ def add_routes(app: FastAPI, service: Service, feed: Feed) -> None:
     async def show_arrivals(request: Request) -> Response:
         """Return the lengths and times of requests that ended in the last hour, and the machine that served them."""
         owner = viewer(request)
-        found = service.arrivals.since(_number(request, "since_s", arrivals.KEEP_S, arrivals.KEEP_S), owner)
-        replies = await service.client.ask(lambda number, engine: DescribeRequests(number, rows=0), TIMEOUT_S)
-        machine = {**msgspec.structs.asdict(service.info), "replicas": service.client.wanted}
-        del machine["folder"]
-        costs = (reply.cost for reply in replies.by_engine.values() if isinstance(reply, RequestStates))
-        machine["cost"] = next(filter(None, costs), service.info.cost)
-        return json_response(
-            {
-                "machine": machine,
-                "arrivals": [
-                    {name: value for name, value in one._asdict().items() if name != "owner"} for one in found
-                ],
-            }
-        )
+        since_s = _number(request, "since_s", arrivals.KEEP_S, arrivals.KEEP_S)
+        return json_response(await recorded_load(service, owner, since_s))
+
+    @app.post("/debug/replay")
+    async def replay(request: Request) -> Response:
+        """Simulate the load of the last hour under other recipes and limits, with progress as server-sent events."""
+        if viewer(request) is not None:
+            raise ApiError(403, "only a key with operator=yes may start simulations", code="operator_only")
+        body = await service.parse(await json_body(request), ReplayBody)
+        load = await recorded_load(service, None, body.since_s)
+        return await _streamed(streams.replays.events(await service.in_thread(question_of, load, body)))
 
     @app.get("/debug/requests/{name:path}")
     async def explain_request(name: str, request: Request) -> Response:
@@ -124,6 +122,12 @@ def _number(request: Request, name: str, default: float, high: float) -> float:
     if not 1 <= value <= high:
         raise bad_request(f"{name} must be a number in [1, {high:g}], got {text[:40]!r}", name)
     return value
+
+
+async def _streamed(events: AsyncGenerator[bytes, None]) -> Response:
+    """Return a stream of events. An error before the first one has its status."""
+    first = await anext(events)
+    return StreamingResponse(_all(first, events), media_type="text/event-stream", headers=_NO_BUFFERS)
 
 
 async def _all(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

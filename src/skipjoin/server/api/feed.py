@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from skipjoin.recipes import listed
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.explain import words_of
 from skipjoin.server.api.reasons import explanations
@@ -66,7 +67,7 @@ class Feed:
             raise ApiError(503, f"{MAX_LISTENERS} consoles listen already", code="too_many_consoles")
         self._listeners += 1
         try:
-            yield _event("hello", encode(self._hello(owner)))
+            yield event("hello", encode(self._hello(owner)))
             while not self._is_closed:
                 try:
                     snapshot = await asyncio.shield(self._upcoming())
@@ -74,7 +75,7 @@ class Feed:
                     if self._is_closed:
                         return
                     raise
-                yield _event("snapshot", snapshot.encoded(owner))
+                yield event("snapshot", snapshot.encoded(owner))
         finally:
             self._listeners -= 1
 
@@ -92,6 +93,7 @@ class Feed:
             "step_fields": STEP_FIELDS,
             "sees_all": owner is None,
             "has_batches": self._has_batches,
+            "recipes": sorted(listed()),
             "reasons": words_of(explanations(info)),
             "finished": visible(self._backlog, owner),
         }
@@ -133,5 +135,6 @@ class Feed:
         return DescribeRequests(number, rows=MAX_ROWS, finished_after=after, has_steps=True)
 
 
-def _event(name: str, data: bytes) -> bytes:
+def event(name: str, data: bytes) -> bytes:
+    """Return a server-sent event."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

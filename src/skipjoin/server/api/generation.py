@@ -112,6 +112,7 @@ class JobRun:
         self._indexed: IndexedRequest | None = None
         self._is_closed = False
         self.first_token_at: float | None = None
+        self._submitted_at = job.arrived
 
     async def __aenter__(self) -> JobRun:
         """Submit the choices, and yield in between so that other clients are served."""
@@ -121,6 +122,7 @@ class JobRun:
                 self._submit(number, options)
                 if number % _AT_ONCE == _AT_ONCE - 1:
                     await asyncio.sleep(0)
+            self._submitted_at = time.monotonic()
             job, numbers = self.job, [sequence.id for sequence in self._sequences]
             self._indexed = self._service.index.add(job.format.id, job.request_id, job.owner, numbers)
         except BaseException:
@@ -235,7 +237,7 @@ class JobRun:
     def _note_arrivals(self) -> None:
         job, age_s = self.job, time.monotonic() - self.job.arrived
         first_s = None if self.first_token_at is None else self.first_token_at - job.arrived
-        for choice in job.choices:
+        for choice, sequence in zip(job.choices, self._sequences, strict=True):
             if choice.tokens:
                 self._service.arrivals.add(
                     Arrival(
@@ -246,6 +248,9 @@ class JobRun:
                         first_s,
                         age_s,
                         job.owner,
+                        sequence.id,
+                        self._submitted_at - job.arrived,
+                        self.first_token_at,
                     )
                 )
         choices, n = self.job.choices, self.job.copies

@@ -6,12 +6,17 @@ All work happens in the browser, so that no page can occupy this process for lon
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
 from fastapi import FastAPI, Request, Response
 
-from skipjoin.server.api.page_paths import FILES
+from skipjoin.server.api.page_paths import FILES, SERVERS_PATH, NamedServer
+from skipjoin.server.api.responses import encode
+
+# The server that sends the pages.
+THIS_SERVER = NamedServer("", "")
 
 # Nothing from another host, no inline scripts or styles, no frames.
 _POLICY = (
@@ -37,9 +42,10 @@ class _Page(NamedTuple):
     headers: dict[str, str]
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add a route for each file."""
+def add_routes(app: FastAPI, servers: Sequence[NamedServer] = (THIS_SERVER,)) -> None:
+    """Add a route for each file, and one for the servers that the pages show."""
     pages = {path: _read(name) for path, name in FILES.items()}
+    pages[SERVERS_PATH] = _page(encode([one._asdict() for one in servers]), "application/json")
 
     async def show(request: Request) -> Response:
         page = pages[request.url.path]
@@ -53,5 +59,8 @@ def add_routes(app: FastAPI) -> None:
 
 def _read(name: str) -> _Page:
     body = files("skipjoin").joinpath("console", *name.split("/")).read_bytes()
-    kind = _TYPES[name.rpartition(".")[2]]
+    return _page(body, _TYPES[name.rpartition(".")[2]])
+
+
+def _page(body: bytes, kind: str) -> _Page:
     return _Page(body, {**_HEADERS, "content-type": kind, "etag": f'"{hashlib.sha256(body).hexdigest()[:16]}"'})

@@ -46,7 +46,12 @@ class EngineObserver:
             self._steps.observe(events)
 
     def describe(
-        self, question: DescribeRequests, core: EngineCore, now: float, cost: LinearCost | None = None
+        self,
+        question: DescribeRequests,
+        core: EngineCore,
+        now: float,
+        cost: LinearCost | None = None,
+        between_steps_s: float = 0.0,
     ) -> RequestStates:
         """Return the states of unfinished requests in rank order. `now` is on the engine's clock."""
         lives, after, begin = self._lives, question.finished_after, time.perf_counter()
@@ -64,6 +69,7 @@ class EngineObserver:
             self._steps.take() if question.has_steps else [],
             time.perf_counter() - begin,
             cost,
+            between_steps_s,
         )
 
     def find(self, question: FindLives, core: EngineCore, now: float) -> LivesFound:

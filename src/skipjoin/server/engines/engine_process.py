@@ -12,7 +12,7 @@ from skipjoin.server.engines.messages import Ready, Setup
 
 logger = logging.getLogger("skipjoin.engine")
 # Fields of `Ready` that are not fields of the engine's `info`.
-_OTHER_FACTS = {"cost", "caches_prefixes", "max_num_seqs", "max_num_batched_tokens"}
+_OTHER_FACTS = {"cost", "caches_prefixes", "max_num_seqs", "max_num_batched_tokens", "recipe_path", "recipe_params"}
 
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
@@ -26,6 +26,8 @@ def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
         caches_prefixes=engine.caches_prefixes,
         max_num_seqs=setup.config.max_num_seqs,
         max_num_batched_tokens=setup.config.max_num_batched_tokens,
+        recipe_path=setup.config.recipe,
+        recipe_params=setup.config.recipe_params,
     )
     return EngineLoop(engine), ready
 

@@ -14,6 +14,7 @@ from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
 from skipjoin.observe.metric_table import Snapshot
 from skipjoin.observe.steps import StepSummary
+from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
@@ -130,6 +131,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     Attributes:
         cpu_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
         max_num_seqs: Maximum number of requests in a step, and `max_num_batched_tokens` of tokens, for explanations.
+        recipe_path: Recipe as configured, with the absolute path of its file if it is in one; empty is `recipe`.
+        recipe_params: Its configured parameters.
     """
 
     model: str
@@ -149,6 +152,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     caches_prefixes: bool = True
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    recipe_path: str = ""
+    recipe_params: dict[str, Value] = {}
 
     @property
     def cache_blocks(self) -> int:
@@ -277,6 +282,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
         steps: Steps since the last reply with steps.
         seconds: Time that the reply took.
         cost: Cost model that follows the engine's own steps.
+        between_steps_s: Mean time between consecutive steps that `cost` does not contain.
     """
 
     id: int
@@ -288,6 +294,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
     steps: list[StepSummary] = []
     seconds: float = 0.0
     cost: LinearCost | None = None
+    between_steps_s: float = 0.0
 
 
 class LivesFound(msgspec.Struct, frozen=True, tag="lives", array_like=True):

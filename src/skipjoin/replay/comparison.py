@@ -1,0 +1,119 @@
+"""Comparison of a server as it is with other recipes and limits, on its recorded load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+from skipjoin.config import ConfigError
+from skipjoin.options import Option, settings_of
+from skipjoin.recipes import find
+from skipjoin.replay.outcome import Outcome, errors, measured
+from skipjoin.replay.simulation import simulated, system_of, trace_of
+
+MIN_REQUESTS = 2
+# Larger errors deserve a warning.
+LARGE_ERROR = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits to try; None is the server's."""
+
+    max_num_seqs: Annotated[int | None, Option("Slots to try (default: the server's).", low=1, high=1 << 20)] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Option("Tokens per step to try (default: the server's).", low=1, high=1 << 24)
+    ] = None
+    kv_blocks: Annotated[int | None, Option("KV blocks to try (default: the server's).", low=1, high=1 << 30)] = None
+
+    def __post_init__(self) -> None:
+        for name, setting in settings_of(type(self)).items():
+            if getattr(self, name) is not None:
+                setting.check(getattr(self, name))
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Return the limits that differ from the server's."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+
+
+class Comparison(NamedTuple):
+    """Outcomes of one load: measured, simulated as the server is, and simulated in other ways.
+
+    Attributes:
+        errors: How far each figure of the second outcome is from the first, as a share.
+        between_steps_s: Measured time between two steps, which simulated steps contain.
+        around_s: Median of the measured times of requests outside the engine, which simulated times contain.
+    """
+
+    outcomes: list[Outcome]
+    errors: dict[str, float]
+    between_steps_s: float
+    around_s: float
+
+    @property
+    def is_far(self) -> bool:
+        """Return whether the simulator is too far from the measurement to trust its absolute times."""
+        return any(abs(error) > LARGE_ERROR for error in self.errors.values())
+
+
+def compare(
+    found: Mapping[str, Any],
+    recipes: Sequence[str],
+    limits: Limits,
+    on_progress: Callable[[str, float], None] = lambda doing, share: None,
+) -> Comparison:
+    """Simulate the load under each recipe.
+
+    Args:
+        found: Answer of the server's /debug/arrivals.
+        on_progress: Called with what is simulated and the share of the whole that is done.
+
+    Raises:
+        ConfigError: There are too few requests, a recipe does not exist, or no request fits.
+    """
+    arrivals, machine = found["arrivals"], found["machine"]
+    own, given = machine["recipe"], limits.given
+    params = {own: machine["recipe_params"]}
+    if len(arrivals) < MIN_REQUESTS:
+        raise ConfigError(
+            f"at least {MIN_REQUESTS} requests must have finished in that time, got {len(arrivals)}: "
+            "send some, or choose a longer time"
+        )
+    for name in recipes:
+        find(path_of(name, machine))
+    changes = "".join(f", {name} {value}" for name, value in given.items())
+    tried = [(name, f"{name}{changes}", given) for name in dict.fromkeys(recipes) if name != own or given]
+    wanted = [(own, f"{own}, simulated", {}), *tried]
+    trace, around_s = trace_of(arrivals), _around_s(arrivals)
+    outcomes = [measured(arrivals, own)]
+    for at, (recipe, name, changed) in enumerate(wanted):
+
+        def share(part: float, at: int = at, name: str = name) -> None:
+            on_progress(name, (at + part) / len(wanted))
+
+        share(0.0)
+        outcomes.append(
+            simulated(
+                system_of(machine, path_of(recipe, machine), changed, params.get(recipe, {})),
+                trace,
+                name,
+                around_s,
+                on_share=share,
+            )
+        )
+    return Comparison(outcomes, errors(*outcomes[:2]), machine["between_steps_s"], median(around_s))
+
+
+def _around_s(arrivals: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the time of each request outside the engine, and the median where it was not measured."""
+    usual = median([one["around_s"] for one in arrivals if one["around_s"] is not None] or [0.0])
+    return [usual if one["around_s"] is None else one["around_s"] for one in arrivals]
+
+
+def path_of(recipe: str, machine: Mapping[str, Any]) -> str:
+    """Return the name by which a recipe is found, which for the server's own may be the path of a file."""
+    path: str = machine["recipe_path"]
+    return path if recipe == machine["recipe"] else recipe

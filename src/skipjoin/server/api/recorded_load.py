@@ -1,0 +1,61 @@
+"""Load of the last hour and the machine that served it, as the simulator needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from skipjoin.server.api.arrivals import Arrival
+from skipjoin.server.api.service import Service
+from skipjoin.server.engines.messages import DescribeRequests, FindLives, LivesFound, RequestStates
+
+# An engine answers between two steps, which do not take longer unless it hangs.
+TIMEOUT_S = 5.0
+# Recent requests from which the time around the engine is measured.
+_RECENT_S, _MAX_RECENT = 600.0, 500
+
+
+async def recorded_load(service: Service, owner: str | None, since_s: float) -> dict[str, Any]:
+    """Return the requests of `owner`, or all with None, that ended in the last `since_s` seconds, and the machine."""
+    arrivals = service.arrivals.since(since_s, owner)
+    client, info = service.client, service.info
+    replies, found = await asyncio.gather(
+        client.ask(lambda number, engine: DescribeRequests(number, rows=0), TIMEOUT_S),
+        client.ask(lambda number, engine: FindLives(number, None, _RECENT_S, _MAX_RECENT), TIMEOUT_S),
+    )
+    states = [reply for reply in replies.by_engine.values() if isinstance(reply, RequestStates)]
+    now = time.monotonic()
+    first_tokens = {
+        life.number: life.first_token + _clock_difference(now, reply.now)
+        for reply in found.by_engine.values()
+        if isinstance(reply, LivesFound)
+        for life in reply.lives
+        if life.first_token is not None
+    }
+    machine = {
+        **msgspec.structs.asdict(info),
+        "replicas": client.wanted,
+        "recipe_path": info.recipe_path or info.recipe,
+        "cost": next((one.cost for one in states if one.cost is not None), info.cost),
+        "between_steps_s": median([one.between_steps_s for one in states] or [0.0]),
+    }
+    del machine["folder"]
+    # In a thread, as there may be many thousands.
+    public = await service.in_thread(lambda: [one.public(_around_s(one, first_tokens)) for one in arrivals])
+    return {"machine": machine, "arrivals": public}
+
+
+def _clock_difference(now: float, engine_now: float) -> float:
+    """Return what to add to times of an engine's clock: nothing on this machine, whose processes share one clock."""
+    return 0.0 if abs(now - engine_now) <= TIMEOUT_S else now - engine_now
+
+
+def _around_s(arrival: Arrival, first_tokens: Mapping[int, float]) -> float | None:
+    """Return the time of a request outside the engine: until it was sent there, and after its first token."""
+    first = first_tokens.get(arrival.number)
+    return None if first is None or arrival.first_at is None else arrival.submit_s + max(0.0, arrival.first_at - first)

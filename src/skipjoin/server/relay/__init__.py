@@ -1,0 +1,1 @@
+"""Console of one or several servers, in a process of its own."""

@@ -1,0 +1,62 @@
+"""Start-up and life of a console's process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Sequence
+
+import uvloop
+
+from skipjoin.config import ServerConfig
+from skipjoin.config.access import is_loopback
+from skipjoin.server import logs
+from skipjoin.server.api.app import new_app
+from skipjoin.server.api.auth import AccessGuard
+from skipjoin.server.api.browsers import SiteRules
+from skipjoin.server.api.http import HttpServer
+from skipjoin.server.listeners import connection_limits, open_listeners, url_of
+from skipjoin.server.relay.app import add_routes
+from skipjoin.server.relay.upstream import Upstream, new_session
+
+
+def run_console(config: ServerConfig, servers: Sequence[str], api_key: str | None) -> None:
+    """Serve the console until a signal ends it.
+
+    Args:
+        servers: URLs of the servers.
+        api_key: Key for them, which only browsers of this machine use. Others send their own.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    logs.configure("warning", "text")
+    (listener,) = open_listeners(config)
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, listener, servers, api_key))
+
+
+async def _serve(config: ServerConfig, listener: socket.socket, servers: Sequence[str], api_key: str | None) -> None:
+    own_key = api_key if is_loopback(listener.getsockname()[0]) else None
+    async with new_session() as session:
+        app = new_app(openapi_url=None)
+        add_routes(app, [Upstream(session, url, own_key) for url in servers])
+        guard = AccessGuard(
+            app,
+            api_keys=(),
+            max_header_bytes=config.max_header_bytes,
+            max_body_bytes=config.max_body_bytes,
+            rules=SiteRules.of(config),
+        )
+        http = HttpServer(guard, connection_limits(config))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, _stop, http)
+        logs.announce(f"Console: {url_of(listener)}/console, chat: {url_of(listener)}/ (Ctrl-C ends it)")
+        if api_key is not None and own_key is None:
+            logs.announce("Browsers of other machines must enter a key of their own, so the given one is not used.")
+        await http.serve(sockets=[listener])
+
+
+def _stop(http: HttpServer) -> None:
+    http.should_exit = http.force_exit = True

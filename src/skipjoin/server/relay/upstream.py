@@ -1,0 +1,76 @@
+"""Requests to a server on behalf of a browser."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+
+import aiohttp
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from yarl import URL
+
+from skipjoin.server.api.errors import ApiError
+
+_CONNECT_S = 10.0
+# Headers of the browser that a server needs, and of the answer that the browser needs.
+_ASKED = ("accept", "content-type")
+_ANSWERED = ("content-type", "cache-control", "retry-after", "x-accel-buffering")
+
+
+class Upstream:
+    """One server. With a key, requests have it in place of the browser's."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, api_key: str | None) -> None:
+        self._session = session
+        self.url = url
+        self._api_key = api_key
+
+    async def answer(self, request: Request, path: str) -> Response:
+        """Pass a request on, and return the answer as a stream.
+
+        Args:
+            path: Path with its escapes, which are passed on as they are.
+
+        Raises:
+            ApiError: The server cannot be reached.
+        """
+        query = f"?{request.url.query}" if request.url.query else ""
+        headers = {name: request.headers[name] for name in _ASKED if name in request.headers}
+        key = f"Bearer {self._api_key}" if self._api_key is not None else request.headers.get("authorization")
+        if key is not None:
+            headers["authorization"] = key
+        try:
+            response = await self._session.request(
+                request.method,
+                URL(f"{self.url}{path}{query}", encoded=True),
+                headers=headers,
+                data=await request.body() or None,
+                allow_redirects=False,  # they would leak the key
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(503, f"{self.url} cannot be reached: {_reason(error)}", code="server_unreachable") from error
+        kept = {name: response.headers[name] for name in _ANSWERED if name in response.headers}
+        return StreamingResponse(_pieces(response), response.status, kept)
+
+
+def _reason(error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    return os.strerror(number).lower() if number is not None else str(error) or type(error).__name__
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Return a session whose answers may last as long as a console is open."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+    return aiohttp.ClientSession(
+        timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), connector=aiohttp.TCPConnector(limit=0)
+    )
+
+
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """Yield the body. If the browser leaves early, the connection is closed, which the server notices."""
+    try:
+        async for piece in response.content.iter_any():
+            yield piece
+    finally:
+        response.close()

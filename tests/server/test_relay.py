@@ -1,0 +1,74 @@
+"""`skipjoin console`: the pages of several servers in a process of its own, which relays what they ask."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from server_worlds import BLOCKS, ServerProcess, simulated_server
+
+from skipjoin.server.api.page_paths import FILES
+from skipjoin.server.relay.app import RELAYED
+
+KEY = "operator"
+
+
+@contextlib.contextmanager
+def console(*options: str) -> Iterator[str]:
+    """Run a console, and yield its URL."""
+    command = [sys.executable, "-m", "skipjoin", "console", "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        yield line.split()[1].removesuffix("/console,")
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def keyed(tokenizer_folder: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    found = simulated_server(tokenizer_folder, 0.001, BLOCKS, api_keys=KEY)  # type: ignore[arg-type]
+    yield found
+    found.stop()
+
+
+def test_pages_and_data_of_several_servers_come_from_one_console(server: ServerProcess, keyed: ServerProcess) -> None:
+    options = ("--server", keyed.url, "--server", server.url, "--server", "http://127.0.0.1:9", "--api-key", KEY)
+    with console(*options) as url, httpx.Client(base_url=url, timeout=60) as client:
+        assert all(client.get(path).content == httpx.get(server.url + path).content for path in FILES)
+        servers = client.get("/console/servers.json").json()
+        assert [one["name"] for one in servers] == [keyed.url, server.url, "http://127.0.0.1:9"]
+        assert httpx.get(f"{server.url}/console/servers.json").json() == [{"name": "", "path": ""}]
+        first, second, third = (one["path"] for one in servers)
+        body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5, "stream": True}
+        for path in (first, second):
+            answer = client.post(f"{path}/v1/chat/completions", json=body)
+            assert answer.text.rstrip().endswith("data: [DONE]")
+            with client.stream("GET", f"{path}/debug/events") as stream:  # endless, so it is not held back
+                assert next(stream.iter_lines()) == "event: hello"
+        lost = client.get(f"{third}/v1/models")
+        assert (lost.status_code, "cannot be reached" in lost.json()["error"]["message"]) == (503, True)
+        hidden = ("/metrics", "/v1/files", "/debug/../metrics", "/debug/%2e%2e/metrics", "//debug/events")
+        assert [client.get(first + path).status_code for path in hidden] == [404, 404, 404, 404, 404]
+        assert client.post(f"{first}/v1/completions", json={}).status_code == 404
+        # With a key inside, pages of other sites must not reach it.
+        assert client.get(f"{first}/v1/models", headers={"Host": "evil.example"}).status_code == 403
+        assert client.get(f"{first}/v1/models", headers={"Origin": "http://evil.example"}).status_code == 403
+    assert set(RELAYED) == {"GET", "POST"}
+
+
+def test_other_machines_must_send_their_own_key(keyed: ServerProcess) -> None:
+    with console("--server", keyed.url, "--api-key", KEY, "--host", "0.0.0.0") as url:
+        local = url.replace("0.0.0.0", "127.0.0.1")
+        path = f"{local}/servers/0/v1/models"
+        assert httpx.get(path).status_code == 401
+        assert httpx.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200

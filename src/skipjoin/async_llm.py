@@ -48,7 +48,7 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """Choices of one prompt. The engine's thread puts what happens into the mailbox of the caller's event loop."""
+    """Choices of one prompt. The engine's thread puts their outputs into a mailbox of the caller's event loop."""
 
     loop: asyncio.AbstractEventLoop
     ids: list[int]
@@ -66,7 +66,7 @@ class _Stream:
 
 
 class AsyncLLM(LocalEngine):
-    """Model that is ready to generate for many tasks at once, whose requests the scheduler runs together.
+    """Model for many asyncio tasks, whose requests the scheduler runs together.
 
     Use it as an asynchronous context manager, or call `close`. Arguments are those of `LocalEngine`.
     """
@@ -114,7 +114,7 @@ class AsyncLLM(LocalEngine):
         Args:
             prompt: Text, token ids, or a conversation: a list of messages with a role and a content.
             n: Number of choices, in [1, 128]. With a seed, each has a seed of its own.
-            service: As for `LLM.generate`, and so are the other arguments.
+            service: As for `LLM.generate`, like the other arguments.
 
         Raises:
             ParameterError: If the prompt or an argument is invalid.
@@ -234,7 +234,7 @@ class AsyncLLM(LocalEngine):
         self._drop_all()
 
     def _handle_inbox(self) -> bool:
-        """Do what callers ask for, and return False once this is closed. Waits while nothing can run."""
+        """Handle the requests of callers; return False once closed. Blocks while nothing can run."""
         is_idle = self._loop.idle and not self._loop.core.scheduler.events
         timeout = None if is_idle else _PAUSE_S if self._is_stuck else 0.0
         while True:

@@ -57,7 +57,7 @@ class Option:
         metavar: Name of the value in the help, for example its unit.
         separator: Separator of several values in one text; empty if only repeating the flag gives several.
         is_common: Whether `--help` shows it. `--help-all` shows every option.
-        is_internal: Whether only code sets it, so that it is no option of a command.
+        is_internal: Whether only code sets it, and no command has it as an option.
     """
 
     help: str

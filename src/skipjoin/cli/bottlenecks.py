@@ -1,4 +1,4 @@
-"""Lines of `skipjoin simulate` about what limits the systems, and what their figures rest on."""
+"""Output of `skipjoin simulate` on bottlenecks, and on the source of its costs."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def bottlenecks(groups: Groups) -> Iterator[str]:
 
 
 def bases(records: Iterable[Record]) -> Iterator[str]:
-    """Yield what the figures rest on, and how far that was from measurements."""
+    """Yield the source of each system's costs, with its error against measurements."""
     for basis in dict.fromkeys(map(basis_text, records)):
         yield f" {basis}"

@@ -215,7 +215,7 @@ def _rejections(groups: _Groups) -> Iterator[str]:
 
 
 def _answers(groups: _Groups, goal: Goal) -> Iterator[tuple[_Group, list[Record]]]:
-    """Yield of each search the largest rate or smallest size that keeps the bounds, of those that were tried."""
+    """Yield the largest rate or smallest size of each search that satisfies the bounds, of those that were tried."""
     found: dict[tuple[str, float], tuple[_Group, list[Record]]] = {}
     # Smaller sizes come last, and so do larger rates.
     for group, records in sorted(groups, key=lambda item: -item[0].replicas if goal.replicas else item[0].rate):

@@ -127,11 +127,11 @@ def explanation(ordering: object, request: Request, now: float) -> dict[str, flo
 
 
 class Learned(Protocol):
-    """What the policies of a recipe learn from requests, which outlives the engine."""
+    """State that the policies of a recipe learn from requests, and that outlives the engine."""
 
     @property
     def notes(self) -> int:
-        """Number that increases with everything learned."""
+        """Counter that increases whenever something is learned."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def is_decode_invariant(policy: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: a choice for every policy, and what these learn together, if anything."""
+    """One serving system: an implementation of each policy interface, and their learned state, if any."""
 
     ordering: Ordering
     batcher: Batcher

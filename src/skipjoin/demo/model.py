@@ -32,7 +32,7 @@ NAME = "random-97m"
 
 
 def write_model(folder: Path) -> Path:
-    """Write the configuration and a tokenizer of one word per id, and return their folder, to load as "dummy"."""
+    """Write the configuration and a tokenizer with one word per id, and return their folder. It has no weights."""
     place = folder / NAME
     place.mkdir()
     (place / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")

@@ -42,7 +42,7 @@ class EngineCounts:
 
 
 def engine_counts(target: Target) -> EngineCounts:
-    """Return the counters of Skipjoin's metrics, or of others' with the same name."""
+    """Return the counters in the server's metrics, of Skipjoin or of another server with metrics of the same name."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     request = urllib.request.Request(f"{target.base_url}/metrics", headers=headers)
     try:
@@ -101,7 +101,7 @@ class Outcome:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Return the seconds by reason that matter, the longest first."""
+        """Return the main wait reasons with their seconds, longest first."""
         waits = self.counts.waits or {}
         least = _MIN_SHARE * sum(waits.values())
         longest = sorted(waits.items(), key=lambda item: item[1], reverse=True)
@@ -113,7 +113,7 @@ class Outcome:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Return in one or two sentences when scheduling helps, and whether it could here."""
+    """Return one or two sentences on when scheduling helps, and whether it could help here."""
     own = [one for one in outcomes if one.slots is not None]
     if not own:
         return ""

@@ -45,7 +45,7 @@ _TEMPLATE = """\
 
 
 class Cells(NamedTuple):
-    """A table as texts."""
+    """Cells of a table, as text."""
 
     title: str
     columns: Sequence[str]
@@ -53,7 +53,7 @@ class Cells(NamedTuple):
 
 
 def page(headline: str, verdict: str, svg: str, tables: Sequence[Cells], conditions: Sequence[str]) -> str:
-    """Return the page; all texts are escaped, and the picture is part of it."""
+    """Return the page, with all text escaped and the picture embedded."""
     # Our own picture, whose texts matplotlib escapes, without the XML declaration.
     picture = Markup(svg[svg.index("<svg") :])
     template = Environment(autoescape=True).from_string(_TEMPLATE)

@@ -112,7 +112,7 @@ def _plan(load: MixedLoad, label: str, *, warmup: int = 0) -> LoadPlan:
 
 @dataclass(slots=True)
 class _Seen:
-    """Keeps the result of a run, and the server's counters from its begin to its end."""
+    """Observer that keeps a run's result, and the change of the server's counters during the run."""
 
     target: Target | None = None
     watcher: DemoWatcher | None = None

@@ -38,7 +38,7 @@ def waits_table(outcomes: Sequence[Outcome]) -> Cells | None:
 
 
 def conditions(load: MixedLoad, outcomes: Sequence[Outcome], command: str) -> list[str]:
-    """Return what a reader needs to judge or repeat the figures."""
+    """Return the conditions under which the figures were measured."""
     machine = outcomes[0].record["machine"]
     own = next((one for one in outcomes if one.slots is not None), None)
     model = "" if own is None else f"A random-weight Llama of 97.5M parameters in bfloat16, a batch of {own.slots}. "

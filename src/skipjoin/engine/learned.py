@@ -62,7 +62,7 @@ class LearnedKeeper:
         self._saved = self._learned.notes
 
     def save_if_due(self) -> None:
-        """Start to save if something was learned `SAVE_EVERY_S` ago."""
+        """Start a save if something was learned at least `SAVE_EVERY_S` ago."""
         if self._learned.notes == self._saved:
             return
         now = self._clock()

@@ -12,7 +12,7 @@ class Stats:
     """Total counts and recent averages, which are 0 before any request.
 
     Attributes:
-        known: Finished requests whose length is known, as they ended by themselves or at max_tokens.
+        known: Finished requests whose length is known, because they ended by themselves or at max_tokens.
         covered: Known requests inside their 80 % interval.
     """
 

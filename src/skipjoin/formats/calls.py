@@ -20,7 +20,7 @@ _CLOSERS = "]},;`"
 
 
 class Part(NamedTuple):
-    """Part of a message: text, reasoning, or something of a call.
+    """Part of a message: text, reasoning, or part of a call.
 
     Attributes:
         call: Number of the call from 0. None: `text` belongs to the content, or to the reasoning.
@@ -67,13 +67,13 @@ def joined(parts: Sequence[Part]) -> Joined:
 
 
 class _JsonValue:
-    """Finds the end of a JSON object or list in pieces of text."""
+    """Finds the end of a JSON object or list in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def end(self, text: str) -> int | None:
-        """Return the index after the value, or None if it goes on."""
+        """Return the index after the value, or None if it is incomplete."""
         at = 0
         while True:
             if self._is_escaped:
@@ -102,7 +102,7 @@ class CallsReader:
 
     Attributes:
         count: Number of calls so far, with those of earlier regions.
-        is_other: The text that is held is no call.
+        is_other: Whether the held text is not a call.
         held: Text without a head so far.
     """
 
@@ -167,7 +167,7 @@ class CallsReader:
         return self._whole(held) or [Part(opening + held + closing)]
 
     def _find_head(self, text: str, parts: list[Part]) -> str:
-        """Hold text until it has a head; return what follows then, from the first brace of the arguments."""
+        """Hold text until it has a head, and then return the rest, from the first brace of the arguments."""
         self.held += text
         if self.is_other:
             return ""
@@ -213,7 +213,7 @@ class CallsReader:
 
 
 def _as_json(text: str) -> str:
-    """Return arguments as JSON that are written with marks of strings and keys without quotes, or as they are."""
+    """Convert arguments with string marks and unquoted keys to JSON; return others unchanged."""
     from transformers.utils.chat_parsing.content_parsers import parse_content  # noqa: PLC0415 - takes two seconds
 
     options = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}

@@ -21,7 +21,7 @@ _NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 class CallSchema(NamedTuple):
     """Function that a grammar allows.
 
-    Arguments are declared ones only, unless the schema says otherwise. Without `is_strict`, keywords that cannot be
+    Only declared arguments are allowed, unless the schema says otherwise. Without `is_strict`, keywords that cannot be
     enforced are ignored.
     """
 
@@ -31,7 +31,7 @@ class CallSchema(NamedTuple):
 
 
 class Marks:
-    """Writes texts as rules. Special tokens among the marks of the format are tokens, which no text can produce."""
+    """Writer of grammar rules. Marks that are special tokens become token rules, which no text matches."""
 
     def __init__(self, output_format: OutputFormat, id_of: Callable[[str], int | None]) -> None:
         """Create the writer; `id_of` returns the id of a text that is a special token."""
@@ -41,7 +41,7 @@ class Marks:
         )
 
     def rule(self, text: str) -> str:
-        """Return what matches exactly a text."""
+        """Return a rule that matches exactly this text."""
         if self._split is None:
             return _quoted(text)
         pieces, at = [], 0

@@ -34,8 +34,8 @@ def new_call_id(output_format: OutputFormat) -> str:
 class MessageReader:
     """Reader of one message.
 
-    The same parts, joined, result however the text is cut into pieces. An output that does not have the format, or ends
-    in the middle of it, is content as far as it is no call.
+    The joined parts do not depend on how the text is cut into pieces. Output that does not follow the format, or ends
+    in the middle of it, is content unless it is a call.
 
     Args:
         reads_calls: The request has tools.

@@ -37,7 +37,7 @@ class _EndedError(GrammarError):
 
 
 class GrammarCheck:
-    """Compiles constraints in a process that starts on demand, and again if it ends. Thread-safe."""
+    """Compiles constraints in a separate process, which starts on demand and is replaced if it ends. Thread-safe."""
 
     def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocabulary = Vocabulary(str(folder), vocab_size, eos_token_ids)

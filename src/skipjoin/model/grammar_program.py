@@ -121,7 +121,7 @@ def _kind_of(code: int) -> int:
 
 
 def _compile_all(grammars: Grammars, requests: IO[bytes], answers: IO[bytes]) -> NoReturn:
-    """Compile grammars within the limits, and end this process. The system kills it where it is when its time is up."""
+    """Compile grammars within the limits, and end this process. The kernel kills the process when its time is up."""
     try:
         resource.setrlimit(resource.RLIMIT_STACK, (_MAX_STACK_BYTES, _MAX_STACK_BYTES))
         memory = _address_space() + MAX_MEMORY_BYTES

@@ -56,7 +56,7 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
 
 
 def _no_model(name: str, path: Path) -> str | None:
-    """Return why a name of another program's kind is none of ours, with the remedy."""
+    """Return why a model name in the notation of another program is not supported, with the remedy."""
     if name.lower().endswith(".gguf"):
         return (
             f"{name} is a GGUF file, which cannot be read: give the folder or hub id of the model that it was made "

@@ -1,4 +1,4 @@
-"""Weight files of a model folder. None lies outside the folder."""
+"""Weight files of a model folder. Files outside the folder are rejected."""
 
 from __future__ import annotations
 

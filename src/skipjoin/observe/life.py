@@ -106,7 +106,7 @@ class Life:
             self.omitted_s[state] = self.omitted_s.get(state, 0.0) + ((begin if end is None else end) - begin)
 
     def close(self, now: float) -> None:
-        """End the current interval, if there is one. It disappears if it had no length."""
+        """End the current interval, if there is one, and remove it if it is empty."""
         if self.intervals and self.intervals[-1].end is None:
             last = self.intervals.pop()
             if now > last.begin:

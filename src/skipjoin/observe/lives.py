@@ -189,7 +189,7 @@ class LifeLog:
         )
 
     def _close(self, record: _LiveRecord, now: float) -> None:
-        """End the current interval, which disappears if it had no length."""
+        """End the current interval, and remove it if it is empty."""
         if record.in_tail_since is None:
             record.life.close(now)
             return

@@ -222,7 +222,7 @@ class Adaptive(Callbacks):
             del self._cells[cell.is_fresh, cell.kind, cell.place]
 
     def _retune(self, now: float) -> None:
-        """Follow changed indices, and derive aging from the cells of waiting requests."""
+        """Apply changed indices, and derive aging from the cells of waiting requests."""
         running = Counter(id(job.cell) for slice_ in self._running if (job := self._jobs.get(slice_.request)))
         indices = [self._index.log_index(cell.kind, cell.place) for cell in self._cells.values()]
         waiting = [len(cell.entries) - running[id(cell)] for cell in self._cells.values()]

@@ -52,8 +52,8 @@ def by_arrival(cells: Iterable[Cell]) -> Iterator[Request]:
 def by_key(cells: Iterable[Cell], per_s: float) -> Iterator[Request]:
     """Iterate lazily over the requests of the cells by base + `per_s` x arrival, ties by arrival and id.
 
-    The first requests of all cells are sorted together. Those that precede everything that was not read are yielded,
-    and the cell that limits them is read further.
+    Only the first requests of each cell are read at first. A cell is read further once all its read requests have been
+    yielded.
     """
 
     def keyed(cell: Cell, start: int, end: int) -> list[tuple[float, float, int, Request]]:

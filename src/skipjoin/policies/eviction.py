@@ -249,7 +249,7 @@ class ProactiveSwap(Swap):
         return self._cost.transfer(held // max(1, len(kv.holders()))) <= _CHEAP_SHARE * self._cost.step(step)
 
     def may_move_ahead(self, request: Request) -> bool:
-        """Return whether the request may be swapped out with an overlapped move, which its prompt must be complete for.
+        """Return whether the request may be swapped out with an overlapped move. Its prompt must be complete.
 
         Such a move need not beat recomputation, because it takes no step's time. If only KV that is slow to recompute
         moved, short requests would stay on the device while older ones wait behind the limited pace of drops.

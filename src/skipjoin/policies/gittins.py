@@ -84,7 +84,7 @@ class GittinsIndex:
         self._found: dict[tuple[Kind, int], float] = {}
 
     def observe(self, kv: KVAccounts) -> None:
-        """Follow the size of the KV pool and whether it is short."""
+        """Record the size of the KV pool, and whether blocks are short."""
         self._capacity = kv.device_total * kv.block_size
         tiers = kv.tiers
         is_short = kv.available < _SHORT_SHARE * kv.device_total or (

@@ -1,4 +1,4 @@
-"""The default: ordering by learned output lengths."""
+"""Recipe `adaptive`, the default: ordering by learned output lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ALISE."""
+"""Recipe `alise`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Baseline systems."""
+"""Recipes `fcfs`, `sarathi` and `srpt`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BROS, for real-time and best-effort requests together."""
+"""Recipe `bros`, for real-time and best-effort requests together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EconoServe."""
+"""Recipe `econoserve`."""
 
 from __future__ import annotations
 

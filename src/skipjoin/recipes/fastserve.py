@@ -1,4 +1,4 @@
-"""FastServe."""
+"""Recipe `fastserve`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def run(path: Path) -> str:
 
 @contextmanager
 def located_errors() -> Iterator[None]:
-    """Convert an exception that passes through the code of such a file to a `ConfigError` that names the line."""
+    """Convert an exception that passes through the code of a recipe file to a `ConfigError` that names the line."""
     try:
         yield
     except ConfigError:

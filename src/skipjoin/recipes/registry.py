@@ -268,7 +268,7 @@ def build(name: str, settings: Settings, given: Mapping[str, Value] | None = Non
 def check_recipe(
     name: str, given: Mapping[str, Value], *, lossless_swap: bool = True, fair_output_weight: float | None = None
 ) -> None:
-    """Raise `ConfigError` for a recipe and parameters that are invalid whatever the model."""
+    """Raise `ConfigError` for a recipe and parameters that are invalid for every model."""
     settings = Settings(_ANY_COST, fair_output_weight=fair_output_weight, lossless_swap=lossless_swap)
     build(name, settings, given)
 

@@ -1,4 +1,4 @@
-"""What simulated figures rest on."""
+"""Source of a simulation's costs, as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from skipjoin.report.results import Record
 
 
 def basis_text(record: Record) -> str:
-    """Return on which costs a simulation rests, and how far these were from measurements; empty for a measurement."""
+    """Return the source of a simulation's costs and their error against measurements; empty for a measurement."""
     if record["driver"] != "simulator":
         return ""
     basis = record.get("basis")

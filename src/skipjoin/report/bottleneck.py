@@ -1,4 +1,4 @@
-"""What limits a system, by what its requests wait for."""
+"""Bottleneck of a system, by the reasons for which its requests wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING = "nothing"
 
 
 def limit_of(records: Sequence[Record]) -> tuple[str, float] | None:
-    """Return what requests wait for most, and the share of their latency that they wait for any limit.
+    """Return the limit that requests wait for most, and the share of their latency in which they wait for any limit.
 
     Without such waits the limit is "compute" if most steps saturate the machine, else `NOTHING`. Returns None for
     records without waits, such as those of a load client.

@@ -1,4 +1,4 @@
-"""Full disks."""
+"""Detection of full disks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_full_error(error: OSError) -> bool:
 
 
 def has_space(folder: Path, n_bytes: int) -> bool:
-    """Return whether a folder's disk has this much space, and inodes. A folder that cannot be asked counts as roomy."""
+    """Return whether a folder's disk has this much space, and inodes. Return True if that cannot be determined."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -13,7 +13,7 @@ HAS_LOCKS = fcntl is not None
 
 
 def lock_file(file: IO[str] | int, *, is_shared: bool = False, waits: bool = True) -> bool:
-    """Lock an open file until it is closed. Return False if another process holds it, or if there are no locks here.
+    """Lock an open file until it is closed. Return False if another process holds it, or without support for locks.
 
     Raises:
         OSError: The file system has no locks.

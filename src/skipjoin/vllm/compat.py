@@ -1,6 +1,6 @@
-"""What the scheduler needs of vLLM: its version, its attributes, and features that it can serve.
+"""Requirements of the scheduler on vLLM: its version, its attributes and its features.
 
-vLLM's scheduler has no stable interface. Everything that is used and not part of it is named here.
+vLLM's scheduler has no stable interface, so all attributes that are used beyond it are named here.
 """
 
 from __future__ import annotations

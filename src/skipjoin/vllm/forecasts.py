@@ -24,7 +24,7 @@ _CLOSE_S = 10.0
 class LengthForecasts:
     """Forecaster that predicts and learns in its own thread, so that no step waits for it.
 
-    A new request gets a forecast without its prompt at once, and the one of its prompt with a later step.
+    A new request first gets a forecast that ignores its prompt; the forecast from its prompt follows with a later step.
 
     Args:
         folder: Folder of the learned state; None keeps nothing.

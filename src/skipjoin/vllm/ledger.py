@@ -34,7 +34,7 @@ class Pool(Protocol):
 
 
 class Count:
-    """Number of blocks, whichever they are."""
+    """Number of blocks, without their identities."""
 
     __slots__ = ("blocks",)
 
@@ -63,8 +63,8 @@ class CountedBlocks:
 class CountingLedger(BlockLedger):
     """Ledger with one tier. The pool has the true counts.
 
-    Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does that
-    itself, and `settle` takes over what it did.
+    Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does the
+    same itself, and `settle` adopts the result.
 
     The engine evicts whole requests only. Blocks without KV stay with their request until it is evicted.
     """
@@ -85,13 +85,13 @@ class CountingLedger(BlockLedger):
     # -- the engine's truth -------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Take over the number of free blocks, before a plan."""
+        """Adopt the engine's number of free blocks, before a plan."""
         self._hits.clear()
         self._free = self._pool.free
         self._reservations.total = self._free + self._held_blocks
 
     def settle(self, request: Request) -> None:
-        """Take over how many blocks the request holds, after the engine carried out a plan with it."""
+        """Adopt the number of blocks that the request holds, after the engine ran a plan with it."""
         blocks = self._pool.held(request)
         if blocks:
             self._resize(self._hold(request), request, blocks)
@@ -222,7 +222,7 @@ class CountingLedger(BlockLedger):
         held.room = min(blocks * self.block_size, request.reserved_tokens)
 
     def _shared(self, request: Request) -> int:
-        """Return how many of the request's blocks others hold too, among those that the plan adopted or the engine."""
+        """Return how many of the request's blocks others hold too, in the engine or in the adopted hit."""
         if request.prefix is None:
             return 0
         if self._pool.held(request):

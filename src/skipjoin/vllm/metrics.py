@@ -64,7 +64,7 @@ class Tally:
 
 
 class EngineCollector(Collector):
-    """Reads the counts when Prometheus asks, so that a step does nothing for them."""
+    """Collector that reads the counts on each scrape, so that steps do no work for it."""
 
     def __init__(
         self, core: Scheduler, twins: Mapping[str, Request], tally: Tally, *, recipe: str, vllm_version: str

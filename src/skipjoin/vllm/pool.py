@@ -1,4 +1,4 @@
-"""vLLM's block pool as the ledger sees it."""
+"""Adapter of vLLM's block pool for the ledger."""
 
 from __future__ import annotations
 

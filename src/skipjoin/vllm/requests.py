@@ -1,4 +1,4 @@
-"""What the policies learn about a request of vLLM."""
+"""Conversion of vLLM's requests to the planner's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def twin_of(request: Any, number: int, now: float, *, max_model_len: int, caches
 
 
 def take_tokens(twin: Request) -> None:
-    """Take over the tokens that vLLM's request got."""
+    """Append the tokens that vLLM's request received."""
     request: Any = twin.sampling
     new = request.num_tokens - twin.known
     if new == 1:
@@ -94,7 +94,7 @@ def _objective_s(extra: Mapping[str, Any], name: str) -> float:
 
 
 def positive(given: object) -> float | None:
-    """Return a finite number above 0, which may be given as text, or None if it is something else."""
+    """Return a finite number above 0, which may be given as text, or None for anything else."""
     if isinstance(given, bool) or not isinstance(given, int | float | str):
         return None
     try:

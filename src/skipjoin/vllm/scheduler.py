@@ -195,7 +195,7 @@ class Scheduler(AnyScheduler):
         super()._preempt_request(request, now)
 
     def _enact(self, plan: StepPlan | None) -> list[VllmRequest]:
-        """Let `running` hold the running requests of the plan, and return the others of the plan in its order."""
+        """Set `running` to the running requests of the plan, and return its other requests in order."""
         running: list[VllmRequest] = []
         joining: list[VllmRequest] = []
         cuts: dict[str, int] = {}
@@ -227,14 +227,14 @@ class Scheduler(AnyScheduler):
         return list(self.kv_holding_waiting)
 
     def _swap_queues(self, joining: Sequence[VllmRequest]) -> tuple[Store, Store]:
-        """Let the queues hold only what joins, and return the stores of all waiting requests."""
+        """Fill the queues with the joining requests only, and return the stores of all waiting requests."""
         waiting, holding = self.waiting, self.kv_holding_waiting
         self.kv_holding_waiting = FCFSRequestQueue(request for request in joining if request in holding)
         self.waiting = FCFSRequestQueue(request for request in joining if request in waiting)
         return waiting, holding
 
     def _restore(self, waiting: Store, holding: Store, joining: Sequence[VllmRequest]) -> None:
-        """Put the stores back, without what joined and with what vLLM preempted."""
+        """Restore the stores, without requests that joined and with requests that vLLM preempted."""
         self.waiting, self.kv_holding_waiting = waiting, holding
         for request in joining:
             if request.status is RequestStatus.RUNNING:
@@ -245,7 +245,7 @@ class Scheduler(AnyScheduler):
             waiting.add_request(request)
 
     def _settle(self, plan: StepPlan | None, output: SchedulerOutput, now: float) -> None:
-        """Report to the core what vLLM made of the plan."""
+        """Report to the core which part of the plan vLLM scheduled."""
         scheduled, ledger = output.num_scheduled_tokens, self._ledger
         if plan is not None:
             done, is_exact = [], True
@@ -286,7 +286,7 @@ class Scheduler(AnyScheduler):
         self._lost.clear()
 
     def _relieve(self, now: float) -> None:
-        """Drop the KV of the lowest-ranked waiting request, after a step in which vLLM could place nothing."""
+        """Drop the KV of the lowest-ranked waiting request, after a step in which vLLM could schedule nothing."""
         if self._flights or not self.kv_holding_waiting:
             return
         rank = self._core.policies.ordering.rank
@@ -295,7 +295,7 @@ class Scheduler(AnyScheduler):
         self._lose(worst, now)
 
     def _preempt_request(self, request: VllmRequest, *args: Any, **kwargs: Any) -> None:
-        """Notice that vLLM preempts: blocks were short after all, or the cache is reset."""
+        """Record a preemption by vLLM, because blocks were short or the cache is reset."""
         super()._preempt_request(request, *args, **kwargs)
         self.tally.preempted_by_vllm += 1
         if self._is_in_schedule:

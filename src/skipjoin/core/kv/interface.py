@@ -66,7 +66,7 @@ class HeldBlocks(Protocol):
 
 
 class Tiered(Protocol):
-    """KV that moves between the device and a CPU tier, or here from another engine.
+    """KV that moves between the device and a CPU tier, or arrives from another engine.
 
     Moves are in transit until `land` or `fail`. Until then, what they read or write is fenced.
     """

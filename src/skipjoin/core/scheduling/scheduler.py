@@ -250,7 +250,7 @@ class Scheduler:
         self.events += (Preempted(request, now, Preemption.PAUSE), Waited(request, now, WaitReason.NO_KV))
 
     def lose(self, request: Request, now: float) -> None:
-        """Reset a request whose KV the engine took. Its slices in flight are void."""
+        """Reset a request whose KV the engine evicted by itself. Its slices in flight are void."""
         for index, plan in enumerate(self._in_flight):
             kept = tuple(slice_ for slice_ in plan.slices if slice_.request is not request)
             if len(kept) < len(plan.slices):

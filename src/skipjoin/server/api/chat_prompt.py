@@ -71,7 +71,7 @@ def _openai_message(message: Message) -> dict[str, Any]:
 
 
 def _check_tools(tokenizer: Tokenizer, param: str) -> None:
-    """Raise 400 if the model's chat template does not know tools."""
+    """Raise 400 if the model's chat template does not support tools."""
     template = tokenizer.chat_template
     if template is not None and "tools" not in template.variables:
         raise bad_request(no_tools(param), param)

@@ -33,7 +33,7 @@ def add_routes(app: FastAPI, service: Service, streams: ConsoleStreams) -> None:
     """Add the routes. Keys without operator rights see only their own requests."""
 
     def viewer(request: Request) -> str | None:
-        """Return the owner whose requests alone the caller may see, or None for all."""
+        """Return the owner whose requests the caller may see, or None for all."""
         _ = service.info  # 503 while the server starts
         owner: str = request.state.owner
         sees_all = owner == ANONYMOUS or service.config.rights_of(owner).is_operator

@@ -186,7 +186,7 @@ class Admission:
         max_tokens: Maximum number of prompt tokens of sequences that have not run yet.
         steps: Returns the total number of engine steps. None counts one step per second.
         is_shared: True if clients share both limits fairly (see `Shares`).
-        client_kind: What a client is, in errors.
+        client_kind: Kind of a client, for errors.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class Explanation(NamedTuple):
     Attributes:
         short: A few words, for tables.
         text: What the request waits for.
-        remedy: What would shorten the wait; empty if nothing an operator sets does.
+        remedy: What would shorten the wait; empty if no setting does.
     """
 
     short: str

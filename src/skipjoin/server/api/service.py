@@ -61,7 +61,7 @@ class Service:
 
     Attributes:
         busy: Number of generation requests over HTTP in progress.
-        output_format: Format of reasoning and tool calls, or None if the model has none that is known.
+        output_format: Format of reasoning and tool calls, or None if it is unknown.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""What an engine process tells about its requests: states of live ones, lives of recent ones, and steps."""
+"""Reports of an engine process on its requests: states of live ones, lives of recent ones, and steps."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class StepOutputsBuilder:
 
 
 class Recorder(Protocol):
-    """Writes what happens in an engine somewhere. `flush` is called when the engine becomes idle."""
+    """Sink of an engine's events, such as a timeline. `flush` is called when the engine becomes idle."""
 
     def observe(self, events: Iterable[Event]) -> None: ...
     def flush(self) -> None: ...

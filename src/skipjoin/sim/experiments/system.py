@@ -43,7 +43,7 @@ _SPLIT_OPTIONS = {"network_gbps": "network_gbps", "prefill": "prefill_hardware"}
 
 
 class ProfileBasis(NamedTuple):
-    """Profile on which simulated figures rest, and its errors on shapes that it was not fitted to, as shares."""
+    """Profile behind simulated costs, and its relative errors on shapes that it was not fitted to."""
 
     profile: str
     date: str

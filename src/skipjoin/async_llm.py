@@ -183,7 +183,7 @@ class AsyncLLM(LocalEngine):
     def _prepared(
         self, prompt: Prompt, params: SamplingParams, use: ToolUse
     ) -> tuple[str | None, list[int], ChatPrompt | None, SamplingParams]:
-        """Return the prompt's text, if it is one, its token ids, the conversation, if it is one, and its parameters."""
+        """Return the prompt's text or None, its token ids, its conversation or None, and its parameters."""
         chat = None
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             (conversation,) = conversations_of(prompt)

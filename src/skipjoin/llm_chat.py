@@ -66,7 +66,7 @@ class ToolUse:
 
     @property
     def must_enforce(self) -> bool:
-        """Whether calls follow a grammar although none may be required."""
+        """True if calls must follow a grammar even if none is required."""
         is_limited = not self.is_parallel or len(self.names) < len(self.functions)
         return self.must_call or is_limited or any(function.get("strict") for function in self.offered)
 
@@ -93,7 +93,7 @@ class Conversations:
         return ChatPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def constrained(self, params: SamplingParams, prompt: str, use: ToolUse) -> SamplingParams:
-        """Return the parameters with the constraint that tools and reasoning make of theirs."""
+        """Return the parameters with their constraint adapted to tools and reasoning."""
         structured, offered = params.structured_outputs, use.offered
         if self._format is None or not (structured or (offered and use.must_enforce)):
             return params

@@ -31,7 +31,7 @@ def unknown_variables(known: Iterable[str], environment: Mapping[str, str] = os.
 
 
 def read_settings(path: Path, known: Mapping[str, str], several: Collection[str] = ()) -> dict[str, Texts]:
-    """Return a file's settings as texts, by parameter name. Errors have the line.
+    """Return a file's settings as texts, by parameter name. Errors name the line.
 
     Args:
         several: Parameters with a list of values.

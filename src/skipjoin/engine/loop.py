@@ -129,7 +129,7 @@ class EngineLoop:
 
     @property
     def between_steps_s(self) -> float:
-        """Mean time between consecutive steps that the steps themselves do not take."""
+        """Mean gap between consecutive steps, in seconds."""
         return self._gaps.mean_s or 0.0
 
     @property

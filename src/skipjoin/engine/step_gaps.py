@@ -5,7 +5,7 @@ _RATE = 0.02
 
 
 class StepGaps:
-    """Running mean of the time between consecutive steps that the steps themselves do not take.
+    """Running mean of the gap between consecutive steps.
 
     It is the time of decisions, messages and bookkeeping, unless the next step overlaps it.
     """
@@ -15,7 +15,7 @@ class StepGaps:
         self._ended: float | None = None
 
     def step_ended(self, now: float, seconds: float) -> None:
-        """Take the end of a step and its duration."""
+        """Record the end of a step and its duration."""
         if self._ended is not None:
             gap = max(0.0, now - self._ended - seconds)
             self.mean_s = gap if self.mean_s is None else self.mean_s + _RATE * (gap - self.mean_s)

@@ -69,7 +69,7 @@ class KVStore:
                     self._launch(self.cpu.block_view(), self.device.block_view(), (0,), (0,))
 
     def link_seconds(self, move: Move) -> float:
-        """Return the seconds that a move between the tiers takes at least."""
+        """Return the minimum seconds of a move between the tiers."""
         if self.link_bytes_per_s is None or self.cpu is None:
             return 0.0
         return move.blocks(self.device.block_size) * self.cpu.block_bytes / self.link_bytes_per_s

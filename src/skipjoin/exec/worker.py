@@ -207,7 +207,7 @@ class Worker:
 
     @staticmethod
     def _drop_failed(in_flight: InFlightStep) -> None:
-        """Drop slices whose token could not be chosen. They still have one, which later slices may await."""
+        """Drop slices whose token could not be chosen. A placeholder remains, because later slices may await it."""
         for index in in_flight.chosen:
             sampling = in_flight.states[index].sampling
             if sampling is not None and sampling.error:

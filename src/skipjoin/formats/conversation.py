@@ -16,7 +16,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 
 def no_tools(param: str) -> str:
-    """Return the error of a conversation with tools for a template without them."""
+    """Return the error for tools if the template does not support them."""
     what = "tools" if param == "tools" else "calls and results of tools"
     return (
         f"{param}: this model's chat template has no support for tools: leave out {what}, use a model that was trained "

@@ -348,6 +348,6 @@ def find_format(template: str) -> OutputFormat | None:
 
 
 def unknown_calls() -> str:
-    """Return the error of tools with a template whose format of calls is in no row."""
+    """Return the error for tools if the template's format of calls is unknown."""
     names = ", ".join(known.name for known in FORMATS if known.calls is not None)
     return f"this model's chat template writes calls in a format that is not known. Known are {names}"

@@ -21,7 +21,7 @@ _SCALARS = re.compile(r"true|false|null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def read_tagged(calls: Calls, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the name and the arguments, as JSON, of the call in a region, or None if it is none.
+    """Return the name and the arguments, as JSON, of the call in a region, or None if it is not a call.
 
     Args:
         schemas: Schema of the arguments of each function, which tells strings from JSON.
@@ -49,7 +49,7 @@ def _element(tags: Tags) -> re.Pattern[str]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return a value by its schema, or without one as JSON where it can be nothing else."""
+    """Parse a value by its schema. Without one, parse only what looks like JSON."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     is_text = kind == "string" or (isinstance(schema, Mapping) and text in schema.get("enum", ()))
     is_json = kind is not None or _SCALARS.fullmatch(text) or text[:1] in ("{", "[")

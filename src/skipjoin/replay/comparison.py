@@ -43,7 +43,7 @@ class Comparison(NamedTuple):
     """Outcomes of one load: measured, simulated as the server is, and simulated in other ways.
 
     Attributes:
-        errors: How far each figure of the second outcome is from the first, as a share.
+        errors: Relative error of each figure of the second outcome to the first.
         between_steps_s: Measured time between two steps, which simulated steps contain.
         around_s: Median of the measured times of requests outside the engine, which simulated times contain.
     """

@@ -44,7 +44,7 @@ def measured(arrivals: Sequence[Mapping[str, Any]], recipe: str) -> Outcome:
 
 
 def errors(real: Outcome, simulated: Outcome) -> dict[str, float]:
-    """Return how far each figure of the simulation is from what was measured, as a share of that."""
+    """Return the relative error of each simulated figure."""
     of_real, of_simulated = real.figures(), simulated.figures()
     return {name: of_simulated[name] / of_real[name] - 1 for name in FIGURES if of_real[name] > 0}
 

@@ -94,5 +94,5 @@ class LayerOps(Protocol):
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm: ...
 
     def fused(self, layers: Sequence[LayerParts], attention: AttentionBackend) -> FusedLayers | None:
-        """Return a function with the bits of these layers one after another, or None if there is nothing to gain."""
+        """Return a function with bitwise the result of these layers in sequence, or None if that gains nothing."""
         ...

@@ -1,4 +1,4 @@
-"""Arguments of compiled operations, with the fields of calls.inc.cpp and layers.cpp."""
+"""Arguments of compiled operations; fields are those of calls.inc.cpp and layers.cpp."""
 
 from __future__ import annotations
 

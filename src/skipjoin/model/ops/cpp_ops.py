@@ -185,7 +185,7 @@ class CppLinear:
         ops.library.skipjoin_linear(ops.type, call)
 
     def call(self) -> LinearCall:
-        """Return a call without what depends on the inputs."""
+        """Return a call without the arguments that depend on the inputs."""
         return LinearCall(None, 0, 0, *self._arguments, None, self._gated, 0, self._activation, None, 0, self._way)
 
 

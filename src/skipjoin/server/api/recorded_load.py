@@ -51,7 +51,7 @@ async def recorded_load(service: Service, owner: str | None, since_s: float) -> 
 
 
 def _clock_difference(now: float, engine_now: float) -> float:
-    """Return what to add to times of an engine's clock: nothing on this machine, whose processes share one clock."""
+    """Return the seconds to add to an engine's times: 0 on this machine, whose processes share one clock."""
     return 0.0 if abs(now - engine_now) <= TIMEOUT_S else now - engine_now
 
 

@@ -1,4 +1,4 @@
-"""Start-up and life of a console's process."""
+"""Lifecycle of the console's process."""
 
 from __future__ import annotations
 

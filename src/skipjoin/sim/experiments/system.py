@@ -234,7 +234,7 @@ class System:
         return max(self.stages, self.pipeline_depth)
 
     def scheduler(self, policies: Policies, kv: KVLedger) -> Scheduler:
-        """Return the scheduler that a server has in this place."""
+        """Return the scheduler that a server would use."""
         return Scheduler(policies, kv, depth=self.depth, overlap=self.pipeline_depth > 1)
 
     @property

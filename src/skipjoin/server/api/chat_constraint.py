@@ -44,7 +44,7 @@ async def chat_constraint(service: Service, body: ChatRequest, prompt: str) -> S
 
 
 def _must_enforce(body: ChatRequest, tools: Sequence[Tool]) -> bool:
-    """Return whether calls are enforced: one is required, one call or some tools are allowed, or one is strict."""
+    """Return whether calls are enforced: one is required, only some or one at a time are allowed, or one is strict."""
     is_limited = body.parallel_tool_calls is False or len(tools) < len(body.tools or ())
     return body.must_call or is_limited or any(tool.function.strict for tool in tools)
 

@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
         return found
 
     def curve(self) -> list[float]:
-        """Return the times to first token below which 1 %, 2 %, ... 99 % of the requests are."""
+        """Return the 1st to 99th percentiles of the time to first token."""
         return _cuts(self.ttft_s, _CURVE_POINTS)
 
 

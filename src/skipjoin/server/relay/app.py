@@ -1,4 +1,4 @@
-"""Application of a console: the pages of every server, and a relay of what they ask."""
+"""Application of a console: pages for each server, and a relay of their requests."""
 
 from __future__ import annotations
 

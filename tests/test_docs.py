@@ -7,32 +7,25 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent, indent
-from typing import Any
 
 import pytest
 
-from skipjoin.core import forecast
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.options import ConfigError
-from skipjoin.policies import eviction, ordering, valued
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import Settings, fastserve, parts, registry
+from skipjoin.recipes import Settings, find
 from skipjoin.sim.driver import Replica, simulate
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "skipjoin"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
-
-
 # Aborts a request before its first token and another one after it, and counts.
 ABORTS = """
 from skipjoin.core.engine import EngineCore
@@ -114,19 +107,16 @@ def test_tests_named_in_reliability_exist() -> None:
     assert not [(file, name) for file, name in named if not re.search(rf"def {name}\(", tests[file])]
 
 
-def test_examples_of_the_policy_page_define_recipes() -> None:
+def test_examples_of_the_policy_page_define_recipes(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "add-a-policy.md").read_text()
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
-    built: dict[str, Callable[..., Policies]] = {}
-    names: dict[str, Any] = {}
-    for module in (forecast, valued, ordering, eviction, registry, parts, fastserve):
-        names |= vars(module)
-    names["recipe"] = lambda make: built.setdefault(make.__name__, make)
-    exec(compile("from __future__ import annotations\n" + code, "add-a-policy.md", "exec"), names)
-    make_params, cost = names["LateAndLongParams"], LinearCost(floor=0.01, prefill_token=1e-4)
-    policies = built["late_and_long"](Settings(cost, max_seqs=2), make_params(limit_s=0.1, swap_tokens=30))
+    file = tmp_path / "my_policy.py"
+    file.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)))
+    first, late_and_long = (find(f"{file}:{name}") for name in ("late_first", "late_and_long"))
+    cost = LinearCost(floor=0.01, prefill_token=1e-4)
+    settings = Settings(cost, max_seqs=2)
+    policies = late_and_long.function(settings, late_and_long.read({"limit_s": 0.1, "swap_tokens": 30}))
     events: list[Event] = []
-    for one in (built["late_first"](Settings(cost, max_seqs=2)), policies):
+    for one in (first.function(settings), policies):
         events.clear()
         requests = [Request(number, 0.01 * number, range(length), 20) for number, length in enumerate((30, 8, 12, 10))]
         replica = Replica(EngineCore(Scheduler(one, KVLedger(8, 8, 8))), SimulatedExecutor(cost))
@@ -134,7 +124,7 @@ def test_examples_of_the_policy_page_define_recipes() -> None:
         assert all(len(request.output) == 20 for request in requests)
     assert {event.how for event in events if isinstance(event, Preempted)} == {*Preemption} - {Preemption.SPILL}
     with pytest.raises(ConfigError, match=r"limit_s must be in \[0\.01, 3600\], got 0"):
-        make_params(limit_s=0)
+        late_and_long.read({"limit_s": 0.0})
 
 
 def test_example_of_the_metric_page_counts_early_aborts(tmp_path: Path) -> None:

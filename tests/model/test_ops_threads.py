@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from skipjoin.model.ops import build, threads
+from skipjoin.model.ops import build, cpp_ops, threads
 from skipjoin.model.ops.cpp_ops import CppOps
 
 LIBRARY = build.load_library()
@@ -27,6 +30,14 @@ def share():
     del threads._own.count
 
 
+@pytest.fixture(params=["between steps", "in a step"])
+def step(request) -> Iterator[None]:
+    ops = CppOps(LIBRARY, torch.float32)
+    ops._spins = request.param == "in a step"
+    with ops.step():
+        yield
+
+
 def products(ops: CppOps, seed: int) -> torch.Tensor:
     """Compute a large product repeatedly and assert that all results are equal."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,7 +49,7 @@ def products(ops: CppOps, seed: int) -> torch.Tensor:
 
 
 @needs_library
-def test_concurrent_callers_get_right_results(share):
+def test_concurrent_callers_get_right_results(share, step):
     alone = [products(CppOps(LIBRARY, torch.float32), seed) for seed in range(4)]
     with ThreadPoolExecutor(4, initializer=partial(threads.share_between, THREADS)) as callers:
         together = list(callers.map(lambda seed: products(CppOps(LIBRARY, torch.float32), seed), range(4)))
@@ -49,7 +60,7 @@ def test_concurrent_callers_get_right_results(share):
 FORK = """
 import os, signal, sys, threading
 import torch
-from skipjoin.model.ops import build, threads
+from skipjoin.model.ops import build, cpp_ops, threads
 from skipjoin.model.ops.cpp_ops import CppOps
 ops = CppOps(build.load_library(), torch.float32)
 threads.share_between(3)
@@ -84,7 +95,7 @@ def test_forked_processes_start_their_own_threads():
 
 @needs_library
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are not shown here")
-def test_threads_sleep_while_idle(share):
+def test_threads_sleep_while_idle(share, step):
     products(CppOps(LIBRARY, torch.float32), 0)
     tasks = [task for task in Path("/proc/self/task").iterdir() if "pool" in (task / "comm").read_text()]
     assert len(tasks) >= THREADS - 1
@@ -104,6 +115,24 @@ def test_number_of_threads_follows_the_limits(monkeypatch, caplog):
         assert not caplog.records
         assert threads.default_threads(4) == 4
     assert "threads 4: only 2 can run at once (affinity and CPU quota)" in caplog.text
+
+
+@needs_library
+def test_threads_that_share_cores_do_not_spin_in_steps(monkeypatch):
+    monkeypatch.setattr(cpp_ops, "usable_cpus", lambda: 2)
+
+    def opened(count: int) -> list[str]:
+        ops, calls = CppOps(LIBRARY, torch.float32), []
+        ops.library = SimpleNamespace(
+            skipjoin_open_step=lambda: calls.append("open"), skipjoin_close_step=lambda: calls.append("close")
+        )
+        ops.use_threads(count)
+        with suppress(ValueError), ops.step():
+            raise ValueError
+        return calls
+
+    with ThreadPoolExecutor(1) as another:
+        assert [another.submit(opened, count).result() for count in (1, 2, 3)] == [[], ["open", "close"], []]
 
 
 @needs_library

@@ -113,7 +113,8 @@ class Worker:
         if self._copier is not None and plan.overlapped:
             self._copier.begin(plan.overlapped)
         if plan.slices:
-            self._compute(plan.slices, in_flight)
+            with self.model.ops.step():
+                self._compute(plan.slices, in_flight)
         in_flight.end = self._clock.mark()
         in_flight.waited = self.model.group.waited_s - waited
         if self._copier is not None:

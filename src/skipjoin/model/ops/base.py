@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -80,6 +81,10 @@ class LayerOps(Protocol):
     quantization: str
 
     def use_threads(self, count: int) -> None: ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Keep threads awake between the operations of a step."""
+        ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Linear:
         """Prepare [out, in] weights, which it may keep, with an activation after the bias (ALISE section 3.3)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_float, c_int64, c_void_p
 
 import torch
@@ -18,6 +19,7 @@ from skipjoin.model.ops.choice import WAYS, Choices
 from skipjoin.model.ops.cpp_layers import CppLayers
 from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
+from skipjoin.system.container import usable_cpus
 
 # In the order of `Type` in layer_ops.cpp.
 CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,6 +36,8 @@ _SIGNATURES = {
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
     "skipjoin_packed_bytes": ([_I] * 5, c_int64),
     "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _P, _I], None),
+    "skipjoin_open_step": ([], None),
+    "skipjoin_close_step": ([], None),
     "skipjoin_linear": ([_I, ctypes.POINTER(LinearCall)], None),
     "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, _P, _I], None),
 }
@@ -64,6 +68,7 @@ class CppOps:
         self.path = path_of(library) + (", products in float32" if self._without_tiles == "floats" else "")
         self._way = way
         self._choices = Choices(f"{path_of(library)}-{library_id(library)}")
+        self._spins = False
         self.arena = Arena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -71,6 +76,19 @@ class CppOps:
         share_between(count)
         # torch's remaining work is small, and its threads would spin on the cores of the threads that do the work.
         torch.set_num_threads(1)
+        # Threads that share a core would spin at each other's expense.
+        self._spins = 1 < count <= usable_cpus()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        if not self._spins:
+            yield
+            return
+        self.library.skipjoin_open_step()
+        try:
+            yield
+        finally:
+            self.library.skipjoin_close_step()
 
     def scratch(self, m: int, k: int, threads: int) -> int:
         needed = self.library.skipjoin_scratch_bytes(self.type, m, k, threads)

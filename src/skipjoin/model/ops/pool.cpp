@@ -4,8 +4,8 @@
 // operation costs a scheduler tick. Here the caller opens a run, works, and closes it as soon as no task remains,
 // without waiting for threads that have not begun by then.
 //
-// Waiting threads spin for about as long as Python takes between two operations, and then sleep, so that an idle server
-// uses no CPU time.
+// Waiting threads spin briefly and then sleep, so that an idle server uses no CPU time. While a step is open they spin for
+// as long as the pauses between operations usually are, unless other processes want the core.
 #include "calls.inc.cpp"
 #include "pool.inc.cpp"
 
@@ -18,6 +18,7 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #else
@@ -27,9 +28,11 @@
 
 namespace {
 
-// Longer than most pauses between two operations, and than the remainder of a nearly finished task. Spinning longer
-// would cost the thread its core in the middle of a task if other processes want it.
+// Longer than pauses within a compiled operation, and than the remainder of a nearly finished task.
 constexpr int64_t kSpinNs = 20000;
+constexpr int64_t kMostNs = 200000;      // longest spin in a step: what Python takes between two operations
+constexpr int64_t kBackOffNs = 10000000; // time of brief spins after a sign that other threads want cores
+constexpr int kForget = 256;             // waits, about two steps, after which a long pause is forgotten by two thirds
 constexpr int kLooks = 32; // checks of the value between two reads of the clock
 
 void relax() {
@@ -40,18 +43,63 @@ void relax() {
 #endif
 }
 
+// Returns how often the system has taken the core from this thread for another one.
+int64_t involuntary_switches() {
+#if defined(__linux__)
+  rusage usage;
+  return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
+#else
+  return 0;
+#endif
+}
+
+// Spin of one thread while it waits. Predicts pauses as long as the recent ones.
+class Patience {
+public:
+  void begin() { begin_ = skipjoin::now_ns(), checked_ = 0; }
+
+  // Returns whether to spin on.
+  bool lasts(bool is_step_open) {
+    int64_t now = skipjoin::now_ns();
+    if (now < begin_ + kSpinNs) return true;
+    if (!is_step_open || now < brief_until_) return false;
+    if (now < checked_ + kSpinNs) return true;
+    int64_t switches = involuntary_switches();
+    bool is_wanted = switches > switches_; // since the last look, be it in this wait or before it
+    checked_ = now, switches_ = switches;
+    // The thread that this one waits for may have lost its core.
+    bool is_long = now > begin_ + std::min(2 * longest_, kMostNs);
+    if (is_wanted || is_long) brief_until_ = now + kBackOffNs;
+    return !is_wanted && !is_long;
+  }
+
+  void end(bool is_step_open) {
+    if (!is_step_open) return; // pauses between steps are not predicted
+    int64_t pause = skipjoin::now_ns() - begin_;
+    longest_ -= longest_ / kForget;
+    if (pause < kMostNs) longest_ = std::max(longest_, pause);
+  }
+
+private:
+  int64_t begin_ = 0, checked_ = 0, switches_ = 0, longest_ = kMostNs / 2, brief_until_ = 0;
+};
+
 // A number that threads wait on until it is no longer `old`, spinning at first.
 class Gate {
 public:
   std::atomic<int> value{0};
 
   // Returns the new value.
-  int wait_while(int old) {
-    int64_t until = skipjoin::now_ns() + kSpinNs;
+  int wait_while(int old, const std::atomic<int> &open_steps) {
+    thread_local Patience patience;
+    patience.begin();
     for (int now, looks = 1;; looks++) {
-      if ((now = value.load(std::memory_order_acquire)) != old) return now;
+      if ((now = value.load(std::memory_order_acquire)) != old) {
+        if (looks > kLooks) patience.end(open_steps.load(std::memory_order_relaxed));
+        return now;
+      }
       relax();
-      if (looks % kLooks || skipjoin::now_ns() < until) continue;
+      if (looks % kLooks || patience.lasts(open_steps.load(std::memory_order_relaxed))) continue;
       // The order of these two and that of `wake` guarantee that one side sees the other's write.
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
       sleep(old);
@@ -103,10 +151,14 @@ public:
       turn_.wake();
       work(context, 0);
       int inside = inside_.value.fetch_and(~kOpen, std::memory_order_seq_cst) & ~kOpen;
-      while (inside) inside = inside_.wait_while(inside);
+      while (inside) inside = inside_.wait_while(inside, open_steps_);
     }
     taken_.store(false, std::memory_order_release);
   }
+
+  void open_step() { open_steps_.fetch_add(1, std::memory_order_relaxed); }
+
+  void close_step() { open_steps_.fetch_sub(1, std::memory_order_relaxed); }
 
 private:
   static constexpr int kOpen = 1 << 30; // flag above the number of threads inside
@@ -133,7 +185,7 @@ private:
     pthread_setname_np(pthread_self(), "skipjoin-pool");
 #endif
     for (int turn = 0;;) {
-      turn = turn_.wait_while(turn);
+      turn = turn_.wait_while(turn, open_steps_);
       int inside = inside_.value.load(std::memory_order_relaxed);
       while (inside & kOpen)
         if (inside_.value.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire)) {
@@ -147,6 +199,7 @@ private:
   }
 
   std::atomic<bool> taken_{false};
+  std::atomic<int> open_steps_{0};
   alignas(64) Gate turn_;   // number of runs so far
   alignas(64) Gate inside_; // number of threads at work, and kOpen
   void (*work_)(void *, int) = nullptr;
@@ -172,6 +225,10 @@ Pool &pool() {
 void skipjoin::run_on_pool(int threads, void (*work)(void *, int), void *context) {
   pool().run(threads, work, context);
 }
+
+// Between these calls, threads spin for longer. Steps of several callers may overlap.
+extern "C" void skipjoin_open_step() { pool().open_step(); }
+extern "C" void skipjoin_close_step() { pool().close_step(); }
 
 int64_t *skipjoin::measured = nullptr;
 

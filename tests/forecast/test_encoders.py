@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from skipjoin.forecast import ForecastConfig, make_forecaster, words
-from skipjoin.forecast.embeddings import HuggingFaceEncoder, MeanEmbeddings
+from skipjoin.forecast.embeddings import MeanEmbeddings
 from skipjoin.forecast.encode import FEATURES, SEEN, HashedTokens, hashed
 from skipjoin.forecast.index import VectorIndex
+from skipjoin.forecast.sentences import SentenceEncoder
 from skipjoin.forecast.vectors import EXACT_ENTRIES, GraphVectors, vectors_of
 from skipjoin.options import ConfigError
 
@@ -23,7 +24,7 @@ PROMPTS = [[], [5], words("Write a poem about the sea."), list(range(5000))]
 
 
 def encode(encoder, prompt) -> np.ndarray:
-    return encoder.encode(prompt, hashed(prompt))
+    return encoder.encode([prompt], [hashed(prompt)])[0]
 
 
 def test_hashed_tokens_are_bounded_and_the_same_in_every_process() -> None:
@@ -35,7 +36,7 @@ def test_hashed_tokens_are_bounded_and_the_same_in_every_process() -> None:
     vector = encode(HashedTokens(), PROMPTS[2])
     program = (
         "from skipjoin.forecast.encode import *\n"
-        f"print(HashedTokens().encode({PROMPTS[2]}, hashed({PROMPTS[2]})).tolist())"
+        f"print(HashedTokens().encode([{PROMPTS[2]}], [hashed({PROMPTS[2]})])[0].tolist())"
     )
     other = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert vector.tolist() == eval(other)
@@ -82,20 +83,20 @@ def test_folders_without_an_encoder_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=text):
             make_forecaster(config, folder=folder)
     with pytest.raises(ConfigError, match="nor a folder"):
-        HuggingFaceEncoder(tmp_path / "missing", str)
+        SentenceEncoder(str(tmp_path / "missing"), str)
     with pytest.raises(ConfigError, match="cannot be read"):
-        HuggingFaceEncoder(tmp_path / "none", str)
+        SentenceEncoder(str(tmp_path / "none"), str)
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokens", None]}}
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / "none" / name).write_text(json.dumps(own))
     with pytest.raises(ConfigError, match=r"needs code of the encoder's own \(auto_map\), which Skipjoin never runs"):
-        HuggingFaceEncoder(tmp_path / "none", str)
+        SentenceEncoder(str(tmp_path / "none"), str)
     (tmp_path / "model.safetensors").write_bytes(b"garbage" * 9)
     with pytest.raises(ConfigError, match="cannot be read"):
         MeanEmbeddings(tmp_path)
 
 
-def test_a_hugging_face_encoder_returns_unit_vectors(tmp_path: Path) -> None:
+def test_a_sentence_encoder_returns_unit_vectors_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel, BertTokenizerFast  # noqa: PLC0415
 
     letters = [chr(code) for code in range(97, 123)]
@@ -112,11 +113,14 @@ def test_a_hugging_face_encoder_returns_unit_vectors(tmp_path: Path) -> None:
         max_position_embeddings=64,
     )
     BertModel(config).save_pretrained(tmp_path)
-    texts = {1: "abc", 2: "abc " * 200}
-    encoder = HuggingFaceEncoder(tmp_path, lambda prompt: texts[prompt[0]])
+    texts = {1: "abc", 2: "abc " * 200, **{number: "abc xyz " * number for number in range(3, 40)}}
+    encoder = SentenceEncoder(tmp_path, lambda prompt: texts[prompt[0]])
     assert encoder.width == 32
     for prompt in ([1], [2]):
         assert np.linalg.norm(encode(encoder, prompt)) == pytest.approx(1.0, abs=1e-4)
+    prompts = [[number] for number in texts]
+    together = encoder.encode(prompts, [hashed(prompt) for prompt in prompts])
+    assert np.allclose(together, [encode(encoder, prompt) for prompt in prompts], atol=1e-4)
 
 
 @pytest.mark.parametrize("entries", [64, EXACT_ENTRIES + 1])

@@ -12,7 +12,7 @@ import pytest
 from skipjoin.config import ForecastConfig
 from skipjoin.config.key_files import owner_of_key
 from skipjoin.engine.forecasting import ForecastKeeper, open_keeper
-from skipjoin.forecast import make_forecaster, owners, words
+from skipjoin.forecast import Predicted, make_forecaster, owners, words
 from skipjoin.forecast.config import make_owner_forecasters
 from skipjoin.forecast.encode import HashedTokens
 from skipjoin.forecast.owners import OwnerForecasters
@@ -20,6 +20,8 @@ from skipjoin.forecast.prior import first_guess
 
 PROMPT, OTHER = words("Tell me about the sea"), words("Count from one to ten")
 KINDS = ("learned", "alise", "prior")
+# Its encoder is that of all owners.
+ENCODES = make_forecaster(ForecastConfig())
 
 
 def make(kind: str = "learned", count: int = 10, folder: Path | None = None) -> OwnerForecasters:
@@ -27,22 +29,27 @@ def make(kind: str = "learned", count: int = 10, folder: Path | None = None) -> 
     return make_owner_forecasters(config, "model", HashedTokens(), count, folder)
 
 
+def predicted(forecasters: OwnerForecasters, owner: str, prompt=PROMPT) -> Predicted:
+    (encoded,) = ENCODES.encode([prompt])
+    return forecasters.predict(owner, encoded, 8192)
+
+
 def teach(forecasters: OwnerForecasters, owner: str, tokens: int, requests: int = 60, prompt=PROMPT) -> None:
     for _ in range(requests):
-        forecasters.learn(owner, forecasters.forecast(owner, prompt, 8192), tokens, exact=True)
+        forecasters.learn(owner, predicted(forecasters, owner, prompt), tokens, exact=True)
 
 
 def expected(forecasters: OwnerForecasters, owner: str, prompt=PROMPT) -> float:
-    return forecasters.forecast(owner, prompt, 8192).forecast.tokens
+    return predicted(forecasters, owner, prompt).forecast.tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_of_one_owner_do_not_change_the_forecasts_of_another(kind: str) -> None:
     forecasters = make(kind)
     teach(forecasters, "victim", 200)
-    before = forecasters.forecast("victim", PROMPT, 8192), forecasters.prior("victim", 8192)
+    before = predicted(forecasters, "victim", PROMPT), forecasters.prior("victim", 8192)
     teach(forecasters, "attacker", 4000, 200)
-    after = forecasters.forecast("victim", PROMPT, 8192), forecasters.prior("victim", 8192)
+    after = predicted(forecasters, "victim", PROMPT), forecasters.prior("victim", 8192)
     assert after[0].forecast == before[0].forecast
     assert after[0].interval == before[0].interval
     assert after[1] == before[1]
@@ -98,7 +105,7 @@ def test_many_owners_take_bounded_memory_and_are_restored_from_disk(
 ) -> None:
     monkeypatch.setattr(owners, "MAX_OWNERS", 8)
     forecasters = make(count=1000, folder=tmp_path)
-    assert forecasters.forecast("first", PROMPT, 8192).forecast.tokens > 0
+    assert predicted(forecasters, "first", PROMPT).forecast.tokens > 0
     for number in range(40):
         teach(forecasters, f"owner {number}", 11, 12)
     assert len(forecasters._owners) == 8

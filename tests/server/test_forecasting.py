@@ -49,14 +49,19 @@ class Lesson(NamedTuple):
 class StubForecaster:
     """Forecaster that predicts the prompt's length as output length, and blocks while its gate is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int = 1) -> None:
+        self.batch, self.batches = batch, []
         self.gate = threading.Event()
         self.gate.set()
         self.lessons: list[Lesson] = []
         self.asked = 0
         self.fails = False
 
-    def forecast(self, prompt: Sequence[int], max_tokens: int) -> Guess:
+    def encode(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        self.batches.append(len(prompts))
+        return prompts
+
+    def predict(self, prompt: Sequence[int], max_tokens: int) -> Guess:
         self.asked += 1
         assert self.gate.wait(60)
         if self.fails:
@@ -147,6 +152,21 @@ async def test_late_forecast_follows_request_to_its_current_engine(make_api: Mak
         0,
         1,
     )
+
+
+async def test_prompts_that_wait_are_encoded_together(make_api: MakeApi, monkeypatch: Any) -> None:
+    monkeypatch.setattr(forecasting, "PATIENCE_S", 10.0)
+    forecaster = StubForecaster(batch=4)
+    async with make_api(ForecastKeeper(forecaster)) as api:
+        forecaster.gate.clear()
+        first = asyncio.create_task(api.complete(prompt="a", max_tokens=4))
+        await until(lambda: forecaster.asked == 1)
+        others = asyncio.create_task(api.complete(prompt=["ab", "abc", "abcd", "abcde", "abcdef"], max_tokens=4))
+        await asyncio.sleep(0.05)
+        forecaster.gate.set()
+        await asyncio.gather(first, others)
+        assert forecaster.batches == [1, 4, 1]
+        assert [add.forecast.tokens for add in api.engine.added] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_forecaster_learns_every_output_length_once(make_api: MakeApi, monkeypatch: Any) -> None:

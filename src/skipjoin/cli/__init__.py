@@ -22,6 +22,7 @@ from skipjoin.cli.generate import generate
 from skipjoin.cli.models import list_models, pull
 from skipjoin.cli.plot import plot
 from skipjoin.cli.predict import predict
+from skipjoin.cli.predict_train import train
 from skipjoin.cli.profile import profile
 from skipjoin.cli.recipes import recipes
 from skipjoin.cli.replay import replay
@@ -53,6 +54,7 @@ for command in (
     app.command()(command)
 for name, command in (("pull", pull), ("list", list_models), ("env", environment)):
     app.command(name)(command)
+predict.command()(train)
 app.add_typer(predict, name="predict")
 app.add_typer(batch, name="batch")
 

@@ -33,6 +33,14 @@ predict = Commands(help="Forecasts of output lengths: how good they are, and wha
 # Value of the column 'split' for training rows.
 _TRAIN = "train"
 _COLUMNS = ("forecaster", "R", "R of logs", "MAE", "within 25 %", "accuracy", "pairs", "coverage", "by prompt", "ms")
+EncoderName = Annotated[
+    str,
+    Option(
+        "'hashed', 'minilm' (the sentence encoder of the extra encoder), or the folder of a text encoder.",
+        metavar="NAME",
+        is_common=True,
+    ),
+]
 ForecastDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where forecasters keep what they learn (default: the user's cache).")
 ]
@@ -51,9 +59,7 @@ class EvaluateOptions:
             is_common=True,
         ),
     ] = None
-    encoder: Annotated[str, Option("'hashed', or the folder of a text encoder.", metavar="NAME", is_common=True)] = (
-        "hashed"
-    )
+    encoder: EncoderName = "hashed"
     entries: Annotated[
         int, Option("Maximum number of past requests to predict from.", low=1, high=1_000_000, is_common=True)
     ] = 10_000
@@ -91,7 +97,7 @@ def evaluate(
     """
     options = EvaluateOptions(**values)
     evaluation = _evaluation(options)
-    with _bars() as show:
+    with progress_bars() as show:
         found = evaluation.run(show)
     _print(options.trace, evaluation, found)
     if json_file is not None:
@@ -104,14 +110,14 @@ def _evaluation(options: EvaluateOptions) -> Evaluation:
 
     found = read_trace(options.trace)
     found.check_texts()
-    samples, texts = _samples(found, options.second_run)
+    samples, texts = samples_of(found, options.second_run)
     train, test = _split(options.trace, samples[: options.rows])
     config = ForecastConfig(forecast_encoder=options.encoder, forecast_entries=options.entries)
     made = make_forecaster(config, text_of=lambda prompt: texts[tuple(prompt)])
     return Evaluation(train, test, made.encoder, options.entries, options.max_tokens)
 
 
-def _samples(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict[tuple[int, ...], str]]:
+def samples_of(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict[tuple[int, ...], str]]:
     from skipjoin.forecast.encode import words  # noqa: PLC0415
     from skipjoin.forecast.evaluate import Sample  # noqa: PLC0415
 
@@ -126,7 +132,7 @@ def _samples(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict[t
 
 def _split(path: Path, samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     parts: tuple[list[Sample], list[Sample]] = ([], [])
-    for place, (sample, described) in enumerate(zip(samples, _objects(path), strict=False)):
+    for place, (sample, described) in enumerate(zip(samples, objects_of(path), strict=False)):
         parts[not _trains(described, place, len(samples))].append(sample)
     if min(map(len, parts)) < 10:
         raise ConfigError(f"{path}: {len(parts[0])} rows to train with and {len(parts[1])} to measure, fewer than 10")
@@ -141,13 +147,13 @@ def _trains(described: dict[str, Any], place: int, rows: int) -> bool:
     return place < rows // 2
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
+def objects_of(path: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         yield from (json.loads(line) for line in file if line.strip())
 
 
 @contextmanager
-def _bars() -> Iterator[Any]:
+def progress_bars() -> Iterator[Any]:
     terminal = sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bars:
         tasks: dict[str, Any] = {}

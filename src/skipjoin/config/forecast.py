@@ -22,12 +22,21 @@ class ForecastConfig:
     forecast_encoder: Annotated[
         str,
         Option(
-            "Representation by which prompts are compared: hashed tokens, the model's embeddings, or a Hugging Face "
-            "encoder in a folder.",
-            metavar="hashed|embeddings|FOLDER",
+            "Representation by which prompts are compared: hashed tokens, the model's embeddings, the sentence encoder "
+            "of the extra encoder, or a Hugging Face encoder in a folder.",
+            metavar="hashed|embeddings|minilm|FOLDER",
             group=FORECASTS,
         ),
     ] = "hashed"
+    forecast_state: Annotated[
+        str | None,
+        Option(
+            "Folder of a state that `skipjoin predict train` wrote, from which forecasts start. It sets forecaster and "
+            "encoder.",
+            metavar="DIR",
+            group=FORECASTS,
+        ),
+    ] = None
     forecast_dir: Annotated[
         str | None,
         Option(
@@ -46,7 +55,7 @@ class ForecastConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        for name in ("forecast_encoder", "forecast_dir"):
+        for name in ("forecast_encoder", "forecast_state", "forecast_dir"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty")
         if self.forecaster in ("prior", "none") and self.forecast_encoder != "hashed":

@@ -22,7 +22,7 @@ SAVE_EVERY_S = 5.0
 # Maximum fraction of the time spent on saving, however large the state is.
 _SAVE_SHARE = 0.02
 # Named encoders; others are folders.
-_ENCODERS = ("hashed", "embeddings")
+_ENCODERS = ("hashed", "embeddings", "minilm")
 # Value of `forecast_dir` that disables persistence.
 _NOWHERE = "none"
 
@@ -41,7 +41,10 @@ class Predicted(Protocol):
 class Forecaster(Protocol):
     """Subset of `skipjoin.forecast.Forecaster`."""
 
-    def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
+    @property
+    def batch(self) -> int: ...
+    def encode(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]: ...
+    def predict(self, prompt: Any, max_tokens: int) -> Predicted: ...  # of its own `encode`
     def prior(self, max_tokens: int) -> Forecast: ...
     def learn(self, predicted: Any, tokens: int, *, exact: bool) -> None: ...  # of its own forecasts
     def __len__(self) -> int: ...
@@ -50,7 +53,7 @@ class Forecaster(Protocol):
 class OwnerForecasters(Protocol):
     """Subset of `skipjoin.forecast.owners.OwnerForecasters`."""
 
-    def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted: ...
+    def predict(self, owner: str, prompt: Any, max_tokens: int) -> Predicted: ...
     def prior(self, owner: str, max_tokens: int) -> Forecast: ...
     def learn(self, owner: str, predicted: Any, tokens: int, *, exact: bool) -> None: ...
     def __len__(self) -> int: ...
@@ -89,10 +92,23 @@ class ForecastKeeper:
         self._earliest = -math.inf
         self._is_failing = False
 
-    def forecast(self, prompt: Sequence[int], max_tokens: int, owner: str = "") -> Predicted:
+    @property
+    def batch(self) -> int:
+        """Number of prompts up to which encoding them together is cheaper than one after the other."""
+        return self.forecaster.batch
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
+        """Return what `predict` needs of each prompt, whoever its owner is."""
+        return self.forecaster.encode(prompts)
+
+    def predict(self, prompt: Any, max_tokens: int, owner: str = "") -> Predicted:
+        """Return the forecast of a prompt of `encode`."""
         if self._owners is None:
-            return self.forecaster.forecast(prompt, max_tokens)
-        return self._owners.forecast(owner, prompt, max_tokens)
+            return self.forecaster.predict(prompt, max_tokens)
+        return self._owners.predict(owner, prompt, max_tokens)
+
+    def forecast(self, prompt: Sequence[int], max_tokens: int, owner: str = "") -> Predicted:
+        return self.predict(self.encode([prompt])[0], max_tokens, owner)
 
     def prior(self, max_tokens: int, owner: str = "") -> Forecast:
         """Return the forecast without a prompt. Takes microseconds and may be called from any thread."""
@@ -133,6 +149,11 @@ class ForecastKeeper:
 
 def chosen_forecasts(config: ForecastConfig, engine: EngineConfig, *, url: str | None = None) -> ForecastConfig | None:
     """Resolve the default forecaster, or None if nothing is forecast, and validate the settings."""
+    if config.forecast_state is not None:
+        if url is not None:
+            raise ConfigError("forecast_state must not be given with forecast_url, which forecasts instead")
+        if config.forecaster != "none":
+            config = _started_from(config, config.forecast_state)
     is_needed = find(engine.recipe).forecasts is Forecasts.LEARNED or engine.slo_jct_scale is not None
     if url is not None:
         if config.forecaster not in (None, "prior"):
@@ -145,6 +166,12 @@ def chosen_forecasts(config: ForecastConfig, engine: EngineConfig, *, url: str |
     if config.forecaster != "none":
         _check_folders(config)
     return None if forecaster == "none" else replace(config, forecaster=forecaster)
+
+
+def _started_from(config: ForecastConfig, folder: str) -> ForecastConfig:
+    from skipjoin.forecast.trained import Trained  # noqa: PLC0415 (imports numpy)
+
+    return Trained.open(folder).configure(config)
 
 
 def _check_folders(config: ForecastConfig) -> None:
@@ -173,20 +200,31 @@ def state_folder(config: ForecastConfig | None) -> str | None:
 
 
 def open_keeper(
-    config: ForecastConfig, *, model: str, folder: str, text_of: Callable[[Sequence[int]], str], owners: int = 0
+    config: ForecastConfig,
+    *,
+    model: str,
+    folder: str,
+    text_of: Callable[[Sequence[int]], str],
+    owners: int = 0,
+    threads: int | None = None,
 ) -> ForecastKeeper:
-    """Open the forecaster with its saved state; `owners` is 0 if all share one."""
+    """Open the forecaster with its saved state.
+
+    Args:
+        owners: 0 if all share one forecaster.
+        threads: Threads of torch for an encoder of texts; None leaves them as they are.
+    """
     # Imported lazily: it imports numpy, which an API process does not need.
     from skipjoin.forecast import default_folder, make_forecaster, make_owner_forecasters  # noqa: PLC0415
 
-    forecaster = make_forecaster(config, model, folder=Path(folder), text_of=text_of)
+    forecaster = make_forecaster(config, model, folder=Path(folder), text_of=text_of, threads=threads)
     kept_in: Path | None = default_folder() if config.forecast_dir is None else Path(config.forecast_dir)
     if config.forecast_dir == _NOWHERE:
         kept_in = None
     if owners:
         if kept_in is not None and (common := forecaster.identity.folder(kept_in)).exists():
             _log.info("forecasts are learned for each API key: the state of all requests in %s is not used", common)
-        for_owners = make_owner_forecasters(config, model, forecaster.encoder, owners, kept_in)
+        for_owners = make_owner_forecasters(config, model, forecaster.encoder, owners, kept_in, text_of=text_of)
         return ForecastKeeper(forecaster, None if kept_in is None else for_owners.save, owners=for_owners)
     if kept_in is None:
         return ForecastKeeper(forecaster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,15 +13,22 @@ from skipjoin.forecast.mlp import Estimate, Mlp
 from skipjoin.forecast.models import Guess, Prompt, part_of, prefixed
 from skipjoin.forecast.prior import Prior
 
-# The paper gives neither k nor the threshold s0. Of k in 8, 16, 32 and s0 in 0.2, 0.35, 0.5, 0.65, these rank requests
-# of Alpaca and ShareGPT best with hashed tokens.
-TOP_K, THRESHOLD = 16, 0.2
+
+class Tuning(NamedTuple):
+    """What the paper leaves open: the number k of neighbors, and the similarity s0 from which one counts."""
+
+    neighbors: int
+    threshold: float
+
+
+# Without training: what `skipjoin predict train` chooses on prompts of AlpacaEval with hashed tokens.
+UNTRAINED = Tuning(16, 0.2)
 # Minimum standard deviation of the log length.
 _MIN_SPREAD = 0.2
 
 
 class Alise:
-    """Weighted mean length of the `TOP_K` most similar prompts above `THRESHOLD`, else the perceptron's estimate.
+    """Weighted mean length of the k most similar prompts that are similar enough, else the perceptron's estimate.
 
     Weights are normalized similarities, unlike in Algorithm 1, whose sum would grow with k. The distribution is
     lognormal, with the deviation of the neighbors or of the perceptron's errors, and calibration widens it. The index
@@ -30,12 +38,23 @@ class Alise:
     name = "alise"
 
     def __init__(self, index: VectorIndex, width: int) -> None:
-        self._index, self._mlp = index, Mlp(width)
+        self._index, self._mlp, self._tuning = index, Mlp(width), UNTRAINED
+
+    @property
+    def entries(self) -> int:
+        """Maximum number of prompts in the index."""
+        return self._index.entries
+
+    def begin(self, decoder: Mlp, tuning: Tuning, vectors: Array, tokens: Array) -> None:
+        """Start from a trained decoder and from known prompts, (n, width) and (n,)."""
+        self._mlp, self._tuning = decoder, tuning
+        for vector, length in zip(vectors, tokens.tolist(), strict=True):
+            self._index.add(vector, length, True)
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
         vector = prompt.vector.astype(np.float32)
-        found = self._index.search(vector, TOP_K)
-        similar = found.similarity >= THRESHOLD
+        found = self._index.search(vector, self._tuning.neighbors)
+        similar = found.similarity >= self._tuning.threshold
         if similar.any():
             return _guess(_weighted(found, similar), "alise-similar")
         return _guess(self._mlp.estimate(vector), "alise-mlp")
@@ -49,11 +68,14 @@ class Alise:
         return len(self._index)
 
     def state(self) -> dict[str, Array]:
-        return prefixed("mlp", self._mlp.state()) | prefixed("index", self._index.state())
+        parts = prefixed("mlp", self._mlp.state()) | prefixed("index", self._index.state())
+        return parts | {"tuning": np.array(self._tuning, np.float64)}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         self._mlp.restore(part_of(state, "mlp"))
         self._index.restore(part_of(state, "index"))
+        neighbors, threshold = state["tuning"].tolist()
+        self._tuning = Tuning(int(neighbors), threshold)
 
 
 def _weighted(found: Found, similar: Array) -> Estimate:

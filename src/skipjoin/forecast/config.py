@@ -1,56 +1,90 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from skipjoin.config import ForecastConfig
 from skipjoin.forecast.alise import Alise
-from skipjoin.forecast.embeddings import HuggingFaceEncoder, MeanEmbeddings, TextOf
-from skipjoin.forecast.encode import Encoder, HashedTokens
+from skipjoin.forecast.embeddings import MeanEmbeddings
+from skipjoin.forecast.encode import Encoder, HashedTokens, words
 from skipjoin.forecast.forecaster import Forecaster
 from skipjoin.forecast.head import REPLAYED
 from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.mass import Array
 from skipjoin.forecast.models import Learned, Model, PriorOnly
 from skipjoin.forecast.owners import MAX_OWNERS, OwnerForecasters
+from skipjoin.forecast.sentences import SentenceEncoder, TextOf
+from skipjoin.forecast.trained import Trained
 from skipjoin.options import ConfigError
 
 FORECASTERS = (Learned.name, Alise.name, PriorOnly.name)
 HASHED, EMBEDDINGS = "hashed", "embeddings"
+Clock = Callable[[], float]
+Read = Callable[[Sequence[int]], Sequence[int]]
 
 
 def make_forecaster(
     config: ForecastConfig,
     served: str = "",
-    clock: Callable[[], float] = time.time,
+    clock: Clock = time.time,
     *,
     folder: Path | None = None,
     text_of: TextOf | None = None,
+    threads: int | None = None,
+    read: Read | None = None,
 ) -> Forecaster:
-    """Return an untrained forecaster; `learned` if the configuration names none.
+    """Return a forecaster that starts from `forecast_state` or untrained; `learned` if the configuration names none.
 
     Args:
         served: Name of the model whose requests are forecast.
         folder: Folder of that model, for its embeddings.
-        text_of: Returns the text of a prompt's tokens, for an encoder with its own tokenizer.
+        text_of: Returns the text of a prompt's tokens, for encoders of texts and trained states.
+        threads: Threads of torch for encoders of texts; None leaves them as they are.
+        read: Returns the tokens of a prompt that are hashed, if not its own. A trained state decides it otherwise.
     """
-    encoder = _encoder(config.forecast_encoder, folder, text_of)
-    return Forecaster(encoder, _model(config, encoder, clock), served)
+    trained = None if config.forecast_state is None else Trained.open(config.forecast_state)
+    if trained is not None:
+        config = trained.configure(config)
+    encoder = _encoder(config.forecast_encoder, folder, text_of, threads)
+    read = read if trained is None else _words_of(text_of)
+    return _started(Forecaster(encoder, _model(config, encoder, clock), served, read=read), trained)
 
 
 def make_owner_forecasters(
-    config: ForecastConfig, served: str, encoder: Encoder, owners: int, kept_in: Path | None
+    config: ForecastConfig,
+    served: str,
+    encoder: Encoder,
+    owners: int,
+    kept_in: Path | None,
+    *,
+    text_of: TextOf | None = None,
 ) -> OwnerForecasters:
+    trained = None if config.forecast_state is None else Trained.open(config.forecast_state)
     parts = min(owners, MAX_OWNERS)
 
     def make(owner: str, first: Array) -> Forecaster:
-        return Forecaster(encoder, _model(config, encoder, time.time, parts), served, owner=owner, first=first)
+        model = _model(config, encoder, time.time, parts)
+        read = None if trained is None else _words_of(text_of)
+        return _started(Forecaster(encoder, model, served, owner=owner, first=first, read=read), trained)
 
     return OwnerForecasters(make, kept_in)
 
 
-def _model(config: ForecastConfig, encoder: Encoder, clock: Callable[[], float], parts: int = 1) -> Model:
+def _started(forecaster: Forecaster, trained: Trained | None) -> Forecaster:
+    if trained is not None:
+        trained.start(forecaster)
+    return forecaster
+
+
+def _words_of(text_of: TextOf | None) -> Read:
+    """Return what reads a prompt as training does, by the words of its text, so that the state fits any tokenizer."""
+    if text_of is None:
+        raise ConfigError("forecast_state needs the texts of prompts, and here are their tokens only")
+    return lambda prompt: words(text_of(prompt))
+
+
+def _model(config: ForecastConfig, encoder: Encoder, clock: Clock, parts: int = 1) -> Model:
     if config.forecaster == PriorOnly.name:
         return PriorOnly()
     entries = max(1, config.forecast_entries // parts)
@@ -58,7 +92,7 @@ def _model(config: ForecastConfig, encoder: Encoder, clock: Callable[[], float],
     return Alise(index, encoder.width) if config.forecaster == Alise.name else Learned(index, max(1, REPLAYED // parts))
 
 
-def _encoder(name: str, folder: Path | None, text_of: TextOf | None) -> Encoder:
+def _encoder(name: str, folder: Path | None, text_of: TextOf | None, threads: int | None) -> Encoder:
     if name == HASHED:
         return HashedTokens()
     if name == EMBEDDINGS:
@@ -67,4 +101,4 @@ def _encoder(name: str, folder: Path | None, text_of: TextOf | None) -> Encoder:
         return MeanEmbeddings(folder)
     if text_of is None:
         raise ConfigError(f"forecast_encoder: {name!r} needs the texts of prompts, and here are their tokens only")
-    return HuggingFaceEncoder(name, text_of)
+    return SentenceEncoder(name, text_of, threads=threads)

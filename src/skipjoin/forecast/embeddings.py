@@ -1,9 +1,9 @@
-"""Encoders that need files."""
+"""Encoder by the input embeddings of the served model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,13 @@ _NAMES = (
     "transformer.wte.weight",
     "wte.weight",
 )
-_OWN_CODE = "it needs code of the encoder's own (auto_map), which Skipjoin never runs"
-# Returns the text of a prompt's tokens.
-TextOf = Callable[[Sequence[int]], str]
 _FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
 
 
 class MeanEmbeddings:
     """Encoder that averages the input embeddings of a prompt's tokens, centered over the vocabulary."""
+
+    batch = 1
 
     def __init__(self, folder: str | Path) -> None:
         file, name = _find(Path(folder))
@@ -45,7 +44,10 @@ class MeanEmbeddings:
         self.width = matrix.shape[1]
         self.name = f"embeddings-{self.width}"
 
-    def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
+    def encode(self, prompts: Sequence[Sequence[int]], features: Sequence[Hashed]) -> Array:
+        return np.array([self._mean(prompt) for prompt in prompts], np.float32).reshape(-1, self.width)
+
+    def _mean(self, prompt: Sequence[int]) -> Array:
         tokens = np.asarray([*prompt[: SEEN // 2], *prompt[max(SEEN // 2, len(prompt) - SEEN // 2) :]], dtype=np.int64)
         known = tokens[(tokens >= 0) & (tokens < len(self._matrix))]
         if not len(known):
@@ -82,7 +84,7 @@ def _read(file: Path, name: str) -> Array:
         described = json.loads(source.read(size))[name]
         rows, width = described["shape"]
         source.seek(8 + size + described["data_offsets"][0])
-        project = _projection(width)
+        project = projection(width)
         parts = [
             _numbers(source, described["dtype"], min(_ROWS, rows - start), width, file) @ project
             for start in range(0, rows, _ROWS)
@@ -90,7 +92,8 @@ def _read(file: Path, name: str) -> Array:
     return np.concatenate(parts)
 
 
-def _projection(width: int) -> Array:
+def projection(width: int) -> Array:
+    """Return the matrix that projects an encoder's vectors to at most 256 dimensions."""
     if width <= _MAX_WIDTH:
         return np.eye(width, dtype=np.float32)
     drawn = np.random.default_rng(width).standard_normal((width, _MAX_WIDTH), dtype=np.float32)
@@ -107,39 +110,3 @@ def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array
     kept = _FLOATS[kind]
     numbers = np.frombuffer(source.read(rows * width * kept.itemsize), kept)
     return np.asarray(numbers.astype(np.float32).reshape(rows, width))
-
-
-class HuggingFaceEncoder:
-    """Encoder that averages the last hidden states of a model such as BERT on the CPU.
-
-    It needs `text_of`, because it has another tokenizer than the served model.
-    """
-
-    def __init__(self, folder: str | Path, text_of: TextOf) -> None:
-        if not Path(folder).is_dir():
-            raise ConfigError(f"forecast_encoder: {folder} is neither hashed, embeddings nor a folder")
-        # Imported here because they are slow to load and only this encoder needs them.
-        import torch  # noqa: PLC0415
-        from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            self._model = AutoModel.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, trust_remote_code=False
-            ).eval()
-        except (OSError, ValueError, KeyError) as error:
-            reason = _OWN_CODE if "trust_remote_code" in str(error) else error
-            raise ConfigError(f"forecast_encoder: {folder} cannot be read: {reason}") from error
-        self._torch, self._text_of = torch, text_of
-        self._project = _projection(int(self._model.config.hidden_size))
-        self.width = self._project.shape[1]
-        self._most = min(SEEN, int(getattr(self._model.config, "max_position_embeddings", SEEN)))
-        self.name = f"{Path(folder).name}-{self.width}"
-
-    def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
-        inputs = self._tokenizer(self._text_of(prompt), return_tensors="pt", truncation=True, max_length=self._most)
-        if not inputs["input_ids"].numel():
-            return np.zeros(self.width, np.float32)
-        with self._torch.inference_mode():
-            states = self._model(**inputs).last_hidden_state[0]
-        return unit(states.float().mean(dim=0).numpy() @ self._project)

@@ -82,23 +82,33 @@ def _length_features(tokens: int) -> tuple[Array, Array]:
 
 
 class Encoder(Protocol):
-    """Encoder of prompts as vectors. Its `name` identifies them in stored states."""
+    """Encoder of prompts as vectors. Its `name` identifies them in stored states.
+
+    Attributes:
+        batch: Number of prompts up to which encoding them together is cheaper than one after the other.
+    """
 
     name: str
     width: int
+    batch: int
 
-    def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
-        """Return a (width,) float32 vector of norm 1 or 0."""
+    def encode(self, prompts: Sequence[Sequence[int]], features: Sequence[Hashed]) -> Array:
+        """Return (prompts, width) float32 vectors of norm 1 or 0."""
         ...
 
 
 class HashedTokens:
     """Encoder that folds the hashed features into `width` dimensions with random signs."""
 
+    batch = 1
+
     def __init__(self, width: int = WIDTH) -> None:
         self.name, self.width = f"hashed-{width}", width
 
-    def encode(self, prompt: Sequence[int], features: Hashed) -> Array:
+    def encode(self, prompts: Sequence[Sequence[int]], features: Sequence[Hashed]) -> Array:
+        return np.array([self._folded(one) for one in features], np.float32).reshape(-1, self.width)
+
+    def _folded(self, features: Hashed) -> Array:
         ids = _mixed(features.ids[: features.hashes].astype(np.uint64))
         signs = np.where(ids & np.uint64(1), 1.0, -1.0)
         places = ((ids >> np.uint64(1)) % np.uint64(self.width)).astype(np.intp)

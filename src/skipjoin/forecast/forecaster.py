@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,33 +40,54 @@ class Forecaster:
     Args:
         owner: Hash of the API key whose requests are learned; empty for all requests.
         first: Initial hazards; see `Prior`.
+        read: Returns the tokens of a prompt that are hashed; None hashes the prompt's own.
     """
 
     def __init__(
-        self, encoder: Encoder, model: Model, served: str = "", *, owner: str = "", first: Array | None = None
+        self,
+        encoder: Encoder,
+        model: Model,
+        served: str = "",
+        *,
+        owner: str = "",
+        first: Array | None = None,
+        read: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
         self.encoder, self.model = encoder, model
         self.stats = Stats()
-        self._served, self._owner = served, owner
+        self._served, self._owner, self._base = served, owner, ""
+        self._read = read
         self._prior, self._calibrator = Prior(first), Calibrator()
         self._lock = threading.Lock()
         self._brief_lock = threading.Lock()  # guards prior and counts, so that `prior` does not wait for a search
 
     @property
     def identity(self) -> Identity:
-        return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width, self._owner)
+        return Identity(self._served, self.model.name, self.encoder.name, self.encoder.width, self._owner, self._base)
+
+    @property
+    def batch(self) -> int:
+        return self.encoder.batch
 
     def forecast(self, prompt: Sequence[int], max_tokens: int) -> Predicted:
-        features = hashed(prompt)
-        vector = self.encoder.encode(prompt, features).astype(np.float16)
-        seen = Prompt(features, vector, len(prompt))
+        (encoded,) = self.encode([prompt])
+        return self.predict(encoded, max_tokens)
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """Return what `predict` needs of each prompt. An encoder with batches encodes several together faster."""
+        read = prompts if self._read is None else [self._read(prompt) for prompt in prompts]
+        features = [hashed(prompt) for prompt in read]
+        vectors = self.encoder.encode(prompts, features).astype(np.float16)
+        return [Prompt(one, vector, len(prompt)) for one, vector, prompt in zip(features, vectors, read, strict=True)]
+
+    def predict(self, prompt: Prompt, max_tokens: int) -> Predicted:
         with self._lock:
-            guess = self.model.guess(seen, self._prior)
-            mass = self._calibrator.apply(guess.mass, seen.tokens)
+            guess = self.model.guess(prompt, self._prior)
+            mass = self._calibrator.apply(guess.mass, prompt.tokens)
             forecast = capped(mass, max_tokens, guess.source, guess.tokens)
         with self._brief_lock:
             self.stats.made(forecast.source)
-        return Predicted(forecast, _interval(mass, max_tokens), max_tokens, seen, guess)
+        return Predicted(forecast, _interval(mass, max_tokens), max_tokens, prompt, guess)
 
     def prior(self, max_tokens: int) -> Forecast:
         """Return the forecast without the prompt. Takes microseconds, even while another thread learns."""
@@ -92,6 +113,12 @@ class Forecaster:
             with self._brief_lock:
                 self._prior.learn(end, exact)
 
+    def count(self, lengths: Iterable[int]) -> None:
+        """Learn the distribution of lengths of outputs that were not predicted and ended by themselves."""
+        with self._lock, self._brief_lock:
+            for tokens in lengths:
+                self._prior.learn(length_bin(tokens), True)
+
     def __len__(self) -> int:
         return len(self.model) if isinstance(self.model, Sized) else 0
 
@@ -103,6 +130,17 @@ class Forecaster:
     def load(self, folder: str | Path) -> bool:
         with self._lock:
             return load_state(Path(folder), self.identity, self._restore)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return everything that was learned."""
+        with self._lock:
+            return self._state()
+
+    def start_from(self, arrays: dict[str, Array], base: str) -> None:
+        """Restore a trained state; `base` identifies it, so that what is learned from there is kept apart."""
+        with self._lock:
+            self._restore(arrays)
+        self._base = base
 
     def _state(self) -> dict[str, Array]:
         return (

@@ -21,7 +21,7 @@ class VectorIndex:
     """Ring buffer of at most `entries` vectors, none older than `max_age_s`."""
 
     def __init__(self, width: int, entries: int, max_age_s: float, clock: Callable[[], float]) -> None:
-        self._entries, self._max_age_s, self._clock = entries, max_age_s, clock
+        self.entries, self._max_age_s, self._clock = entries, max_age_s, clock
         self._vectors = vectors_of(entries, width)
         self._tokens: Array = np.zeros(entries, np.int32)  # 0 in free places
         self._exact: Array = np.zeros(entries, np.bool_)
@@ -35,9 +35,9 @@ class VectorIndex:
         """Add a prompt and its output length; not `exact` if the output was cut off."""
         now = self._clock()
         self._forget(now - self._max_age_s)
-        place = (self._oldest + self._size) % self._entries
-        if self._size == self._entries:
-            self._oldest = (self._oldest + 1) % self._entries
+        place = (self._oldest + self._size) % self.entries
+        if self._size == self.entries:
+            self._oldest = (self._oldest + 1) % self.entries
         else:
             self._size += 1
         self._vectors.put(place, vector)
@@ -53,20 +53,20 @@ class VectorIndex:
         while self._size and self._times[self._oldest] < before:
             self._vectors.drop(self._oldest)
             self._tokens[self._oldest] = 0
-            self._oldest = (self._oldest + 1) % self._entries
+            self._oldest = (self._oldest + 1) % self.entries
             self._size -= 1
 
     def state(self) -> dict[str, Array]:
-        places = (self._oldest + np.arange(self._size)) % self._entries
+        places = (self._oldest + np.arange(self._size)) % self.entries
         ring = {"tokens": self._tokens[places], "exact": self._exact[places].astype(np.uint8)}
-        return ring | {"times": self._times[places], "room": np.array([self._entries])} | self._vectors.state(places)
+        return ring | {"times": self._times[places], "room": np.array([self.entries])} | self._vectors.state(places)
 
     def restore(self, state: Mapping[str, Array]) -> None:
         tokens, exact, times = state["tokens"], state["exact"], state["times"]
         if not len(tokens) == len(exact) == len(times) or (len(tokens) and tokens.min() < 1):
             raise ValueError("an index whose entries do not fit together")
-        kept = min(len(tokens), self._entries)
-        places = self._vectors.restore(state, kept, int(state["room"][0]) == self._entries)
+        kept = min(len(tokens), self.entries)
+        places = self._vectors.restore(state, kept, int(state["room"][0]) == self.entries)
         self._tokens[:] = 0
         for own, stored in ((self._tokens, tokens), (self._exact, exact), (self._times, times)):
             own[places] = stored[len(stored) - kept :]

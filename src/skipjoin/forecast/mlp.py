@@ -16,6 +16,7 @@ _RATE, _BETA_1, _BETA_2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
 _FIRST_LOG, _FIRST_SPREAD = float(np.log(128.0)), float(np.log(3.0))
 _KEPT = 0.995  # decay of the squared error per request
 _NAMES = ("w1", "b1", "w2", "b2")
+_BATCH = 32
 
 
 class Estimate(NamedTuple):
@@ -28,7 +29,7 @@ class Estimate(NamedTuple):
 class Mlp:
     """Model log length = w2 . relu(w1 x + b1) + b2, trained online with Adam on squared errors.
 
-    A request that was cut off counts only if it got longer than predicted.
+    A request that was cut off counts only if it got longer than predicted. `fit` trains on a recorded trace.
     """
 
     def __init__(self, width: int) -> None:
@@ -45,21 +46,41 @@ class Mlp:
         self._variance = _FIRST_SPREAD**2
 
     def estimate(self, x: Array) -> Estimate:
-        return Estimate(self._forward(x)[1], float(np.sqrt(self._variance)))
+        return Estimate(float(self.logs(x[None])[0]), float(np.sqrt(self._variance)))
 
-    def _forward(self, x: Array) -> tuple[Array, float]:
+    def logs(self, x: Array) -> Array:
+        """Return the expected log lengths, (n,), of (n, width) vectors."""
+        return self._forward(x)[1]
+
+    def _forward(self, x: Array) -> tuple[Array, Array]:
         own = self._parameters
-        hidden = np.maximum(own["w1"] @ x + own["b1"], 0.0)
-        return hidden, float(own["w2"] @ hidden + own["b2"][0])
+        hidden = np.maximum(x @ own["w1"].T + own["b1"], 0.0)
+        return hidden, hidden @ own["w2"] + own["b2"][0]
 
     def learn(self, x: Array, tokens: int, exact: bool) -> None:
-        hidden, expected = self._forward(x)
-        error = expected - float(np.log(tokens))
-        if not exact and error > 0:
+        hidden, expected = self._forward(x[None])
+        errors = expected - np.log(tokens)
+        if not exact and errors[0] > 0:
             return
-        self._variance = _KEPT * self._variance + (1 - _KEPT) * error * error
-        back = error * self._parameters["w2"] * (hidden > 0)
-        self._descend({"w1": np.outer(back, x), "b1": back, "w2": error * hidden, "b2": np.array([error])})
+        self._variance = _KEPT * self._variance + (1 - _KEPT) * float(errors[0]) ** 2
+        self._step(x[None], hidden, errors)
+
+    def epoch(self, x: Array, logs: Array, drawn: np.random.Generator) -> None:
+        """Train once on each of (n, width) vectors with log lengths (n,), in random order and small batches."""
+        order = drawn.permutation(len(x))
+        for start in range(0, len(order), _BATCH):
+            rows = order[start : start + _BATCH]
+            hidden, expected = self._forward(x[rows])
+            self._step(x[rows], hidden, expected - logs[rows])
+
+    def expect_errors(self, errors: Array) -> None:
+        """Set the deviation of estimates from `errors` of logs of rows that were not learned."""
+        self._variance = float(np.mean(errors**2))
+
+    def _step(self, x: Array, hidden: Array, errors: Array) -> None:
+        share = errors / len(errors)
+        back = share[:, None] * self._parameters["w2"] * (hidden > 0)
+        self._descend({"w1": back.T @ x, "b1": back.sum(axis=0), "w2": share @ hidden, "b2": share.sum(keepdims=True)})
 
     def _descend(self, slopes: dict[str, Array]) -> None:
         self._steps += 1

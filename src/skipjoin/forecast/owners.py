@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.forecast.forecaster import Forecaster, Predicted
 from skipjoin.forecast.mass import Array, capped, hazards_of
+from skipjoin.forecast.models import Prompt
 from skipjoin.forecast.prior import first_guess
 
 # Forecasters in memory, 1 to 2 MB each besides their entries; the least recently used is evicted.
@@ -33,8 +34,9 @@ class OwnerForecasters:
         self._changed: set[str] = set()
         self._lock = threading.Lock()  # guards the two above, so that `prior` does not wait for a search or a file
 
-    def forecast(self, owner: str, prompt: Sequence[int], max_tokens: int) -> Predicted:
-        return self._of(owner).forecast(prompt, max_tokens)
+    def predict(self, owner: str, prompt: Prompt, max_tokens: int) -> Predicted:
+        """Return the forecast of a prompt that any of the forecasters encoded; they share the encoder."""
+        return self._of(owner).predict(prompt, max_tokens)
 
     def learn(self, owner: str, predicted: Predicted, tokens: int, *, exact: bool) -> None:
         self._of(owner).learn(predicted, tokens, exact=exact)

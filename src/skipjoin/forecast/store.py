@@ -52,6 +52,7 @@ class Identity:
 
     Attributes:
         owner: Hash of the API key whose requests were learned; empty for all requests, on a server without keys.
+        base: Digest of the trained state that learning started from; empty if it started from nothing.
     """
 
     served: str
@@ -59,9 +60,11 @@ class Identity:
     encoder: str
     width: int
     owner: str = ""
+    base: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "owner" or value}
+        named = dataclasses.asdict(self)
+        return {name: value for name, value in named.items() if name not in ("owner", "base") or value}
 
     def folder(self, parent: Path) -> Path:
         digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()[:12]
@@ -80,12 +83,12 @@ def save_state(
 ) -> bool:
     """Replace the state, and return whether that succeeded. A failure keeps the old one."""
     folder = identity.folder(parent)
-    if not _is_trusted(folder):
+    if not is_own(folder):
         return False
     try:
         make_private(parent)
         make_private(folder)
-        _write(folder, identity, save(arrays), counts)
+        write_state(folder, identity, arrays, counts=counts)
     except OSError as error:
         if not quiet:
             reason = error.strerror or error
@@ -94,18 +97,20 @@ def save_state(
     return True
 
 
-def _is_trusted(folder: Path) -> bool:
+def is_own(folder: Path) -> bool:
     """Return whether no other user can change the state, whose checksum is in the same folder."""
     return is_trusted(folder, "the folder of forecasts") and is_trusted(folder / STATE, "the state of forecasts")
 
 
-def _write(folder: Path, identity: Identity, content: bytes, counts: dict[str, int]) -> None:
+def write_state(folder: Path, identity: Identity, arrays: dict[str, Array], **described: Any) -> None:
+    """Replace the state in a folder; `described` is added to its description. Raises OSError."""
+    content = save(arrays)
     digest = hashlib.sha256(content).hexdigest()
     name = f"arrays-{digest[:16]}.safetensors"
     before = _named_arrays(folder)
-    described = {"format": FORMAT, "counts": counts, "arrays": name, "sha256": digest, "bytes": len(content)}
+    stored = {"format": FORMAT, "arrays": name, "sha256": digest, "bytes": len(content)}
     write_durably(folder / name, content)
-    write_durably(folder / STATE, json.dumps(described | identity.fields(), indent=1).encode())
+    write_durably(folder / STATE, json.dumps(described | stored | identity.fields(), indent=1).encode())
     for file in folder.iterdir():
         if file.name != name and (file.name == before or _is_orphan(file)):
             file.unlink(missing_ok=True)
@@ -129,7 +134,7 @@ def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Ar
     An unusable state, also if `restore` raises ValueError or KeyError, is moved aside.
     """
     folder = identity.folder(parent)
-    if not _is_trusted(folder):
+    if not is_own(folder):
         return False
     try:
         if not (folder / STATE).exists():
@@ -154,11 +159,14 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 def _read(folder: Path, identity: Identity) -> dict[str, Array]:
     described = read_description(folder)
-    wanted = {"format": FORMAT, "owner": None} | identity.fields()
-    for name, value in wanted.items():
+    check_description(described, {"owner": None, "base": None} | identity.fields())
+    return read_arrays(folder, described)
+
+
+def check_description(described: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, value in ({"format": FORMAT} | wanted).items():
         if described.get(name) != value:
             raise StateError(f"{name} is {described.get(name)!r}, not {value!r}")
-    return read_arrays(folder, described)
 
 
 def read_arrays(folder: Path, described: dict[str, Any]) -> dict[str, Array]:

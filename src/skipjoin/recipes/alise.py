@@ -11,7 +11,7 @@ from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
 from skipjoin.options import Option
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.predictors import ForecastQuantile
+from skipjoin.policies.predictors import ForecastQuantile, forecast_tokens
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.wait_times import ShortestWithWaits
 from skipjoin.recipes.parts import EvictionChoice, eviction_of, preemptive
@@ -35,11 +35,19 @@ class AgingParams(Params):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastParams(AgingParams):
+    length: Annotated[
+        str,
+        Option(
+            "Output length that a forecast stands for: a quantile of its distribution, or its mean, which with the "
+            "forecaster alise is the paper's weighted mean of similar prompts",
+            choices=("quantile", "mean"),
+        ),
+    ] = "quantile"
     length_quantile: Annotated[
         float,
         Option(
-            "Quantile of the forecast that is used as the output length. The length doubles each time the output "
-            "exceeds it.",
+            "Quantile of the forecast that is used as the output length, with length=quantile. The length doubles each "
+            "time the output exceeds it.",
             above=0,
             high=0.999,
         ),
@@ -56,4 +64,4 @@ def shortest(s: Settings, p: AgingParams, lengths: Callable[[Request], float]) -
 @recipe(forecasts=Forecasts.LEARNED)
 def alise(s: Settings, p: ForecastParams) -> Policies:
     """ALISE: shortest predicted remaining time first, with aging and proactive swapping in the engine's swap_dtype."""
-    return shortest(s, p, ForecastQuantile(p.length_quantile))
+    return shortest(s, p, forecast_tokens if p.length == "mean" else ForecastQuantile(p.length_quantile))

@@ -257,7 +257,8 @@ class Server:
         keeper = None
         if self._forecasts is not None:
             source = {"model": info.model, "folder": info.folder, "text_of": tokenizer.decode}
-            source["owners"] = len(set(self._config.api_keys))
+            # An encoder of texts leaves the other cores to the engine.
+            source |= {"owners": len(set(self._config.api_keys)), "threads": 1}
             keeper = await self._service.in_thread(open_keeper, self._forecasts, **source)
         ask = None if self._questions is None else partial(self._questions.ask, tokenizer.decode)
         self._service.open(info, tokenizer, keeper, ask, sampling_defaults=defaults)

@@ -80,6 +80,8 @@ def _with_forecasts(options: PluginOptions, given: Mapping[str, Any]) -> PluginO
     config = ForecastConfig(**given)
     if config.forecast_encoder != "hashed":
         raise ConfigError(f"forecast_encoder must be hashed inside vLLM, got {config.forecast_encoder!r}")
+    if config.forecast_state is not None:
+        raise ConfigError("forecast_state cannot be used inside vLLM, whose scheduler has no texts of prompts")
     is_needed = options.found.forecasts is Forecasts.LEARNED
     if config.forecaster == "none" or (config.forecaster is None and not is_needed):
         return options

@@ -3,15 +3,19 @@ what a server sees."""
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import correlation, fmean, linear_regression
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from skipjoin.cli import app
 from skipjoin.config import ConfigError
 from skipjoin.core.request import Request
 from skipjoin.sim.experiments.predictors import parse_predictor
@@ -135,3 +139,23 @@ def test_the_learned_predictor_learns_from_prompts_and_finished_requests() -> No
     assert learned["r_log"] > 0.6 > abs(prior["r_log"])
     assert learned["mae"] < 0.8 * prior["mae"]
     assert prediction(None, texts()) == learned
+
+
+def test_a_trained_state_predicts_from_the_first_request_and_its_file_does_not_change(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": f"{KINDS[number % 2]} {number}", "output_tokens": (5, 120)[number % 2]} for number in range(200)
+    ]
+    trace, state = tmp_path / "t.jsonl", tmp_path / "state"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = CliRunner().invoke(app, ["predict", "train", "--trace", str(trace), "--out", str(state)])
+    assert made.exit_code == 0, made.output
+    before = {file.name: file.read_bytes() for file in state.iterdir()}
+    trained, untrained = prediction(f"state:{state}", texts()), prediction("alise", texts())
+    assert trained["r_log"] > 0.95
+    assert trained["mae"] < 0.7 * untrained["mae"]
+    # Lengths of rows that have not finished are hidden: the same prompts with other lengths get the same forecasts.
+    other = Replay(Trace("other", tuple(row._replace(output_tokens=7) for row in texts().trace.rows)))
+    assert predicted(f"state:{state}", texts().draw(None, None, 0), texts()) == predicted(
+        f"state:{state}", other.draw(None, None, 0), other
+    )
+    assert {file.name: file.read_bytes() for file in state.iterdir()} == before

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
@@ -107,6 +108,16 @@ class Expectation:
         self._learn(self.predicted, self._revised, tokens, exact)
 
 
+class _Question(NamedTuple):
+    """Prompt whose forecast is due."""
+
+    expectation: Expectation
+    answer: asyncio.Future[None]
+    prompt: Sequence[int]
+    max_tokens: int
+    owner: str
+
+
 class Forecasting:
     """Makes expectations with a forecaster in its own thread. Create it on the event loop."""
 
@@ -116,7 +127,7 @@ class Forecasting:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
-        self._asked: deque[Callable[[], None]] = deque()
+        self._asked: deque[_Question] = deque()
         self._lessons: deque[Callable[[], None]] = deque(maxlen=MAX_LESSONS)
         self._is_closing = False
         self._is_failing = False
@@ -154,15 +165,14 @@ class Forecasting:
         if len(self._asked) >= MAX_WAITING:
             return Expectation(ask=ask), None
         expectation, answer = Expectation(learn=partial(self._learn, owner), ask=ask), self._loop.create_future()
-        self._put(self._asked, partial(self._forecast, expectation, answer, prompt, max_tokens, owner))
+        with self._changed:
+            self._asked.append(_Question(expectation, answer, prompt, max_tokens, owner))
+            self._changed.notify()
         return expectation, answer
 
     def _learn(self, owner: str, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool) -> None:
-        self._put(self._lessons, partial(self._take, owner, predicted, revised, tokens, exact))
-
-    def _put(self, queue: deque[Callable[[], None]], work: Callable[[], None]) -> None:
         with self._changed:
-            queue.append(work)
+            self._lessons.append(partial(self._take, owner, predicted, revised, tokens, exact))
             self._changed.notify()
 
     def _settle(
@@ -199,22 +209,20 @@ class Forecasting:
             while True:
                 if self._is_closing:
                     return self._lessons.popleft() if self._lessons else None
-                if queue := self._asked or self._lessons:
-                    return queue.popleft()
+                if self._asked:
+                    due = min(len(self._asked), self._keeper.batch)
+                    return partial(self._forecast, [self._asked.popleft() for _ in range(due)])
+                if self._lessons:
+                    return self._lessons.popleft()
                 if not self._changed.wait(self._keeper.save_in_s):
                     return self._keeper.save_if_due
 
-    def _forecast(
-        self,
-        expectation: Expectation,
-        answer: asyncio.Future[None],
-        prompt: Sequence[int],
-        max_tokens: int,
-        owner: str,
-    ) -> None:
+    def _forecast(self, questions: Sequence[_Question]) -> None:
         begin = time.perf_counter()
-        predicted = self._keeper.forecast(prompt, max_tokens, owner)
-        self._report(partial(self._settle, expectation, answer, predicted, time.perf_counter() - begin))
+        encoded = self._keeper.encode([question.prompt for question in questions])
+        for (expectation, answer, _, max_tokens, owner), prompt in zip(questions, encoded, strict=True):
+            predicted = self._keeper.predict(prompt, max_tokens, owner)
+            self._report(partial(self._settle, expectation, answer, predicted, time.perf_counter() - begin))
 
     def _take(self, owner: str, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool) -> None:
         self._keeper.learn(predicted, tokens, exact=exact, owner=owner)

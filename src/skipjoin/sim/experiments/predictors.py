@@ -15,6 +15,8 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.forecast import ForecastConfig, Predicted, make_forecaster, words
 from skipjoin.forecast.config import FORECASTERS
+from skipjoin.forecast.models import Prompt
+from skipjoin.forecast.trained import Trained
 from skipjoin.observe.forecasts import ForecastLog
 from skipjoin.policies.dispatch import Dispatch
 from skipjoin.workload.fields import number
@@ -138,9 +140,10 @@ class FromColumn:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """A server's forecaster, initially untrained."""
+    """A server's forecaster, untrained or with the state of `skipjoin predict train` in a folder."""
 
     name: str
+    config: ForecastConfig
 
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Online:
         if self.name != PRIOR:
@@ -149,23 +152,36 @@ class Learning:
                     f"predictor {self.name} reads prompts: it needs a trace with texts, and no closed streams"
                 )
             workload.trace.check_texts()
-        return Online(self.name, [job.prompt or "" for job in jobs])
+        return Online(self.config, [job.prompt or "" for job in jobs])
 
 
 class Online:
     """A server's forecaster in virtual time; `prompts` are texts by request id."""
 
-    def __init__(self, name: str, prompts: Sequence[str]) -> None:
+    def __init__(self, config: ForecastConfig, prompts: Sequence[str]) -> None:
         self._prompts = list(prompts)
         self._now = 0.0
-        self._forecaster = make_forecaster(ForecastConfig(forecaster=name), clock=lambda: self._now)
+        self._texts: dict[tuple[int, ...], str] = {}
+        self._forecaster = make_forecaster(
+            config, clock=lambda: self._now, text_of=lambda prompt: self._texts[tuple(prompt)]
+        )
+        self._encoded: dict[int, Prompt] = {}
         self._predicted: dict[int, Predicted] = {}
 
     def forecast(self, request: Request) -> Prediction:
         self._now = request.arrival
-        predicted = self._forecaster.forecast(words(self._prompts[request.id]), request.max_tokens)
+        predicted = self._forecaster.predict(self._encode(request.id), request.max_tokens)
         self._predicted[request.id] = predicted
         return Prediction(predicted.forecast, predicted.interval)
+
+    def _encode(self, number: int) -> Prompt:
+        """Return the encoded prompt of a request, and encode the next ones with it where batches are cheaper."""
+        if number not in self._encoded:
+            ahead = range(number, min(len(self._prompts), number + self._forecaster.batch))
+            prompts = {one: words(self._prompts[one]) for one in ahead}
+            self._texts = {tuple(prompts[one]): self._prompts[one] for one in ahead}
+            self._encoded |= zip(ahead, self._forecaster.encode(list(prompts.values())), strict=True)
+        return self._encoded.pop(number)
 
     def ended(self, event: Finished) -> None:
         self._now = event.now
@@ -186,13 +202,22 @@ _WITH_NUMBER: dict[str, tuple[str, float, float, Callable[[float], Foresight]]] 
     "regress": ("correlation", 0.0, 1.0, _regress),
     "constant": ("tokens", 1.0, 1e9, _constant),
 }
-FORMS = (*FORECASTERS, *_FROM_TRUTH, *(f"{name}:{row[0].upper()}" for name, row in _WITH_NUMBER.items()), "column:NAME")
+STATE = "state"
+FORMS = (
+    *FORECASTERS,
+    f"{STATE}:DIR",
+    *_FROM_TRUTH,
+    *(f"{name}:{row[0].upper()}" for name, row in _WITH_NUMBER.items()),
+    "column:NAME",
+)
 
 
 def parse_predictor(text: str) -> PredictorSpec:
     name, _, argument = text.strip().partition(":")
     if text in FORECASTERS:
-        return Learning(text)
+        return Learning(text, ForecastConfig(forecaster=text))
+    if name == STATE and argument:
+        return Learning(text, Trained.open(argument).configure(ForecastConfig(forecast_state=argument)))
     if text in _FROM_TRUTH:
         return FromTruth(text, _FROM_TRUTH[text])
     if name == "column" and argument:

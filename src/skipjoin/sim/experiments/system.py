@@ -96,9 +96,10 @@ class System:
     predictor: Annotated[
         str | None,
         Option(
-            "Forecasts for recipes that read them: a forecaster that learns (learned, alise, prior), or "
-            "the true length with an error: oracle, noise:SIGMA, regress:CORRELATION, shuffled, constant:TOKENS, "
-            "column:NAME of the trace (default: learned if the trace has texts, otherwise prior).",
+            "Forecasts for recipes that read them: a forecaster that learns (learned, alise, prior, or state:DIR of "
+            "`skipjoin predict train`), or the true length with an error: oracle, noise:SIGMA, regress:CORRELATION, "
+            "shuffled, constant:TOKENS, column:NAME of the trace (default: learned if the trace has texts, otherwise "
+            "prior).",
             metavar="NAME",
             group="Workload",
         ),

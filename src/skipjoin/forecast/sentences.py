@@ -57,7 +57,9 @@ class SentenceEncoder:
         # Imported here because they are slow to load and only this encoder needs them.
         import torch  # noqa: PLC0415
         from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415
+        from transformers.utils import logging  # noqa: PLC0415
 
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             self._model = AutoModel.from_pretrained(
@@ -73,6 +75,7 @@ class SentenceEncoder:
         self.width = self._project.shape[1]
         self._most = min(_MAX_TOKENS, int(getattr(self._model.config, "max_position_embeddings", _MAX_TOKENS)))
         self.name = f"{name if name == MINILM else folder.name}-{self.width}"
+        self._encode(["warm up"])  # the first pass takes much longer than others
 
     def encode(self, prompts: Sequence[Sequence[int]], features: Sequence[Hashed]) -> Array:
         texts = [self._text_of(prompt) for prompt in prompts]

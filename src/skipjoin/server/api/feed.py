@@ -118,7 +118,7 @@ class Feed:
             await asyncio.sleep(max(0.0, begin + period_s - time.monotonic()))
 
     async def _publish(self) -> float:
-        """Take and publish a snapshot, and return the longest time that it took a process."""
+        """Take and publish a snapshot, and return the longest time that it took any process."""
         replies = await self._service.client.ask(self._question, _TIMEOUT_S)
         begin = time.perf_counter()
         states = {engine: reply for engine, reply in replies.by_engine.items() if isinstance(reply, RequestStates)}

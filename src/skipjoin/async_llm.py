@@ -137,7 +137,7 @@ class AsyncLLM(LocalEngine):
         cache_salt: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: ToolChoice = None,
-        parallel_tool_calls: bool = True,
+        parallel_tool_calls: bool | None = None,
     ) -> list[Generation]:
         """Return `n` complete choices of one prompt.
 

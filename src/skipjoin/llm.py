@@ -253,7 +253,7 @@ class LLM(LocalEngine):
         structured_outputs: Constraint = None,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: ToolChoice = None,
-        parallel_tool_calls: bool = True,
+        parallel_tool_calls: bool | None = None,
     ) -> list[Generation]:
         """Answer one or many conversations with the model's chat template.
 
@@ -262,7 +262,7 @@ class LLM(LocalEngine):
         Args:
             tools: Functions that the model may call, in OpenAI's form. Calls are in `Generation.message`.
             tool_choice: "auto", "none", "required", or functions by name, as in OpenAI's API.
-            parallel_tool_calls: Whether a message may have several calls.
+            parallel_tool_calls: Whether a message may have several calls. None: unless `tool_choice` is one function.
         """
         use = ToolUse.of(tools, tool_choice, is_parallel=parallel_tool_calls)
         prompts = [self._conversations.prompt(conversation, use) for conversation in conversations_of(messages)]

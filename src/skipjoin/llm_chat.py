@@ -47,8 +47,12 @@ class ToolUse:
     is_parallel: bool = True
 
     @classmethod
-    def of(cls, tools: Any, choice: ToolChoice = None, *, is_parallel: bool = True) -> ToolUse:
-        """Check tools and a choice in OpenAI's form; raise `ParameterError`."""
+    def of(cls, tools: Any, choice: ToolChoice = None, *, is_parallel: bool | None = None) -> ToolUse:
+        """Check tools and a choice in OpenAI's form; raise `ParameterError`.
+
+        Args:
+            is_parallel: None allows several calls unless the choice is one function.
+        """
         functions = [_function(number, tool) for number, tool in enumerate(tools or ())]
         names = [function["name"] for function in functions]
         if len(set(names)) < len(names):
@@ -58,6 +62,8 @@ class ToolUse:
             return cls()
         if mode == "required" and not names:
             raise ParameterError("tool_choice", "tool_choice required needs tools")
+        if is_parallel is None:
+            is_parallel = not (isinstance(choice, Mapping) and choice.get("type") == "function")
         return cls(functions, frozenset(chosen), mode == "required", is_parallel)
 
     @property

@@ -74,9 +74,7 @@ def test_required_and_named_calls_are_enforced(client: openai.OpenAI, server: Se
     assert choice.finish_reason == "tool_calls" or len(calls) > 1
     for call in calls[: None if choice.finish_reason == "tool_calls" else -1]:
         check(call.function.name, call.function.arguments)
-    single = client.chat.completions.create(
-        **ask(model=model, tool_choice=ADD, parallel_tool_calls=False, seed=seed)
-    ).choices[0]
+    single = client.chat.completions.create(**ask(model=model, tool_choice=ADD, seed=seed)).choices[0]
     assert single.finish_reason == "tool_calls"
     (call,) = single.message.tool_calls or []
     assert call.function.name == "add"

@@ -45,7 +45,7 @@ async def chat_constraint(service: Service, body: ChatRequest, prompt: str) -> S
 
 def _must_enforce(body: ChatRequest, tools: Sequence[Tool]) -> bool:
     """Return whether calls are enforced: one is required, only some or one at a time are allowed, or one is strict."""
-    is_limited = body.parallel_tool_calls is False or len(tools) < len(body.tools or ())
+    is_limited = not body.is_parallel or len(tools) < len(body.tools or ())
     return body.must_call or is_limited or any(tool.function.strict for tool in tools)
 
 
@@ -55,9 +55,7 @@ def _calls(
     functions = [
         CallSchema(tool.function.name, tool.function.schema_of_arguments, bool(tool.function.strict)) for tool in tools
     ]
-    return constraints.calls(
-        functions, is_parallel=body.parallel_tool_calls is not False, must_call=body.must_call, answer=structured
-    )
+    return constraints.calls(functions, is_parallel=body.is_parallel, must_call=body.must_call, answer=structured)
 
 
 async def _checked(service: Service, structured: StructuredOutput, field: str) -> StructuredOutput:

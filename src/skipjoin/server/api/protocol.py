@@ -339,6 +339,13 @@ class ChatRequest(GenerationBody):
             return choice.allowed_tools.mode == "required"
         return choice == "required" or isinstance(choice, NamedChoice)
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether a message may have several calls: by default unless the choice is one function."""
+        if self.parallel_tool_calls is None:
+            return not isinstance(self.tool_choice, NamedChoice)
+        return self.parallel_tool_calls
+
 
 class TokenizeRequest(Body):
     """Body of POST /tokenize with a text, or a conversation for the model's chat template."""

@@ -11,6 +11,7 @@ class dtype:
 float32: dtype
 float64: dtype
 int16: dtype
+int8: dtype
 int32: dtype
 int64: dtype
 uint8: dtype

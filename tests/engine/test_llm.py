@@ -456,6 +456,14 @@ def test_int8_cpu_pool_has_more_blocks(start: Callable[..., EngineInfo]) -> None
             start(1, kv_cache_gib=0.1, swap_space_gib=swap_space_gib, swap_dtype="int8")
 
 
+def test_int8_kv_cache_has_more_blocks_in_both_tiers(start: Callable[..., EngineInfo]) -> None:
+    sizes = dict(kv_cache_gib=0.1, swap_space_gib=0.1, dtype="bfloat16")
+    plain, small = (start(3, **sizes, kv_cache_dtype=name) for name in ("auto", "int8"))
+    assert small.cpu_block_bytes == small.block_bytes
+    assert small.device_blocks == small.cpu_blocks == pytest.approx(plain.device_blocks * 1.77, rel=0.01)
+    assert (plain.dtype, small.dtype) == ("bfloat16", "bfloat16, int8 KV")
+
+
 def test_page_locked_memory_leaves_a_gib_of_ram(llm: LLM) -> None:
     parts = [llm.engine.executor.rank_specs[0]._replace(device_kind="cuda")]
 

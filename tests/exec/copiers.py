@@ -19,8 +19,9 @@ class CopyError(Exception):
 
 
 def spoil(rows: torch.Tensor, blocks: Sequence[int] | slice) -> None:
-    """Fill blocks with NaN. In int8 blocks the scales become NaN, because a bfloat16 of all ones is NaN."""
-    rows[blocks if isinstance(blocks, slice) else list(blocks)] = 255 if rows.dtype == torch.uint8 else torch.nan
+    """Fill blocks with NaN. In int8 blocks the scales become NaN, because a float of all ones is NaN."""
+    ones = {torch.uint8: 255, torch.int8: -1}
+    rows[blocks if isinstance(blocks, slice) else list(blocks)] = ones.get(rows.dtype, torch.nan)
 
 
 # Returns whether other requests may still read a block, given the block, whether the move covers only a part of it, and

@@ -66,13 +66,17 @@ GRAMMARS = Grammars(Characters, VOCAB, [VOCAB - 1])  # type: ignore[arg-type]
 
 
 @cache
-def tiny_model(family: str, attention: str = "auto", quantization: str = "none") -> CausalLM:
+def tiny_model(
+    family: str, attention: str = "auto", quantization: str = "none", kv_cache_dtype: str = "auto"
+) -> CausalLM:
     """Return a model of the family with random float32 weights, large enough for distinct logits.
 
     Tests share it, so do not call this while the loader is patched.
     """
     assert loader.implementations is backends.implementations
-    return random_model(CONFIGS[family], seed=3, attention=attention, quantization=quantization)
+    return random_model(
+        CONFIGS[family], seed=3, attention=attention, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
 
 
 class Rotating(Callbacks):
@@ -156,7 +160,7 @@ def make_store(
     """
     store = HarshStore(
         model.config,
-        torch.float32,
+        model.kv_dtype,
         torch.device("cpu"),
         device_blocks=device_blocks,
         cpu_blocks=cpu_blocks,

@@ -61,6 +61,7 @@ def make_rank(
     fails: Sequence[str] = (),
     keeps: Keeps = keeps_nothing,
     swap_dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     recorder: GraphRecorder | None = None,
 ) -> Rank:
     """Return a rank of the family's small model; see `engines.engine` for the other arguments.
@@ -69,7 +70,8 @@ def make_rank(
         fails: Directions in which half of the moves fail.
         recorder: Recorder of decode graphs; with one, attention supports padding.
     """
-    model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3, group=group)
+    shape = CONFIGS[family] | {"num_hidden_layers": LAYERS}
+    model = random_model(shape, seed=3, group=group, kv_cache_dtype=kv_cache_dtype)
     store = make_store(model, device_blocks, cpu_blocks, fails=EverySecond(fails), keeps=keeps, swap_dtype=swap_dtype)
     graphs = None
     if recorder is not None:

@@ -1,4 +1,4 @@
-"""Int8 KV on the CPU tier changes only swapped requests, and only slightly."""
+"""Int8 KV on the CPU tier changes only swapped requests, and only slightly; on both tiers, swapping changes nothing."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import load_model, random_model
+from skipjoin.model.ops.build import load_library
 from skipjoin.sampling import SamplingParams, TokenDetail
 from support.policies import SpillAll
 
@@ -135,17 +136,31 @@ def test_int8_changes_only_swapped_requests_and_only_slightly(case: str) -> None
     assert same >= 6
 
 
+@pytest.mark.skipif(load_library() is None, reason="no compiler")
+@pytest.mark.parametrize("case", ["overlapped", "blocking, in parts", "blocking, copies fail"])
+def test_int8_kv_of_both_tiers_moves_without_any_change(case: str) -> None:
+    model = load_model(builtin_model_path(), dtype="float32", device="cpu", kv_cache_dtype="int8")
+    alone, _ = served(model, SwapAll, "auto", device_blocks=90, slots=8)
+    found, swapped = served(model, swap_dtype="auto", **FORCED[case])  # type: ignore[arg-type]
+    assert len(swapped) >= 4
+    assert found == alone  # every bit of the log-probabilities
+    exact, _ = served(tally(), SwapAll, "auto", device_blocks=90, slots=8)
+    assert 0 < max(max(errors(found[number], exact[number])) for number in exact) < MAX_ERROR
+
+
 POOLS = dict(device_blocks=20, cpu_blocks=60)
 
 
-def check_ranks(executor: ShardedExecutor, stages: int) -> None:
+def check_ranks(
+    executor: ShardedExecutor, stages: int, *, swap_dtype: str = "auto", kv_cache_dtype: str = "auto"
+) -> None:
     """Assert that ranks, which quantize their own shares, produce what one rank does under the same plans.
 
-    Their pools are `POOLS` with swap_dtype int8, of the small llama.
+    Their pools are `POOLS` of the small llama.
     """
-    model = random_model(CONFIGS["llama"] | {"num_hidden_layers": LAYERS}, seed=3)
+    model = random_model(CONFIGS["llama"] | {"num_hidden_layers": LAYERS}, seed=3, kv_cache_dtype=kv_cache_dtype)
     found = []
-    for each in (LocalExecutor(model, make_store(model, **POOLS, swap_dtype="int8")), executor):
+    for each in (LocalExecutor(model, make_store(model, **POOLS, swap_dtype=swap_dtype)), executor):
         core = make_core(SwapAll(), **POOLS, slots=2, depth=stages)
         found.append(scores(run(core, each, requests(model.config.vocab_size, 5))))
     (one, swapped), (many, back_there) = found
@@ -155,9 +170,11 @@ def check_ranks(executor: ShardedExecutor, stages: int) -> None:
     assert all(max(errors(many[number], one[number])) < MAX_ERROR for number in one)
 
 
+@pytest.mark.parametrize("int8", ["swap_dtype", "kv_cache_dtype"])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_every_rank_quantizes_its_own_share(tp: int, pp: int) -> None:
-    check_ranks(thread_executor(tp, pp, "llama", **POOLS, swap_dtype="int8"), pp)
+def test_every_rank_quantizes_its_own_share(tp: int, pp: int, int8: str) -> None:
+    types = {int8: "int8"}
+    check_ranks(thread_executor(tp, pp, "llama", **POOLS, **types), pp, **types)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

@@ -145,13 +145,11 @@ EXPECTED = {
 MIN_COUNT = 3
 
 
-def forced(
-    case: str, family: str, attention: str = "auto", quantization: str = "none"
-) -> tuple[EngineCore, LocalExecutor]:
-    """Return the core and the executor of a case."""
+def forced(case: str, family: str, attention: str = "auto", **int8: str) -> tuple[EngineCore, LocalExecutor]:
+    """Return the core and the executor of a case; `int8` as in `tiny_model`."""
     options = dict(FORCED[case])
     fails = options.pop("fails", lambda: lambda move: False)
-    return engine(tiny_model(family, attention, quantization), options.pop("eviction")(), fails=fails(), **options)
+    return engine(tiny_model(family, attention, **int8), options.pop("eviction")(), fails=fails(), **options)
 
 
 def happened(events: list[Event]) -> Counter[object]:
@@ -191,12 +189,16 @@ def outputs_alone(
     eos: int | None = None,
     common: Sequence[int] = (),
     attention: str = "auto",
-    quantization: str = "none",
+    **int8: str,
 ) -> list[list[int]]:
-    """Return each request's output in an engine of its own."""
+    """Return each request's output in an engine of its own.
+
+    Args:
+        int8: Arguments of `tiny_model`.
+    """
     outputs = []
     for request in mixed_requests(eos, common):
-        run(*engine(tiny_model(family, attention, quantization), Recompute(), device_blocks=60), [request])
+        run(*engine(tiny_model(family, attention, **int8), Recompute(), device_blocks=60), [request])
         outputs.append(request.output)
     return outputs
 
@@ -218,13 +220,27 @@ def test_preemption_changes_no_tokens(turn: int, case: str) -> None:
 
 
 @pytest.mark.skipif(load_library() is None, reason="no compiler")
+@pytest.mark.parametrize("int8", ["quantization", "kv_cache_dtype"])
 @pytest.mark.parametrize("case", ["dropped at every step", "parts moved concurrently", "overlapped, swapped, chunks"])
-def test_preemption_changes_no_tokens_with_int8_weights(case: str) -> None:
+def test_preemption_changes_no_tokens_with_int8(case: str, int8: str) -> None:
     requests = mixed_requests()
-    found = happened(run(*forced(case, "llama", quantization="int8"), requests))
-    assert outputs(requests) == outputs_alone("llama", quantization="int8")
+    core, executor = forced(case, "llama", **{int8: "int8"})
+    found = happened(run(core, executor, requests))
+    assert outputs(requests) == outputs_alone("llama", **{int8: "int8"})
     assert all(found[what] >= MIN_COUNT for what in EXPECTED[case]), found
-    assert outputs(requests) != outputs_alone("llama")  # the weights are not those of the other tests
+    if int8 == "quantization":
+        assert outputs(requests) != outputs_alone("llama")  # the weights are not those of the other tests
+    else:
+        assert executor.store.device.is_quantized  # too close for other tokens
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("case", ["shared at every step", "parts moved concurrently"])
+def test_int8_kv_of_shared_blocks_and_prefixes_is_never_rounded_again(case: str, attention: str) -> None:
+    requests = mixed_requests(common=COMMON, adopts=True)
+    found = happened(run(*forced(case, "qwen3", attention, kv_cache_dtype="int8"), requests, leads=True))
+    assert outputs(requests) == outputs_alone("qwen3", common=COMMON, attention=attention, kv_cache_dtype="int8")
+    assert found["adopted"] >= MIN_COUNT
 
 
 @pytest.mark.parametrize("case", FORCED)

@@ -29,6 +29,7 @@ def test_a_rank_generates_dummy_weights(tmp_path: Path, monkeypatch: pytest.Monk
         gpu_share=0.9,
         largest=largest,
         swap_dtype="auto",
+        kv_cache_dtype="auto",
         quantization="none",
     )
     rank = RankActor()

@@ -66,7 +66,8 @@ def test_several_processes_produce_the_tokens_of_one(ranks: Processes, family: s
 
 
 def test_every_process_quantizes_its_own_share(ranks: Processes) -> None:
-    check_ranks(ranks.executor("llama", **POOLS, swap_dtype="int8"), ranks.pp)
+    for types in ({"swap_dtype": "int8"}, {"kv_cache_dtype": "int8"}):
+        check_ranks(ranks.executor("llama", **POOLS, **types), ranks.pp, **types)
 
 
 def test_collectives_support_every_type(ranks: Processes) -> None:

@@ -11,6 +11,7 @@ import torch
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig
+from skipjoin.model.int8_rows import dequantize, quantize
 from skipjoin.model.kv_cache import PagedKV
 
 SCALE = 0.3
@@ -30,6 +31,7 @@ class Case:
         mix: Start and length of each segment.
         ends: "plain", or "both" for segments of random direction and offset.
         rotary: Number of rotated dimensions per head.
+        kv_dtype: Type of the cache; None for `dtype`.
     """
 
     heads: int
@@ -43,6 +45,7 @@ class Case:
     rotary: int = 0
     seed: int = 0
     device: str = "cpu"
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         self.draw = torch.Generator().manual_seed(self.seed)
@@ -50,9 +53,10 @@ class Case:
         self.segments = self._segments()
         self.batch = PackedBatch.build(self.segments, self.block_size, self.device)
         blocks = 3 + sum(len(s.blocks) for s in self.segments)
-        self.kv = PagedKV(blocks, self.block_size, shape(self.heads, self.kv_heads, self.dim), self.dtype, self.device)
-        self.kv.tensor.fill_(torch.nan)
-        self.full = PagedKV(blocks, self.block_size, shape(self.heads, self.kv_heads, self.dim), torch.float64, "cpu")
+        config, kv_dtype = shape(self.heads, self.kv_heads, self.dim), self.kv_dtype or self.dtype
+        self.kv = PagedKV(blocks, self.block_size, config, kv_dtype, self.device)
+        self.kv.tensor.fill_(-1 if self.kv.is_quantized else torch.nan)  # scales of all ones are NaN
+        self.full = PagedKV(blocks, self.block_size, config, torch.float64, "cpu")
         self.full.tensor.fill_(torch.nan)
         self.qkv = self._randn(self.batch.num_tokens, self.heads + 2 * self.kv_heads, self.dim).to(self.dtype)
         self.expected = self._attend()
@@ -83,10 +87,13 @@ class Case:
         a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * pairs :]], -1)
 
+    def _kept(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what the cache holds of keys or values."""
+        return dequantize(*quantize(rows.to(self.dtype)), torch.float64) if self.kv.is_quantized else rows.double()
+
     def _attend(self) -> torch.Tensor:
         """Write past keys and values to `kv` and all to `full`, and return the expected output."""
         out, begin = [], 0
-        past_keys, past_values = self.kv.layer(1)
         all_keys, all_values = self.full.layer(1)
         for segment, (start, length) in zip(self.segments, self.mix, strict=True):
             new = self.qkv[begin : begin + length].double()
@@ -94,10 +101,11 @@ class Case:
             query, key, value = new.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             query, key = self._rotated(query, start), self._rotated(key, start)
             past = self._randn(2, start, self.kv_heads, self.dim).to(self.dtype)
-            keys, values = torch.cat([past[0].double(), key]), torch.cat([past[1].double(), value])
+            keys, values = (
+                torch.cat([self._kept(before), self._kept(rows)]) for before, rows in ((past[0], key), (past[1], value))
+            )
             block, slot = torch.tensor([self._place(segment, p) for p in range(start + length)]).unbind(1)
-            past_keys[block[:start], slot[:start]] = past[0].to(self.device)
-            past_values[block[:start], slot[:start]] = past[1].to(self.device)
+            self.kv.write(1, (block[:start], slot[:start]), (past[0].to(self.device), past[1].to(self.device)))
             all_keys[block, slot], all_values[block, slot] = keys, values
             keys, values = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", query, keys) * SCALE
@@ -118,9 +126,10 @@ class Case:
         assert ours.is_contiguous()
         assert ours.dtype == self.dtype
         assert_near(ours, self.expected, tolerance)
-        cache = self.kv.tensor.cpu()
-        assert torch.equal(cache.isnan(), self.full.tensor.isnan())
-        assert_near(cache.nan_to_num(0), self.full.tensor.nan_to_num(0), tolerance)
+        assert all(rows.isnan().all() for rows in self.kv.read(0, (slice(None),), torch.float64))
+        for cache, expected in zip(self.kv.read(1, (slice(None),), torch.float64), self.full.layer(1), strict=True):
+            assert torch.equal(cache.isnan().cpu(), expected.isnan())
+            assert_near(cache.nan_to_num(0), expected.nan_to_num(0), tolerance)
 
 
 def assert_near(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

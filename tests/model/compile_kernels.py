@@ -2,9 +2,9 @@
 
     python compile_kernels.py [--every] 90:bfloat16:llama-8b,opt-13b ...
 
-Arguments are compute capability, type and model shapes. A kernel name after the shapes selects kernels, as in
-90:bfloat16:opt-13b:decode. Prints a line per kernel, with --every one per config. Fails if a kernel spills or a decode
-kernel is not pipelined. Must run without TRITON_INTERPRET.
+Arguments are compute capability, type and model shapes; bfloat16+int8 is bfloat16 with KV of int8. A kernel name after
+the shapes selects kernels, as in 90:bfloat16:opt-13b:decode. Prints a line per kernel, with --every one per config.
+Fails if a kernel spills or a decode kernel is not pipelined, except with int8. Must run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from attention_cases import shape as config_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -27,6 +28,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.kernels import decode_attention, kv_write, prefill_attention, products
 from skipjoin.model.kernels.decode_attention import decode_configs
 from skipjoin.model.kernels.prefill_attention import prefill_configs
+from skipjoin.model.kv_cache import PagedKV
 
 # heads, kv_heads, head_dim, rotary_dim
 SHAPES = {
@@ -42,6 +44,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int8: "*i8",
 }
 BLOCK_SIZE = 16
 _MAX_SPLITS = 64
@@ -98,41 +101,43 @@ def recorded() -> dict[str, Recorder]:
 
 
 def compiled(
-    capability: int, dtype: torch.dtype, shape: str, every: bool, only: str = ""
+    capability: int, types: tuple[torch.dtype, torch.dtype], shape: str, every: bool, only: str = ""
 ) -> Iterator[tuple[str, dict, Any]]:
     """Yield name, config and result for the first or every config of kernels whose names start with `only`."""
-    for name, config, kernel in _calls(dtype, shape, every, wgmma=capability // 10 == 9):
+    for name, config, kernel in _calls(*types, shape, every, wgmma=capability // 10 == 9):
         if name.startswith(only):
             yield name, config, kernel.compile(capability)
         kernel.calls.clear()
 
 
-def _calls(dtype: torch.dtype, shape: str, every: bool, wgmma: bool) -> Iterator[tuple[str, dict, Recorder]]:
+def _calls(
+    dtype: torch.dtype, kv_dtype: torch.dtype, shape: str, every: bool, wgmma: bool
+) -> Iterator[tuple[str, dict, Recorder]]:
     """Yield kernel name, config and recorded call."""
     heads, kv_heads, dim, rotary = SHAPES[shape]
     kernels, group, itemsize = recorded(), heads // kv_heads, dtype.itemsize
     segments = [Segment([0] * 16, 0, list(range(16))), Segment([0], 40, list(range(32)))]
     batch = PackedBatch.build(segments, BLOCK_SIZE)
-    cache = torch.empty((32, 4, 2, kv_heads, BLOCK_SIZE, dim), dtype=dtype)
-    keys, values = cache[:, 0, 0].transpose(1, 2), cache[:, 0, 1].transpose(1, 2)
+    kv = PagedKV(32, BLOCK_SIZE, config_of(heads, kv_heads, dim), kv_dtype, "cpu")
+    cache = (*kv.layer(0), kv.scales(0))
     qkv = torch.empty((17, heads + 2 * kv_heads, dim), dtype=dtype)
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
     out, options = torch.empty((17, heads, dim), dtype=dtype), {"scale": 0.1, "window": 0}
     cos_sin = torch.empty((32, rotary)) if rotary else None
-    kv_write.kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
+    kv_write.kv_write(query, key, value, *cache, batch.slots, batch.positions, cos_sin)
     yield "kv_write", {}, kernels["_kv_write"]
     for segments in (None, torch.ones(1, dtype=torch.int64)):
         work = decode_attention.share_out(batch, segments, window=0)
     yield "share_out", {}, kernels["_share_out"]
     for config in decode_configs(group, dim, itemsize)[: None if every else 1]:
         decode_attention.decode_attention(
-            out, query, keys, values, batch.block_tables, work, scale=0.1, processors=132, config=config
+            out, query, *cache, batch.block_tables, work, scale=0.1, processors=132, config=config
         )
         yield "decode", config, kernels["_decode"]
     yield "reduce", {}, kernels["_reduce"]
     tiles = torch.zeros((4, 2), dtype=torch.int64)
     for config in prefill_configs(group, dim, itemsize, 4096, wgmma=wgmma)[: None if every else 1]:
-        prefill_attention.prefill_attention(out, query, keys, values, batch, tiles, config=config, **options)
+        prefill_attention.prefill_attention(out, query, *cache, batch, tiles, config=config, **options)
         yield "prefill", config, kernels["_prefill"]
     weight = torch.empty((1024, heads * dim), dtype=dtype)
     products.product(out.flatten(1), weight, None)
@@ -214,12 +219,15 @@ def main() -> None:
             every = True
             continue
         capability, dtype, shapes, only = f"{wanted}:".split(":")[:4]
+        dtype, _, kv_dtype = dtype.partition("+")
+        types = getattr(torch, dtype), getattr(torch, kv_dtype or dtype)
         for shape in shapes.split(","):
-            for name, config, kernel in compiled(int(capability), getattr(torch, dtype), shape, every, only):
+            for name, config, kernel in compiled(int(capability), types, shape, every, only):
                 sizes = " ".join(f"{k}={v}" for k, v in config.items())
                 usage, sass = dumped(kernel)
                 print(f"{shape} {name} {sizes}: {describe(kernel, usage, sass)}", flush=True)
-                check(name, config, kernel, usage, sass)
+                if not kv_dtype:
+                    check(name, config, kernel, usage, sass)
 
 
 if __name__ == "__main__":

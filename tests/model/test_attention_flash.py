@@ -159,7 +159,7 @@ def chosen(monkeypatch, caplog):
     Triton works, and the self-test runs on the CPU.
     """
     test = backends.agrees
-    monkeypatch.setattr(backends, "_triton_failure", lambda dtype, device: None)
+    monkeypatch.setattr(backends, "_triton_failure", lambda *types: None)
     monkeypatch.setattr(backends, "agrees", lambda backend, dtype, device, **rest: test(backend, dtype, "cpu", **rest))
 
     def choose(name: str = "auto", dtype: torch.dtype = torch.bfloat16, **gpu) -> tuple[str, list[str]]:

@@ -151,9 +151,9 @@ def kernels(monkeypatch):
     """Return a function that sets the result or the exception of the attention self-test, on CPU tensors."""
 
     def put(outcome) -> None:
-        def check(backend, dtype, device):
+        def check(backend, dtype, device, kv_dtype):
             assert isinstance(backend, FakeTritonAttention)
-            assert (dtype, device) == (torch.bfloat16, ON_CARD)
+            assert (dtype, device, kv_dtype) == (torch.bfloat16, ON_CARD, torch.bfloat16)
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
@@ -233,6 +233,8 @@ def test_torch_is_chosen_on_request(warned):
 def test_unsupported_backends_are_rejected(attention, device, message):
     with pytest.raises(ModelError, match=message):
         implementations(attention, torch.bfloat16, torch.device(device), facts=GOOD)
+    with pytest.raises(ModelError, match="attention flash reads no KV of kv_cache_dtype int8"):
+        implementations("flash", torch.bfloat16, ON_CARD, facts=GOOD, kv_dtype=torch.int8)
 
 
 class FakeCuda:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig
-from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.kv_cache import PagedKV, kv_dtype_of
 
 CONFIG = ModelConfig.from_dict(
     {
@@ -108,5 +109,19 @@ def test_cache_layout():
     values[2] = 2
     assert rows[2].sum() == 3 * 4 * 2 * 8
     assert rows[[0, 1, 3, 4, 5]].count_nonzero() == 0
+    int8 = PagedKV(6, 4, CONFIG, torch.int8, "cpu")
+    assert int8.block_bytes == PagedKV.bytes_per_block(CONFIG, 4, torch.int8) == 3 * 2 * 2 * 4 * (8 + 4)
+    rows = torch.randn(2, 4, 2, 8).to(torch.bfloat16)
+    rows[0, 1, 0] = 0
+    where = (torch.tensor(5),)
+    int8.write(1, where, (rows[0], rows[1]))
+    for kept, given in zip(int8.read(1, where, torch.float32), rows, strict=True):
+        assert ((kept - given).abs() <= given.abs().amax(-1, keepdim=True).float() / 127 / 2 * 1.001).all()
+    assert int8.block_view()[:5].count_nonzero() == 0
+    odd = dataclasses.replace(CONFIG, head_dim=6)
+    with pytest.raises(
+        ModelError, match="kv_cache_dtype int8 needs a head_dim that is a multiple of 4, the model has 6"
+    ):
+        kv_dtype_of("int8", torch.bfloat16, odd)
     with pytest.raises(ValueError, match="must be at least 1, got 0 and 4"):
         PagedKV(0, 4, CONFIG, torch.float32, "cpu")

@@ -230,9 +230,9 @@ CUTS = {
 
 
 @dtypes
-@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize(("window", "int8"), [(0, False), (37, False), (37, True)])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window):
+def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window, int8):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
     query_heads, kv_heads, dim = heads
@@ -243,8 +243,8 @@ def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window
     tables = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
 
     def attended(cut: list[int], with_others: bool, reverse: bool = False) -> torch.Tensor:
-        kv, outputs, start = PagedKV(60, 8, config, dtype, "cpu"), [], 0
-        kv.tensor.fill_(torch.nan)
+        kv, outputs, start = PagedKV(60, 8, config, torch.int8 if int8 else dtype, "cpu"), [], 0
+        kv.tensor.fill_(-1 if int8 else torch.nan)  # scales of all ones are NaN
         for count in cut:
             segments = [Segment([0] * count, start, tables[:38], offset=3 * reverse, reverse=reverse)]
             parts = [qkv[start : start + count]]

@@ -167,7 +167,7 @@ def _write_only(work: _Work) -> Callable[[int], torch.Tensor]:
     from skipjoin.model.kernels.kv_write import kv_write  # noqa: PLC0415
 
     def call(layer: int) -> torch.Tensor:
-        kv_write(*work.qkv, *work.kv.layer(layer), work.batch.slots, work.batch.positions, work.cos_sin)
+        kv_write(*work.qkv, *work.kv.layer(layer), None, work.batch.slots, work.batch.positions, work.cos_sin)
         return work.qkv[0].flatten(1)
 
     return call

@@ -36,6 +36,7 @@ _MEASURED = (
     "max_num_batched_tokens",
     "block_size",
     "kv_cache_gib",
+    "kv_cache_dtype",
     "swap_dtype",
     "gpu_memory_utilization",
     "tensor_parallel_size",

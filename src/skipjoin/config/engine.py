@@ -13,6 +13,7 @@ from skipjoin.config.shared import (
     PARALLELISM,
     SCHEDULING,
     BestEffortWait,
+    KVType,
     MaxBatchedTokens,
     MaxNumSeqs,
     Objective,
@@ -212,6 +213,7 @@ class EngineConfig:
             is_common=True,
         ),
     ] = None
+    kv_cache_dtype: KVType = "auto"
     swap_dtype: SwapType = "auto"
     swap_bandwidth_gbps: SwapBandwidth = None
     enable_prefix_caching: Annotated[
@@ -285,7 +287,7 @@ class EngineConfig:
             lossless_swap=self.swap_dtype == "auto",
             fair_output_weight=self.fair_output_weight,
         )
-        check_swap_type(self.swap_dtype, "swap_space_gib", self.swap_space_gib)
+        check_swap_type(self.swap_dtype, self.kv_cache_dtype, "swap_space_gib", self.swap_space_gib)
         self._check_ranks()
 
     @property

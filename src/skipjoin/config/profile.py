@@ -30,6 +30,9 @@ CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 # Median error of the fit from which a profile is not kept. On a quiet machine it is a few percent.
 MAX_MEDIAN_ERROR = 0.15
 
+# End of `ProfileKey.dtype` where the KV cache has 8 bits.
+INT8_KV = ", int8 KV"
+
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,10 @@ class ProfileKey:
     tp: int
     pp: int
     version: str
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        return "int8" if self.dtype.endswith(INT8_KV) else "auto"
 
     @property
     def digest(self) -> str:

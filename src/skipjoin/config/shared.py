@@ -58,6 +58,14 @@ OutputWeight = Annotated[
         group=SCHEDULING,
     ),
 ]
+KVType = Annotated[
+    str,
+    Option(
+        "Type of the KV cache: that of the model, or 8-bit codes with a scale per token and head, in both tiers",
+        choices=("auto", "int8"),
+        group=MEMORY,
+    ),
+]
 SwapType = Annotated[
     str,
     Option(
@@ -99,7 +107,11 @@ def base_url(field: str, given: str) -> str:
     return given.rstrip("/").removesuffix("/v1")
 
 
-def check_swap_type(swap_dtype: str, field: str, size: float | None) -> None:
+def check_swap_type(swap_dtype: str, kv_cache_dtype: str, field: str, size: float | None) -> None:
+    if swap_dtype == kv_cache_dtype == "int8":
+        raise ConfigError(
+            "swap_dtype must be auto with kv_cache_dtype int8, whose 8-bit KV moves to CPU memory as it is, got int8"
+        )
     if swap_dtype == "int8" and size == 0:
         raise ConfigError(f"swap_dtype int8 is for KV in CPU memory: {field} must be above 0, got {size:g}")
 

@@ -78,6 +78,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
         attention=config.attention,
         load_format=config.load_format,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         progress=lambda done, total: on_progress("loading weights", done / total),
         batch_invariant=config.batch_invariant,
     )
@@ -119,6 +120,7 @@ def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: O
         block_size=config.block_size,
         swap_dtype=config.swap_dtype,
         link_bytes_per_s=bytes_per_s(config.swap_bandwidth_gbps),
+        kv_cache_dtype=config.kv_cache_dtype,
         gpu_share=config.gpu_memory_utilization,
         largest=_largest_step(config, max_len),
         graph_sizes=_graph_sizes(config),

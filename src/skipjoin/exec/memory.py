@@ -60,7 +60,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
         # One block suffices: all sequences share it, since the results are not used.
         store = KVStore(
             model.config,
-            model.dtype,
+            model.kv_dtype,
             model.device,
             device_blocks=1,
             cpu_blocks=0,

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from skipjoin.config.profile import Transfer
+from skipjoin.config.profile import INT8_KV, Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.base import Executor, Handle
@@ -109,8 +109,8 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
-    config, shard, quantization = model.config, model.shard, model.ops.quantization
-    block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard)
+    config, shard = model.config, model.shard
+    block_bytes = PagedKV.bytes_per_block(config, block_size, model.kv_dtype, shard)
     is_quantized = swap_dtype == "int8"
     return RankSpec(
         stage=shard.pp_rank,
@@ -118,7 +118,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         block_bytes=block_bytes,
         cpu_block_bytes=QuantizedKV.bytes_per_block(config, block_size, shard) if is_quantized else block_bytes,
         attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
-        dtype=str(model.dtype).removeprefix("torch.") + ("" if quantization == "none" else f", {quantization} weights"),
+        dtype=_types(model),
         swap_dtype=swap_dtype,
         itemsize=model.dtype.itemsize,
         device_kind=model.device.type,
@@ -127,6 +127,12 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         operators=model.ops.path,
         threads=threads,
     )
+
+
+def _types(model: CausalLM) -> str:
+    quantization, is_quantized = model.ops.quantization, model.kv_dtype != model.dtype
+    weights = "" if quantization == "none" else f", {quantization} weights"
+    return str(model.dtype).removeprefix("torch.") + weights + (INT8_KV if is_quantized else "")
 
 
 def memory_budget_of(
@@ -175,7 +181,7 @@ def make_store(
 ) -> KVStore:
     return KVStore(
         model.config,
-        model.dtype,
+        model.kv_dtype,
         model.device,
         device_blocks=device_blocks,
         cpu_blocks=cpu_blocks,
@@ -195,7 +201,7 @@ def measure_transfers(
     model: CausalLM, block_size: int, seconds: float, swap_dtype: str = "auto"
 ) -> dict[Direction, Transfer]:
     deadline = time.perf_counter() + seconds
-    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard)
+    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.kv_dtype, model.shard)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
     store = make_store(model, most, most, block_size, swap_dtype)
     owner = Request(0, 0.0, [0], 1)

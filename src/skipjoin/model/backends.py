@@ -43,11 +43,13 @@ def implementations(
     *,
     invariant: bool = False,
     quantization: str = "none",
+    kv_dtype: torch.dtype | None = None,
 ) -> Implementations:
     """Choose compiled operations on a CPU and Triton kernels on a GPU where they work, and torch elsewhere.
 
     Args:
         invariant: Results of a sequence must not depend on the rest of the batch.
+        kv_dtype: Type of the KV cache; None for `dtype`.
     """
     if quantization not in QUANTIZATIONS:
         raise ModelError(f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}")
@@ -64,7 +66,8 @@ def implementations(
     if attention == "torch":
         chosen = None
     elif device.type == "cuda":
-        chosen, lost = _on_cuda(attention, dtype, device, lost, cuda_facts() if facts is None else facts)
+        types = (dtype, kv_dtype or dtype)
+        chosen, lost = _on_cuda(attention, types, device, lost, cuda_facts() if facts is None else facts)
         if invariant:
             chosen = _invariant()
     else:
@@ -81,12 +84,15 @@ def implementations(
 
 
 def _on_cuda(
-    attention: str, dtype: torch.dtype, device: torch.device, lost: str | None, facts: CudaFacts
+    attention: str, types: tuple[torch.dtype, torch.dtype], device: torch.device, lost: str | None, facts: CudaFacts
 ) -> tuple[Implementations | None, str | None]:
-    why = kernels_unusable(facts, device.index or 0) or _triton_failure(dtype, device)
+    dtype, kv_dtype = types
+    if attention == "flash" and kv_dtype != dtype:
+        raise ModelError("attention flash reads no KV of kv_cache_dtype int8: set attention to auto or triton")
+    why = kernels_unusable(facts, device.index or 0) or _triton_failure(dtype, device, kv_dtype)
     if why is None:
         chosen = _triton()
-        if attention == "triton":
+        if attention == "triton" or kv_dtype != dtype:
             return chosen, lost
         flash, not_used = _flash(attention, dtype, device, facts)
         lost = "; ".join(filter(None, (not_used, lost))) or None
@@ -150,7 +156,7 @@ def _flash_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 @functools.cache
-def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
+def _triton_failure(dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype) -> str | None:
     """Return why the Triton kernels are unusable, or None; compiles them, which may take seconds."""
     try:
         from skipjoin.model.attention.triton_backend import check_triton_attention  # noqa: PLC0415
@@ -159,7 +165,7 @@ def _triton_failure(dtype: torch.dtype, device: torch.device) -> str | None:
         # Kernels are launched on the current device.
         current = nullcontext() if device.index is None else torch.cuda.device(device)
         with current, torch.inference_mode():
-            if check_ops(ops, dtype, device) and check_triton_attention(backend, dtype, device):
+            if check_ops(ops, dtype, device) and check_triton_attention(backend, dtype, device, kv_dtype):
                 return None
     except Exception as error:  # any error of the compiler or the driver
         return f"the Triton kernels cannot run ({one_line(error)})"

@@ -26,9 +26,11 @@ class CausalLM:
         dtype: torch.dtype,
         device: torch.device,
         group: Group,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.device = device
         self.ops = ops
         self.attention = attention

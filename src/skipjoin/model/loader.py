@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +16,7 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError
 from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
 from skipjoin.model.family import family_named
+from skipjoin.model.kv_cache import kv_dtype_of
 from skipjoin.model.layers import Weights
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.parallel import Alone, Group
@@ -77,6 +78,7 @@ def load_model(
     attention: str = "auto",
     load_format: str = "auto",
     quantization: str = "none",
+    kv_cache_dtype: str = "auto",
     progress: Progress | None = None,
     group: Group | None = None,
     batch_invariant: bool = False,
@@ -89,6 +91,7 @@ def load_model(
         attention: "auto", "torch", "cpp" (CPU), "triton" or "flash" (CUDA).
         load_format: "auto", or "dummy" for random weights, which need no weight file.
         quantization: "none", or "int8" for 8-bit weights of linear layers (CPU).
+        kv_cache_dtype: "auto" (as `dtype`), or "int8" for codes with a scale per token and head.
         group: Load the shard of this group's rank; None for the whole model.
 
     Raises:
@@ -99,24 +102,28 @@ def load_model(
     is_dummy = load_format == "dummy"
     folder = resolve_folder(name_or_path, weights=not is_dummy)
     config = ModelConfig.from_folder(folder)
-    torch_dtype, torch_device, ops, backend = _places(
-        dtype, device, attention, quantization, config, invariant=batch_invariant
+    chosen = _choose(
+        config,
+        dtype,
+        device,
+        attention=attention,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        invariant=batch_invariant,
     )
     weights: Weights = (
-        RandomWeights(0, torch_dtype, torch_device)
+        RandomWeights(0, chosen.dtype, chosen.device)
         if is_dummy
-        else FolderWeights(folder, config, torch_dtype, torch_device, progress)
+        else FolderWeights(folder, config, chosen.dtype, chosen.device, progress)
     )
     try:
-        return CausalLM(
-            config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
-        )
+        return CausalLM(config, weights, **chosen._asdict(), group=group or Alone())
     except Exception as error:
-        if torch_device.type != "cuda" or not is_out_of_memory(error):
+        if chosen.device.type != "cuda" or not is_out_of_memory(error):
             raise
-        free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(torch_device))
+        free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(chosen.device))
         raise ModelError(
-            f"the weights do not fit on device {torch_device}: beside those loaded so far {free:.2f} of {total:.2f} "
+            f"the weights do not fit on device {chosen.device}: beside those loaded so far {free:.2f} of {total:.2f} "
             "GiB are free; end other programs on the GPU, choose another, or set tensor_parallel_size or "
             "pipeline_parallel_size"
         ) from error
@@ -130,15 +137,16 @@ def random_model(
     attention: str = "auto",
     *,
     quantization: str = "none",
+    kv_cache_dtype: str = "auto",
     group: Group | None = None,
 ) -> CausalLM:
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
-    torch_dtype, torch_device, ops, backend = _places(dtype, device, attention, quantization, config)
-    weights = RandomWeights(seed, torch_dtype, torch_device)
-    return CausalLM(
-        config, weights, ops=ops, attention=backend, dtype=torch_dtype, device=torch_device, group=group or Alone()
+    chosen = _choose(
+        config, dtype, device, attention=attention, quantization=quantization, kv_cache_dtype=kv_cache_dtype
     )
+    weights = RandomWeights(seed, chosen.dtype, chosen.device)
+    return CausalLM(config, weights, **chosen._asdict(), group=group or Alone())
 
 
 def _dtype(name: str, config: ModelConfig) -> torch.dtype:
@@ -148,16 +156,34 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _places(
-    dtype: str, device: str, attention: str, quantization: str, config: ModelConfig, *, invariant: bool = False
-) -> tuple[torch.dtype, torch.device, LayerOps, AttentionBackend]:
+class _Choice(NamedTuple):
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    ops: LayerOps
+    attention: AttentionBackend
+
+
+def _choose(
+    config: ModelConfig,
+    dtype: str,
+    device: str,
+    *,
+    attention: str,
+    quantization: str,
+    kv_cache_dtype: str,
+    invariant: bool = False,
+) -> _Choice:
     torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
+    kv_dtype = kv_dtype_of(kv_cache_dtype, torch_dtype, config)
     if torch_device.type == "cuda":
         expand_segments()
         use_device(torch_device)
     lost = check_dtype(torch_dtype, dtype != "auto", torch_device)
-    chosen = implementations(attention, torch_dtype, torch_device, lost, invariant=invariant, quantization=quantization)
-    return torch_dtype, torch_device, *chosen
+    ops, backend = implementations(
+        attention, torch_dtype, torch_device, lost, invariant=invariant, quantization=quantization, kv_dtype=kv_dtype
+    )
+    return _Choice(torch_dtype, kv_dtype, torch_device, ops, backend)
 
 
 class FolderWeights:

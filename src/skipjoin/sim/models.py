@@ -17,6 +17,7 @@ class ModelShape:
         gated: The MLP has three matrices (SwiGLU) instead of two.
         tied: The output head is the embedding table.
         parameter_bytes: Size of a weight, an activation and a KV element.
+        kv_cache_dtype: auto, or int8 for KV of one byte per element and 4 per token, layer and head.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelShape:
     tied: bool
     max_positions: int
     parameter_bytes: int = 2
+    kv_cache_dtype: str = "auto"
 
     @property
     def layer_parameters(self) -> int:
@@ -52,7 +54,8 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's KV in all layers (FastServe section 4.2)."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.parameter_bytes
+        row = self.head_dim + 4 if self.kv_cache_dtype == "int8" else self.head_dim * self.parameter_bytes
+        return 2 * self.layers * self.kv_heads * row
 
     def cpu_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
         """Return the size of a KV block in CPU memory; int8 adds 4 bytes per channel (ALISE section 3.2)."""

@@ -371,6 +371,21 @@ def test_int8_kv_takes_less_of_the_cpu_tier_and_the_link(block_size: int, ratio:
     assert records[0]["settings"]["swap_gib"] == pytest.approx(8, abs=0.02)
 
 
+def test_int8_kv_of_both_tiers_takes_half_of_the_memory_and_the_time() -> None:
+    machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4, swap_gib=8)
+    (plain,), (small,) = (replace(machine, kv_cache_dtype=name).systems("fastserve") for name in ("auto", "int8"))
+    ratio = (128 + 4) / 256  # a head has 128 codes and a scale
+    for one, other in ((small.kv_blocks, plain.kv_blocks), (small.cpu_blocks, plain.cpu_blocks)):
+        assert one == pytest.approx(other / ratio, abs=2)
+    assert small.moved_bytes == small.block_bytes == ratio * plain.block_bytes
+    long, short = StepShape(0, 0, 4, 9000), StepShape(0, 0, 4, 1000)
+    seconds = [one.cost.step(long) - one.cost.step(short) for one in (small, plain)]
+    assert seconds[0] == pytest.approx(ratio * seconds[1])
+    assert [one.describe().get("kv_cache_dtype") for one in (small, plain)] == ["int8", None]
+    with pytest.raises(ConfigError, match="swap_dtype must be auto with kv_cache_dtype int8"):
+        replace(machine, kv_cache_dtype="int8", swap_dtype="int8")
+
+
 def test_int8_kv_needs_a_cpu_tier() -> None:
     for settings, text in (
         ({"swap_gib": 0.0}, "swap_gib must be above 0, got 0"),
@@ -406,8 +421,9 @@ def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) ->
     assert described["cpu_blocks"] == described["kv_blocks"] == GIB // 2 // 65536
     described = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_gib=0.25))
     assert described["cpu_blocks"] == described["kv_blocks"] // 2
-    with pytest.raises(ConfigError, match="was measured with swap_dtype auto, not int8"):
-        settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
+    for name in ("swap_dtype", "kv_cache_dtype"):
+        with pytest.raises(ConfigError, match=f"was measured with {name} auto, not int8"):
+            settings_of(Machine(hardware=str(path), kv_gib=0.5, **{name: "int8"}))
     write_profile(replace(profile, key=replace(profile.key, swap_dtype="int8"), cpu_bytes_per_block=32768), path)
     described = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
     assert described["cpu_blocks"] == 2 * described["kv_blocks"]

@@ -59,6 +59,7 @@ class RankModel(NamedTuple):
     threads: int | None
     block_size: int
     swap_dtype: str
+    kv_cache_dtype: str
     gpu_share: float
     largest: LargestStep
     graph_sizes: tuple[int, ...] = ()
@@ -130,6 +131,7 @@ class RankActor:
             attention=model.attention,
             load_format=model.load_format,
             quantization=model.quantization,
+            kv_cache_dtype=model.kv_cache_dtype,
             progress=self._note_progress,
             group=group,
             batch_invariant=model.batch_invariant,

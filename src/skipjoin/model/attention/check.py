@@ -29,18 +29,28 @@ _SEGMENTS = [
 
 
 def agrees(
-    backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str = "cpu", *, plain: bool = False
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    kv_dtype: torch.dtype | None = None,
+    plain: bool = False,
 ) -> bool:
-    """Return whether `backend` matches the reference, for plain segments only if `plain`."""
+    """Return whether `backend` matches the reference, for plain segments only if `plain`.
+
+    Args:
+        kv_dtype: Type of the cache; None for `dtype`.
+    """
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
-    caches = [PagedKV(12, 4, config, dtype, device) for _ in range(2)]
-    caches[0].tensor.copy_(torch.randn(caches[0].tensor.shape, generator=generator))
-    caches[1].tensor.copy_(caches[0].tensor)
+    caches = [PagedKV(12, 4, config, kv_dtype or dtype, device) for _ in range(2)]
+    past = torch.randn((2, 12, 4, 2, 40), generator=generator).to(device, dtype)
+    for cache in caches:
+        cache.write(0, (slice(None), slice(None)), (past[0], past[1]))
     qkv = torch.randn(13, 8, 40, generator=generator).to(device, dtype)
     cos_sin = torch.rand(64, 24, generator=generator).to(device)
     # Rounding of rotated keys differs if multiplications are fused.
-    tolerance = {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
+    tolerance = 2e-2 if kv_dtype == torch.int8 else {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
     mixed = [one._replace(offset=0, reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
     for segments in (mixed, mixed[:1]):
         batch = PackedBatch.build(segments, 4, device)
@@ -49,20 +59,21 @@ def agrees(
             for b, cache in zip((backend, TorchAttention()), caches, strict=True):
                 query, key, value = qkv[: batch.num_tokens].clone().split([4, 2, 2], dim=1)
                 out = b.attend(query, key, value, cache, batch, layer=0, scale=0.2, window=window, cos_sin=cos_sin)
-                results.append((out.float(), cache.tensor.float()))
+                kept = cache.read(0, (slice(None),), torch.float32)
+                results.append((out.float(), *(rows.float() for rows in kept)))
             for ours, expected in zip(*results, strict=True):
                 if not (ours - expected).norm() <= tolerance * expected.norm():
                     return False
     return True
 
 
-def cuts_change_nothing(backend: AttentionBackend, dtype: torch.dtype) -> bool:
+def cuts_change_nothing(backend: AttentionBackend, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> bool:
     """Return whether a token's output has the same bits in a prompt and as a decode."""
     config, tokens = ModelConfig.from_dict(_SHAPE), 21
     qkv = torch.randn(tokens, 8, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def outputs(lengths: list[int]) -> torch.Tensor:
-        kv, parts, start = PagedKV(6, 4, config, dtype, "cpu"), [], 0
+        kv, parts, start = PagedKV(6, 4, config, kv_dtype or dtype, "cpu"), [], 0
         for length in lengths:
             batch = PackedBatch.build([Segment([0] * length, start, [3, 0, 5, 1, 4, 2])], 4)
             query, key, value = qkv[start : start + length].split([4, 2, 2], dim=1)

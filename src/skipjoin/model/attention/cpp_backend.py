@@ -75,4 +75,7 @@ class CppAttention:
 
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
-    return agrees(backend, dtype) and cuts_change_nothing(backend, dtype)
+    return all(
+        agrees(backend, dtype, kv_dtype=kv_dtype) and cuts_change_nothing(backend, dtype, kv_dtype)
+        for kv_dtype in (dtype, torch.int8)
+    )

@@ -83,7 +83,7 @@ class FlashAttention(TritonAttention):
                 query, key, value, kv, batch, layer=layer, scale=scale, window=window, cos_sin=cos_sin
             )
         keys, values = kv.layer(layer)
-        kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
+        kv_write(query, key, value, keys, values, None, batch.slots, batch.positions, cos_sin)
         index = self._index_of(batch, layer)
         sides = (window - 1, 0) if window else (-1, -1)
         if window not in index.schedules:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +12,9 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.parallel import Shard
+
+# Returns keys and values of blocks, or of blocks and slots.
+Read = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor]]
 
 
 class TorchAttention:
@@ -38,19 +44,17 @@ class TorchAttention:
     ) -> torch.Tensor:
         if cos_sin is not None:
             rotate(query, key, batch.positions, cos_sin)
-        keys, values = kv.layer(layer)
-        block, offset = batch.slots // kv.block_size, batch.slots % kv.block_size
-        keys[block, offset] = key
-        values[block, offset] = value
+        read = partial(kv.read, layer, dtype=query.dtype)
+        kv.write(layer, (batch.slots // kv.block_size, batch.slots % kv.block_size), (key, value))
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if batch.decode_only:
-            output[:] = _decode(query, *_cached(keys, values, batch), batch.context_lens, scale=scale, window=window)
+            output[:] = _decode(query, *_cached(read, batch), batch.context_lens, scale=scale, window=window)
             return output.flatten(1)
         decodes = [i for i, length in enumerate(batch.lengths) if length == 1]
         if decodes:
             segments = torch.tensor(decodes, device=query.device)
             tokens = batch.query_start[segments]
-            k, v = _cached(keys, values, batch, segments)
+            k, v = _cached(read, batch, segments)
             output[tokens] = _decode(query[tokens], k, v, batch.context_lens[segments], scale=scale, window=window)
         end = 0
         for i, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
@@ -58,8 +62,9 @@ class TorchAttention:
             if length == 1:
                 continue
             k, v = key[begin:end], value[begin:end]
-            if start:
-                k, v = (x[0] for x in _cached(keys, values, batch, slice(i, i + 1), start + length))
+            # A token must attend to the same numbers whether it is in a prompt or follows it.
+            if start or kv.is_quantized:
+                k, v = (x[0] for x in _cached(read, batch, slice(i, i + 1), start + length))
             output[begin:end] = _chunk(query[begin:end], k, v, start, scale=scale, window=window)
         return output.flatten(1)
 
@@ -77,8 +82,7 @@ def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
 
 
 def _cached(
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    read: Read,
     batch: PackedBatch,
     segments: torch.Tensor | slice = slice(None),
     context: int | None = None,
@@ -87,14 +91,15 @@ def _cached(
     tables, size = batch.block_tables[segments], batch.block_size
     if batch.plain:
         tables = tables[:, : -(-(batch.max_context if context is None else context) // size)]
-        return keys[tables].flatten(1, 2)[:, :context], values[tables].flatten(1, 2)[:, :context]
+        keys, values = read((tables,))
+        return keys.flatten(1, 2)[:, :context], values.flatten(1, 2)[:, :context]
     last = tables.shape[1] * size - 1
     position = torch.arange(batch.max_context if context is None else context, device=tables.device)
     # Positions beyond the sequence are masked later, so any slot of the table works.
     index = (batch.offsets[segments, None] + position).clamp_(max=last)
     block, slot = tables.gather(1, index // size), index % size
     slot = torch.where(batch.reversed[segments, None] > 0, size - 1 - slot, slot)
-    return keys[block, slot], values[block, slot]
+    return read((block, slot))
 
 
 def _decode(

@@ -94,23 +94,23 @@ class TritonAttention:
         window: int = 0,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        keys, values = kv.layer(layer)
+        cache = (*kv.layer(layer), kv.scales(layer))
         # Compared by identity; holding the batch keeps its identity from being reused.
         if self._planned is None or self._planned.batch is not batch:
             self._planned = self._plan(query, key, batch)
         plan = self._planned
-        kv_write(query, key, value, keys, values, batch.slots, batch.positions, cos_sin)
+        kv_write(query, key, value, *cache, batch.slots, batch.positions, cos_sin)
         tokens, heads, dim = query.shape
         out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
         shaped = out.view(tokens, heads, dim)
         if plan.decodes:
             decode_attention(
-                shaped, query, keys, values, batch.block_tables, plan.work_of(layer, window),
+                shaped, query, *cache, batch.block_tables, plan.work_of(layer, window),
                 scale=scale, processors=self._processors or _card(query.device).processors, config=plan.decode_config,
             )  # fmt: skip
         if plan.tiles is not None:
             prefill_attention(
-                shaped, query, keys, values, batch, plan.tiles,
+                shaped, query, *cache, batch, plan.tiles,
                 scale=scale, window=window, config=plan.prefill_config,
             )  # fmt: skip
         return out
@@ -176,5 +176,7 @@ def _card(device: torch.device) -> _Card:
     return _Card(found.multi_processor_count, found.L2_cache_size, wgmma=found.major == 9)
 
 
-def check_triton_attention(backend: TritonAttention, dtype: torch.dtype, device: torch.device | str) -> bool:
-    return agrees(backend, dtype, device)
+def check_triton_attention(
+    backend: TritonAttention, dtype: torch.dtype, device: torch.device | str, kv_dtype: torch.dtype | None = None
+) -> bool:
+    return agrees(backend, dtype, device, kv_dtype=kv_dtype)

@@ -131,7 +131,7 @@ class _Bench:
 
         def run(config: Config, turn: int) -> None:
             tables = batches[turn % slices].block_tables
-            decode.decode_attention(out, query, keys, values, tables, work, config=config, **options)
+            decode.decode_attention(out, query, keys, values, None, tables, work, config=config, **options)
 
         self._table.measure(*choice, run, turns)
 
@@ -157,7 +157,7 @@ class _Bench:
 
         def run(config: Config, turn: int) -> None:
             batch, tile = batches[turn % slices], tiles[config["BLOCK_M"]]
-            prefill.prefill_attention(out, query, keys, values, batch, tile, config=config, **options)
+            prefill.prefill_attention(out, query, keys, values, None, batch, tile, config=config, **options)
 
         self._table.measure(*choice, run, turns)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, token_blocks, token_rows
+from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, load_scales, padded, token_blocks, token_rows
 
 # Below every score, and finite: the difference of two of them is zero, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
@@ -120,6 +120,8 @@ def _decode(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
     tables: tl.tensor,
     items: tl.tensor,
     total_items: tl.tensor,
@@ -134,6 +136,7 @@ def _decode(
     SLOT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     UPCAST: tl.constexpr,
+    SCALED: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -146,6 +149,7 @@ def _decode(
     adjacent. A sequence with one chunk is written to `out`, partial results to `sums` and `stats`.
 
     Args:
+        SCALED: The cache has int8 codes. Scores are multiplied by the key's scale, and weights by the value's.
         DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add with one
             softmax per row, so that threads exchange data only at the end.
         STAGES: Number of tiles of keys and values in flight, minus one. With DOT it is a launch option, because a loop
@@ -163,6 +167,9 @@ def _decode(
     query += kv_head * GROUP * query_head
     keys += kv_head * HEAD_STRIDE
     values += kv_head * HEAD_STRIDE
+    if SCALED:
+        key_scales += kv_head * HEAD_STRIDE // 4
+        value_scales += kv_head * HEAD_STRIDE // 4
     for item in range(tl.program_id(1), tl.load(total_items), tl.num_programs(1)):
         record = items + item * _ITEM
         segment = tl.load(record).to(tl.int64)
@@ -198,25 +205,37 @@ def _decode(
             rows = token_rows(blocks, index, last, block_stride, step, BLOCK_SIZE) + turn
             k = load_rows(keys, rows, columns, DIM, BLOCK_D)
             v = load_rows(values, rows, columns, DIM, BLOCK_D)
+            if SCALED:
+                key_scale = load_scales(key_scales, rows)
+                value_scale = load_scales(value_scales, rows)
             if DOT:
                 # Prefetch the next tile's blocks: keys and values wait for their own loads only.
                 blocks = token_blocks(table, index + BLOCK_N, last, BLOCK_SIZE)
-                if UPCAST:
-                    k = k.to(tl.float32)
-                    v = v.to(tl.float32)
+                if UPCAST or SCALED:
+                    k = k.to(q.dtype)
+                    v = v.to(q.dtype)
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                if SCALED:
+                    scores *= key_scale[None, :]
                 scores = tl.where(seen[None, :], scores, float("-inf"))
                 higher = tl.maximum(top, tl.max(scores, 1))
                 weights = tl.exp2(scores - higher[:, None])
                 shrink = tl.exp2(top - higher)
                 total = total * shrink + tl.sum(weights, 1)
+                if SCALED:
+                    weights *= value_scale[None, :]
                 acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             else:
-                scores = tl.where(seen, tl.sum(q * k.to(tl.float32), 1), float("-inf"))
+                scores = tl.sum(q * k.to(tl.float32), 1)
+                if SCALED:
+                    scores *= key_scale
+                scores = tl.where(seen, scores, float("-inf"))
                 higher = tl.maximum(top, scores)
                 weights = tl.exp2(scores - higher)
                 shrink = tl.exp2(top - higher)
                 total = total * shrink + weights
+                if SCALED:
+                    weights *= value_scale
                 acc = acc * shrink[:, None] + weights[:, None] * v.to(tl.float32)
             top = higher
         if not DOT:
@@ -314,6 +333,7 @@ def decode_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
     tables: torch.Tensor,
     work: WorkList,
     *,
@@ -326,6 +346,7 @@ def decode_attention(
     Args:
         out: Shape [T, heads, head_dim], contiguous; only the segments' rows are written.
         keys: One layer of the cache, with the new tokens written, as `values`.
+        scales: See `kv_write`.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]
@@ -335,10 +356,11 @@ def decode_attention(
     stats = torch.empty((parts, heads, 2), dtype=torch.float32, device=query.device)
     block_d, dot = padded(dim), config["DOT"]
     _decode[(kv_heads, min(most, -(-_PROGRAMS * processors // kv_heads)))](
-        out, sums, stats, query, keys, values, tables, work.items, work.total, scale * _LOG2E,
-        query.stride(0), query.stride(1), keys.stride(0), tables.stride(0),
+        out, sums, stats, query, keys, values, *(scales or (keys, values)), tables, work.items, work.total,
+        scale * _LOG2E, query.stride(0), query.stride(1), keys.stride(0), tables.stride(0),
         GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size,
         SLOT_STRIDE=keys.stride(1), HEAD_STRIDE=keys.stride(2), UPCAST=INTERPRETED,
+        SCALED=scales is not None,
         BLOCK_H=padded(heads // kv_heads) if dot else 1, BLOCK_D=block_d,
         num_stages=config["STAGES"], **config,
     )  # fmt: skip

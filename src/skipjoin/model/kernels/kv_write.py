@@ -6,10 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from skipjoin.model.int8_rows import MAX_CODE, MIN_SCALE
 from skipjoin.model.kernels.paged import jit, padded
 
 # Heads per program: enough for a thread to move 16 bytes at a time, and few enough to spread a small batch.
 _HEADS = 8
+_MAX_CODE, _MIN_SCALE = tl.constexpr(float(MAX_CODE)), tl.constexpr(MIN_SCALE)
+# Adding and subtracting it rounds a float32 to an integer.
+_ROUND = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -26,6 +30,24 @@ def _rotated(
     return first * cos - second * sin, second * cos + first * sin
 
 
+@triton.jit
+def _top(numbers: tl.tensor) -> tl.tensor:
+    """Return the bits of the largest magnitude of each row, which are ordered like magnitudes, NaN last."""
+    return tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _scale(top: tl.tensor) -> tl.tensor:
+    largest = top.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, tl.zeros_like(largest) + _MAX_CODE)
+    return tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
+
+
+@triton.jit
+def _codes(numbers: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    return (tl.div_rn(numbers, scale[:, None] + tl.zeros_like(numbers)) + _ROUND - _ROUND).to(tl.int8)
+
+
 @jit
 def _kv_write(
     query: tl.tensor,
@@ -33,6 +55,8 @@ def _kv_write(
     value: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
     cos_sin: tl.tensor,
@@ -54,8 +78,13 @@ def _kv_write(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
-    """Rotate and write TILE heads. A program is (token, tile), with tiles of key-value heads first."""
+    """Rotate and write TILE heads. A program is (token, tile), with tiles of key-value heads first.
+
+    Args:
+        SCALED: The cache has int8 codes, and scales.
+    """
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
@@ -72,18 +101,40 @@ def _kv_write(
         to = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * SLOT_STRIDE + head * HEAD_STRIDE
         columns = tl.arange(0, BLOCK_D)[None, :]
         whole = own & (columns < DIM)
-        moved = tl.load(value + token * value_token + head * value_head + columns, mask=whole)
-        tl.store(values + to + columns, moved, mask=whole)
+        moved = tl.load(value + token * value_token + head * value_head + columns, mask=whole, other=0.0)
         source = key + token * key_token + head * key_head
         if PAIRS > 0:
             seen = own & (pairs < PAIRS)[None, :]
             first, second = _rotated(source + pairs[None, :], seen, cos, sin, PAIRS)
-            tl.store(keys + to + pairs[None, :], first.to(keys.dtype.element_ty), mask=seen)
-            tl.store(keys + to + PAIRS + pairs[None, :], second.to(keys.dtype.element_ty), mask=seen)
+            first = first.to(query.dtype.element_ty)
+            second = second.to(query.dtype.element_ty)
         if DIM > 2 * PAIRS:
             rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
             kept = own & (rest < DIM)
-            tl.store(keys + to + rest, tl.load(source + rest, mask=kept), mask=kept)
+            others = tl.load(source + rest, mask=kept, other=0.0)
+        if SCALED:
+            numbers = moved.to(tl.float32)
+            value_scale = _scale(_top(numbers))
+            moved = _codes(numbers, value_scale)
+            top = tl.zeros((TILE,), tl.int32)
+            if PAIRS > 0:
+                top = tl.maximum(_top(first.to(tl.float32)), _top(second.to(tl.float32)))
+            if DIM > 2 * PAIRS:
+                top = tl.maximum(top, _top(others.to(tl.float32)))
+            key_scale = _scale(top)
+            if PAIRS > 0:
+                first = _codes(first.to(tl.float32), key_scale)
+                second = _codes(second.to(tl.float32), key_scale)
+            if DIM > 2 * PAIRS:
+                others = _codes(others.to(tl.float32), key_scale)
+            tl.store(value_scales + to // 4, value_scale[:, None], mask=own)
+            tl.store(key_scales + to // 4, key_scale[:, None], mask=own)
+        tl.store(values + to + columns, moved, mask=whole)
+        if PAIRS > 0:
+            tl.store(keys + to + pairs[None, :], first, mask=seen)
+            tl.store(keys + to + PAIRS + pairs[None, :], second, mask=seen)
+        if DIM > 2 * PAIRS:
+            tl.store(keys + to + rest, others, mask=kept)
     elif PAIRS > 0:
         # Names of their own: a name must have one type in both branches.
         asking = ((tile - kv_tiles) * TILE + heads)[:, None]
@@ -100,6 +151,7 @@ def kv_write(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
     slots: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor | None,
@@ -110,6 +162,7 @@ def kv_write(
         query: Shape [T, heads, head_dim]; head_dim is innermost in all tensors.
         key: Shape [T, kv_heads, head_dim], as `value`.
         keys: Shape [num_blocks, block_size, kv_heads, head_dim], with the same strides as `values`.
+        scales: Of keys and values of an int8 cache, [num_blocks, block_size, kv_heads].
         slots: int64 [T]; -1 writes nothing.
         positions: int64 [T].
         cos_sin: float32 [positions, rotary_dim].
@@ -119,11 +172,13 @@ def kv_write(
     turned = 0 if cos_sin is None else cos_sin.shape[1]
     tiles = triton.cdiv(kv_heads, _HEADS) + (triton.cdiv(heads, _HEADS) if turned else 0)
     _kv_write[(tokens, tiles)](
-        query, key, value, keys, values, slots, positions, query if cos_sin is None else cos_sin,
+        query, key, value, keys, values, *(scales or (keys, values)), slots, positions,
+        query if cos_sin is None else cos_sin,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=turned // 2, BLOCK_SIZE=block_size,
         SLOT_STRIDE=keys.stride(1), HEAD_STRIDE=keys.stride(2), TILE=_HEADS, BLOCK_D=padded(dim, 1),
         BLOCK_P=padded(turned // 2, 1), BLOCK_REST=padded(dim - turned, 1),
+        SCALED=scales is not None,
         num_warps=2,
     )  # fmt: skip

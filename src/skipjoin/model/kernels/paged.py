@@ -74,6 +74,12 @@ def token_rows(
 
 
 @triton.jit
+def load_scales(scales: tl.tensor, rows: tl.tensor) -> tl.tensor:
+    """Load the scales of int8 rows at offsets `rows` in bytes; each follows the codes of its row."""
+    return tl.load(scales + rows // 4)
+
+
+@triton.jit
 def load_rows(
     base: tl.tensor, rows: tl.tensor, columns: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ) -> tl.tensor:

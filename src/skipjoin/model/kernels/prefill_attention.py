@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, padded, token_blocks, token_rows
+from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, load_scales, padded, token_blocks, token_rows
 
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2E = 1.4426950408889634
@@ -30,6 +30,8 @@ def _tiles(
     context: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
     table: tl.tensor,
     offset: tl.tensor,
     block_stride: tl.tensor,
@@ -40,6 +42,7 @@ def _tiles(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -48,6 +51,7 @@ def _tiles(
     Args:
         own: Positions of the rows, [rows].
         MASKED: Some rows do not attend to all of these keys.
+        SCALED: See `_decode`.
     """
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
@@ -60,8 +64,10 @@ def _tiles(
         v = load_rows(values, rows, columns, DIM, BLOCK_D)
         # Prefetch the next tile's blocks: keys and values wait for their own loads only.
         blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
-        k = k.to(tl.float32) if UPCAST else k
+        k = k.to(q.dtype) if UPCAST or SCALED else k
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SCALED:
+            scores *= load_scales(key_scales, rows)[None, :]
         if MASKED:
             visible = (position[None, :] <= own[:, None]) & (position[None, :] > own[:, None] - window)
             scores = tl.where(visible, scores * scale, float("-inf"))
@@ -73,7 +79,9 @@ def _tiles(
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        v = v.to(tl.float32) if UPCAST else v
+        if SCALED:
+            weights *= load_scales(value_scales, rows)[None, :]
+        v = v.to(q.dtype) if UPCAST or SCALED else v
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         top = higher
     return acc, total, top
@@ -85,6 +93,8 @@ def _prefill(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
     tables: tl.tensor,
     context_lens: tl.tensor,
     offsets: tl.tensor,
@@ -104,6 +114,7 @@ def _prefill(
     HEAD_STRIDE: tl.constexpr,
     WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,6 +145,9 @@ def _prefill(
     step = tl.where(down > 0, -SLOT_STRIDE, SLOT_STRIDE)
     keys += base
     values += base
+    if SCALED:
+        key_scales += base // 4
+        value_scales += base // 4
     table = tables + segment * table_width
     # Keys up to the tile's first token are attended to by all its tokens; keys after its last token by none.
     first = context - length + first_token
@@ -145,12 +159,12 @@ def _prefill(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if not WINDOWED:
         acc, total, top = _tiles(
-            acc, total, top, q, own, low, whole, context, keys, values, table, offset, block_stride, step, scale,
-            window, False, DIM, BLOCK_SIZE, UPCAST, BLOCK_D, BLOCK_N,
+            acc, total, top, q, own, low, whole, context, keys, values, key_scales, value_scales, table, offset,
+            block_stride, step, scale, window, False, DIM, BLOCK_SIZE, UPCAST, SCALED, BLOCK_D, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _tiles(
-        acc, total, top, q, own, whole, high, context, keys, values, table, offset, block_stride, step, scale, window,
-        True, DIM, BLOCK_SIZE, UPCAST, BLOCK_D, BLOCK_N,
+        acc, total, top, q, own, whole, high, context, keys, values, key_scales, value_scales, table, offset,
+        block_stride, step, scale, window, True, DIM, BLOCK_SIZE, UPCAST, SCALED, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = ((begin + token) * (tl.num_programs(0) * GROUP) + head) * DIM
@@ -197,6 +211,7 @@ def prefill_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
     batch: PackedBatch,
     tiles: torch.Tensor,
     *,
@@ -210,13 +225,15 @@ def prefill_attention(
         out: Shape [T, heads, head_dim], contiguous; only the tiles' rows are written.
         query: Shape [T, heads, head_dim].
         keys: One layer of the cache, with the new tokens written, as `values`.
+        scales: See `kv_write`.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]
     _prefill[(kv_heads, tiles.shape[0])](
-        out, query, keys, values, batch.block_tables, batch.context_lens, batch.offsets, batch.reversed,
-        batch.query_start, tiles, scale * _LOG2E, window if window else 1 << 30, query.stride(0), query.stride(1),
-        keys.stride(0), batch.block_tables.stride(0),
+        out, query, keys, values, *(scales or (keys, values)), batch.block_tables, batch.context_lens, batch.offsets,
+        batch.reversed, batch.query_start, tiles, scale * _LOG2E, window if window else 1 << 30, query.stride(0),
+        query.stride(1), keys.stride(0), batch.block_tables.stride(0),
         GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size, SLOT_STRIDE=keys.stride(1),
-        HEAD_STRIDE=keys.stride(2), WINDOWED=window > 0, UPCAST=INTERPRETED, BLOCK_D=padded(dim), **config,
+        HEAD_STRIDE=keys.stride(2), WINDOWED=window > 0, UPCAST=INTERPRETED,
+        SCALED=scales is not None, BLOCK_D=padded(dim), **config,
     )  # fmt: skip

@@ -14,16 +14,22 @@ template <typename T>
 SKIPJOIN_INLINE Floats score(const Unit<T> *query, const T *keys, const int64_t *rows, int64_t dim) {
   constexpr int per = kInputs<T>;
   using Column = std::conditional_t<per == 2, Words, Floats>;
+  constexpr int some = kLanes > 8 ? 8 : kLanes; // whose addresses fit the registers
   Floats sums[kLanes] = {};
-  int64_t d = 0;
-  for (; d + kLanes * per <= dim; d += kLanes * per) {
-    auto part = (Column)lanes_of(query + d / per, 0);
+  int64_t whole = dim / (kLanes * per) * (kLanes * per);
+#pragma GCC unroll 2
+  for (int first = 0; first < kLanes; first += some)
+    for (int64_t d = 0; d < whole; d += kLanes * per) {
+      auto part = (Column)lanes_of(query + d / per, 0);
+#pragma GCC unroll 8
+      for (int i = first; i < first + some; i++)
+        sums[i] = fma(part, (Column)whole_units(keys + rows[i] + d), sums[i]);
+    }
+  if (whole < dim) {
+    auto part = (Column)lanes_of(query + whole / per, 0);
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) sums[i] = fma(part, (Column)whole_units(keys + rows[i] + d), sums[i]);
-  }
-  if (d < dim) {
-    auto part = (Column)lanes_of(query + d / per, 0);
-    for (int i = 0; i < kLanes; i++) sums[i] = fma(part, (Column)units_at(keys + rows[i] + d, dim - d), sums[i]);
+    for (int i = 0; i < kLanes; i++)
+      sums[i] = fma(part, (Column)units_at(keys + rows[i] + whole, dim - whole), sums[i]);
   }
   return sum_each(sums);
 }
@@ -66,18 +72,24 @@ void add_values(const T *values, const int64_t *rows, int64_t keys, int64_t d, i
       });
 #endif
   } else {
-    bool whole = d + kAdded * kLanes <= dim;
-    for (int64_t t = 0; t < keys; t++) {
-      const T *row = values + rows[t] + d;
+    auto add = [&](int64_t t, auto &&numbers) {
       Floats value[kAdded];
-      for (int v = 0; v < kAdded; v++)
-        value[v] = whole ? load(row + v * kLanes) : load(row + v * kLanes, dim - d - v * kLanes);
+#pragma GCC unroll 4
+      for (int v = 0; v < kAdded; v++) value[v] = numbers(values + rows[t] + d, v);
 #pragma GCC unroll 4
       for (int q = 0; q < COUNT; q++) {
-        Floats weight = splat(weights[q * kKeys + t]);
+        float number = weights[q * kKeys + t];
+        if constexpr (kHasScales<T>) number *= scale_after(values + rows[t], dim);
+        Floats weight = splat(number);
+#pragma GCC unroll 4
         for (int v = 0; v < kAdded; v++) acc[q][v] = fma(weight, value[v], acc[q][v]);
       }
-    }
+    };
+    if (d + kAdded * kLanes <= dim)
+      for (int64_t t = 0; t < keys; t++) add(t, [&](const T *row, int v) { return load(row + v * kLanes); });
+    else
+      for (int64_t t = 0; t < keys; t++)
+        add(t, [&](const T *row, int v) { return load(row + v * kLanes, dim - d - v * kLanes); });
   }
 #pragma GCC unroll 4
   for (int q = 0; q < COUNT; q++)
@@ -101,26 +113,27 @@ void add_values(int64_t count, const T *values, const int64_t *rows, int64_t key
 
 // State of a task's queries per key-value head and query: units ([units][count] of a head with tiles), scores or
 // weights, totals, sums and maximum score.
-template <typename T> struct Few {
+template <typename T, typename C> struct Few {
   int64_t count, units, width, all;
-  Unit<T> *query;
-  float *scores, *totals, *sums, *tops;
+  Unit<C> *query;
+  float *scores, *totals, *sums, *tops, *scales;
 
   Few(const Queries &queries, const Task &task, Scratch &s)
-      : count(task.count), units(Scratch::padded(units_of<T>(queries.c.dim))),
+      : count(task.count), units(Scratch::padded(units_of<C>(queries.c.dim))),
         width((queries.c.dim + kAdded * kLanes - 1) / (kAdded * kLanes) * kAdded * kLanes), all(task.heads * count) {
-    query = (Unit<T> *)s.take(all * units, all * kKeys, all * kTotals, all * width, all);
+    query = (Unit<C> *)s.take(all * units, all * kKeys, all * kTotals, all * width, all,
+                              kHasScales<C> ? task.heads * kKeys : 0);
     scores = (float *)query + all * units, totals = scores + all * kKeys, sums = totals + all * kTotals;
-    tops = sums + all * width;
+    tops = sums + all * width, scales = tops + Scratch::padded(all);
     std::memset(totals, 0, all * (kTotals + width) * 4);
     std::fill(tops, tops + all, kLeast);
-    int64_t step = has_tiles<T>() ? count : 1;
+    int64_t step = has_tiles<C>() ? count : 1;
     for (int64_t i = 0; i < all; i++) {
       const T *from = queries.at<T>(i % count, task.head + i / count);
-      Unit<T> *to = query + (step == 1 ? i * units : i / count * count * units + i % count);
+      Unit<C> *to = query + (step == 1 ? i * units : i / count * count * units + i % count);
       for (int64_t u = 0; u < units; u += kLanes) {
-        Unit<T> some[kLanes];
-        load_units(from + u * kInputs<T>, queries.c.dim - u * kInputs<T>, some);
+        Unit<C> some[kLanes];
+        load_query<C>(from + u * kInputs<C>, queries.c.dim - u * kInputs<C>, some);
         for (int64_t j = 0; j < kLanes; j++) to[(u + j) * step] = some[j];
       }
     }
@@ -134,23 +147,26 @@ template <typename T> struct Few {
     int64_t whole = (to + kStepKeys - 1) / kStepKeys * kStepKeys;
     for (int64_t t = from; t < whole; t += kLanes) {
       Floats score = load(own + t);
+      if constexpr (kHasScales<C>) score *= load(scales + i / count * kKeys + t);
       if (t < first || t + kLanes > end) {
         Ints key = lane_numbers() + (int32_t)t;
         score = (key >= (int32_t)first) & (key < (int32_t)end) ? score : hidden;
+        store(own + t, score);
+      } else if constexpr (kHasScales<C>) {
         store(own + t, score);
       }
       top = larger(score * scale, top);
     }
     top = splat(largest(top));
     if (differ(before, top)) {
-      Floats factor = shrink<T>(before, top);
+      Floats factor = shrink<C>(before, top);
       for (int64_t d = 0; d < width; d += kLanes) store(sum + d, load(sum + d) * factor);
       for (int d = 0; d < kTotals; d += kLanes) store(total + d, load(total + d) * factor);
       tops[i] = top[0];
     }
     for (int64_t t = from; t < whole; t += kLanes) {
-      Floats weight = weight_of<T>(load(own + t), scale, top);
-      if constexpr (kInputs<T> == 2)
+      Floats weight = weight_of<C>(load(own + t), scale, top);
+      if constexpr (kInputs<C> == 2)
         store((bfloat16 *)own + t, weight);
       else
         store(own + t, weight);
@@ -167,7 +183,7 @@ template <typename T> struct Few {
       for (int64_t d = 0; d < c.dim; d += 2 * kLanes) {
         Floats low = load(sums + i * width + d) * factor, high = load(sums + i * width + d + kLanes) * factor;
 #ifdef SKIPJOIN_BF16
-        if constexpr (kInputs<T> == 2) in_order(low, high);
+        if constexpr (kInputs<C> == 2) in_order(low, high);
 #endif
         store(out + d, low, c.dim - d);
         if (c.dim > d + kLanes) store(out + d + kLanes, high, c.dim - d - kLanes);
@@ -244,16 +260,16 @@ inline void add_by_tiles(const bfloat16 *values, const int64_t *rows, int64_t ke
 
 // Attends for at most kFew queries of some key-value heads. Heads are the inner loop, because the heads of a block are
 // adjacent and memory is fastest when read in order.
-template <typename T> void attend_few(const Call &c, const Task &task, Scratch &s) {
+template <typename T, typename C> void attend_few(const Call &c, const Task &task, Scratch &s) {
   constexpr int64_t kFetched = 16; // keys fetched ahead of use
   locate(c, task.segment, s);
   Queries queries(c, task);
-  Few<T> few(queries, task, s);
+  Few<T, C> few(queries, task, s);
   int64_t count = task.count, end = queries.highest();
-  const T *keys = (const T *)c.keys + task.head * c.head_stride;
-  const T *values = (const T *)c.values + task.head * c.head_stride;
+  const C *keys = (const C *)c.keys + task.head * c.head_stride;
+  const C *values = (const C *)c.values + task.head * c.head_stride;
   Floats scale = scale_of(c);
-  bool by_tiles = has_tiles<T>();
+  bool by_tiles = has_tiles<C>();
   for (int64_t block = queries.lowest(); block < end; block += kKeys) {
     int64_t from = block + queries.unseen(0, block), to = std::min(block + kKeys, end);
     for (int64_t t = from; t < to; t += kFetched) {
@@ -261,15 +277,18 @@ template <typename T> void attend_few(const Call &c, const Task &task, Scratch &
       int64_t stride = by_tiles ? stride_of(&s.rows[t]) : 0;
 #endif
       for (int64_t h = 0; h < task.heads; h++) {
-        const T *own = keys + h * c.head_stride;
+        const C *own = keys + h * c.head_stride;
         if (t + kFetched < to)
           fetch(own, &s.rows[t + kFetched], kFetched, c.dim);
         else
           fetch(values + h * c.head_stride, &s.rows[from], kFetched, c.dim);
         float *scores = few.scores + h * count * kKeys + t - block;
-        const Unit<T> *query = few.query + h * count * few.units;
+        const Unit<C> *query = few.query + h * count * few.units;
+        if constexpr (kHasScales<C>)
+          for (int64_t i = 0; i < kFetched; i++)
+            few.scales[h * kKeys + t - block + i] = scale_after(own + s.rows[t + i], c.dim);
 #ifdef SKIPJOIN_TILES
-        if constexpr (kInputs<T> == 2)
+        if constexpr (kInputs<C> == 2)
           if (by_tiles) {
             score_by_tiles(query, count, own, &s.rows[t], stride, c.dim, scores);
             continue;
@@ -286,20 +305,20 @@ template <typename T> void attend_few(const Call &c, const Task &task, Scratch &
     int64_t step = by_tiles ? kStepKeys : kFetched;
     for (int64_t t = from; t < to; t += step)
       for (int64_t h = 0; h < task.heads; h++) {
-        const T *own = values + h * c.head_stride;
+        const C *own = values + h * c.head_stride;
         if (t + step < to)
           fetch(own, &s.rows[t + step], step, c.dim);
         else if (to < end)
           fetch(keys + h * c.head_stride, &s.rows[to], kFetched, c.dim);
         const float *weights = few.scores + h * count * kKeys;
-        if constexpr (kInputs<T> == 2)
+        if constexpr (kInputs<C> == 2)
           weights += (t - block) / 2;
         else
           weights += t - block;
         float *sums = few.sums + h * count * few.width;
         int64_t some = std::min(step, to - t);
 #ifdef SKIPJOIN_TILES
-        if constexpr (kInputs<T> == 2)
+        if constexpr (kInputs<C> == 2)
           if (by_tiles) {
             add_by_tiles(own, &s.rows[t], some, c.dim, weights, sums, few.width);
             continue;

@@ -102,29 +102,37 @@ void add_products(int64_t rows, const In *inputs, int64_t row_step, int64_t unit
 }
 
 // Copy of a block's keys and values for `attend_many`: keys [kKeys][key_row] units, values [kKeys][value_row] floats,
-// or [value_row][kPairRow] pairs of neighboring keys where inputs are in pairs.
-template <typename T> struct Copies {
+// or [value_row][kPairRow] pairs of neighboring keys where inputs are in pairs. Those of int8 are codes, with the scales
+// of keys and values.
+template <typename C> struct Copies {
   int64_t dim, units, key_row, value_row;
-  Unit<T> *keys = nullptr, *values = nullptr;
+  Unit<C> *keys = nullptr, *values = nullptr;
+  float key_scales[kHasScales<C> ? kKeys : 1] = {}, value_scales[kHasScales<C> ? kKeys : 1] = {};
 
   explicit Copies(int64_t dim)
-      : dim(dim), units(Scratch::padded(units_of<T>(dim))), key_row(units + kSpare), value_row(Scratch::padded(dim)) {
-    if constexpr (kInputs<T> == 1) value_row += kSpare;
+      : dim(dim), units(Scratch::padded(units_of<C>(dim))), key_row(units + kSpare), value_row(Scratch::padded(dim)) {
+    if constexpr (kInputs<C> == 1) value_row += kSpare;
   }
 
   int64_t key_size() const { return kKeys * key_row; }
-  int64_t value_size() const { return value_row * (kInputs<T> == 2 ? kPairRow : kKeys); }
+  int64_t value_size() const { return value_row * (kInputs<C> == 2 ? kPairRow : kKeys); }
 
-  void copy_keys(const T *from, const int64_t *rows, int64_t count) {
-    constexpr int per = kInputs<T>;
+  void copy_scales(const C *key, const C *value, const int64_t *rows, int64_t count) {
+    if constexpr (kHasScales<C>)
+      for (int64_t t = 0; t < count; t++)
+        key_scales[t] = scale_after(key + rows[t], dim), value_scales[t] = scale_after(value + rows[t], dim);
+  }
+
+  void copy_keys(const C *from, const int64_t *rows, int64_t count) {
+    constexpr int per = kInputs<C>;
     for (int64_t t = 0; t < count; t++)
       for (int64_t u = 0; u < units; u += kLanes)
         load_units(from + rows[t] + u * per, dim - u * per, keys + t * key_row + u);
   }
 
-  void copy_values(const T *from, const int64_t *rows, int64_t count) {
+  void copy_values(const C *from, const int64_t *rows, int64_t count) {
     for (int64_t d = 0; d < dim; d += kLanes) {
-      if constexpr (kInputs<T> == 2) {
+      if constexpr (kInputs<C> == 2) {
         for (int64_t t = 0; t < kKeys && t < count; t += 2 * kLanes) {
           Words pairs[kLanes];
           for (int i = 0; i < kLanes; i++) {
@@ -145,10 +153,14 @@ template <typename T> struct Copies {
 
 // Converts the scores of a block's keys [from, to) to weights in place, as the values need them. Weights after them are
 // 0 up to a whole step of keys.
-template <typename T>
-void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, Lanes *scores, int64_t dim) {
+template <typename C>
+void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, const Copies<C> &copies, Lanes *scores) {
   bool all_see = p.all_see(block + from, block + to);
+  int64_t dim = copies.dim;
   Floats hidden = splat(-INFINITY);
+  if constexpr (kHasScales<C>)
+    for (int64_t t = from; t < to; t++)
+      for (int v = 0; v < kVectors; v++) scores[t][v] *= splat(copies.key_scales[t]);
   for (; to % kStepKeys; to++)
     for (int v = 0; v < kVectors; v++) scores[to][v] = hidden;
   for (int v = 0; v < kVectors; v++) {
@@ -164,7 +176,7 @@ void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, Lane
       for (int i = 0; i < 4; i++) tops[i] = larger(scores[t + i][v] * scale, tops[i]);
     top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
     if (differ(p.top[v], top)) {
-      Floats factor = shrink<T>(p.top[v], top);
+      Floats factor = shrink<C>(p.top[v], top);
       for (int i = 0; i < kTotals; i++) p.totals[i][v] *= factor;
       for (int64_t d = 0; d < dim; d++) p.sums[d][v] *= factor;
       p.top[v] = top;
@@ -173,17 +185,18 @@ void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, Lane
     for (int i = 0; i < kTotals; i++) totals[i] = p.totals[i][v];
     for (int64_t t = from; t < to; t += kTotals)
 #pragma GCC unroll 16
-      for (int i = 0; i < kTotals; i += kInputs<T>) {
-        Floats weight = weight_of<T>(scores[t + i][v], scale, top);
+      for (int i = 0; i < kTotals; i += kInputs<C>) {
+        Floats weight = weight_of<C>(scores[t + i][v], scale, top);
         totals[i] += weight;
 #ifdef SKIPJOIN_BF16
-        if constexpr (kInputs<T> == 2) {
-          Floats next = weight_of<T>(scores[t + i + 1][v], scale, top);
+        if constexpr (kInputs<C> == 2) {
+          Floats next = weight_of<C>(scores[t + i + 1][v], scale, top);
           totals[i + 1] += next;
           scores[(t + i) / 2][v] = (Floats)paired(weight, next);
           continue;
         }
 #endif
+        if constexpr (kHasScales<C>) weight *= splat(copies.value_scales[t + i]);
         scores[t + i][v] = weight;
       }
     for (int i = 0; i < kTotals; i++) p.totals[i][v] = totals[i];
@@ -212,13 +225,13 @@ template <typename T> void write_out(const Queries &queries, int64_t head, int64
 }
 
 // Packs a panel of queries for `score_many`: [units][kPanel].
-template <typename T>
-void pack_queries(const Queries &queries, int64_t head, int64_t panel, int64_t units, Unit<T> *to) {
+template <typename T, typename C>
+void pack_queries(const Queries &queries, int64_t head, int64_t panel, int64_t units, Unit<C> *to) {
   for (int64_t u = 0; u < units; u += kLanes)
     for (int v = 0; v < kVectors; v++) {
       Words square[kLanes] = {};
       for (int64_t i = 0, q = panel * kPanel + v * kLanes; i < kLanes && q < queries.count; i++, q++)
-        load_units(queries.at<T>(q, head) + u * kInputs<T>, queries.c.dim - u * kInputs<T>, (Unit<T> *)&square[i]);
+        load_query<C>(queries.at<T>(q, head) + u * kInputs<C>, queries.c.dim - u * kInputs<C>, (Unit<C> *)&square[i]);
       transpose(square);
       for (int i = 0; i < kLanes; i++) std::memcpy(to + (u + i) * kPanel + v * kLanes, &square[i], sizeof square[i]);
     }
@@ -253,23 +266,23 @@ inline void add_by_tiles(int64_t dims, const Pair *values, const Pair *weights, 
 #endif
 
 // Attends for panels of queries of one key-value head.
-template <typename T> void attend_many(const Call &c, const Task &task, Scratch &s) {
+template <typename T, typename C> void attend_many(const Call &c, const Task &task, Scratch &s) {
   locate(c, task.segment, s);
   Queries queries(c, task);
-  Copies<T> copies(c.dim);
+  Copies<C> copies(c.dim);
   int64_t panels = (task.count + kPanel - 1) / kPanel, units = copies.units, dims = Scratch::padded(c.dim);
   // Keys and values of a block, its scores, then per panel: queries, totals and sums.
   int64_t per_panel = (units + kTotals + dims) * kPanel;
   float *at = s.take(copies.key_size(), copies.value_size(), kKeys * kPanel, panels * per_panel);
-  copies.keys = (Unit<T> *)at;
+  copies.keys = (Unit<C> *)at;
   copies.values = copies.keys + Scratch::padded(copies.key_size());
   auto *scores = (Lanes *)(copies.values + Scratch::padded(copies.value_size()));
   float *state = (float *)(scores + kKeys);
   std::memset(state, 0, panels * per_panel * 4);
   std::vector<Panel> known;
-  Unit<T> *query[kTaskPanels];
-  const T *keys = (const T *)c.keys + task.head * c.head_stride;
-  const T *values = (const T *)c.values + task.head * c.head_stride;
+  Unit<C> *query[kTaskPanels];
+  const C *keys = (const C *)c.keys + task.head * c.head_stride;
+  const C *values = (const C *)c.values + task.head * c.head_stride;
   int64_t soon = queries.lowest();
   // Prefetches the keys and values up to `end`.
   auto fetch_until = [&](int64_t end) {
@@ -280,15 +293,16 @@ template <typename T> void attend_many(const Call &c, const Task &task, Scratch 
   };
   fetch_until(std::min(soon + kKeys, queries.highest()));
   for (int64_t p = 0; p < panels; p++) {
-    query[p] = (Unit<T> *)(state + p * per_panel);
+    query[p] = (Unit<C> *)(state + p * per_panel);
     known.emplace_back(queries, p, (Lanes *)(query[p] + units * kPanel));
-    pack_queries<T>(queries, task.head, p, units, query[p]);
+    pack_queries<T, C>(queries, task.head, p, units, query[p]);
   }
   Floats scale = scale_of(c);
   for (int64_t block = queries.lowest(); block < queries.highest(); block += kKeys) {
     int64_t here = std::min<int64_t>(kKeys, queries.highest() - block);
     copies.copy_keys(keys, &s.rows[block], here);
     copies.copy_values(values, &s.rows[block], here);
+    copies.copy_scales(keys, values, &s.rows[block], here);
     int64_t next = block + kKeys, end = std::min<int64_t>(next + kKeys, queries.highest());
     for (int64_t p = 0; p < panels; p++) {
       fetch_until(next + (end - next) * (p + 1) / panels);
@@ -296,21 +310,21 @@ template <typename T> void attend_many(const Call &c, const Task &task, Scratch 
       int64_t last = std::min(task.count, (p + 1) * kPanel) - 1, to = std::min(here, queries.end_key(last) - block);
       int64_t from = queries.unseen(p * kPanel, block);
       if (from >= to) continue;
-      const Unit<T> *some_keys = copies.keys + from * copies.key_row;
-      bool by_tiles = has_tiles<T>();
+      const Unit<C> *some_keys = copies.keys + from * copies.key_row;
+      bool by_tiles = has_tiles<C>();
 #ifdef SKIPJOIN_TILES
-      if constexpr (kInputs<T> == 2)
+      if constexpr (kInputs<C> == 2)
         if (by_tiles) score_by_tiles(some_keys, copies.key_row, to - from, query[p], units, scores + from);
 #endif
       if (!by_tiles) score_many(some_keys, copies.key_row, to - from, query[p], units, scores + from);
-      weigh<T>(known[p], block, from, to, scale, scores, c.dim);
-      auto *weights = (const Unit<T> *)(scores + from / kInputs<T>);
-      int64_t steps = (to - from + kInputs<T> - 1) / kInputs<T>;
-      if constexpr (kInputs<T> == 1) {
+      weigh(known[p], block, from, to, scale, copies, scores);
+      auto *weights = (const Unit<C> *)(scores + from / kInputs<C>);
+      int64_t steps = (to - from + kInputs<C> - 1) / kInputs<C>;
+      if constexpr (kInputs<C> == 1) {
         const float *some = copies.values + from * copies.value_row;
         add_products(c.dim, some, 1, copies.value_row, weights, steps, known[p].sums);
       } else {
-        const Unit<T> *some = copies.values + from / 2;
+        const Unit<C> *some = copies.values + from / 2;
 #ifdef SKIPJOIN_TILES
         if (by_tiles) add_by_tiles(dims, some, weights, steps, known[p].sums);
 #endif

@@ -12,6 +12,8 @@
 // - The sum of weights adds every sixteenth key in order, and then these sixteen sums.
 // - Weighted values are added in the order of the keys: two at a time, with weights rounded to bfloat16, where inputs
 //   are in pairs, and 32 at a time with tiles. Keys that a query does not see have weight 0, which changes no sum.
+// - A cache of int8 has codes, and the scale of each row after them. Queries and codes are multiplied as floats, and the
+//   sum by the key's scale. Weights are multiplied by the value's scale, and then the codes.
 #include "calls.inc.cpp"
 #include "pool.inc.cpp"
 #include "tiles.inc.cpp"
@@ -29,8 +31,28 @@ constexpr int kTotals = 16;        // sums of weights per query; key t is added 
 constexpr int kTaskPanels = 8;     // panels of queries per prompt task, which share copies of keys and values
 constexpr float kLeast = -1e30f;   // below every score
 constexpr double kLog2E = 1.4426950408889634;
+constexpr int kMaxCode = 127;
+constexpr float kMinScale = 0x1p-100f; // as in int8_rows.py
 
 using Call = skipjoin::AttentionCall;
+
+// Types are those of the model (T) and of the cache (C), which is T or int8_t.
+template <typename C> constexpr bool kHasScales = std::is_same_v<C, int8_t>;
+
+// Returns the scale after the codes of a row.
+SKIPJOIN_INLINE float scale_after(const int8_t *row, int64_t dim) {
+  float scale;
+  std::memcpy(&scale, row + dim, sizeof scale);
+  return scale;
+}
+
+// Loads kLanes units as the cache's type needs them, of which `count` inputs exist.
+template <typename C, typename T> SKIPJOIN_INLINE void load_query(const T *from, int64_t count, Unit<C> *to) {
+  if constexpr (kHasScales<C>)
+    store(to, load(from, count));
+  else
+    load_units(from, count, to);
+}
 
 // Buffers that a thread reuses between tasks.
 struct Scratch {
@@ -100,25 +122,28 @@ struct Queries {
 // Scores are base-2 logarithms of unnormalized weights.
 SKIPJOIN_INLINE Floats scale_of(const Call &c) { return splat((float)(c.scale * kLog2E)); }
 
-template <typename T> SKIPJOIN_INLINE Floats weight_of(Floats score, Floats scale, Floats top) {
-  return power_of_two<sizeof(T) == 2>(fma(score, scale, -top));
+template <typename C> SKIPJOIN_INLINE Floats weight_of(Floats score, Floats scale, Floats top) {
+  return power_of_two<sizeof(C) <= 2>(fma(score, scale, -top));
 }
 
 // Returns the factor of the sums when the maximum score grows.
-template <typename T> SKIPJOIN_INLINE Floats shrink(Floats before, Floats top) {
-  return power_of_two<sizeof(T) == 2>(before - top);
+template <typename C> SKIPJOIN_INLINE Floats shrink(Floats before, Floats top) {
+  return power_of_two<sizeof(C) <= 2>(before - top);
 }
 
 SKIPJOIN_INLINE bool differ(Floats a, Floats b) { return std::memcmp(&a, &b, sizeof a) != 0; }
 
 // Returns whether this process attends with tiles. It then does so everywhere, because their sums are rounded
 // differently.
-template <typename T> bool has_tiles() { return std::is_same_v<T, bfloat16> && have_tiles(); }
+template <typename C> bool has_tiles() { return std::is_same_v<C, bfloat16> && have_tiles(); }
 
 // Prefetches the values of `count` rows that will be needed.
-template <typename T> SKIPJOIN_INLINE void fetch(const T *from, const int64_t *rows, int64_t count, int64_t dim) {
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(from + rows[i] + d, 0, 2);
+template <typename C> SKIPJOIN_INLINE void fetch(const C *from, const int64_t *rows, int64_t count, int64_t dim) {
+  for (int64_t i = 0; i < count; i++) {
+    for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(C)) __builtin_prefetch(from + rows[i] + d, 0, 2);
+    // Rows of int8 are not aligned to lines, so the scale may be on the next one.
+    if constexpr (kHasScales<C>) __builtin_prefetch(from + rows[i] + dim, 0, 2);
+  }
 }
 
 #include "attend_many.inc.cpp"
@@ -145,22 +170,51 @@ std::vector<Task> make_tasks(const Call &c, int threads) {
   return tasks;
 }
 
-template <typename T> void write(const Call &c, int64_t token) {
+// Rounds a row to codes of at most kMaxCode, and stores their scale after them. A row that is not finite gets a scale
+// that is not finite.
+template <typename T> void encode(const T *row, int64_t dim, int8_t *to) {
+  Ints tops{}; // the bits of magnitudes are ordered like them, NaN last
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Ints bits = (Ints)magnitude(load(row + d, dim - d));
+    tops = bits > tops ? bits : tops;
+  }
+  int32_t top = 0;
+  for (int i = 0; i < kLanes; i++) top = std::max(top, tops[i]);
+  float scale;
+  std::memcpy(&scale, &top, sizeof scale);
+  scale = scale / kMaxCode;
+  if (scale < kMinScale) scale = kMinScale;
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    // Adding a number whose last bit is worth 1 rounds to an integer.
+    Ints codes = (Ints)(load(row + d, dim - d) / splat(scale) + splat(0x1.8p23f)) - (Ints)splat(0x1.8p23f);
+    Bytes bytes = __builtin_convertvector(codes, Bytes);
+    std::memcpy(to + d, &bytes, std::min<int64_t>(kLanes, dim - d));
+  }
+  std::memcpy(to + dim, &scale, sizeof scale);
+}
+
+template <typename T, typename C> void write(const Call &c, int64_t token) {
   int64_t slot = c.slots[token];
   int64_t to = slot / c.block_size * c.block_stride + slot % c.block_size * c.slot_stride;
   for (int64_t h = 0; h < c.kv_heads; h++) {
     const T *key = (const T *)c.key + token * c.key_token + h * c.key_head;
     const T *value = (const T *)c.value + token * c.value_token + h * c.value_head;
-    std::memcpy((T *)c.keys + to + h * c.head_stride, key, c.dim * sizeof(T));
-    std::memcpy((T *)c.values + to + h * c.head_stride, value, c.dim * sizeof(T));
+    C *to_key = (C *)c.keys + to + h * c.head_stride, *to_value = (C *)c.values + to + h * c.head_stride;
+    if constexpr (kHasScales<C>) {
+      encode(key, c.dim, to_key);
+      encode(value, c.dim, to_value);
+    } else {
+      std::memcpy(to_key, key, c.dim * sizeof(T));
+      std::memcpy(to_value, value, c.dim * sizeof(T));
+    }
   }
 }
 
-template <typename T> void paged_attention(const Call &c, int threads) {
+template <typename T, typename C> void paged_attention(const Call &c, int threads) {
   int64_t tokens = c.query_start[c.segments];
   std::vector<Task> tasks = make_tasks(c, threads);
   // Few tokens are written faster than the work is shared.
-  skipjoin::share(tokens > 64 ? threads : 1, tokens, 16, [&](int64_t t) { write<T>(c, t); });
+  skipjoin::share(tokens > 64 ? threads : 1, tokens, 16, [&](int64_t t) { write<T, C>(c, t); });
   std::atomic<size_t> counter{0};
   skipjoin::run_on_pool(threads, [&](int) {
     thread_local Scratch scratch;
@@ -169,18 +223,22 @@ template <typename T> void paged_attention(const Call &c, int threads) {
     for (size_t i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) {
 #ifdef SKIPJOIN_TILES
       int64_t wanted = tasks[i].count <= kFew ? tasks[i].count : 0;
-      if (has_tiles<T>() && wanted != shape) shape_tiles(wanted ? few_shapes(wanted) : TileShapes(kTile));
+      if (has_tiles<C>() && wanted != shape) shape_tiles(wanted ? few_shapes(wanted) : TileShapes(kTile));
       shape = wanted;
 #endif
       if (tasks[i].count <= kFew)
-        attend_few<T>(c, tasks[i], scratch);
+        attend_few<T, C>(c, tasks[i], scratch);
       else
-        attend_many<T>(c, tasks[i], scratch);
+        attend_many<T, C>(c, tasks[i], scratch);
     }
 #ifdef SKIPJOIN_TILES
-    if (has_tiles<T>() && shape >= 0) release_tiles();
+    if (has_tiles<C>() && shape >= 0) release_tiles();
 #endif
   });
+}
+
+template <typename T> void paged_attention(const Call &c, int threads) {
+  c.is_int8 ? paged_attention<T, int8_t>(c, threads) : paged_attention<T, T>(c, threads);
 }
 
 } // namespace

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from skipjoin.config import ConfigError, SwapBandwidth, SwapType, bytes_per_s, check_swap_type
+from skipjoin.config import ConfigError, KVType, SwapBandwidth, SwapType, bytes_per_s, check_swap_type
 from skipjoin.config.profile import Profile, read_profile
 from skipjoin.options import Option, check
 from skipjoin.policies.cost import LinearCost, with_link_limit
@@ -75,6 +75,7 @@ class Machine:
             is_common=True,
         ),
     ] = None
+    kv_cache_dtype: KVType = "auto"
     swap_dtype: SwapType = "auto"
     swap_bandwidth_gbps: SwapBandwidth = None
     block_size: Annotated[
@@ -86,7 +87,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         check(self)
-        check_swap_type(self.swap_dtype, "swap_gib", self.swap_gib)
+        check_swap_type(self.swap_dtype, self.kv_cache_dtype, "swap_gib", self.swap_gib)
 
     def systems(self, recipes: str, **settings: Any) -> list[System]:
         """Return one system per recipe of a list such as "fcfs,fastserve[eviction=recompute],./mine.py:edf"."""
@@ -116,7 +117,7 @@ class Machine:
         group = parse_hardware(self.hardware)
         if self.model is None:
             raise ConfigError(f"a model must be given for hardware {group.name}")
-        shape = model_shape(self.model)
+        shape = replace(model_shape(self.model), kv_cache_dtype=self.kv_cache_dtype)
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
         cpu_block_bytes = shape.cpu_block_bytes(size, self.swap_dtype)
@@ -131,6 +132,7 @@ class Machine:
             "cpu_blocks": self._cpu_blocks(cpu_block_bytes, swap_bytes),
             "block_bytes": size * shape.kv_bytes_per_token,
             "cpu_block_bytes": cpu_block_bytes,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "swap_dtype": self.swap_dtype,
             "block_size": size,
             "max_model_len": self._context(shape.max_positions),
@@ -145,10 +147,9 @@ class Machine:
             raise ConfigError(
                 f"{self.hardware} was measured with block_size {profile.block_size}, not {self.block_size}"
             )
-        if self.swap_dtype != profile.key.swap_dtype:
-            raise ConfigError(
-                f"{self.hardware} was measured with swap_dtype {profile.key.swap_dtype}, not {self.swap_dtype}"
-            )
+        for name in ("swap_dtype", "kv_cache_dtype"):
+            if (asked := getattr(self, name)) != (measured := getattr(profile.key, name)):
+                raise ConfigError(f"{self.hardware} was measured with {name} {measured}, not {asked}")
         if self.kv_gib is None:
             raise ConfigError("kv_gib must be given with a profile, which does not contain the size of the KV pool")
         return {
@@ -159,6 +160,7 @@ class Machine:
             "cpu_blocks": self._cpu_blocks(profile.cpu_bytes_per_block, self.kv_gib * _GIB),
             "block_bytes": profile.kv_bytes_per_block,
             "cpu_block_bytes": profile.cpu_bytes_per_block,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "swap_dtype": self.swap_dtype,
             "block_size": profile.block_size,
             "max_model_len": self._context(profile.max_positions),

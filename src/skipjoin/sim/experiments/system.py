@@ -9,6 +9,7 @@ from skipjoin.config import (
     BestEffortWait,
     ConfigError,
     FairBy,
+    KVType,
     MaxBatchedTokens,
     MaxNumSeqs,
     Objective,
@@ -76,6 +77,7 @@ class System:
     block_size: Annotated[int, Option("Tokens per KV block.", low=1)] = 16
     cpu_blocks: Annotated[int, Option("KV blocks of the CPU tier.", low=0)] = 0
     cpu_block_bytes: int | None = None
+    kv_cache_dtype: KVType = "auto"
     swap_dtype: SwapType = "auto"
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
     max_num_batched_tokens: MaxBatchedTokens = 2048
@@ -172,7 +174,7 @@ class System:
         check(self)
         if len(self.stage_shares) not in (0, self.stages):
             raise ConfigError(f"stage_shares must be empty or {self.stages}, got {len(self.stage_shares)}")
-        check_swap_type(self.swap_dtype, "cpu_blocks", self.cpu_blocks)
+        check_swap_type(self.swap_dtype, self.kv_cache_dtype, "cpu_blocks", self.cpu_blocks)
         if self.stages > 1 and self.pipeline_depth > 1:
             raise ConfigError("pipeline_depth must be 1 with several stages: every stage has one plan in flight")
         self._check_split()
@@ -290,6 +292,7 @@ class System:
             "replicas": self.replicas,
             "dispatch": self.dispatch if self.replicas > 1 else None,
             **({"pipeline_depth": self.pipeline_depth} if self.pipeline_depth > 1 else {}),
+            **({} if self.kv_cache_dtype == "auto" else {"kv_cache_dtype": self.kv_cache_dtype}),
             **({"step_noise": self.step_noise} if self.step_noise else {}),
             **({} if self.enable_prefix_caching else {"enable_prefix_caching": False}),
             **(self._describe_split() if self.prefill_replicas else {}),

@@ -23,14 +23,14 @@ PACKING = sorted(name for name in RECIPES if name.startswith("bros"))
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, True)])
 def test_requests_of_both_classes_finish_with_all_their_tokens(recipe: str, depth: int, overlap: bool) -> None:
-    requests = load(3, 60, best_effort=0.5)
+    requests = load(3, 30, best_effort=0.5)
     run(World(recipe, depth=depth, overlap=overlap), requests)
     assert all(len(request.output) == request.max_tokens for request in requests)
 
 
 def run_with(flood: list[Request], recipe: str) -> Run:
     """Run the same real-time requests together with a flood."""
-    chat = load(5, 40, rate=5.0, outputs=(1, 10))
+    chat = load(5, 24, rate=5.0, outputs=(1, 10))
     return run(World(recipe, device_blocks=80), sorted([*chat, *flood], key=lambda request: request.arrival))
 
 
@@ -50,7 +50,7 @@ def mean_time(done: Run) -> float:
 @pytest.mark.parametrize("recipe", sorted(set(BANDED) - set(PACKING)))
 def test_a_best_effort_flood_delays_real_time_requests_little(recipe: str) -> None:
     """Steps become longer, and that is all. Without classes, the flood costs far more under FCFS."""
-    floods = flood_of(0), flood_of(60), flood_of(60, best_effort=False)
+    floods = flood_of(0), flood_of(40), flood_of(40, best_effort=False)
     alone, disturbed, equal = (mean_time(run_with(flood, recipe)) for flood in floods)
     assert alone <= disturbed < 2.5 * alone
     assert disturbed < (0.5 if recipe in ("fcfs", "orca", "sarathi") else 1.05) * equal

@@ -185,5 +185,5 @@ def test_the_same_requests_give_the_same_events() -> None:
     def times(recorded: Recorder) -> list[tuple[int, str, float]]:
         return [(replica, type(event).__name__, event.now) for replica, event in recorded.events]
 
-    one, other = (split(load(5, 40), prefill=2, decode=3, rule="least-work") for _ in range(2))
+    one, other = (split(load(5, 15), prefill=2, decode=3, rule="least-work") for _ in range(2))
     assert times(one) == times(other)

@@ -22,6 +22,8 @@ from skipjoin.policies.length_model import ForecastClass
 
 # Difference of keys, in logarithms of the index, below which no request preempts another and no KV moves.
 _MARGIN = 0.2
+# Factor by which the counts of arrivals shrink when indices change, and the count below which a kind is forgotten.
+_NEW_KEPT, _LEAST_NEW = 0.9, 0.05
 # A request that left by one of these had as many output tokens as it could get. Others were cut off earlier.
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -73,6 +75,7 @@ class Adaptive(Callbacks):
         self._cells: dict[tuple[bool, Kind, int], Cell] = {}
         self._missing: list[tuple[float, int, Request]] = []  # when fresh requests miss their TTFT objective
         self._running: Sequence[Slice] = ()
+        self._new: Counter[Kind] = Counter()  # recent arrivals
 
     # -- callbacks ----------------------------------------------------------------------------------------
 
@@ -84,6 +87,7 @@ class Adaptive(Callbacks):
         index = self._index
         cls = index.model.expect(request.forecast)
         job = self._jobs[request] = _Job(request, cls, kind_of(request, cls, index.time))
+        self._new[job.kind] += 1
         job.is_fresh = self._pace is not None and not request.output
         if request.output:
             self._enter(request, job, bin_of(len(request.output) + 1))
@@ -222,15 +226,21 @@ class Adaptive(Callbacks):
             del self._cells[cell.is_fresh, cell.kind, cell.place]
 
     def _retune(self, now: float) -> None:
-        """Apply changed indices, and derive aging from the cells of waiting requests."""
+        """Apply changed indices, and derive aging from those of waiting and new requests."""
         running = Counter(id(job.cell) for slice_ in self._running if (job := self._jobs.get(slice_.request)))
         indices = [self._index.log_index(cell.kind, cell.place) for cell in self._cells.values()]
         waiting = [len(cell.entries) - running[id(cell)] for cell in self._cells.values()]
         oldest = [now - cell.entries[0][0] for cell in self._cells.values()]
         newest = [now - cell.entries[-1][0] for cell in self._cells.values()]
-        self._aging.derive(indices, waiting, [(one + other) / 2 for one, other in zip(oldest, newest, strict=True)])
+        ages = [(one + other) / 2 for one, other in zip(oldest, newest, strict=True)]
+        self._aging.derive(indices, waiting, ages, self._new_indices())
         for cell, log_index in zip(self._cells.values(), indices, strict=True):
             cell.base = self._aging.base(log_index)
+
+    def _new_indices(self) -> list[tuple[float, float]]:
+        """Return the log indices of recent arrivals with their weights, which fade with each call."""
+        self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _LEAST_NEW})
+        return [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
 
 
 def _chained(fresh: list[Cell], others: list[Cell], per_s: float) -> Iterator[Request]:

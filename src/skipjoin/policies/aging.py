@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Range that logarithms of the index are clamped to, below the largest one.
 INDEX_RANGE = 10.0
@@ -17,8 +17,9 @@ _RATE = 0.3
 class Aging:
     """Weight of age against the index: key = base(log index) + per_s x arrival.
 
-    Where the indices of waiting requests are alike, ordering by them gains nothing, so age decides: first come, first
-    served. Where they differ much, age counts little.
+    Where the indices of waiting requests and of new ones are alike, ordering by them gains nothing, so age decides:
+    first come, first served. Where they differ much, age counts little. New requests count as much as waiting ones,
+    because a queue may hold only long requests that short new ones should overtake.
 
     Args:
         overtaking_s: Seconds of age that outweigh any difference of indices.
@@ -40,14 +41,36 @@ class Aging:
             self._top = log_index
         return min(INDEX_RANGE, max(0.0, self._top - log_index))
 
-    def derive(self, indices: Sequence[float], waiting: Sequence[int], ages: Sequence[float]) -> None:
-        """Derive the time constant from cells with their log index, number of waiting requests and typical age."""
+    def derive(
+        self,
+        indices: Sequence[float],
+        waiting: Sequence[int],
+        ages: Sequence[float],
+        new: Iterable[tuple[float, float]] = (),
+    ) -> None:
+        """Derive the time constant.
+
+        Args:
+            indices: Log index of each cell.
+            waiting: Number of its waiting requests.
+            ages: Typical age of its requests in seconds.
+            new: Log indices of new requests, and how often they occur.
+        """
         self._top = max(indices, default=self._top)
         count = sum(waiting)
         if count < 2:
             return
-        mean = sum(map(math.prod, zip(waiting, indices, strict=True))) / count
-        variance = sum(n * (index - mean) ** 2 for n, index in zip(waiting, indices, strict=True)) / count
+        both = [*_shares(zip(indices, waiting, strict=True)), *_shares(new)]
+        weight = math.fsum(share for _, share in both)
+        mean = math.fsum(share * index for index, share in both) / weight
+        variance = math.fsum(share * (index - mean) ** 2 for index, share in both) / weight
         age = sum(map(math.prod, zip(waiting, ages, strict=True))) / count
         tau_s = min(self._max_tau_s, max(_MIN_TAU_S, _AGES * age * variance))
         self.per_s *= math.exp(-_RATE * math.log(tau_s * self.per_s))
+
+
+def _shares(weights: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the weights, scaled to a sum of 1."""
+    weights = list(weights)
+    total = math.fsum(weight for _, weight in weights)
+    return [(index, weight / total) for index, weight in weights]

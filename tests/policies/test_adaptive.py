@@ -200,6 +200,14 @@ def test_age_decides_where_indices_are_alike() -> None:
     assert apart.per_s * 30 < 0.5 * 4.0
 
 
+def test_new_requests_overtake_a_queue_of_long_ones() -> None:
+    """What waits is alike because shorter requests were served, and not because age should decide."""
+    aging = Aging(1e6)
+    for _ in range(30):
+        aging.derive([0.0], [50], [30.0], [(4.0, 0.9), (0.0, 0.1)])
+    assert aging.per_s * 30 < 0.5 * 4.0
+
+
 def run_steps(ordering: Adaptive, live: list[Request], chance: random.Random, now: float) -> None:
     """Compute a step of the three best requests, and end some of them."""
     batch = [request for request, _ in zip(ordering.ranked(now), range(3), strict=False)]

@@ -23,7 +23,7 @@ from skipjoin.policies.length_model import ForecastClass
 # Difference of keys, in logarithms of the index, below which no request preempts another and no KV moves.
 _MARGIN = 0.2
 # Factor by which the counts of arrivals shrink when indices change, and the count below which a kind is forgotten.
-_NEW_KEPT, _LEAST_NEW = 0.9, 0.05
+_NEW_KEPT, _MIN_NEW = 0.9, 0.05
 # A request that left by one of these had as many output tokens as it could get. Others were cut off earlier.
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -239,7 +239,7 @@ class Adaptive(Callbacks):
 
     def _new_indices(self) -> list[tuple[float, float]]:
         """Return the log indices of recent arrivals with their weights, which fade with each call."""
-        self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _LEAST_NEW})
+        self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
         return [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import httpx
 import pytest
 from server_worlds import BLOCKS, ServerProcess, simulated_server
 
+from skipjoin.recipes import DEFAULT
 from support.browser import chromium, open_page
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 SECRET = "pqrstu"
-VIEWS = ("now", "timeline", "memory", "objectives", "forecasts", "batches", "replicas")
+VIEWS = ("now", "timeline", "memory", "objectives", "forecasts", "whatif", "batches", "replicas")
 WAIT_MS = 60_000
 
 
@@ -79,6 +81,9 @@ def test_every_view_works_under_load(browser: Any, server: ServerProcess, scheme
             assert HOSTILE in text
             assert SECRET not in text
             assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), view
+            page.keyboard.press("Tab")
+            assert page.evaluate("document.activeElement.className") == "skip"
+        _try_other_recipes(page, server.url)
         with page.expect_download() as download:
             page.goto(f"{server.url}/console#/timeline")
             page.get_by_text(re.compile(r"^[1-9][\d,]* steps,")).wait_for(timeout=WAIT_MS)
@@ -87,6 +92,33 @@ def test_every_view_works_under_load(browser: Any, server: ServerProcess, scheme
         assert {"X", "C", "M"} <= {event["ph"] for event in trace["traceEvents"]}
     assert watched.problems == []
     page.context.close()
+
+
+def _try_other_recipes(page: Any, url: str) -> None:
+    page.goto(f"{url}/console#/whatif")
+    page.fill("#max_num_seqs", "1")
+    page.click("#simulate")
+    page.get_by_text(re.compile("requests? replayed")).wait_for(timeout=WAIT_MS)
+    rows = page.locator("tbody tr")
+    assert rows.nth(0).inner_text().startswith(f"{DEFAULT}, measured")
+    assert rows.nth(2).inner_text().startswith("error of the simulator")
+    assert rows.nth(3).inner_text().startswith("fcfs, max_num_seqs 1")
+    assert page.locator("svg.chart path").count() == rows.count() - 1
+
+
+def _check_reason(page: Any, url: str) -> None:
+    """Check that a waiting request's page has the words of its recorded reason, at a moment without a change."""
+    for _ in range(200):
+        before = httpx.get(f"{url}/debug/requests/watched").json()
+        shown = page.inner_text("main")
+        after = httpx.get(f"{url}/debug/requests/watched").json()["choices"][0]["state"]
+        state = before["choices"][0]["state"]
+        if state == after != "running" and f"Waits: {before['reasons'][state]['short']}" in shown:
+            assert before["reasons"][state]["text"] in shown
+            assert before["reasons"][state]["remedy"] in shown
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{shown!r} has no reason {state}")
 
 
 @pytest.mark.browser
@@ -104,16 +136,18 @@ def test_request_is_watched_from_its_wait_to_its_end(browser: Any, server: Serve
             page.goto(f"{server.url}/console#/request/watched")
             page.wait_for_selector(".facts", timeout=WAIT_MS)
             page.locator("main h2", has_text=re.compile("^Waits")).wait_for(timeout=WAIT_MS)
+            _check_reason(page, server.url)
+            page.get_by_text(re.compile(r"preempted \(")).first.wait_for(timeout=WAIT_MS)
         asked.join()
     page.locator("main h2", has_text=re.compile("^Ended")).wait_for(timeout=WAIT_MS)
     found = httpx.get(f"{server.url}/debug/requests/watched").json()
     (choice,) = found["choices"]
     text = page.inner_text("main")
     assert found["id"] in text
-    if choice["longest_wait"] is not None and choice["seconds"][choice["longest_wait"]] > 0:
-        words = found["reasons"][choice["longest_wait"]]
-        assert words["text"] in text
-        assert words["remedy"] in text
+    assert choice["preemptions"]
+    words = found["reasons"][choice["longest_wait"]]
+    assert words["text"] in text
+    assert words["remedy"] in text
     assert page.locator("section:has(h2:text-is('Intervals')) tbody tr").count() == len(choice["intervals"]) + len(
         choice["omitted_s"]
     )
@@ -163,4 +197,51 @@ def test_chat_streams_regenerates_and_links_each_answer_to_its_request(browser: 
         page.click(".links a")
     opened.value.locator("main h2", has_text=re.compile("^Ended")).wait_for(timeout=WAIT_MS)
     assert watched.barriers() == watched.problems == []
+    page.context.close()
+
+
+@pytest.mark.browser
+def test_chat_shows_reasoning_and_calls_and_sends_their_results(browser: Any, server: ServerProcess) -> None:
+    """The model of these tests calls no tools, so that the answers are scripted."""
+    call = {"index": 0, "id": "call-1", "type": "function", "function": {"name": HOSTILE, "arguments": '{"city":'}}
+    rest = {"index": 0, "function": {"arguments": '"Bern"}'}}
+    scripts = [
+        [{"reasoning_content": "I should look."}, {"tool_calls": [call]}, {"tool_calls": [rest]}],
+        [{"content": "It rains."}],
+    ]
+    bodies: list[Any] = []
+
+    def answer(route: Any) -> None:
+        bodies.append(json.loads(route.request.post_data))
+        chunks = [{"id": "cmpl-x", "choices": [{"delta": delta}]} for delta in scripts[len(bodies) - 1]]
+        text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        route.fulfill(content_type="text/event-stream", body=f"{text}data: [DONE]\n\n")
+
+    watched = open_page(browser, server.url)
+    page = watched.page
+    page.route("**/v1/chat/completions", answer)
+    page.goto(f"{server.url}/")
+    page.locator("#model option").first.wait_for(state="attached", timeout=WAIT_MS)
+    page.click("summary")
+    page.fill("#tools", '[{"type": "function", "function": {"name": "weather"}}]')
+    page.fill("#schema", '{"type": "object"}')
+    page.fill("#text", "Weather?")
+    page.keyboard.press("Enter")
+    page.locator(".results textarea").wait_for(timeout=WAIT_MS)
+    assert "I should look." in page.locator(".reasoning").text_content()
+    assert page.locator(".call code").inner_text() == HOSTILE
+    assert json.loads(page.locator(".call pre").inner_text()) == {"city": "Bern"}
+    assert watched.barriers() == []
+    page.fill(".results textarea", "rain")
+    page.click(".results button")
+    page.get_by_text("It rains.").wait_for(timeout=WAIT_MS)
+    assert bodies[0]["tools"][0]["function"]["name"] == "weather"
+    assert bodies[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    asked, called, result = bodies[1]["messages"]
+    assert (asked["role"], called["tool_calls"][0]["id"]) == ("user", "call-1")
+    assert result == {"role": "tool", "tool_call_id": "call-1", "content": "rain"}
+    page.fill("#schema", "{")
+    page.click("#again")
+    page.get_by_text("The JSON schema in the settings is not JSON").wait_for(timeout=WAIT_MS)
+    assert watched.problems == []
     page.context.close()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _HELP = "/again repeats the last answer, /why explains its request, /system TEXT sets the system prompt, /reset, /quit"
 
+# Reasoning is dim.
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
 
 @takes(server=Section(Connection))
 def chat(
@@ -134,16 +137,23 @@ async def _answer(client: ServerClient, conversation: Conversation) -> None:
             raise ServerClientError(chunk["error"]["message"])
         conversation.last_id, usage = chunk["id"], chunk.get("usage") or usage
         for choice in chunk["choices"]:
-            part = choice["delta"].get("content") or ""
-            if part and first is None:
+            thought, part = (choice["delta"].get(name) or "" for name in ("reasoning_content", "content"))
+            if (part or thought) and first is None:
                 first = time.monotonic() - begin
             text += part
-            print(part, end="", flush=True)
+            if thought and sys.stdout.isatty():
+                print(f"{_DIM}{printable(thought)}{_PLAIN}", end="", flush=True)
+            print(printable(part), end="", flush=True)
     print()
     conversation.messages.append({"role": "assistant", "content": text})
     if sys.stdout.isatty() and usage is not None and first is not None:
         total = duration(time.monotonic() - begin)
         print(f"({usage['completion_tokens']} tokens in {total}, first after {duration(first)})", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, with which a model could change the terminal."""
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 
 async def _explain(client: ServerClient, conversation: Conversation) -> None:

@@ -1,0 +1,133 @@
+"""Take the pictures of the console for the documentation, of a server under load, in light and dark.
+
+    python tools/screenshots.py [--out docs/figures] [--all]
+
+It needs Playwright and Chromium (Debian: apt-get install chromium). `--all` also takes every view, and narrow ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from playwright.async_api import Browser, Page, async_playwright
+
+from skipjoin.demo.model import NAME, write_model
+
+ROOT = Path(__file__).resolve().parents[1]
+WATCHED = "chat-with-a-long-answer"
+# Views by name of the picture, and those of the documentation.
+VIEWS = {
+    **{"now": "#/now", "request": f"#/request/{WATCHED}", "timeline": "#/timeline", "memory": "#/memory"},
+    **{"objectives": "#/objectives", "forecasts": "#/forecasts", "whatif": "#/whatif", "replicas": "#/replicas"},
+}
+KEPT = ("now", "request", "timeline", "whatif")
+SIZE, NARROW = {"width": 1200, "height": 860}, {"width": 390, "height": 844}
+# Time for which the load runs before the first picture, so that requests wait, are preempted and finish.
+WARM_UP_S = 30.0
+FEW_SLOTS = ("--max-num-seqs", "4", "--kv-cache-gib", "0.08", "--swap-space", "0.2", "--slo-ttft-ms", "2000")
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[str]:
+    """Run a server with few slots and little KV, and yield its URL."""
+    command = (sys.executable, "-m", "skipjoin", "serve", write_model(folder), "--load-format", "dummy", "--port", "0")
+    options = ("--served-model-name", NAME, "--profile", "off", "--batch-dir", "none", *FEW_SLOTS)
+    with (folder / "log").open("w+") as log:
+        process = subprocess.Popen((*map(str, command), *options), stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while "Ready:" not in (text := (folder / "log").read_text()):
+                if process.poll() is not None:
+                    sys.exit(text)
+                await asyncio.sleep(0.2)
+            yield text.split("Ready:")[1].split(" at ")[1].split()[0]
+        finally:
+            process.terminate()
+            process.wait()
+
+
+async def load(url: str) -> None:
+    """Send long jobs and short chats until this is canceled."""
+    rng = random.Random(1)
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
+
+        async def send(name: str, prompt: int, tokens: int, tier: str = "auto") -> None:
+            words = " ".join(f"w{rng.randrange(8192)}" for _ in range(prompt))
+            body = {"prompt": words, "max_tokens": tokens, "ignore_eos": True, "service_tier": tier}
+            async with session.post(f"{url}/v1/completions", json=body, headers={"x-request-id": name}) as response:
+                await response.read()
+
+        async def repeat(name: str, tier: str) -> None:
+            while True:
+                await send(name, 64, rng.randint(250, 500), tier)
+
+        for number in range(5):
+            tasks.create_task(repeat(f"report-{number}", "auto" if number < 3 else "flex"))
+        await asyncio.sleep(8)
+        tasks.create_task(send(WATCHED, 40, 240))
+        for number in range(100_000):
+            await asyncio.sleep(rng.expovariate(1.2))
+            tasks.create_task(send(f"chat-{number}", rng.randint(16, 48), rng.randint(8, 60)))
+
+
+async def take(page: Page, url: str, view: str, path: Path) -> None:
+    await page.goto(f"{url}/console{VIEWS[view]}")
+    await page.locator("main .card").first.wait_for()
+    if view == "whatif":
+        await page.click("#simulate")
+        await page.get_by_text("replayed").wait_for()
+    if view == "timeline":
+        await page.click("#span-15")
+    await page.wait_for_timeout(2500)
+    await page.screenshot(path=path)
+    print(path)
+
+
+async def pictures(browser: Browser, url: str, out: Path, *, takes_all: bool) -> None:
+    sizes = {"": SIZE, **({"-narrow": NARROW} if takes_all else {})}
+    for suffix, size in sizes.items():
+        for scheme in ("light", "dark"):
+            settings: dict[str, Any] = {"viewport": size, "color_scheme": scheme, "device_scale_factor": 1.5}
+            context = await browser.new_context(**settings)
+            for view in VIEWS if takes_all else KEPT:
+                end = "" if scheme == "light" else "-dark"
+                await take(await context.new_page(), url, view, out / f"console-{view}{suffix}{end}.png")
+            await context.close()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/figures")
+    parser.add_argument("--all", action="store_true")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(Path(folder)) as url, async_playwright() as driver:
+            sending = asyncio.create_task(load(url))
+            begin = time.monotonic()
+            browser = await driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            await asyncio.sleep(max(0.0, begin + WARM_UP_S - time.monotonic()))
+            try:
+                await pictures(browser, url, args.out, takes_all=args.all)
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+                await browser.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

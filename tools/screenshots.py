@@ -23,8 +23,6 @@ from typing import Any
 import aiohttp
 from playwright.async_api import Browser, Page, async_playwright
 
-from skipjoin.demo.model import NAME, write_model
-
 ROOT = Path(__file__).resolve().parents[1]
 WATCHED = "chat-with-a-long-answer"
 # Views by name of the picture, and those of the documentation.
@@ -34,18 +32,21 @@ VIEWS = {
 }
 KEPT = ("now", "request", "timeline", "whatif")
 SIZE, NARROW = {"width": 1200, "height": 860}, {"width": 390, "height": 844}
+# Limit for what needs the server, and time in which charts fill.
+_SLOW_MS, _SETTLE_MS = 120_000, 6_000
 # Time for which the load runs before the first picture, so that requests wait, are preempted and finish.
-WARM_UP_S = 30.0
-FEW_SLOTS = ("--max-num-seqs", "4", "--kv-cache-gib", "0.08", "--swap-space", "0.2", "--slo-ttft-ms", "2000")
+WARM_UP_S = 20.0
+FEW_SLOTS = ("--max-num-seqs", "4", "--kv-cache-gib", "0.015", "--swap-space", "0.05", "--slo-ttft-ms", "500")
+# Jobs that run all the time, and chats per second.
+JOBS, CHATS_S = 8, 5
 
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[str]:
     """Run a server with few slots and little KV, and yield its URL."""
-    command = (sys.executable, "-m", "skipjoin", "serve", write_model(folder), "--load-format", "dummy", "--port", "0")
-    options = ("--served-model-name", NAME, "--profile", "off", "--batch-dir", "none", *FEW_SLOTS)
+    command = (sys.executable, "-m", "skipjoin", "serve", "tally", "--port", "0", "--batch-dir", "none", *FEW_SLOTS)
     with (folder / "log").open("w+") as log:
-        process = subprocess.Popen((*map(str, command), *options), stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             while "Ready:" not in (text := (folder / "log").read_text()):
                 if process.poll() is not None:
@@ -65,34 +66,36 @@ async def load(url: str) -> None:
         asyncio.TaskGroup() as tasks,
     ):
 
-        async def send(name: str, prompt: int, tokens: int, tier: str = "auto") -> None:
-            words = " ".join(f"w{rng.randrange(8192)}" for _ in range(prompt))
-            body = {"prompt": words, "max_tokens": tokens, "ignore_eos": True, "service_tier": tier}
+        async def send(name: str, tokens: int, tier: str = "auto") -> None:
+            prompt = f"Count from {rng.randrange(100)} to {rng.randrange(100, 1000)}"
+            body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "service_tier": tier}
             async with session.post(f"{url}/v1/completions", json=body, headers={"x-request-id": name}) as response:
                 await response.read()
 
         async def repeat(name: str, tier: str) -> None:
             while True:
-                await send(name, 64, rng.randint(250, 500), tier)
+                await send(name, rng.randint(300, 900), tier)
 
-        for number in range(5):
-            tasks.create_task(repeat(f"report-{number}", "auto" if number < 3 else "flex"))
-        await asyncio.sleep(8)
-        tasks.create_task(send(WATCHED, 40, 240))
-        for number in range(100_000):
-            await asyncio.sleep(rng.expovariate(1.2))
-            tasks.create_task(send(f"chat-{number}", rng.randint(16, 48), rng.randint(8, 60)))
+        for number in range(JOBS):
+            tasks.create_task(repeat(f"report-{number}", "auto" if number < JOBS / 2 else "flex"))
+        await asyncio.sleep(WARM_UP_S / 2)
+        tasks.create_task(send(WATCHED, 400))
+        for number in range(1_000_000):
+            await asyncio.sleep(rng.expovariate(CHATS_S))
+            tasks.create_task(send(f"chat-{number}", rng.randint(8, 80)))
 
 
 async def take(page: Page, url: str, view: str, path: Path) -> None:
-    await page.goto(f"{url}/console{VIEWS[view]}")
-    await page.locator("main .card").first.wait_for()
+    await page.goto(f"{url}/console{VIEWS[view]}", timeout=_SLOW_MS)
+    await page.locator("main .card").first.wait_for(timeout=_SLOW_MS)
     if view == "whatif":
         await page.click("#simulate")
-        await page.get_by_text("replayed").wait_for()
+        await page.get_by_text("replayed").wait_for(timeout=_SLOW_MS)
     if view == "timeline":
         await page.click("#span-15")
-    await page.wait_for_timeout(2500)
+        await page.get_by_text("decode tokens,").wait_for(timeout=_SLOW_MS)
+    await page.wait_for_selector("#link.live")
+    await page.wait_for_timeout(_SETTLE_MS)
     await page.screenshot(path=path)
     print(path)
 

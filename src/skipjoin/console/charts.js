@@ -55,7 +55,7 @@ export function scatter(label, points, { x, y, size = 340 }) {
   const px = (value) => 50 + place(value);
   const py = (value) => size - 40 - place(value);
   const ticks = [1, 10, 100, 1000, 10000, 100000].filter((value) => value <= high);
-  return s("svg", { class: "chart", viewBox: `0 0 ${size + 60} ${size}`, role: "img", "aria-label": label },
+  return s("svg", { class: "chart square", viewBox: `0 0 ${size + 60} ${size}`, role: "img", "aria-label": label },
     ticks.map((value) => [
       s("line", { class: "axis", x1: px(value), x2: px(value), y1: py(1), y2: py(high) }),
       s("line", { class: "axis", x1: px(1), x2: px(high), y1: py(value), y2: py(value) }),

@@ -78,6 +78,16 @@ export function tone(name) {
   return `tone-${TONES[name] ?? "other"}`;
 }
 
+// Reasons whose remedies the simulator can try.
+const SIMULATED = new Set([
+  "no_slot", "token_budget", "no_kv", "behind_memory", "held_by_batcher", "held_by_admission", "held_by_eviction",
+]);
+
+export function advice(reason, words) {
+  if (!words.remedy) return null;
+  return h("p", { class: "advice" }, words.remedy, " ", SIMULATED.has(reason) ? h("a", { href: "#/whatif" }, "Try it on the recorded load") : null);
+}
+
 export function requestLink(id, choice) {
   if (!id) return h("span", { class: "soft" }, "another client");
   return h("a", { class: "id", href: `#/request/${encodeURIComponent(id)}` }, shorten(id), choice ? ` #${choice}` : null);

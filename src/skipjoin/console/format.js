@@ -24,6 +24,11 @@ export function signed(share) {
   return `${percents > 0 ? "+" : percents < 0 ? "−" : ""}${Math.abs(percents)} %`;
 }
 
+// How a request ended, by its reason.
+export const END_WORDS = {
+  stop: "end of the output", length: "maximum of tokens", abort: "aborted", deadline: "deadline passed", error: "error",
+};
+
 export function clock(unix) {
   return new Date(unix * 1000).toLocaleTimeString("en-GB");
 }

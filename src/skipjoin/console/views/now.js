@@ -1,7 +1,7 @@
 // What runs and what waits, why, and what would change it.
 
-import { figure, h, requestLink, show, state, table } from "../dom.js";
-import { count, duration, percent, plural, quantile } from "../format.js";
+import { advice, figure, h, requestLink, show, state, table } from "../dom.js";
+import { END_WORDS, count, duration, percent, plural, quantile } from "../format.js";
 
 const RECENT_S = 60;
 
@@ -56,7 +56,7 @@ export function waits(store) {
     const words = store.hello.reasons[name];
     return h("li", null, h("span", { class: "count" }, count(number)),
       h("div", null, h("p", null, state(name, h("strong", null, words.short))), h("p", null, words.text),
-        words.remedy ? h("p", { class: "advice" }, words.remedy) : null));
+        advice(name, words)));
   }))];
 }
 
@@ -109,7 +109,7 @@ function finished(store) {
     { name: "Class", optional: true },
   ];
   return [h("h2", null, "Recently finished"), table(head, recent.map((one) => [
-    requestLink(one.id, one.choice), one.reason, duration(one.jct_s), one.ttft_s === null ? "–" : duration(one.ttft_s),
+    requestLink(one.id, one.choice), END_WORDS[one.reason] ?? one.reason, duration(one.jct_s), one.ttft_s === null ? "–" : duration(one.ttft_s),
     duration(one.waited_s), count(one.output_tokens), count(one.preemptions), one.service,
   ]), "Recently finished requests")];
 }

@@ -1,8 +1,8 @@
 // The life of one request, from its arrival to its end.
 
 import { Unauthorized, getJson } from "../data.js";
-import { card, facts, h, requestLink, s, show, state, table, tone } from "../dom.js";
-import { clock, count, duration } from "../format.js";
+import { advice, card, facts, h, requestLink, s, show, state, table, tone } from "../dom.js";
+import { END_WORDS, clock, count, duration, three } from "../format.js";
 
 const WIDTH = 1000;
 
@@ -17,7 +17,7 @@ export function request(store, main, id) {
     try {
       const found = await getJson(`/debug/requests/${encodeURIComponent(id)}`);
       if (isClosed) return;
-      show(body, page(found));
+      show(body, page(found, store.now));
       if (found.choices.every((choice) => choice.is_finished) && found.choices.length) return;
     } catch (error) {
       if (isClosed) return;
@@ -29,13 +29,13 @@ export function request(store, main, id) {
   return { close: () => { isClosed = true; clearTimeout(timer); } };
 }
 
-function page(found) {
+function page(found, now) {
   return [
     h("h1", null, "Request ", h("span", { class: "mono" }, found.id)),
     found.request_id ? h("p", { class: "soft small" }, "x-request-id ", h("code", null, found.request_id)) : null,
     found.choices.map((choice) => [
       found.choices.length > 1 ? h("h1", null, `Choice ${choice.choice}`) : null,
-      why(found.reasons, choice), life(found.reasons, choice), details(choice), intervals(found.reasons, choice),
+      why(found.reasons, choice), life(found.reasons, choice), details(choice, ranked(choice, now)), intervals(found.reasons, choice),
     ]),
     found.lost_choices ? h("p", { class: "bad" }, `${found.lost_choices} choices have no life: their engine exited, or does not answer.`) : null,
   ];
@@ -47,15 +47,14 @@ function why(reasons, choice) {
   const waits = !choice.is_finished && choice.state !== "running";
   const longest = choice.longest_wait;
   const title = choice.is_finished
-    ? `Ended (${choice.state}) after ${duration(choice.total_s)}; it waited ${duration(waited)} of that`
+    ? `Ended (${END_WORDS[choice.state] ?? choice.state}) after ${duration(choice.total_s)}; it waited ${duration(waited)} of that`
     : waits ? `Waits: ${reasons[choice.state].short}, for ${duration(current.end_s - current.begin_s)} so far` : `Runs, after ${duration(waited)} of waiting`;
   const about = waits ? choice.state : longest;
-  const remedy = about ? reasons[about].remedy : "";
   return card(title,
     about && waited > 0 ? [
-      h("p", null, waits ? reasons[about].text : ["Its longest wait, ", h("strong", null, duration(choice.seconds[about])), ": ", reasons[about].text]),
-      choice.holders.length ? h("p", null, "Meanwhile ran longest: ", choice.holders.map((one, at) => [at ? ", " : "", requestLink(one.id, one.choice), ` (${duration(one.seconds)}${one.service === "best-effort" ? ", best-effort" : ""}${one.is_finished ? ", ended" : ""})`])) : null,
-      remedy ? h("p", { class: "advice" }, remedy) : null,
+      h("p", null, waits ? reasons[about].text : ["The longest wait, ", h("strong", null, duration(choice.seconds[about])), ": ", reasons[about].text]),
+      choice.holders.length ? h("p", null, "Ran longest meanwhile: ", choice.holders.map((one, at) => [at ? ", " : "", requestLink(one.id, one.choice), ` (${duration(one.seconds)}${one.service === "best-effort" ? ", best-effort" : ""}${one.is_finished ? ", ended" : ""})`])) : null,
+      advice(about, reasons[about]),
     ] : h("p", { class: "soft" }, "It never waited."));
 }
 
@@ -75,7 +74,16 @@ function life(reasons, choice) {
     h("ul", { class: "legend" }, states.map((name) => h("li", null, state(name, `${reasons[name].short} ${duration(choice.seconds[name])}`)))));
 }
 
-function details(choice) {
+// Where a live request stands in the scheduler's order, and what decides that.
+function ranked(choice, now) {
+  const row = now?.rows.find((one) => one.number === choice.number && one.place !== null);
+  if (!row || choice.is_finished) return null;
+  const total = now.groups.filter((group) => group.replica === row.replica).reduce((sum, group) => sum + group.requests, 0);
+  const parts = Object.entries(row.rank).map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? three(value) : value}`);
+  return ["Rank", `${count(row.place + 1)} of ${count(total)}${parts.length ? ` (${parts.join(", ")})` : ""}`];
+}
+
+function details(choice, rank) {
   const forecast = choice.forecast;
   const range = forecast && forecast.low !== null ? `, 80 % between ${count(forecast.low)} and ${count(forecast.high)}` : "";
   const objectives = Object.entries(choice.objectives).map(([name, one]) =>
@@ -87,6 +95,7 @@ function details(choice) {
     ["Output", `${count(choice.output_tokens)} of at most ${count(choice.max_tokens)} tokens`],
     forecast ? ["Forecast", `${count(forecast.tokens)} tokens${range}, by ${forecast.source}`] : null,
     ...objectives,
+    rank,
     ["Class", `${choice.service}${choice.is_urgent ? ", urgent" : ""}, priority ${choice.priority}`],
     ["Preempted", Object.entries(choice.preemptions).map(([name, times]) => `${times} × ${name}`).join(", ") || "never"],
     ["Engine", `replica ${choice.replica}, number ${choice.number}`],

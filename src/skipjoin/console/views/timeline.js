@@ -19,8 +19,8 @@ export function timeline(store, main) {
   let lives = [];
   let timer = null;
   let isClosed = false;
-  const canvas = h("canvas", { role: "img", "aria-label": "Steps and requests over time" });
-  const note = h("p", { class: "soft small", role: "status" });
+  const canvas = h("canvas", { role: "img", "aria-label": "Steps and requests over time", height: 1 });
+  const note = h("p", { class: "soft small", role: "status" }, "Steps are recorded from now on, while a console is open.");
   const buttons = SPANS_S.map((seconds) => h("button", { id: `span-${seconds}`, onclick: () => zoom(seconds) }, `${seconds} s`));
   const pause = h("button", { id: "pause", "aria-pressed": "false", onclick: () => { frozen = frozen === null ? store.now?.time ?? null : null; pause.setAttribute("aria-pressed", frozen !== null); draw(); } }, "Pause");
   const names = h("ul", { class: "legend" });

@@ -7,8 +7,7 @@ import { count, duration, plural, signed } from "../format.js";
 
 const TONES = ["other", "running", "slot", "budget", "move", "memory", "policy", "accent"];
 const LIMITS = [
-  ["max_num_seqs", "Slots (--max-num-seqs)"], ["max_num_batched_tokens", "Tokens per step (--max-num-batched-tokens)"],
-  ["kv_blocks", "KV blocks"],
+  ["max_num_seqs", "Slots"], ["max_num_batched_tokens", "Tokens per step"], ["kv_blocks", "KV blocks"],
 ];
 const TIMES = [[300, "5 minutes"], [900, "15 minutes"], [3600, "hour"]];
 const FIGURES = [
@@ -24,7 +23,7 @@ export function whatif(store, main) {
   const settings = h("section", { class: "card" });
   const answer = h("div", { "aria-live": "polite" });
   main.append(h("h1", null, "What if"),
-    h("p", { class: "soft" }, "The lengths and times of the requests that ended, simulated under other recipes and limits. The server goes on unchanged."),
+    h("p", { class: "soft" }, "The lengths and times of the requests that ended, simulated under other recipes and limits. The server itself does not change."),
     settings, answer);
 
   function build() {
@@ -38,7 +37,7 @@ export function whatif(store, main) {
       h("div", { class: "fields" },
         LIMITS.map(([name, text]) => h("label", null, text, h("input", { id: name, type: "number", min: 1, step: 1, placeholder: own[name] == null ? "the server's" : `now ${count(own[name])}` }))),
         h("label", null, "Requests of the last", h("select", { id: "since" }, TIMES.map(([seconds, text]) => h("option", { value: seconds, selected: seconds === 3600 }, text))))),
-      h("p", { class: "tools" }, h("button", { id: "simulate", class: "main" }, "Simulate"), h("progress", { id: "progress", max: 1, value: "0", hidden: true, "aria-label": "Progress" }), h("span", { id: "doing", class: "soft", role: "status" })));
+      h("p", { class: "tools start" }, h("button", { id: "simulate", class: "main" }, "Simulate"), h("progress", { id: "progress", max: 1, value: "0", hidden: true, "aria-label": "Progress" }), h("span", { id: "doing", class: "soft", role: "status" })));
     show(settings, hello.sees_all ? form : h("p", { class: "soft" }, "Only a key with operator=yes may start simulations."));
     if (result) show(answer, report(result));
   }

@@ -27,42 +27,45 @@ class Explanation(NamedTuple):
 
 def explanations(info: Ready) -> dict[str, Explanation]:
     """Return the explanations of all reasons, with the limits of this server's engines."""
+    count = "" if info.max_num_seqs is None else f"{info.max_num_seqs} "
     slots = "" if info.max_num_seqs is None else f" (now {info.max_num_seqs})"
     tokens = "" if info.max_num_batched_tokens is None else f" (now {info.max_num_batched_tokens})"
     pool = f"{info.device_blocks} blocks of {info.block_size} tokens"
-    more_kv = f"A larger KV pool lets more requests run: --kv-cache-gib (now {pool})."
-    other_recipe = f"Another recipe may run it earlier: --recipe (now {info.recipe})."
+    more_kv = f"More memory for the KV cache lets more requests run: --kv-cache-gib (now {pool})."
+    other_recipe = f"Another recipe may rank it higher: --recipe (now {info.recipe})."
     policy = f"Parameters of the recipe (--set) or another recipe may run it earlier: --recipe (now {info.recipe})."
     return {
         RUNNING: Explanation("running", "It is in the running batch."),
         NO_REPLICA: Explanation("no engine", "No engine is running that could take it.", "See the server's log."),
         WaitReason.NO_SLOT: Explanation(
             "no slot",
-            f"All {info.max_num_seqs or ''} slots of the batch are taken by requests that rank before it.".replace(
-                "  ", " "
-            ),
-            f"More slots let it run: --max-num-seqs{slots}. {other_recipe}",
+            f"All {count}slots of the batch are taken by requests of higher rank.",
+            f"More slots let more requests run at once, each a little slower: --max-num-seqs{slots}. {other_recipe}",
         ),
         WaitReason.TOKEN_BUDGET: Explanation(
             "token budget",
-            "The step has its maximum of tokens from requests that rank before it.",
-            f"A larger step takes it earlier: --max-num-batched-tokens{tokens}. Each step then takes longer.",
+            "The step has its maximum of tokens from requests of higher rank.",
+            f"A larger step takes more of them, but longer: --max-num-batched-tokens{tokens}.",
         ),
         WaitReason.NO_KV: Explanation(
-            "no KV blocks", "Other requests hold the KV blocks that it needs.", f"{more_kv} {other_recipe}"
+            "no KV blocks",
+            "The KV cache has too few free blocks, because other requests hold them.",
+            f"{more_kv} {other_recipe}",
         ),
         WaitReason.BEHIND_MEMORY: Explanation(
-            "behind memory", "It ranks behind a request that waits for KV blocks.", f"{more_kv} {other_recipe}"
+            "behind memory",
+            "A request of higher rank waits for KV blocks, and may not be overtaken.",
+            f"{more_kv} {other_recipe}",
         ),
         WaitReason.KV_ON_CPU: Explanation(
-            "KV on CPU", "Its KV is in CPU memory and has not been swapped in yet.", more_kv
+            "KV on CPU", "The KV is in CPU memory and has not been swapped in yet.", more_kv
         ),
-        WaitReason.KV_IN_TRANSIT: Explanation("swapping", "Its KV is being copied between the device and the CPU."),
+        WaitReason.KV_IN_TRANSIT: Explanation("swapping", "The KV is being copied between the device and the CPU."),
         WaitReason.BEHIND_PREFIX: Explanation(
-            "shared prefix", "A running request computes a prefix that it will reuse, which saves work."
+            "shared prefix", "A running request computes a prefix that will be reused, which saves work."
         ),
         WaitReason.HELD_BY_BATCHER: Explanation(
-            "held by batcher", f"The batcher of {info.recipe} holds it back although there is room.", policy
+            "held by batcher", f"The batcher of {info.recipe} leaves it out although there is room.", policy
         ),
         WaitReason.HELD_BY_ADMISSION: Explanation(
             "held by admission", f"The admission policy of {info.recipe} holds it back although there is room.", policy

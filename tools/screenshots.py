@@ -38,7 +38,7 @@ _SLOW_MS, _SETTLE_MS = 120_000, 6_000
 WARM_UP_S = 20.0
 FEW_SLOTS = ("--max-num-seqs", "4", "--kv-cache-gib", "0.015", "--swap-space", "0.05", "--slo-ttft-ms", "500")
 # Jobs that run all the time, and chats per second.
-JOBS, CHATS_S = 8, 5
+JOBS, CHATS_S = 7, 4
 
 
 @contextlib.asynccontextmanager

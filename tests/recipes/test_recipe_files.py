@@ -108,6 +108,8 @@ def test_recipes_of_a_file_are_listed_by_the_names_to_use(folder: Path) -> None:
         ("own.py:edf", "def (:\n", r"own\.py: SyntaxError: .*line 1"),
         ("own.py:edf", "x = 1\n", r"own\.py has no function with the decorator @recipe"),
         ("own.py:edf", f"{HEAD}@recipe\ndef edg(s: Settings): ...\n", "there is no 'edf'; did you mean edg?"),
+        ("own.py:edf", f"{HEAD}@recipe\ndef edf(s: Settings, p): ...\n", "the argument 'p' needs an annotation"),
+        ("own.py:edf", f"{HEAD}@recipe\ndef edf(): ...\n", "a recipe has one or two arguments"),
         (
             "own.py",
             f"{HEAD}@recipe\ndef a_b(s: Settings): ...\n",

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from skipjoin.cli import app
 from skipjoin.cli.explain import duration
 from skipjoin.core.request import ServiceClass
-from skipjoin.engine.step_gaps import StepGaps
+from skipjoin.core.step import StepShape
+from skipjoin.engine.step_times import StepTimes
 from skipjoin.recipes import DEFAULT
 from skipjoin.replay.comparison import Limits, compare
 from skipjoin.replay.outcome import FIGURES, Outcome
@@ -136,15 +137,18 @@ async def test_only_operators_may_start_simulations(make_api: MakeApi) -> None:
         assert refused.status_code == 403
 
 
-def test_times_between_steps_do_not_contain_pauses() -> None:
-    gaps = StepGaps()
-    gaps.step_ended(10.0, 1.0)
-    gaps.step_ended(11.5, 1.0)
-    assert gaps.mean_s == pytest.approx(0.5)
-    gaps.paused()
-    gaps.step_ended(100.0, 1.0)
-    gaps.step_ended(100.9, 1.0)  # overlapped: no time between them
-    assert 0 < gaps.mean_s < 0.5
+def test_times_of_steps_are_means_without_pauses() -> None:
+    times = StepTimes()
+    assert (times.matched(COST), times.between_s) == (COST, 0.0)
+    shape = StepShape(prefill=0, attention=0, decodes=10, context=0)
+    times.step_ended(10.0, 1.0, 0.8, shape)
+    times.step_ended(11.5, 1.0, 0.6, shape)
+    assert times.between_s == pytest.approx(0.5)
+    assert times.matched(COST).step(shape) == pytest.approx(0.7, rel=1e-3)
+    times.paused()
+    times.step_ended(20.0, 1.0, 0.7, shape)
+    times.step_ended(20.9, 1.0, 0.7, shape)  # overlapped: no time between them
+    assert times.between_s == pytest.approx(0.25, rel=1e-2)
 
 
 def test_measured_overheads_are_part_of_simulated_times() -> None:

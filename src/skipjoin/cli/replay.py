@@ -83,8 +83,8 @@ def _print(comparison: Comparison, machine: Mapping[str, Any], requests: int) ->
     console.print(table)
     if comparison.is_far:
         console.print(
-            "The simulator is far from what was measured: the machine was busy, its profile is bad, or prefix-cache "
-            "hits saved much. Compare simulated rows with each other only."
+            "The simulator is far from what was measured: the machine was busy, clients waited for answers before they "
+            "sent more, or prefix-cache hits saved much. Compare simulated rows with each other only."
         )
     console.print(
         "Simulated rows rest on the cost model that the engine updates from its own steps, on the measured time "

@@ -16,7 +16,7 @@ from skipjoin.core.step import StepPlan, StepResult, StepShape
 from skipjoin.engine.build import Engine
 from skipjoin.engine.driver import StepDriver
 from skipjoin.engine.rank_losses import RankLosses
-from skipjoin.engine.step_gaps import StepGaps
+from skipjoin.engine.step_times import StepTimes
 from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
@@ -45,7 +45,7 @@ class EngineLoop:
         self._seeds = random.Random(engine.seed)
         self._running: deque[StepPlan] = deque()
         self._losses = RankLosses()
-        self._gaps = StepGaps()
+        self._times = StepTimes()
         self._compiling: dict[Future[object], Request] = {}  # requests that await their grammars
 
     def add(
@@ -124,13 +124,13 @@ class EngineLoop:
 
     @property
     def cost(self) -> LinearCost:
-        """The cost model, which follows the steps so far."""
-        return self._cost.current
+        """The cost model, as the steps of the last half hour were on average."""
+        return self._times.matched(self._cost.current)
 
     @property
     def between_steps_s(self) -> float:
         """Mean gap between consecutive steps, in seconds."""
-        return self._gaps.mean_s or 0.0
+        return self._times.between_s
 
     @property
     def idle(self) -> bool:
@@ -162,7 +162,7 @@ class EngineLoop:
             if is_stuck:
                 self._release_compiled(_COMPILE_WAIT_S)
             if is_stuck or self.idle:
-                self._gaps.paused()
+                self._times.paused()
         except RankError as error:
             self._restart(error)
         events = self.core.take_events()
@@ -187,10 +187,13 @@ class EngineLoop:
 
     def _learn(self, result: StepResult) -> None:
         self._running.popleft()
-        self._gaps.step_ended(self.clock(), result.seconds)
         # The time of a step that dropped slices is not that of its shape.
         if result.plan.slices and not result.dropped:
-            self._cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
+            shape, compute_s = StepShape.of(result.plan.slices), result.seconds - result.moving
+            self._cost.learn(shape, compute_s)
+            self._times.step_ended(self.clock(), result.seconds, compute_s, shape)
+        else:
+            self._times.paused()
 
     def close(self) -> None:
         if self.engine.learned is not None:

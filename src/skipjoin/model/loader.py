@@ -51,7 +51,7 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (_WEIGHT_FILES if weights else [])))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        why = " ".join(str(error).split())
+        why = " ".join(str(error).split()).rstrip(".")
         hint = "" if "/" in name else f". {_HUB_IDS}"
         raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {why}{hint}") from error
 

@@ -172,13 +172,23 @@ def recipe(
 
     def register(make: _Make) -> _Make:
         name = make.__name__.replace("_", "-")
-        annotations = [get_type_hints(make)[argument] for argument in signature(make).parameters]
-        params = annotations[1] if len(annotations) > 1 else Params
+        second = _second_argument(make)
+        params = get_type_hints(make)[second] if second else Params
         summary = (getdoc(make) or "").split("\n\n")[0].replace("\n", " ")
         _MADE[make] = Recipe(name, summary, params, make, forecasts, needs_lossless_swap)
         return make
 
     return register if make is None else register(make)
+
+
+def _second_argument(make: Callable[..., Policies]) -> str:
+    """Return the name of the argument of parameters, which needs an annotation; empty without one."""
+    names = list(signature(make).parameters)
+    if not 1 <= len(names) <= 2:
+        raise TypeError(f"a recipe has one or two arguments, Settings and its parameters, not {len(names)}")
+    if len(names) == 2 and names[1] not in get_type_hints(make):
+        raise TypeError(f"the argument {names[1]!r} needs an annotation: the class of the recipe's parameters")
+    return names[1] if len(names) == 2 else ""
 
 
 def recipes_of(module: str) -> dict[str, Recipe]:

@@ -33,9 +33,11 @@ function numbers(store) {
   const recent = store.finished.filter((one) => one.ended_at > data.time - RECENT_S);
   const first = recent.map((one) => one.ttft_s).filter((one) => one !== null);
   const slots = hello.max_num_seqs === null ? "" : `of ${hello.max_num_seqs * Math.max(1, data.engines.length)} slots`;
+  const total = (groups) => groups.reduce((sum, group) => sum + group.requests, 0);
+  const waiting = total(data.groups.filter((group) => group.wait_reason)) + data.rows.filter((row) => row.replica === null).length;
   return [
-    figure("Running", count(data.load.running), slots),
-    figure("Waiting", count(data.load.waiting)),
+    figure("Running", count(total(data.groups.filter((group) => !group.wait_reason))), slots),
+    figure("Waiting", count(waiting)),
     figure("KV in use", percent(data.load.kv_cache_usage)),
     figure("Tokens/s", last.tokens_s === null ? "–" : count(last.tokens_s)),
     figure("TTFT p50", first.length ? duration(quantile(first, 0.5)) : "–", ""),
@@ -79,7 +81,7 @@ function rows(store, wanted) {
       count(row.device_blocks) + (row.cpu_blocks ? ` + ${count(row.cpu_blocks)} CPU` : ""),
       row.service + (row.is_urgent ? ", urgent" : ""), objective(row),
     ]), "Live requests"),
-    total > data.rows.length ? h("p", { class: "soft small" }, `The first ${data.rows.length} of ${plural(total, "request")} in the scheduler's order.`) : null,
+    data.rows.length >= hello.max_rows ? h("p", { class: "soft small" }, `The first ${data.rows.length} of ${plural(total, "request")} in the scheduler's order.`) : null,
   ];
 }
 

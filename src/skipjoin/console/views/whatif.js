@@ -92,7 +92,7 @@ function report(found) {
     card(`${plural(found.requests, "request")} replayed`,
       h("p", null, tried.length ? verdict(model, tried) : "Choose another recipe or limit to compare."),
       table(head, rows, "Measured and simulated times"),
-      found.is_far ? h("p", { class: "bad" }, "The simulator is far from what was measured: the machine was busy, its profile is bad, or prefix-cache hits saved much. Compare simulated rows with each other only.") : null,
+      found.is_far ? h("p", { class: "bad" }, "The simulator is far from what was measured: the machine was busy, clients waited for answers before they sent more, or prefix-cache hits saved much. Compare simulated rows with each other only.") : null,
       h("p", { class: "soft small" }, `Changes are against the simulation of the server as it is. Simulated rows rest on the cost model that the engine updates from its own steps, on the measured time between steps (${duration(found.between_steps_s)}) and around the engine (${duration(found.around_s)}). They leave out prefix-cache hits.`)),
     card("Time to first token", distribution("Share of requests by time to first token", found.outcomes.map((one, at) => ({ tone: TONES[at % TONES.length], values: one.curve, dashed: at === 0 })), { format: duration }),
       legend(found.outcomes.map((one, at) => [TONES[at % TONES.length], one.name]))),

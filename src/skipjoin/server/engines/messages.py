@@ -281,7 +281,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
         finished: Wanted finished requests, newest first.
         steps: Steps since the last reply with steps.
         seconds: Time that the reply took.
-        cost: Cost model that follows the engine's own steps.
+        cost: Cost model that matches the engine's own steps.
         between_steps_s: Mean time between consecutive steps that `cost` does not contain.
     """
 

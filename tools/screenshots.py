@@ -108,7 +108,9 @@ async def pictures(browser: Browser, url: str, out: Path, *, takes_all: bool) ->
             context = await browser.new_context(**settings)
             for view in VIEWS if takes_all else KEPT:
                 end = "" if scheme == "light" else "-dark"
-                await take(await context.new_page(), url, view, out / f"console-{view}{suffix}{end}.png")
+                page = await context.new_page()
+                await take(page, url, view, out / f"console-{view}{suffix}{end}.png")
+                await page.close()
             await context.close()
 
 

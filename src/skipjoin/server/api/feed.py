@@ -120,7 +120,7 @@ class Feed:
     async def _publish(self) -> float:
         """Take and publish a snapshot, and return the longest time that it took any process."""
         replies = await self._service.client.ask(self._question, _TIMEOUT_S)
-        begin = time.perf_counter()
+        begin = time.thread_time()
         states = {engine: reply for engine, reply in replies.by_engine.items() if isinstance(reply, RequestStates)}
         self._finished_of = {engine: reply.total_finished for engine, reply in states.items()}
         snapshot = take_snapshot(self._service, states, replies.silent)
@@ -128,7 +128,7 @@ class Feed:
         snapshot.encoded(None)
         if self._next is not None and not self._next.done():
             self._next.set_result(snapshot)
-        return max([time.perf_counter() - begin, *(reply.seconds for reply in states.values())])
+        return max([time.thread_time() - begin, *(reply.seconds for reply in states.values())])
 
     def _question(self, number: int, engine: ConnectedEngine) -> DescribeRequests:
         after = self._finished_of.get(engine, 0)

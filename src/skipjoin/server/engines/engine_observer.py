@@ -54,7 +54,7 @@ class EngineObserver:
         between_steps_s: float = 0.0,
     ) -> RequestStates:
         """Return the states of unfinished requests in rank order. `now` is on the engine's clock."""
-        lives, after, begin = self._lives, question.finished_after, time.perf_counter()
+        lives, after, begin = self._lives, question.finished_after, time.thread_time()
         if question.has_steps:
             self._watched_until = now + WATCHED_S
         elif now > self._watched_until:
@@ -67,7 +67,7 @@ class EngineObserver:
             lives.total_finished,
             [] if after is None else lives.finished_after(after, MAX_FINISHED),
             self._steps.take() if question.has_steps else [],
-            time.perf_counter() - begin,
+            time.thread_time() - begin,
             cost,
             between_steps_s,
         )

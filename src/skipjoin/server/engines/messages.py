@@ -280,7 +280,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
         total_finished: Number of requests that have finished so far.
         finished: Wanted finished requests, newest first.
         steps: Steps since the last reply with steps.
-        seconds: Time that the reply took.
+        seconds: CPU time that the reply took.
         cost: Cost model that matches the engine's own steps.
         between_steps_s: Mean time between consecutive steps that `cost` does not contain.
     """

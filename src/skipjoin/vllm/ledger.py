@@ -79,7 +79,9 @@ class CountingLedger(BlockLedger):
         # Counts a shared block once for each holder, and so does the total of the reservations.
         self._held_blocks = 0
         self._free = pool.free
-        self._hits: dict[Request, Hit] = {}  # cache of this step
+        # Caches of this step, in which the engine changes no block.
+        self._hits: dict[Request, Hit] = {}
+        self._shared_blocks: dict[Request, int] = {}
         self._reservations = Reservations(self._free)
 
     # -- the engine's truth -------------------------------------------------------------------------------
@@ -87,6 +89,7 @@ class CountingLedger(BlockLedger):
     def refresh(self) -> None:
         """Adopt the engine's number of free blocks, before a plan."""
         self._hits.clear()
+        self._shared_blocks.clear()
         self._free = self._pool.free
         self._reservations.total = self._free + self._held_blocks
 
@@ -122,7 +125,10 @@ class CountingLedger(BlockLedger):
         held = self._held.get(request)
         if held is None:
             return 0
-        held.reservation.shared = self._shared(request)
+        if request.prefix is not None:
+            if (shared := self._shared_blocks.get(request)) is None:
+                shared = self._shared_blocks[request] = self._shared(request)
+            held.reservation.shared = shared
         return held.reservation.alone
 
     def filled(self, request: Request) -> int:

@@ -311,7 +311,7 @@ class Scheduler(AnyScheduler):
     def _reserve_prefill_lookahead(self, request: VllmRequest, computed: int, tokens: int) -> int:
         """Cut a prompt as the plan does. vLLM calls this last, with the number of tokens that it would run."""
         tokens = super()._reserve_prefill_lookahead(request, computed, tokens)
-        return min(tokens, self._cuts.get(request.request_id, tokens))
+        return min(tokens, self._cuts.get(request.request_id, tokens)) if self._cuts else tokens
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         if reset_running_requests:  # parked requests hold KV, too

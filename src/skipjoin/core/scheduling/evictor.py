@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from skipjoin.core.events import Event, Preempted, Preemption
@@ -34,7 +36,7 @@ class Evictor:
         self._context = context
         self._leaving: dict[Request, Move | None] = {}  # requests with partial swap-outs in `blocking`
         self._floor: Any = None  # best rank of an evicted request; none ranked after it gets new blocks
-        self._holders: list[Request] | None = None  # best first; sorted on first use
+        self._holders: list[tuple[Any, Request]] | None = None  # with ranks, best first; sorted on first use
 
     def is_below_floor(self, request: Request) -> bool:
         """Return whether a request of at most this importance was evicted in this step."""
@@ -42,8 +44,8 @@ class Evictor:
 
     def holders_after(self, last: Request) -> list[Request]:
         """Return the holders ranked after `last` that this step may run, best first."""
-        floor, rank = self._rank(last), self._rank
-        return [request for request in self._holders_ranked() if rank(request) > floor]
+        floor = self._rank(last)
+        return [request for rank, request in self._holders_ranked() if rank > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
         below = self._evictable(request, None, newcomer=True)
@@ -62,12 +64,12 @@ class Evictor:
         if self.takes_all:
             return self._force_room(request, missing, tokens)
         short = missing()
-        footprint, eviction = self._kv.footprint, self._policies.eviction
+        eviction = self._policies.eviction
         candidates = self._evictable(request, parent, newcomer=newcomer)
         settled = [victim for victim in candidates if not victim.in_flight]
         comes = request if newcomer else None
         now = self._context.now
-        if sum(map(footprint, settled)) >= short:
+        if self._suffice(settled, short):
             evictions = eviction.victims(short, settled, self._kv, now, comes)
             borrower = request if parent is None else None
             dropped = sum(self._evict(one) for one in evictions if not self._lend(one, borrower))
@@ -77,7 +79,7 @@ class Evictor:
         if self._freed_by_all(settled, request, tokens) >= short:
             return self._clear(settled, missing, comes)
         # Plans in flight contain some victims. They pause, because a request in every plan could never be evicted.
-        if sum(map(footprint, candidates)) >= short:
+        if self._suffice(candidates, short):
             evictions = eviction.victims(short, candidates, self._kv, now, comes)
             self._context.pausing.update(one.request for one in evictions)
         elif self._freed_by_all(candidates, request, tokens) >= short:
@@ -87,13 +89,22 @@ class Evictor:
     def refusal(self, request: Request, short: int, *, parent: Owner) -> WaitReason | None:
         """Return why evictions cannot free `short` blocks for a request without KV, or None."""
         candidates = self._evictable(request, parent, newcomer=True)
-        if sum(map(self._kv.footprint, candidates)) + self._shared_within(candidates) < short:
+        if not self._suffice(candidates, short - self._shared_within(candidates)):
             return WaitReason.NO_KV
         settled = [victim for victim in candidates if not victim.in_flight]
-        if sum(map(self._kv.footprint, settled)) < short:
+        if not self._suffice(settled, short):
             return None
         evictions = self._policies.eviction.victims(short, settled, self._kv, self._context.now, request)
         return None if evictions else WaitReason.HELD_BY_EVICTION
+
+    def _suffice(self, victims: Sequence[Request], short: int) -> bool:
+        """Return whether the victims' blocks reach `short`. Reads no more victims than necessary."""
+        footprint = self._kv.footprint
+        for victim in victims:
+            if short <= 0:
+                return True
+            short -= footprint(victim)
+        return short <= 0
 
     def _freed_by_all(self, victims: Sequence[Request], request: Request, tokens: int) -> int:
         freed = sum(map(self._kv.footprint, victims)) + self._shared_within(victims)
@@ -134,7 +145,7 @@ class Evictor:
 
     def _others(self, request: Request) -> list[Request]:
         blocks_of = self._kv.blocks_of
-        found = reversed(self._holders_ranked())
+        found = (one for _, one in reversed(self._holders_ranked()))
         return [one for one in found if one is not request and (held := blocks_of(one)) is not None and held.device]
 
     def force(self) -> None:
@@ -175,9 +186,10 @@ class Evictor:
         self._events.append(Preempted(request, self._context.now, Preemption.SWAP))
         return move
 
-    def _holders_ranked(self) -> list[Request]:
+    def _holders_ranked(self) -> list[tuple[Any, Request]]:
         if self._holders is None:
-            blocks_of, returns_overlapped = self._kv.blocks_of, self._policies.eviction.returns_overlapped
+            rank, blocks_of = self._rank, self._kv.blocks_of
+            returns_overlapped = self._policies.eviction.returns_overlapped
             plan_id = self._context.plan_id
             able = []
             for request in self._kv.holders():
@@ -187,8 +199,8 @@ class Evictor:
                 if held is None or held.moving is not None:
                     continue
                 if held.device or not returns_overlapped(request):
-                    able.append(request)
-            self._holders = sorted(able, key=self._rank)
+                    able.append((rank(request), request))
+            self._holders = sorted(able, key=itemgetter(0))
         return self._holders
 
     def _evictable(self, request: Request, parent: Owner, *, newcomer: bool) -> list[Request]:
@@ -197,25 +209,27 @@ class Evictor:
         A running request is evicted for a newcomer only after it has generated a token since it got its KV. Two
         requests therefore cannot evict each other endlessly.
         """
-        outranks, latest = self._policies.ordering.outranks, self._context.latest
-        own, reservations = self._rank(request), self._reservations
+        reservations, latest, blocks_of = self._reservations, self._context.latest, self._kv.blocks_of
         owners = reservations.beneficiaries(request, parent) if reservations is not None else frozenset[Owner]()
         found: list[Request] = []
-        for victim in reversed(self._holders_ranked()):
-            if self._rank(victim) <= own:
-                break
-            held = self._kv.blocks_of(victim)
+        for victim in reversed(self._ranked_below(request, newcomer=newcomer)):
+            held = blocks_of(victim)
             if held is None or not held.device or (held.moving is not None and victim not in self._leaving):
                 continue
             if reservations is not None and not reservations.returns_to(victim, owners):
                 continue
-            if newcomer:
-                if not outranks(request, victim):
-                    break
-                if victim.is_newly_resident and victim.last_plan >= latest:
-                    continue
+            if newcomer and victim.is_newly_resident and victim.last_plan >= latest:
+                continue
             found.append(victim)
         return found
+
+    def _ranked_below(self, request: Request, *, newcomer: bool) -> list[Request]:
+        """Return the holders ranked after `request`, best first; for a newcomer, only those that it outranks."""
+        holders, outranks = self._holders_ranked(), self._policies.ordering.outranks
+        start = bisect_right(holders, self._rank(request), key=itemgetter(0))
+        if newcomer:
+            start = bisect_left(holders, True, start, key=lambda ranked: outranks(request, ranked[1]))
+        return [holder for _, holder in holders[start:]]
 
     def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
         """Share the victim's blocks bidirectionally, if asked. The victim loses no KV yet."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -26,6 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from skipjoin.vllm.scheduler import Scheduler
 
 BLOCK_SIZE = 32
+BLOCK_BYTES = BLOCK_SIZE * 2 * 4  # one head of one float for key and value
 MAX_LEN = 512
 # Steps beyond any world's need.
 PATIENCE = 30_000
@@ -44,11 +46,14 @@ class Setup:
     chunked: bool = True
     policy: str = "fcfs"
     loras: int = 0
+    cpu_blocks: int = 0
+    link_gb_s: float = 1.0
     params: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         how = "async" if self.is_async else "sync"
-        return f"{self.recipe}-{how}-V{self.runner}{'-caching' if self.caching else ''}"
+        tier = f"-tier{self.cpu_blocks}" if self.cpu_blocks else ""
+        return f"{self.recipe}-{how}-V{self.runner}{'-caching' if self.caching else ''}{tier}"
 
 
 def write_model(folder: Path) -> Path:
@@ -72,10 +77,22 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def tier_config(**extra: float) -> KVTransferConfig:
+    """Return the configuration of the CPU tier."""
+    return KVTransferConfig(
+        kv_connector="CpuTier",
+        kv_connector_module_path="skipjoin.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+
+
 def engine_config(model: Path, setup: Setup, *, seqs: int, tokens: int, blocks: int) -> Any:
     """Return a `VllmConfig`."""
     chosen = {"recipe": setup.recipe, "forecaster": "none", "params": dict(setup.params)}
-    more = {"enable_lora": True, "max_loras": setup.loras} if setup.loras else {}
+    more: dict[str, Any] = {"enable_lora": True, "max_loras": setup.loras} if setup.loras else {}
+    if setup.cpu_blocks:
+        more["kv_transfer_config"] = tier_config(cpu_gb=setup.cpu_blocks * BLOCK_BYTES / 1e9, link_gb_s=setup.link_gb_s)
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -134,16 +151,28 @@ class ShadowRunner:
 
     Attributes:
         slots: Position and token whose KV each slot of each block holds.
+        saved: The same of the CPU tier.
+        copied: Number of blocks copied so far.
+        overlapped: Number of those that may be copied during a step.
     """
 
     seqs: int
     runner: int
     slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], tuple[int, int] | None] = field(default_factory=dict)
+    late: Any = None  # overlapped copies, which end as late as they may
+    copied: int = 0
+    overlapped: int = 0
     states: dict[str, State] = field(default_factory=dict)
 
     def run(self, output: Any) -> ModelRunnerOutput:
         """Compute and sample. Raise AssertionError for a read of a slot that holds something else."""
         self._update(output)
+        if (copies := getattr(output, "kv_connector_metadata", None)) is not None:
+            self._copy(self.late)
+            self._copy(copies.blocking)
+            self.late = copies.overlapped
+            self.overlapped += len(self.late.saves) + len(self.late.loads)
         scheduled = output.num_scheduled_tokens
         assert len(scheduled) <= self.seqs
         sampled = [self._compute(name, tokens) for name, tokens in scheduled.items()]
@@ -174,6 +203,19 @@ class ShadowRunner:
                 state.blocks += blocks[0]
             state.computed = cached.num_computed_tokens[index]
         assert not is_second or len(self.states) <= self.seqs, "more requests than slots"
+
+    def _copy(self, copies: Any) -> None:
+        if copies is None:
+            return
+        for at in range(BLOCK_SIZE):
+            for device, cpu in copies.saves:
+                self.saved[cpu, at] = self.slots.get((device, at))
+            for cpu, device in copies.loads:
+                if (found := self.saved.get((cpu, at))) is not None:
+                    self.slots[device, at] = found
+                else:
+                    self.slots.pop((device, at), None)
+        self.copied += len(copies.saves) + len(copies.loads)
 
     def _compute(self, name: str, count: int) -> list[int]:
         state = self.states[name]
@@ -309,4 +351,6 @@ class ShadowWorld:
         ledger.refresh()
         assert not any((scheduler._twins, scheduler._flights, scheduler._compiling, ledger.holders()))
         assert ledger.device_free == ledger.device_total
+        assert not ledger.is_moving
+        assert ledger.tiers is None or ledger.tiers.cpu_free == ledger.tiers.cpu_total
         assert not scheduler._core.has_plans

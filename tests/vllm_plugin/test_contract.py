@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ with warnings.catch_warnings():
         engine_config,
         make_request,
         make_scheduler,
+        tier_config,
         write_model,
     )
 
@@ -34,8 +36,12 @@ from skipjoin.options import ConfigError
 from skipjoin.vllm.plugin import register
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+# Recipes that swap, and those that do it ahead.
+MOVING = ("adaptive", "fastserve", "bros", "econoserve")
 RECIPES = ("adaptive", "fcfs", "sarathi", "fastserve", "alise", "bros", "econoserve")
 SETUPS = [Setup(*made) for made in product(RECIPES, (False, True), (1, 2), (False, True))]
+# A tier that is too small and one that holds everything; a slow link and one whose moves are cheap.
+TIERS = [(12, 1e-3), (200, 1e-3), (200, 20.0)]
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +53,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_every_request_reads_its_own_kv(model: Path, setup: Setup, seed: int) -> None:
     ShadowWorld(model, setup, seed).run()
+
+
+@pytest.mark.parametrize(("cpu_blocks", "link_gb_s"), TIERS)
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.recipe in MOVING], ids=str)
+def test_every_request_reads_its_own_kv_from_the_cpu_tier(
+    model: Path, setup: Setup, cpu_blocks: int, link_gb_s: float
+) -> None:
+    world = ShadowWorld(model, replace(setup, cpu_blocks=cpu_blocks, link_gb_s=link_gb_s), 0)
+    world.run()
+    assert world.shadow.copied
+    assert link_gb_s > 1 or world.shadow.overlapped
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -161,6 +178,9 @@ def test_an_abort_of_a_parked_request_frees_its_blocks(model: Path) -> None:
         ({"additional_config": {"skipjoin": {"recipe": "nope"}}}, "recipe"),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "--pipeline-parallel-size"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+        ({"kv_transfer_config": tier_config(cpu_gb=-1)}, "cpu_gb must be above 0"),
+        ({"kv_transfer_config": tier_config(cpu=1)}, "did you mean cpu_gb"),
+        ({"kv_transfer_config": tier_config(), "scheduler_cls": None}, "needs --scheduler-cls"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -172,13 +192,8 @@ def test_errors_come_with_the_configuration_and_before_the_model(
     register()
     register()
     try:
-        made = EngineArgs(
-            model=str(model),
-            skip_tokenizer_init=True,
-            max_model_len=512,
-            scheduler_cls="skipjoin.vllm.Scheduler",
-            **arguments,
-        )
+        chosen = {"scheduler_cls": "skipjoin.vllm.Scheduler", **arguments}
+        made = EngineArgs(model=str(model), skip_tokenizer_init=True, max_model_len=512, **chosen)
         with pytest.raises(ConfigError, match=flag):
             made.create_engine_config()
     finally:

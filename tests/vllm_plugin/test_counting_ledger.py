@@ -12,7 +12,7 @@ from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.core.step import StepPlan
+from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.sim.driver import Replica, simulate
 from skipjoin.vllm.ledger import CountingLedger
@@ -52,7 +52,10 @@ def plain(part: object) -> object:
     if isinstance(part, Request):
         return part.id
     if isinstance(part, StepPlan):
-        return [(slice_.request.id, *slice_[1:5]) for slice_ in part.slices]
+        moves = [plain(move) for move in (*part.blocking, *part.overlapped)]
+        return [(slice_.request.id, *slice_[1:5]) for slice_ in part.slices], moves
+    if isinstance(part, Move):
+        return part.direction, plain(part.request), len(part.source), part.tokens
     return part
 
 
@@ -78,6 +81,32 @@ def test_plans_equal_those_of_the_own_ledger_without_a_cpu_tier(recipe: str, dep
     own = KVLedger(world.device_blocks, 0, world.block_size)
     own.filled_after = lambda request, freed: 0  # evictions are whole here
     assert events_of(world, CountingLedger(FakePool())) == events_of(world, own)
+
+
+class OwnPool(FakePool):
+    """A pool whose engine gives every block at once."""
+
+    ledger: CountingLedger
+
+    def held(self, request: Request) -> int:
+        held = self.ledger.blocks_of(request)
+        return len(held.device) if held is not None else 0
+
+
+@pytest.mark.parametrize("cpu_blocks", [8, 60])
+@pytest.mark.parametrize(("recipe", "depth"), [("fastserve", 1), ("adaptive", 2), ("alise", 2), ("bros", 1)])
+def test_plans_equal_those_of_the_own_ledger_with_a_cpu_tier(recipe: str, depth: int, cpu_blocks: int) -> None:
+    world = replace(World(recipe, depth=depth, overlap=depth == 2), cpu_blocks=cpu_blocks)
+    own = KVLedger(world.device_blocks, cpu_blocks, world.block_size)
+    own.filled_after = lambda request, freed: 0  # evictions are whole here
+    own.sharing = None
+    pool = OwnPool()
+    pool.ledger = CountingLedger(pool, cpu_blocks)
+    found = events_of(world, pool.ledger)
+    assert found == events_of(world, own)
+    assert any(name == "Moved" for name, *_ in found)
+    assert pool.ledger.tiers is not None
+    assert pool.ledger.tiers.cpu_free == cpu_blocks
 
 
 def test_shared_blocks_are_freed_with_their_last_holder() -> None:

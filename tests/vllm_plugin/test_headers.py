@@ -45,11 +45,11 @@ def send(headers: dict[str, str], body: bytes, path: str = "/v1/completions") ->
 
 def test_headers_become_arguments_of_the_body() -> None:
     body = json.dumps({**BODY, "vllm_xargs": {"slo_tpot_ms": 9, "mine": 1}}).encode()
-    headers = {"X-SLO-TTFT-ms": "250", "x-slo-tpot-ms": "50", "x-service-tier": "flex"}
+    headers = {"X-SLO-TTFT-ms": "250", "x-slo-tpot-ms": "50", "x-service-tier": "flex", "x-program-id": "p1"}
     status, got = send(headers, body, "/v1/chat/completions")
     assert status == 200
     # A value in the body is more specific than the header of a gateway.
-    wanted = {"slo_ttft_ms": "250", "service_tier": "flex", "slo_tpot_ms": 9, "mine": 1}
+    wanted = {"slo_ttft_ms": "250", "service_tier": "flex", "slo_tpot_ms": 9, "mine": 1, "program_id": "p1"}
     assert json.loads(got) == {**BODY, "vllm_xargs": wanted}
 
 

@@ -19,10 +19,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's and torch's imports
     import torch
     from vllm import SamplingParams
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.llm_engine import LLMEngine
+
+from skipjoin.core.events import Preemption
 
 if not current_platform.is_cpu():
     pytest.skip("needs a build of vLLM for CPUs", allow_module_level=True)
@@ -35,11 +38,15 @@ GRAMMAR = "(w[1-3][0-9]*)+"
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from random_model import make_model  # noqa: PLC0415
 
     folder = tmp_path_factory.mktemp("model") / "model"
     make_model(folder, torch.float32, layers=2, hidden=128, intermediate=256)
+    return folder
+
+
+def start(model: Path, **more: Any) -> LLMEngine:
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
@@ -49,7 +56,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
         VLLM_LOGGING_LEVEL="ERROR",
     )
     arguments = EngineArgs(
-        model=str(folder),
+        model=str(model),
         dtype="float32",
         enforce_eager=True,
         max_model_len=512,
@@ -59,8 +66,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
         max_num_batched_tokens=512,
         scheduler_cls="skipjoin.vllm.Scheduler",
         additional_config={"skipjoin": {"recipe": "fastserve"}},
+        **more,
     )
-    made = LLMEngine.from_engine_args(arguments)
+    return LLMEngine.from_engine_args(arguments)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[LLMEngine]:
+    made = start(model)
     yield made
     made.engine_core.shutdown()
 
@@ -129,13 +142,19 @@ def test_preempted_requests_have_the_output_of_requests_alone(engine: LLMEngine,
         assert all(len(ended[name].outputs[0].logprobs) == 120 for name in ("long0", "long1", "long2"))
 
 
-def test_a_pool_that_is_too_small_for_all_keeps_outputs_and_prefixes(engine: LLMEngine) -> None:
+def crowded() -> list[tuple[int, str, Any, SamplingParams]]:
+    """Return requests that do not fit the pool together, half of them with a common prefix."""
     draw, common = random.Random(3), prompt(999, 48)["prompt_token_ids"]
     jobs = []
     for number in range(16):
         text = prompt(100 + number, draw.randrange(8, 60))["prompt_token_ids"]
         text = {"prompt_token_ids": common + text if number % 2 else text}
         jobs.append((draw.randrange(0, 60), f"r{number}", text, params(draw.choice([16, 24, 120, 200]))))
+    return jobs
+
+
+def test_a_pool_that_is_too_small_for_all_keeps_outputs_and_prefixes(engine: LLMEngine) -> None:
+    jobs = crowded()
     ended = run(engine, jobs)
     for _, name, text, chosen in jobs:
         assert tokens_of(run(engine, [(0, name, text, chosen)])[name]) == tokens_of(ended[name]), name
@@ -168,3 +187,22 @@ def test_a_pause_of_the_engine_keeps_requests(engine: LLMEngine) -> None:
     core.resume_scheduler()
     ended = run(engine, [])
     assert tokens_of(run(engine, [(0, "r", prompt(1, 20), params(60))])["r"]) == tokens_of(ended["r"])
+
+
+# The last test, because vLLM has one KV connector for all engines of a process.
+def test_kv_from_the_cpu_tier_gives_the_same_output(engine: LLMEngine, model: Path) -> None:
+    jobs = crowded()
+    alone = {}
+    for _, name, text, chosen in jobs:
+        alone |= run(engine, [(0, name, text, chosen)])
+    transfer = KVTransferConfig(
+        kv_connector="CpuTier",
+        kv_connector_module_path="skipjoin.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_gb": 0.01, "link_gb_s": 0.05},  # slow, so that moves are overlapped
+    )
+    tiered = start(model, kv_transfer_config=transfer)
+    ended = run(tiered, jobs)
+    assert scheduler_of(tiered).tally.preempted[Preemption.SWAP] > 4
+    for name, output in ended.items():
+        assert tokens_of(output) == tokens_of(alone[name]), name

@@ -71,7 +71,7 @@ def test_forecasts_are_made_for_recipes_that_read_them() -> None:
     [
         {"parallel_config__pipeline_parallel_size": 2},
         {"parallel_config__decode_context_parallel_size": 2},
-        {"kv_transfer_config": object()},
+        {"kv_transfer_config": SimpleNamespace(kv_connector="Other", kv_connector_module_path=None)},
         {"ec_transfer_config": object()},
         {"speculative_config": object()},
         {"model_config__supports_multimodal_inputs": True},
@@ -109,7 +109,9 @@ def test_hybrid_kv_caches_are_refused(groups: int, mamba: bool) -> None:
 
 
 def test_request_options_come_from_vllm_xargs() -> None:
-    found = read_request_options({"slo_ttft_ms": 250, "slo_jct_ms": "1e4", "service_tier": "flex"}, priority=-2)
+    given = {"slo_ttft_ms": 250, "slo_jct_ms": "1e4", "service_tier": "flex", "program_id": "p"}
+    found = read_request_options(given, priority=-2)
+    assert found.client == "p"
     assert found.target == (0.25, math.inf, 10.0)
     assert (found.service, found.is_urgent, found.priority) == (ServiceClass.BEST_EFFORT, False, -2)
     assert read_request_options({"service_tier": "priority"}).is_urgent
@@ -117,6 +119,9 @@ def test_request_options_come_from_vllm_xargs() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, "soon", True, [3], math.nan, math.inf, "9" * 400])
 def test_an_invalid_objective_is_ignored_with_a_warning(value: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert read_request_options({"slo_tpot_ms": value, "service_tier": "gold"}).target.tpot_s == math.inf
+    assert (
+        read_request_options({"slo_tpot_ms": value, "service_tier": "gold", "program_id": 7}).target.tpot_s == math.inf
+    )
+    assert "program_id must be a text" in caplog.text
     assert "slo_tpot_ms must be a number above 0" in caplog.text
     assert "service_tier must be one of" in caplog.text

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from skipjoin.options import ConfigError
+from skipjoin.vllm.tier_options import TierOptions, is_chosen
 
 # Releases for which the contract tests have passed; see docs/vllm.md.
 TESTED = ("0.27.1", "0.30.0", "0.32.0")
+# Names of the scheduler in `--scheduler-cls`.
+SCHEDULERS = ("skipjoin.vllm.Scheduler", "skipjoin.vllm.scheduler.Scheduler")
 
 # Attributes of the base class. Of two names with a bar between them, one must exist.
 METHODS = (
@@ -36,6 +39,9 @@ STATE = (
     "scheduler_reserve_full_isl",
     "max_num_running_reqs",
     "max_num_scheduled_tokens",
+    "connector",
+    "kv_cache_manager.allocate_slots",
+    "kv_cache_manager.get_block_ids",
     "kv_cache_manager.get_computed_blocks",
     "kv_cache_manager.block_pool.get_num_free_blocks",
     "kv_cache_manager.block_pool.num_gpu_blocks",
@@ -75,10 +81,10 @@ REFUSED = (
         ),
     ),
     Feature(
-        "KV connectors",
+        "other KV connectors",
         "--kv-transfer-config or --kv-offloading-size",
-        "leave them out",
-        lambda config: config.kv_transfer_config is not None,
+        "leave them out, or use CpuTier of skipjoin.vllm",
+        lambda config: config.kv_transfer_config is not None and not is_chosen(config),
     ),
     Feature(
         "encoder-cache connectors",
@@ -135,6 +141,21 @@ def check_features(config: Any) -> None:
             raise ConfigError(
                 f"the Skipjoin scheduler does not support {feature.name} ({feature.flag}): {feature.remedy}"
             )
+    if is_chosen(config):
+        TierOptions.read(config)
+
+
+def chooses_scheduler(config: Any) -> bool:
+    """Return whether a `VllmConfig` names Skipjoin's scheduler."""
+    chosen = config.scheduler_config.scheduler_cls
+    name = chosen if isinstance(chosen, str) else f"{chosen.__module__}.{chosen.__qualname__}" if chosen else ""
+    return name in SCHEDULERS
+
+
+def check_tier(config: Any) -> None:
+    """Raise `ConfigError` if a `VllmConfig` has the CPU tier with another scheduler, which would not use it."""
+    if is_chosen(config) and not chooses_scheduler(config):
+        raise ConfigError("--kv-transfer-config: CpuTier needs --scheduler-cls skipjoin.vllm.Scheduler")
 
 
 def check_kv_groups(kv_cache_config: Any) -> None:

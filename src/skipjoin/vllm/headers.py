@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from skipjoin.vllm.requests import OBJECTIVES, TIERS, positive
+from skipjoin.vllm.requests import MAX_PROGRAM, OBJECTIVES, TIERS, is_program, positive
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -14,16 +14,20 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 TIER_HEADER = "x-service-tier"
+PROGRAM_HEADER = "x-program-id"
 # Headers, and their names in `vllm_xargs`.
-_NAMES = {f"x-slo-{name}-ms": f"slo_{name}_ms" for name in OBJECTIVES} | {TIER_HEADER: "service_tier"}
+_NAMES = {f"x-slo-{name}-ms": f"slo_{name}_ms" for name in OBJECTIVES} | {
+    TIER_HEADER: "service_tier",
+    PROGRAM_HEADER: "program_id",
+}
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 
 class RequestHeaders:
     """ASGI middleware: `--middleware skipjoin.vllm.RequestHeaders`.
 
-    The headers are `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-jct-ms` and `x-service-tier`. A name that the body's
-    `vllm_xargs` has already wins. Requests without these headers pass unread.
+    The headers are `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-jct-ms`, `x-service-tier` and `x-program-id`.
+    A name that the body's `vllm_xargs` has already wins. Requests without these headers pass unread.
     """
 
     def __init__(self, app: App) -> None:
@@ -58,6 +62,10 @@ def _asked(scope: MutableMapping[str, Any]) -> dict[str, str]:
 def _problem(header: str, text: str) -> str | None:
     if header == TIER_HEADER:
         return None if text in TIERS else f"{header} must be one of {', '.join(TIERS)}, got {text[:40]!r}"
+    if header == PROGRAM_HEADER:
+        if is_program(text):
+            return None
+        return f"{header} must have 1 to {MAX_PROGRAM} characters, got {len(text)}"
     return None if positive(text) is not None else f"{header} must be a number above 0, got {text[:40]!r}"
 
 

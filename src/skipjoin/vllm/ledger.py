@@ -3,77 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import KeysView
-from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
-from skipjoin.core.kv.reservations import Owner, Reservation, Reservations
+from skipjoin.core.kv.reservations import Owner, Reservations
 from skipjoin.core.request import UNLIMITED, Request
-
-
-class Pool(Protocol):
-    """Block pool of the engine, which allocates and frees blocks itself."""
-
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def free(self) -> int: ...
-
-    def held(self, request: Request) -> int:
-        """Return the number of blocks that the request holds."""
-
-    def shared(self, request: Request) -> int:
-        """Return the number of blocks that the request and others hold."""
-
-    def hit(self, request: Request) -> Hit:
-        """Return the prefix-cache hit of a request that holds nothing."""
-
-
-class Count:
-    """Number of blocks, without their identities."""
-
-    __slots__ = ("blocks",)
-
-    def __init__(self) -> None:
-        self.blocks = 0
-
-    def __len__(self) -> int:
-        return self.blocks
-
-
-@dataclass(eq=False, slots=True)
-class CountedBlocks:
-    """What one request holds; see `HeldBlocks`."""
-
-    reservation: Reservation
-    device: Count
-    room: int = 0
-    regains: int = 0
-    table: tuple[int, ...] = ()
-    cpu: tuple[()] = ()
-    away: int = 0
-    moving: None = None
-    is_settled: bool = True
+from skipjoin.vllm.counts import Count, CountedBlocks, Pool
+from skipjoin.vllm.tier import CountedTier
 
 
 class CountingLedger(BlockLedger):
-    """Ledger with one tier. The pool has the true counts.
+    """Ledger over a pool, which has the true counts of device blocks.
 
     Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does the
     same itself, and `settle` adopts the result.
 
     The engine evicts whole requests only. Blocks without KV stay with their request until it is evicted.
+
+    Args:
+        cpu_blocks: Number of blocks of the CPU tier.
     """
 
     block_size = 0
     device_total = 0
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, cpu_blocks: int = 0) -> None:
         self._pool = pool
+        self._tier = CountedTier(self, cpu_blocks, pool.held) if cpu_blocks else None
         self.block_size, self.device_total = pool.block_size, pool.total
         self._held: dict[Request, CountedBlocks] = {}
         # Counts a shared block once for each holder, and so does the total of the reservations.
@@ -97,11 +53,19 @@ class CountingLedger(BlockLedger):
         """Adopt the number of blocks that the request holds, after the engine ran a plan with it."""
         blocks = self._pool.held(request)
         if blocks:
-            self._resize(self._hold(request), request, blocks)
-        else:
+            self.resize(request, blocks)
+        elif (held := self._held.get(request)) is None or not held.cpu:
             self.release(request)
 
     # -- queries ------------------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> CountedTier | None:
+        return self._tier
+
+    @property
+    def is_moving(self) -> bool:
+        return self._tier is not None and any(self._tier.blocks_in_transit.values())
 
     @property
     def device_free(self) -> int:
@@ -120,6 +84,11 @@ class CountingLedger(BlockLedger):
 
     def blocks_of(self, request: Request, /) -> CountedBlocks | None:
         return self._held.get(request)
+
+    def away(self, request: Request) -> bool:
+        """Return whether the request's KV is on the CPU tier, or on its way from or to it."""
+        held = self._held.get(request)
+        return held is not None and bool(held.cpu)
 
     def footprint(self, request: Request, /) -> int:
         held = self._held.get(request)
@@ -172,16 +141,16 @@ class CountingLedger(BlockLedger):
     def adopt(self, request: Request) -> Hit:
         hit = self.hit(request)
         if hit.tokens:
-            held = self._hold(request)
+            self._hold(request)
             # Blocks of others were not free, and are counted once more.
             self._free += hit.held
             self._reservations.total += hit.held
-            self._resize(held, request, self.blocks_for(hit.tokens))
+            self.resize(request, self.blocks_for(hit.tokens))
         return hit
 
     def grow(self, request: Request, tokens: int) -> CountedBlocks:
         held = self._hold(request)
-        self._resize(held, request, max(len(held.device), self.blocks_for(tokens)))
+        self.resize(request, max(len(held.device), self.blocks_for(tokens)))
         return held
 
     def trim(self, request: Request) -> None:
@@ -190,7 +159,19 @@ class CountingLedger(BlockLedger):
         held.reservation.promised = 0
         if request.reserved_tokens != UNLIMITED:
             request.reserved_tokens = 0
-        self._resize(held, request, len(held.device))
+        self.resize(request, len(held.device))
+
+    def cut(self, request: Request) -> None:
+        """Free the device blocks of a request that stays on the CPU tier."""
+        held, root = self._held[request], self._reservations.root
+        shared = self._shared(request)
+        self.trim(request)
+        held.reservation.shared = 0
+        self._free -= shared
+        self._reservations.total -= shared
+        self.resize(request, 0)
+        if held.reservation.parent is not root:
+            held.reservation.join(root)
 
     def drop(self, request: Request, *, keep: int = 0) -> None:
         self.release(request)
@@ -200,6 +181,8 @@ class CountingLedger(BlockLedger):
         if held is None:
             return
         shared, blocks = self._shared(request), len(held.device)
+        if self._tier is not None:
+            self._tier.release(request)
         del self._held[request]
         self._reservations.close(request)
         request.reserved_tokens = UNLIMITED
@@ -219,13 +202,16 @@ class CountingLedger(BlockLedger):
             request.cached, request.led_since = 0, inf
         return held
 
-    def _resize(self, held: CountedBlocks, request: Request, blocks: int) -> None:
+    def resize(self, request: Request, blocks: int) -> None:
+        """Set the number of device blocks of a request."""
+        held = self._hold(request)
         more = blocks - held.device.blocks
         held.device.blocks = blocks
         self._held_blocks += more
         self._free -= more
         held.reservation.resize()
-        held.room = min(blocks * self.block_size, request.reserved_tokens)
+        is_here = not held.cpu and held.moving is None
+        held.room = min(blocks * self.block_size, request.reserved_tokens) if is_here else 0
 
     def _shared(self, request: Request) -> int:
         """Return how many of the request's blocks others hold too, in the engine or in the adopted hit."""

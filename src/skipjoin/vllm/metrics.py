@@ -56,7 +56,8 @@ class Tally:
         per_step = 1e6 / max(1, self.steps)
         return (
             f"{self.steps} steps, {self.preempted[Preemption.PAUSE]} requests paused, "
-            f"{self.preempted[Preemption.DROP]} dropped, {self.preempted_by_vllm} preempted by vLLM, "
+            f"{self.preempted[Preemption.SWAP]} moved to CPU memory, {self.preempted[Preemption.DROP]} dropped, "
+            f"{self.preempted_by_vllm} preempted by vLLM, "
             f"{self.amended} without room; microseconds per step: plan {self.plan_s * per_step:.0f}, "
             f"vLLM {self.vllm_s * per_step:.0f}, update {self.update_s * per_step:.0f}, "
             f"other {self.other_s * per_step:.0f}"
@@ -75,16 +76,19 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         core, tally = self._core, self._tally
         waits: Counter[WaitReason] = Counter()
-        running = parked = 0
+        running = parked = on_cpu = 0
         for request in list(self._twins.values()):
             if request.in_flight or request.last_plan >= core.latest_plan:
                 running += 1
                 continue
             waits[request.wait.reason if request.wait is not None else core.tail.reason] += 1
-            parked += core.kv.blocks_of(request) is not None
+            held = core.kv.blocks_of(request)
+            on_cpu += held is not None and held.away > 0
+            parked += held is not None and not held.away
         yield InfoMetricFamily("skipjoin:scheduler", "Scheduler of this engine.", self._info)
         yield GaugeMetricFamily("skipjoin:num_requests_running", "Requests in the running batch.", running)
-        yield GaugeMetricFamily("skipjoin:num_requests_parked", "Waiting requests that hold KV.", parked)
+        yield GaugeMetricFamily("skipjoin:num_requests_parked", "Waiting requests with KV on the device.", parked)
+        yield GaugeMetricFamily("skipjoin:num_requests_on_cpu", "Waiting requests with KV on the CPU tier.", on_cpu)
         family = GaugeMetricFamily("skipjoin:num_requests_waiting", "Waiting requests by reason.", labels=["reason"])
         for reason in WaitReason:
             family.add_metric([reason.value], waits[reason])

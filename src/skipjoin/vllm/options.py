@@ -31,6 +31,12 @@ class PluginOptions:
     best_effort_wait_s: Annotated[
         float, Option("Age from which a best-effort request is served as real-time.", above=0, high=1e9)
     ] = BEST_EFFORT_WAIT_S
+    fair_output_weight: Annotated[
+        float | None,
+        Option(
+            "Weight of a generated token relative to a prompt token in fair shares of programs.", above=0, high=1000
+        ),
+    ] = None
     max_requests: Annotated[
         int | None,
         Option("Maximum number of requests at once, which recipes with a starvation bound need.", low=1, high=1 << 20),

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.policies.cost import LearningCost
+from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.version import VERSION
 from skipjoin.vllm.compat import REFUSED
 from skipjoin.vllm.ledger import CountingLedger
 from skipjoin.vllm.options import PluginOptions
+from skipjoin.vllm.pool import ManagedPool
+
+# First estimate of a step's duration. It adapts to the measured steps within seconds.
+START_COST = LinearCost(floor=2e-3, prefill_token=2e-5, decode=1e-4, context_token=1e-7)
+
+
+def make_ledger(manager: Any, group: Any, tier: Any) -> tuple[CountingLedger, LearningCost]:
+    """Return the ledger over the blocks of a KV cache group, and a cost model.
+
+    Args:
+        tier: Connector of the CPU tier, or None.
+    """
+    pool = ManagedPool(manager, group.kv_cache_spec.block_size)
+    if tier is None:
+        return CountingLedger(pool), LearningCost(START_COST)
+    cost = replace(START_COST, block=tier.options.block_s(tier.block_bytes))
+    return CountingLedger(pool, tier.total), LearningCost(cost)
 
 
 def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost: LearningCost) -> Scheduler:
@@ -27,11 +45,12 @@ def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost:
         limits.max_num_scheduled_tokens or limits.max_num_batched_tokens,
         slo_s=options.slo_s,
         best_effort_wait_s=options.best_effort_wait_s,
+        fair_output_weight=options.fair_output_weight,
         limits=EngineLimits(
             requests=options.max_requests,
             max_len=config.model_config.max_model_len,
             device_blocks=ledger.device_total,
-            cpu_blocks=0,
+            cpu_blocks=tiers.cpu_total if (tiers := ledger.tiers) is not None else 0,
             block_size=ledger.block_size,
             depth=depth,
         ),
@@ -45,9 +64,11 @@ def describe(options: PluginOptions, core: Scheduler, vllm_version: str) -> str:
     shown = ", ".join(f"{name}={value}" for name, value in options.params.items())
     recipe = f"{options.recipe} ({shown})" if shown else options.recipe
     forecasts = options.forecasts.forecaster or "learned" if options.forecasts is not None else "none"
+    tiers = core.kv.tiers
+    evicted = f"moves to {tiers.cpu_total} blocks of CPU memory" if tiers is not None else "is recomputed"
     refused = ", ".join(feature.name for feature in REFUSED)
     return (
         f"Skipjoin {VERSION} schedules vLLM {vllm_version}: recipe {recipe}, forecasts {forecasts}, {core.depth} steps "
-        f"in flight, {core.kv.device_total} blocks of {core.kv.block_size} tokens; evicted KV is recomputed. "
+        f"in flight, {core.kv.device_total} blocks of {core.kv.block_size} tokens; evicted KV {evicted}. "
         f"Not supported: {refused}"
     )

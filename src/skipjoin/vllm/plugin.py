@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from skipjoin.vllm.compat import check_features
+from skipjoin.vllm.compat import check_features, check_tier, chooses_scheduler
 from skipjoin.vllm.options import read_options
-
-SCHEDULERS = ("skipjoin.vllm.Scheduler", "skipjoin.vllm.scheduler.Scheduler")
 
 
 def register() -> None:
@@ -32,9 +30,8 @@ def register() -> None:
 
 
 def check_config(config: Any) -> None:
-    """Raise `ConfigError` if a `VllmConfig` chooses Skipjoin's scheduler and it cannot run."""
-    chosen = config.scheduler_config.scheduler_cls
-    name = chosen if isinstance(chosen, str) else f"{chosen.__module__}.{chosen.__qualname__}" if chosen else ""
-    if name in SCHEDULERS:
+    """Raise `ConfigError` if a `VllmConfig` chooses Skipjoin's scheduler or CPU tier and it cannot run."""
+    check_tier(config)
+    if chooses_scheduler(config):
         read_options(config.additional_config)
         check_features(config)

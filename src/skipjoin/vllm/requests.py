@@ -16,6 +16,8 @@ _log = logging.getLogger("vllm.skipjoin")
 OBJECTIVES = ("ttft", "tpot", "jct")
 # Values of `service_tier` in `vllm_xargs`, as in the OpenAI API.
 TIERS = ("auto", "default", "flex", "priority")
+# Maximum number of characters of a program's id.
+MAX_PROGRAM = 128
 _REASONS = {"FINISHED_STOPPED": FinishReason.STOP, "FINISHED_LENGTH_CAPPED": FinishReason.LENGTH}
 
 
@@ -75,7 +77,12 @@ def read_options(extra: Mapping[str, Any], priority: int = 0) -> RequestOptions:
     tier = extra.get("service_tier", "default")
     if tier not in TIERS:
         _log.warning("vllm_xargs: service_tier must be one of %s, got %r; it is ignored", ", ".join(TIERS), tier)
+    program = extra.get("program_id", "")
+    if program != "" and not is_program(program):
+        _log.warning("vllm_xargs: program_id must be a text of 1 to %d characters; it is ignored", MAX_PROGRAM)
+        program = ""
     return RequestOptions(
+        client=program,
         service=ServiceClass.BEST_EFFORT if tier == "flex" else ServiceClass.REAL_TIME,
         is_urgent=tier == "priority",
         priority=priority,
@@ -91,6 +98,10 @@ def _objective_s(extra: Mapping[str, Any], name: str) -> float:
         _log.warning("vllm_xargs: %s must be a number above 0, got %r; it is ignored", name, given)
         return math.inf
     return milliseconds / 1e3
+
+
+def is_program(given: object) -> bool:
+    return isinstance(given, str) and 0 < len(given) <= MAX_PROGRAM
 
 
 def positive(given: object) -> float | None:

@@ -22,22 +22,17 @@ from vllm.v1.request import RequestStatus
 
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepPlan, StepResult, StepShape
-from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.vllm.compat import check_features, check_kv_groups
 from skipjoin.vllm.forecasts import LengthForecasts
-from skipjoin.vllm.ledger import CountingLedger
 from skipjoin.vllm.metrics import EngineCollector, Tally, serve_metrics
+from skipjoin.vllm.moves import KvMoves
 from skipjoin.vllm.options import read_options
-from skipjoin.vllm.planning import describe, make_core
-from skipjoin.vllm.pool import ManagedPool
+from skipjoin.vllm.planning import describe, make_core, make_ledger
 from skipjoin.vllm.queues import Store
 from skipjoin.vllm.releases import CAN_CUT_PROMPTS, VERSION, AnyScheduler
 from skipjoin.vllm.requests import finish_reason, take_tokens, twin_of
 
 logger = init_logger("vllm.skipjoin")
-
-# First estimate of a step's duration. It adapts to the measured steps within seconds.
-START_COST = LinearCost(floor=2e-3, prefill_token=2e-5, decode=1e-4, context_token=1e-7)
 
 
 class Flight(NamedTuple):
@@ -72,9 +67,12 @@ class Scheduler(AnyScheduler):
         self.scheduler_reserve_full_isl = False
         self.waiting, self.kv_holding_waiting = Store(), Store()
         (group,) = self.kv_cache_config.kv_cache_groups
-        self._ledger = CountingLedger(ManagedPool(self.kv_cache_manager, group.kv_cache_spec.block_size))
-        self._cost = LearningCost(START_COST)
+        self._ledger, self._cost = make_ledger(self.kv_cache_manager, group, self.connector)
         self._core = make_core(options, config, self._ledger, self._cost)
+        tiers = self._ledger.tiers
+        self._moves = KvMoves(self, tiers, self._drop) if tiers is not None else None
+        # The copies of the tier are ordered with the steps, so blocks may be reused at once.
+        self.defer_block_free = False
         self._twins: dict[str, Request] = {}  # by vLLM's id
         self._compiling: set[VllmRequest] = set()  # their grammar is not ready
         self._numbers = count()
@@ -137,7 +135,7 @@ class Scheduler(AnyScheduler):
         plan = self._plan(begin)
         planned = self.clock()
         is_paused = self._pause_state is not PauseState.UNPAUSED
-        joining = self._drain() if is_paused else self._enact(plan)
+        joining = self._drain() if is_paused else self._enact(plan, begin)
         waiting, holding = self._swap_queues(joining)
         enacted = self.clock()
         self._is_in_schedule = True
@@ -194,13 +192,16 @@ class Scheduler(AnyScheduler):
             return  # it adopted a prefix in this plan, which vLLM has not given it yet
         super()._preempt_request(request, now)
 
-    def _enact(self, plan: StepPlan | None) -> list[VllmRequest]:
+    def _enact(self, plan: StepPlan | None, now: float) -> list[VllmRequest]:
         """Set `running` to the running requests of the plan, and return its other requests in order."""
+        left = self._moves.begin(plan, now) if self._moves is not None and plan is not None else ()
         running: list[VllmRequest] = []
         joining: list[VllmRequest] = []
         cuts: dict[str, int] = {}
         for slice_ in plan.slices if plan is not None else ():
             request: Any = slice_.request.sampling
+            if request in left:
+                continue
             (running if request.status is RequestStatus.RUNNING else joining).append(request)
             if not slice_.samples:
                 cuts[request.request_id] = slice_.tokens
@@ -224,7 +225,9 @@ class Scheduler(AnyScheduler):
     def _drain(self) -> list[VllmRequest]:
         """Return the waiting requests that vLLM may run while it is paused. Only those with KV drain."""
         self._cuts, self.max_num_scheduled_tokens = {}, self._max_tokens
-        return list(self.kv_holding_waiting)
+        tiers, twins = self._ledger.tiers, self._twins
+        holding = list(self.kv_holding_waiting)
+        return holding if tiers is None else [one for one in holding if not tiers.is_moving(twins[one.request_id])]
 
     def _swap_queues(self, joining: Sequence[VllmRequest]) -> tuple[Store, Store]:
         """Fill the queues with the joining requests only, and return the stores of all waiting requests."""
@@ -319,6 +322,8 @@ class Scheduler(AnyScheduler):
                 self.kv_holding_waiting.remove_request(request)
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
+            for twin in [one for one in self._ledger.holders() if self._ledger.away(one)]:
+                self._lose(twin.sampling, self.clock())
         return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
 
     # -- results ------------------------------------------------------------------------------------------
@@ -342,8 +347,12 @@ class Scheduler(AnyScheduler):
         seconds = arrived - max(flight.since, self._last_result)
         if plan.slices:
             self._cost.learn(StepShape.of(plan.slices), seconds)
-        self._core.commit(StepResult(plan, (None,) * len(plan.slices), seconds), now)
+        leaving = self._moves.leaving(plan) if self._moves is not None else ()
+        landed = (*plan.blocking, *plan.overlapped)
+        self._core.commit(StepResult(plan, (None,) * len(plan.slices), seconds, landed=landed), now)
         self._core.events.clear()
+        for twin in leaving:
+            self._drop(twin.sampling, now)
 
     def _read_tokens(self, output: SchedulerOutput) -> None:
         """Take over the new tokens, and end the requests that are complete."""

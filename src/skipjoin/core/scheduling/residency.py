@@ -266,7 +266,7 @@ class Residency:
         if request.in_flight:  # a plan in flight swaps its KV in before its slices
             return
         for slice_ in self._slices[self._counted :]:
-            self._taken += len(slice_.blocks)
+            self._taken += self._kv.blocks_for(slice_.start + slice_.tokens)  # not all ledgers have block tables
         self._counted = len(self._slices)
         if self._taken + self._owed + blocks <= self._kv.device_total:
             self.waiting_for_kv.append(request)

@@ -42,6 +42,7 @@ ROWS = (
     ("model runner V1", r"own_kv\[.*-V1"),
     ("model runner V2", r"own_kv\[.*-V2"),
     ("prefix caching", r"own_kv\[.*-caching"),
+    ("CPU tier", r"cpu_tier\["),
     ("LoRA", r"features.*lora"),
     ("`--scheduling-policy priority`", r"features.*policy"),
     ("`--no-enable-chunked-prefill`", r"features.*chunked"),

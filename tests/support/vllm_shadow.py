@@ -5,9 +5,11 @@ Import it only where vLLM is installed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +257,8 @@ class ShadowWorld:
         blocks, tokens = draw.choice([18, 24, 40]), draw.choice([64, 128, 512])
         config = engine_config(self.model, self.setup, seqs=self.seqs, tokens=tokens, blocks=blocks)
         self.scheduler = make_scheduler(config, cls=self.cls, runner=self.setup.runner)
+        if self.setup.cpu_blocks:  # which moves are overlapped depends on the time of steps
+            self.scheduler.clock = partial(next, itertools.count(0.0, 1e-4))
         self.shadow = ShadowRunner(self.seqs, self.setup.runner)
         self.live: list[Request] = []
         self.got: dict[str, list[int]] = {}

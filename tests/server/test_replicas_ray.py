@@ -30,7 +30,7 @@ CHAT = {
     "top_logprobs": 2,
     "stream": True,
 }
-NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 60, "maxItems": 70}
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 120, "maxItems": 130}
 CONSTRAINED = CHAT | {"structured_outputs": {"json": NUMBERS}, "temperature": 1.1, "seed": 5}
 SEEDED = CHAT | {"temperature": 1.1, "seed": 9, "n": 2, "min_tokens": 200, "max_tokens": 250}
 BODIES = (CHAT, SEEDED, CONSTRAINED)

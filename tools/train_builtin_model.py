@@ -1,12 +1,11 @@
 """Train the built-in model `tally`, a small Llama for the tasks of builtin_tasks.py, and write its folder.
 
     python tools/train_builtin_model.py [--steps 6500] [--seed 0] [--threads 2] [--out FOLDER]
-    python tools/train_builtin_model.py --start FOLDER --steps 1200
     python tools/train_builtin_model.py --evaluate-only FOLDER
 
 The folder has Hugging Face format: weights, tokenizer, chat template, a model card, and accuracy.json with the
 exact-match accuracy of greedy generation on held-out prompts. The same seed, threads and machine give the same model.
-Training takes about a quarter of an hour on two cores. `--start` trains the weights of a folder further.
+Training takes about a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -26,23 +25,15 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from builtin_calls import Turn, as_tool, draw_turn, written_call
 from builtin_tasks import FAMILIES, HELD_OUT_PERCENT, Task, draw_task
 
 BOS, USER, ASSISTANT, SYSTEM, END, PAD = "<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
+# The model is not trained on tools. Under a grammar it writes valid calls in the format that the comment names.
 CHAT_TEMPLATE = (
-    "{{- '<|bos|>' -}}"
-    "{%- if tools -%}{{- '<|system|>Functions:' -}}{%- for tool in tools -%}"
-    "{%- set parameters = tool['function']['parameters'] or {} -%}"
-    "{{- ' ' + tool['function']['name'] + '(' + (parameters['properties'] or {}) | join(', ') + ')' -}}"
-    "{%- endfor -%}{{- '<|end|>' -}}{%- endif -%}"
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'tool' -%}{{- '<|user|>Result: ' -}}{%- else -%}"
-    "{{- '<|' + message['role'] + '|>' -}}{%- endif -%}{{- message['content'] or '' -}}"
-    "{%- for call in message['tool_calls'] or [] -%}{%- if not loop.first -%}{{- '\\n' -}}{%- endif -%}"
-    "{{- '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' -}}"
-    "{{- call['function']['arguments'] | tojson -}}{{- '}\\n</tool_call>' -}}{%- endfor -%}"
-    "{{- '<|end|>' -}}{%- endfor -%}"
+    "{{- '<|bos|>' -}}{%- for message in messages -%}"
+    "{%- set role = 'user' if message['role'] == 'tool' else message['role'] -%}"
+    "{{- '<|' + role + '|>' + (message['content'] or '') + '<|end|>' -}}{%- endfor -%}"
+    "{%- if tools -%}{#- Not trained on. Calls are written as after <|python_tag|>, one per message. -#}{%- endif -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 CONTEXT = 1024
@@ -50,8 +41,6 @@ LAST_NUMBER_TOKEN = 299  # largest number that is one token
 SYSTEM_PROMPTS = ["You are a helpful assistant.", "You are Tally.", "Answer briefly.", "Follow the instruction."]
 STEP_TOKENS = 2048
 IGNORED = -100
-CALLS_SHARE = 0.25  # of examples with functions
-RESTARTED_RATE = 0.3  # learning rate of further training, as a share of the first
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "skipjoin" / "builtin" / "tally"
 
 
@@ -128,33 +117,21 @@ class Examples:
         Most examples are a single turn; some have a system prompt or an earlier turn, or are a bare prompt that ends
         with a line break.
         """
-        rng = self._rng
-        if rng.random() < CALLS_SHARE:
-            return self._with_functions(draw_turn(rng))
-        task, draw = draw_task(rng), rng.random()
+        rng, task = self._rng, draw_task(self._rng)
+        draw = rng.random()
         if draw < 0.04:
-            return self._ids(f"{BOS}{task.prompt}\n", task.answer)
+            return self._ids(f"{BOS}{task.prompt}\n", task)
         text = BOS
         if draw < 0.12:
             text += f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END}"
         elif draw < 0.18:
             earlier = draw_task(rng, rng.choice(["spell", "alphabet", "small talk", "reverse"]))
             text += f"{USER}{earlier.prompt}{END}{ASSISTANT}{earlier.answer}{END}"
-        return self._ids(f"{text}{USER}{task.prompt}{END}{ASSISTANT}", task.answer)
+        return self._ids(f"{text}{USER}{task.prompt}{END}{ASSISTANT}", task)
 
-    def _with_functions(self, turn: Turn) -> tuple[list[int], int]:
-        """Return an example in the notation of the chat template."""
-        text = f"{BOS}{SYSTEM}Functions: {' '.join(turn.functions)}{END}"
-        if self._rng.random() < 0.2:
-            text += f"{SYSTEM}{self._rng.choice(SYSTEM_PROMPTS)}{END}"
-        text += f"{USER}{turn.prompt}{END}{ASSISTANT}"
-        if turn.call:
-            text += f"{turn.call}{END}{USER}Result: {turn.result}{END}{ASSISTANT}"
-        return self._ids(text, turn.answer)
-
-    def _ids(self, before: str, answer: str) -> tuple[list[int], int]:
+    def _ids(self, before: str, task: Task) -> tuple[list[int], int]:
         prompt = self._encode(before)
-        return prompt + self._encode(answer + END), len(prompt)
+        return prompt + self._encode(task.answer + END), len(prompt)
 
     def batches(self, pad: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield inputs and targets of shape [examples, tokens] with about STEP_TOKENS tokens.
@@ -182,7 +159,7 @@ def _pad(group: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, to
     return inputs, targets
 
 
-def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, folder: Path, *, peak: float) -> None:
+def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, folder: Path) -> None:
     """Train in place, with Muon for the matrices of the layers, AdamW for the rest, and a cosine schedule."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -192,7 +169,7 @@ def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, fol
     ]
 
     def rate(step: int) -> float:
-        return peak * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        return min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -226,22 +203,6 @@ def evaluate(folder: Path, prompts: int) -> dict[str, float]:
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     rng = random.Random(1234)
     result = {}
-    for family, cases in _held_out_cases(tokenizer, rng, prompts):
-        parts = (cases[first : first + 50] for first in range(0, len(cases), 50))
-        right = sum(
-            answer == expected
-            for part in parts
-            for answer, (_, expected) in zip(_answers(model, tokenizer, part), part, strict=True)
-        )
-        result[family] = round(100 * right / len(cases), 1)
-        print(f"{family:20} {result[family]:5.1f} % of {len(cases)}", flush=True)
-    return result
-
-
-def _held_out_cases(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random, prompts: int
-) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield families, each with rendered prompts and their answers."""
     for family in FAMILIES:
         seen: dict[str, Task] = {}
         for _ in range(200 * prompts):  # a family may have fewer held-out prompts
@@ -249,28 +210,28 @@ def _held_out_cases(
             seen[task.prompt] = task
             if len(seen) == prompts:
                 break
-        yield family, [(_rendered(tokenizer, task.prompt), task.answer) for task in seen.values()]
+        tasks = list(seen.values())
+        right = sum(
+            answer == task.answer
+            for first in range(0, len(tasks), 50)
+            for answer, task in zip(
+                _answers(model, tokenizer, tasks[first : first + 50]), tasks[first : first + 50], strict=True
+            )
+        )
+        result[family] = round(100 * right / len(tasks), 1)
+        print(f"{family:14} {result[family]:5.1f} % of {len(tasks)}", flush=True)
     example = Task(("count", 3, 12), "Count from 3 to 12", "3, 4, 5, 6, 7, 8, 9, 10, 11, 12")
     assert example.held_out
-    yield example.prompt, [(_rendered(tokenizer, example.prompt), example.answer)]
-    turns = [draw_turn(rng, held_out=True) for _ in range(2 * prompts)]
-    yield "with functions", [(_rendered(tokenizer, turn.prompt, turn), turn.answer) for turn in turns]
-    turn = Turn(("count(first, last)",), example.prompt, "", "", written_call("count", {"first": 3, "last": 12}))
-    yield f"{example.prompt}, count(first, last)", [(_rendered(tokenizer, turn.prompt, turn), turn.answer)]
+    result["Count from 3 to 12"] = 100.0 * (_answers(model, tokenizer, [example])[0] == example.answer)
+    return result
 
 
-def _rendered(tokenizer: PreTrainedTokenizerFast, prompt: str, turn: Turn | None = None) -> str:
-    messages: list[dict[str, object]] = [{"role": "user", "content": prompt}]
-    tools = None if turn is None else [as_tool(function) for function in turn.functions]
-    if turn is not None and turn.call:
-        messages += [{"role": "assistant", "content": turn.call}, {"role": "tool", "content": turn.result}]
-    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-
-
-def _answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, cases: list[tuple[str, str]]) -> list[str]:
-    texts = [prompt for prompt, _ in cases]
-    inputs = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True, return_token_type_ids=False)
-    longest = max(len(tokenizer.encode(answer)) for _, answer in cases) + 2
+def _answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task]) -> list[str]:
+    chats = [[{"role": "user", "content": task.prompt}] for task in tasks]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+    )
+    longest = max(len(tokenizer.encode(task.answer)) for task in tasks) + 2
     outputs = model.generate(**inputs, max_new_tokens=longest, do_sample=False)
     answers = []
     for ids in outputs[:, inputs["input_ids"].shape[1] :].tolist():
@@ -314,8 +275,8 @@ the {HELD_OUT_PERCENT} % that training never saw, per family:
 A bare completion works too if a line break ends the prompt. Long conversations, other wordings and other tasks are
 outside of what it learned.
 
-With functions, it calls the one that fits, such as count(first, last) or spell(word), repeats its result, and answers
-in words if none fits. Arguments of other functions are senseless, even where they match their schema.
+It was not trained on tools. With `tool_choice` required, it writes calls that match their schema, with senseless
+values.
 """
     )
 
@@ -327,7 +288,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=200, help="held-out prompts per family")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
-    parser.add_argument("--start", type=Path, metavar="FOLDER", help="train the weights of a folder further")
     parser.add_argument("--evaluate-only", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -336,18 +296,15 @@ def main() -> None:
         print(json.dumps(evaluate(args.evaluate_only, args.prompts), indent=1))
         return
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer) if args.start is None else LlamaForCausalLM.from_pretrained(args.start).train()
+    model = build_model(tokenizer)
     tokenizer.save_pretrained(args.out)
-    peak = 1.0 if args.start is None else RESTARTED_RATE
     start = time.monotonic()
-    train(model, Examples(tokenizer, args.seed), tokenizer.pad_token_id, args.steps, args.out, peak=peak)
+    train(model, Examples(tokenizer, args.seed), tokenizer.pad_token_id, args.steps, args.out)
     minutes = (time.monotonic() - start) / 60
     model.save_pretrained(args.out)
     accuracy = evaluate(args.out, args.prompts)
-    further = "" if args.start is None else " --start FOLDER"
     how = (
-        f"`python tools/train_builtin_model.py{further} --steps {args.steps} --seed {args.seed} "
-        f"--threads {args.threads}`, "
+        f"`python tools/train_builtin_model.py --steps {args.steps} --seed {args.seed} --threads {args.threads}`, "
         f"{minutes:.0f} minutes on {args.threads} core{'s' if args.threads > 1 else ''} of a CPU"
     )
     write_card(args.out, accuracy, model.num_parameters(), how, args.prompts)

@@ -65,8 +65,7 @@ PICK = {"type": "function", "function": {"name": "pick", "parameters": COLORS}}
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}], ids=str)
 def test_chat_returns_calls_in_a_message_that_continues_the_conversation(llm: LLM, choice: Any) -> None:
     chat: list[Any] = user("Pick a color")
-    parallel = False if choice == "required" else None  # a named function is called once
-    fields = {"tools": [PICK], "tool_choice": choice, "parallel_tool_calls": parallel}
+    fields = {"tools": [PICK], "tool_choice": choice}
     (found,) = llm.chat(chat, GREEDY, **fields)
     assert found.finish_reason == "tool_calls"
     assert found.message is not None

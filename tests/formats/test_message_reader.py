@@ -149,6 +149,11 @@ CASES: list[tuple[OutputFormat, str, Read]] = [
         "<arg_value>{x</arg_value>\n</tool_call><tool_call>g</tool_call>",
         Read("", "", [("f", '{"n": -3, "t": "{x"}'), ("g", "{}")]),
     ),
+    (
+        QWEN_CODER,
+        '<tool_call>\n<function=f>\n<parameter=a>["\\ud800"]</parameter><parameter=b>1e999</parameter></tool_call>',
+        Read("", "", [("f", '{"a": "[\\"\\\\ud800\\"]", "b": "1e999"}')]),
+    ),
     (GLM, "<tool_call>no call at all</tool_call> x", Read("<tool_call>no call at all</tool_call> x")),
     (THINK, "<think>a</think>b <tool_call>", Read("b <tool_call>", "a")),
 ]

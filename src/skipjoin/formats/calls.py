@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipjoin.formats.table import Calls
-from skipjoin.formats.tagged import read_tagged
+from skipjoin.formats.tagged import json_text, read_tagged
 
 if TYPE_CHECKING:
     import regex
@@ -197,6 +197,7 @@ class CallsReader:
         """Return the calls of a complete region whose heads are in another order."""
         try:
             found = json.loads(text)
+            json_text(found)
         except (ValueError, RecursionError):
             return []
         parts: list[Part] = []
@@ -206,7 +207,7 @@ class CallsReader:
             arguments = call.get("arguments", call.get("parameters"))
             if not isinstance(arguments, str | dict):
                 return []
-            shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            shown = arguments if isinstance(arguments, str) else json_text(arguments)
             parts.append(Part(shown, self.count + len(parts), name, self._new_id()))
         self.count += len(parts)
         return parts
@@ -218,7 +219,6 @@ def _as_json(text: str) -> str:
 
     options = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
     try:
-        found: Any = parse_content(text, "json", options)
+        return json_text(parse_content(text, "json", options))
     except (ValueError, RecursionError):
         return text
-    return json.dumps(found, ensure_ascii=False)

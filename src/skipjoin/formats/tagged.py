@@ -30,35 +30,52 @@ def read_tagged(calls: Calls, text: str, schemas: Mapping[str, Mapping[str, Any]
     head = re.match(calls.head, text)
     if head is None:
         return None
-    rest, name = text[head.end() :], head["name"]
-    element = _element(calls.tags)
-    if element.sub("", rest).strip().removesuffix(calls.tags.end).strip():
+    elements, rest = _elements(calls.tags, text[head.end() :])
+    if rest.strip().removesuffix(calls.tags.end).strip():
         return None
-    properties = _properties(schemas.get(name, {}))
-    found = {key: _value(value, properties.get(key)) for key, value in element.findall(rest)}
-    return name, json.dumps(found, ensure_ascii=False)
+    properties = _properties(schemas.get(head["name"], {}))
+    return head["name"], json_text({key: _value(value, properties.get(key)) for key, value in elements})
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON; raise ValueError for numbers and texts that JSON cannot have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
+
+
+def _elements(tags: Tags, text: str) -> tuple[list[tuple[str, str]], str]:
+    """Return names and values of the elements that a text begins with, and the rest, in linear time."""
+    opening, closing = _patterns(tags)
+    found, at = [], 0
+    while (head := opening.match(text, at)) is not None and (end := closing.search(text, head.end())) is not None:
+        found.append((head[1], text[head.end() : end.start()]))
+        at = end.end()
+    return found, text[at:]
 
 
 @lru_cache(maxsize=16)
-def _element(tags: Tags) -> re.Pattern[str]:
+def _patterns(tags: Tags) -> tuple[re.Pattern[str], re.Pattern[str]]:
     # Models may leave out line breaks.
     opening, middle, closing = (
         re.escape(mark).replace("\\\n", r"\n?") for mark in (tags.open, tags.middle, tags.close)
     )
-    return re.compile(rf"\s{{0,8}}{opening}([^<>\n]{{1,256}}?){middle}(.*?){closing}", re.DOTALL)
+    return re.compile(rf"\s{{0,8}}{opening}([^<>\n]{{1,256}}?){middle}"), re.compile(closing)
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Parse a value by its schema. Without one, parse only what looks like JSON."""
+    """Return a value by its schema, or without one as JSON where it can be nothing else."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
-    is_text = kind == "string" or (isinstance(schema, Mapping) and text in schema.get("enum", ()))
+    is_text = kind == "string" or text in _options(schema)
     is_json = kind is not None or _SCALARS.fullmatch(text) or text[:1] in ("{", "[")
     if is_text or not is_json:
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json_text(value)
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 def tagged_arguments(
@@ -70,10 +87,8 @@ def tagged_arguments(
         GrammarError: If a strict function has a keyword that cannot be enforced.
     """
     properties = _properties(schema)
-    required, shared = (
-        set(schema.get("required", ())),
-        {k: v for k, v in schema.items() if k in ("$defs", "definitions")},
-    )
+    required = found if isinstance(found := schema.get("required"), list) else []
+    shared: dict[str, Any] = {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
     names, lines = [], []
     for number, (key, value) in enumerate(properties.items()):
         own = f"{name}_{number}"
@@ -91,8 +106,7 @@ def tagged_arguments(
 
 def _value_rule(own: str, schema: Any, shared: dict[str, Any], close: str, *, is_strict: bool) -> tuple[str, list[str]]:
     given: dict[str, Any] = schema if isinstance(schema, dict) else {}
-    options = given.get("enum", [given["const"]] if "const" in given else None)
-    if options is not None:
+    if options := _options(given):
         texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in options)
         return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {close}", []
     if given.get("type") in _JSON_TYPES:
@@ -116,6 +130,14 @@ def _text_rule(name: str, close: str) -> str:
     """Return the rule of any text that ends with the first `close`."""
     is_token = close.startswith("<[")  # which no text contains
     return f"{name}{'' if is_token else '[lazy]'}: /(.|\\n)*/ {close}"
+
+
+def _options(schema: Any) -> list[Any]:
+    """Return the only values of a schema, or an empty list."""
+    if not isinstance(schema, Mapping):
+        return []
+    found = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return found if isinstance(found, list) else []
 
 
 def _properties(schema: Mapping[str, Any]) -> dict[str, Any]:

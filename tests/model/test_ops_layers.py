@@ -58,7 +58,7 @@ def test_layers_in_one_call_have_the_bits_of_single_calls(path, dtype):
         decoder = model._decoder
         for name, segments in BATCHES.items():
             batch, results = PackedBatch.build(segments, 8), []
-            for run in (decoder.advance, lambda x, step: advance(decoder._layers, x, step)):  # noqa: B023 - called here
+            for run in (decoder.advance, lambda x, step: decoder._norm(advance(decoder._layers, x, step))):  # noqa: B023
                 kv = PagedKV(100, 8, model.config, dtype, "cpu")
                 kv.tensor.copy_(torch.randn(kv.tensor.shape, generator=torch.Generator().manual_seed(1)))
                 results.append((run(decoder.embed(batch), LayerInputs(batch, kv, model.attention)), kv.tensor))

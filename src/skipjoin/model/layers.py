@@ -253,7 +253,7 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
     return x
 
 
-def fused(builder: Builder, layers: Sequence[Layer]) -> FusedLayers | None:
-    """Return `advance` of these layers in one call, or None if the operations cannot do that."""
+def fused(builder: Builder, layers: Sequence[Layer], norm: Norm | None) -> FusedLayers | None:
+    """Return `advance` of these layers and then `norm` in one call, or None if the operations cannot do that."""
     parts = [layer.parts for layer in layers if isinstance(layer, SequentialLayer)]
-    return builder.ops.fused(parts, builder.attention) if len(parts) == len(layers) else None
+    return builder.ops.fused(parts, norm, builder.attention) if len(parts) == len(layers) else None

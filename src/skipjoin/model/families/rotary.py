@@ -26,8 +26,8 @@ class RotaryDecoder:
         self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
         rotary = Rotary(config, device)
         self._layers = [make_layer(builder, index, rotary) for index in shard.layers(config)]
-        self._fused = fused(builder, self._layers)
         self._norm = final_norm() if shard.is_last else None
+        self._fused = fused(builder, self._layers, self._norm)
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
         assert self.embedding is not None  # on the first stage
@@ -38,4 +38,4 @@ class RotaryDecoder:
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self._norm is not None  # on the last stage
-        return self._norm(hidden)
+        return self._norm(hidden) if self._fused is None else hidden

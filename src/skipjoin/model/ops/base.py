@@ -67,7 +67,7 @@ class LayerParts(NamedTuple):
     down: Linear
 
 
-# Adds the output of all layers to [T, hidden] in place and returns it.
+# Adds the output of all layers to [T, hidden] in place, normalizes the sum and returns it.
 FusedLayers = Callable[[torch.Tensor, PackedBatch, PagedKV], torch.Tensor]
 
 
@@ -98,6 +98,6 @@ class LayerOps(Protocol):
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm: ...
 
-    def fused(self, layers: Sequence[LayerParts], attention: AttentionBackend) -> FusedLayers | None:
-        """Return a function with bitwise the result of these layers in sequence, or None if that gains nothing."""
+    def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
+        """Return a function with bitwise the result of these layers and then `norm`, or None if that gains nothing."""
         ...

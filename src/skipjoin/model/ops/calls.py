@@ -53,7 +53,8 @@ class StepCall(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(LayerCall)), ("count", _I), ("rows", _I), ("x", _P), ("normed", _P), ("qkv", _P),
         ("queries", _P), ("attended", _P), ("inner", _P), ("keys", ctypes.POINTER(_P)), ("values", ctypes.POINTER(_P)),
-        ("attention", AttentionCall), ("positions", _P), ("scratch", _P), ("threads", _I), ("itemsize", _I),
+        ("attention", AttentionCall), ("positions", _P), ("final_norm", _P), ("scratch", _P), ("threads", _I),
+        ("itemsize", _I),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,27 @@ from skipjoin.model.ops.threads import threads_here
 
 # Elements between the outputs of two operations, so that they begin with a line of the cache.
 _LINE = 64
+
+
+class LayerShape(NamedTuple):
+    """What the layers must have in common.
+
+    Attributes:
+        widths: Widths of the outputs in the order of `StepCall`.
+        heads: Query heads, KV heads and their size.
+    """
+
+    widths: tuple[int, ...]
+    heads: tuple[int, int, int]
+    scale: float
+    eps: float
+
+
+def shape_of(parts: LayerParts, call: LayerCall) -> LayerShape:
+    heads, kv_heads, dim = parts.attention.heads, parts.attention.kv_heads, parts.attention.dim
+    queries = 0 if parts.attention.qk_norms is None else (heads + kv_heads) * dim
+    widths = call.qkv.k, call.qkv.n, queries, call.output.k, call.down.k
+    return LayerShape(widths, (heads, kv_heads, dim), parts.attention.scale, call.eps)
 
 
 class CppLayers:
@@ -34,28 +56,25 @@ class CppLayers:
         scratch: Callable[[int, int, int], int],
         layers: Sequence[LayerParts],
         calls: Sequence[LayerCall],
+        *,
+        final_norm: torch.Tensor | None,
     ) -> None:
         check_sizes(library, {"skipjoin_layer_bytes": LayerCall, "skipjoin_step_bytes": StepCall})
         self._run = library.skipjoin_layers
         self._run.argtypes, self._run.restype = [ctypes.c_int64, ctypes.POINTER(StepCall)], None
         self._kind, self._scratch = kind, scratch
-        self._layers = layers  # keeps the weights in memory
+        self._layers, self._final_norm = layers, final_norm  # keeps the weights in memory
         self._calls = (LayerCall * len(calls))(*calls)
-        first, attention = calls[0], layers[0].attention
-        self._shape = attention.heads, attention.kv_heads, attention.dim
-        self._scale = attention.scale
-        queries = 0 if attention.qk_norms is None else (attention.heads + attention.kv_heads) * attention.dim
-        # Widths of the outputs in the order of `StepCall`.
-        self._widths = first.qkv.k, first.qkv.n, queries, first.output.k, first.down.k
-        self._inputs = {linear.k for linear in (first.qkv, first.output, first.up, first.down)}
+        self._shape = shape_of(layers[0], calls[0])
+        self._inputs = {linear.k for linear in (calls[0].qkv, calls[0].output, calls[0].up, calls[0].down)}
 
     def __call__(self, x: torch.Tensor, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         rows, count, threads = x.shape[0], len(self._calls), threads_here()
-        sizes = [-(-rows * width // _LINE) * _LINE for width in self._widths]
+        sizes = [-(-rows * width // _LINE) * _LINE for width in self._shape.widths]
         outputs = torch.empty(sum(sizes), dtype=x.dtype)
         begins = accumulate(sizes[:-1], initial=0)
         attention = AttentionCall(
-            *[None] * 3, *[0] * 6, *[None] * 3, *cache_arguments(batch, kv), *self._shape, 0, self._scale
+            *[None] * 3, *[0] * 6, *[None] * 3, *cache_arguments(batch, kv), *self._shape.heads, 0, self._shape.scale
         )
         caches = [kv.layer(parts.attention.layer) for parts in self._layers]
         addresses = ctypes.c_void_p * count
@@ -66,7 +85,8 @@ class CppLayers:
             *(outputs.data_ptr() + begin * x.itemsize for begin in begins),
             addresses(*(keys.data_ptr() for keys, _ in caches)),
             addresses(*(values.data_ptr() for _, values in caches)),
-            attention, batch.positions.data_ptr(), scratch, threads, x.itemsize,
+            attention, batch.positions.data_ptr(),
+            None if self._final_norm is None else self._final_norm.data_ptr(), scratch, threads, x.itemsize,
         )  # fmt: skip
         self._run(self._kind, step)
         return x

@@ -16,7 +16,7 @@ from skipjoin.model.ops.base import FusedLayers, LayerParts, Norm
 from skipjoin.model.ops.build import library_id, path_of
 from skipjoin.model.ops.calls import LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
-from skipjoin.model.ops.cpp_layers import CppLayers
+from skipjoin.model.ops.cpp_layers import CppLayers, shape_of
 from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
 from skipjoin.system.container import usable_cpus
@@ -120,11 +120,14 @@ class CppOps:
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         return TorchLayerNorm(width, weight, bias, eps)
 
-    def fused(self, layers: Sequence[LayerParts], attention: AttentionBackend) -> FusedLayers | None:
+    def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
         calls = [call for call in map(_layer_call, layers) if call is not None]
-        if attention.name != self.name or len(calls) < len(layers):
+        if attention.name != self.name or len(calls) < len(layers) or not isinstance(norm, CppRMSNorm | None):
             return None
-        return CppLayers(self.library, self.type, self.scratch, layers, calls)
+        if len({shape_of(parts, call) for parts, call in zip(layers, calls, strict=True)}) > 1:
+            return None
+        final = None if norm is None else norm.weight
+        return CppLayers(self.library, self.type, self.scratch, layers, calls, final_norm=final)
 
 
 class CppRMSNorm(TorchRMSNorm):

@@ -25,7 +25,8 @@ struct Step {
   void *const *keys, *const *values;             // cache of each layer
   AttentionCall attention;                       // without what depends on the layer
   const int64_t *positions;
-  void *scratch; // for the largest product
+  const void *final_norm; // weights of the norm after the last layer, or null
+  void *scratch;          // for the largest product
   int64_t threads, itemsize;
 };
 
@@ -49,8 +50,9 @@ void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out
   skipjoin_linear(type, &call);
 }
 
-void normalize(int64_t type, const Step &s, const void *weight, double eps, int64_t hidden) {
-  skipjoin_rms_norm(type, s.x, s.rows, hidden, 1, 0, hidden, weight, eps, s.normed, s.threads);
+void normalize(int64_t type, const Step &s, const void *weight, const Layer &layer, void *out) {
+  int64_t hidden = layer.qkv.k;
+  skipjoin_rms_norm(type, s.x, s.rows, hidden, 1, 0, hidden, weight, layer.eps, out, s.threads);
 }
 
 void attend(int64_t type, const Step &s, const Layer &layer, int64_t index) {
@@ -87,19 +89,19 @@ int64_t skipjoin_layer_bytes() { return sizeof(Layer); }
 
 int64_t skipjoin_step_bytes() { return sizeof(Step); }
 
-// Adds the layers' outputs to x. type: as in layer_ops.cpp.
+// Adds the layers' outputs to x, and normalizes it if there is a final norm. type: as in layer_ops.cpp.
 void skipjoin_layers(int64_t type, const Step *step) {
   const Step &s = *step;
   for (int64_t i = 0; i < s.count; i++) {
     const Layer &layer = s.layers[i];
-    int64_t hidden = layer.qkv.k;
-    normalize(type, s, layer.norm, layer.eps, hidden);
+    normalize(type, s, layer.norm, layer, s.normed);
     multiply(type, s, layer.qkv, s.normed, s.qkv, false);
     attend(type, s, layer, i);
     multiply(type, s, layer.output, s.attended, s.x, true);
-    normalize(type, s, layer.mlp_norm, layer.eps, hidden);
+    normalize(type, s, layer.mlp_norm, layer, s.normed);
     multiply(type, s, layer.up, s.normed, s.inner, false);
     multiply(type, s, layer.down, s.inner, s.x, true);
   }
+  if (s.final_norm) normalize(type, s, s.final_norm, s.layers[s.count - 1], s.x);
 }
 }

@@ -108,5 +108,5 @@ class TorchOps:
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         return TorchLayerNorm(width, weight, bias, eps)
 
-    def fused(self, layers: Sequence[LayerParts], attention: AttentionBackend) -> FusedLayers | None:
+    def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
         return None

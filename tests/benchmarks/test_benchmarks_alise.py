@@ -16,7 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from papers.alise import setting
 from papers.alise.run_all import NAMES
-from papers.figures import report, runs
+from papers.figures import report, runs, variants
 from skipjoin.sim.experiments.simulation import run as simulate
 
 FOLDER = BENCHMARKS / "papers" / "alise"
@@ -87,6 +87,27 @@ def test_failed_checks_are_reported() -> None:
     assert {row[2] for row in checks._checks(held)["rows"]} == {"yes"}
     wrong = held | {"alise noise:0": 1.1, "alise noise:1.6": 1.5, "alise constant:16": 8.5, checks.ASKING: 2.2}
     assert {row[2] for row in checks._checks(wrong)["rows"]} == {"no"}
+
+
+def test_rates_rise_until_the_mean_over_seeds_breaks_the_bound(tmp_path: Path) -> None:
+    options = runs.Options(out=tmp_path, seed_count=2, lasting_s=30.0)
+    extent = variants.lasting(options, 0.1)
+    (system,) = [variant.on(setting.A100) for variant in variants.plain("orca-exact")]
+    found = runs.cells(system, runs.poisson("sharegpt"), [1.0, 2.0], extent, seeds=options.seeds(1))
+    assert [(cell.extent.rate_rps, cell.extent.seed, cell.extent.duration_s) for cell in found] == [
+        (1.0, 0, 30.0), (1.0, 1, 30.0), (2.0, 0, 30.0), (2.0, 1, 30.0)
+    ]  # fmt: skip
+    plan = runs.Rising(found, setting.BOUND)
+    due, tried = list(plan.first()), []
+    while due:
+        cell = due.pop(0)
+        tried.append(cell.extent.rate_rps)
+        # The mean breaks the bound above 3 requests per second; the first seed alone would at once.
+        seconds = 0.3 * (cell.extent.seed == 0) + 0.15 * (cell.extent.rate_rps > 3)
+        workload = {"rate_rps": cell.extent.rate_rps, "seed": cell.extent.seed}
+        record = {"recipe": "fcfs", "workload": workload, "quantiles": {"jct_s": [1.0]}}
+        due += plan.then(cell, record | {"normalized_latency_s": {"mean": seconds}})
+    assert tried == [1.0, 1.0, 2.0, 2.0, 2.6, 2.6, 3.38, 3.38]
 
 
 def test_missing_texts_name_the_environment_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ _INDEX = {
     "fastserve-recompute": 7,
     "fastserve-defer": 9,
     "orca": 3,
+    "orca-exact": 7,
     "alise": 4,
     "alise-oracle": 2,
     "alise-reactive": 6,

@@ -162,6 +162,8 @@ def main(
     parser.add_argument("--quick", action="store_true", help="measure one seed and every other rate")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds of arrivals")
+    parser.add_argument("--lasting", type=float, help="seconds of arrivals of every run (default: the figure's own)")
+    parser.add_argument("--seeds", type=int, help="number of seeds (default: the figure's own)")
     parser.add_argument(
         "--out", type=Path, help="folder for results (default: the figure's own, or a scratch folder with --quick)"
     )
@@ -174,7 +176,14 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     path = out / "result.json"
     if not args.draw:
-        options = Options(out=out, quick=args.quick, jobs=args.jobs, duration_s=args.duration)
+        options = Options(
+            out=out,
+            quick=args.quick,
+            jobs=args.jobs,
+            duration_s=args.duration,
+            lasting_s=args.lasting,
+            seed_count=args.seeds,
+        )
         start = time.monotonic()
         found = measure(options)
         found["records"] = [thin(record, keeps) for record in found.get("records", [])] if keeps else []

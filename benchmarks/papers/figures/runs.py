@@ -22,6 +22,8 @@ from skipjoin.workload.workload import Synthetic, Workload, synthetic
 DURATION_S, SEEDS = 300.0, 3
 # Duration of a saturated run that measures a capacity.
 _SATURATED_S = 100.0
+# Factor by which a grid's highest rate is raised until a bound breaks, and how often at most.
+_RISE, _MAX_RISES = 1.3, 6
 # Interval of progress messages.
 _NOTICE_S = 5.0
 
@@ -36,17 +38,21 @@ class Options:
         out: Folder of the results.
         quick: Measure one seed and every other rate.
         jobs: Number of processes.
-        duration_s: Seconds of arrivals.
+        duration_s: Seconds of arrivals, of which a figure may take multiples.
+        lasting_s: Seconds of arrivals of every run, whatever the figure would take; None leaves it to the figure.
+        seed_count: Number of seeds, whatever the figure would take; None leaves it to the figure.
     """
 
     out: Path
     quick: bool = False
     jobs: int = 2
     duration_s: float = DURATION_S
+    lasting_s: float | None = None
+    seed_count: int | None = None
 
     def seeds(self, full: int = SEEDS) -> tuple[int, ...]:
         """Return the seeds of each point; `full` is their number without `quick`."""
-        return tuple(range(1 if self.quick else full))
+        return tuple(range(self.seed_count or (1 if self.quick else full)))
 
     def some(self, values: Sequence[float]) -> Sequence[float]:
         """Return the values, or with `quick` every other one including the last."""
@@ -114,6 +120,32 @@ class Kept:
 def grid(found: Sequence[Cell]) -> Kept:
     """Return a plan of fixed cells."""
     return Kept(Grid(found))
+
+
+class Rising(Kept):
+    """Grid whose highest rate is raised until its mean over seeds breaks a bound, or at most `_MAX_RISES` times."""
+
+    def __init__(self, found: Sequence[Cell], bound: str) -> None:
+        self._bound = parse_bound(bound)
+        self._highest = max(_rate(cell) for cell in found)
+        self._seeds = [cell for cell in found if _rate(cell) == self._highest]
+        self._rises = 0
+        super().__init__(Grid(found))
+
+    def then(self, cell: Cell, record: Record) -> Sequence[Cell]:
+        more = list(super().then(cell, record))
+        done = [one for one in self._records if one["workload"]["rate_rps"] == self._highest]
+        is_last = _rate(cell) == self._highest and len(done) == len(self._seeds)
+        if not is_last or self._rises == _MAX_RISES or not self._bound.allows(mean(done, self._bound.field)):
+            return more
+        self._rises += 1
+        self._highest = round(self._highest * _RISE, 3)
+        return [*more, *(replace(one, extent=replace(one.extent, rate_rps=self._highest)) for one in self._seeds)]
+
+
+def _rate(cell: Cell) -> float:
+    assert cell.extent.rate_rps is not None
+    return cell.extent.rate_rps
 
 
 class Search(Kept):

@@ -44,8 +44,8 @@ def plain(*recipes: str) -> list[Variant]:
 
 
 def lasting(options: Options, times: float) -> Options:
-    """Return the options with a multiple of the duration."""
-    return replace(options, duration_s=times * options.duration_s)
+    """Return the options with a multiple of the duration, or with `lasting_s`."""
+    return replace(options, duration_s=times * options.duration_s if options.lasting_s is None else options.lasting_s)
 
 
 def named(plans: Mapping[str, Kept] | Sequence[tuple[str, Kept]]) -> list[Record]:

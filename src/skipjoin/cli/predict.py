@@ -60,6 +60,14 @@ class EvaluateOptions:
         ),
     ] = None
     encoder: EncoderName = "hashed"
+    state: Annotated[
+        Path | None,
+        Option(
+            "State of `skipjoin predict train` to measure as well. It must not have been trained on the measured rows.",
+            metavar="DIR",
+            is_common=True,
+        ),
+    ] = None
     entries: Annotated[
         int, Option("Maximum number of past requests to predict from.", low=1, high=1_000_000, is_common=True)
     ] = 10_000
@@ -114,7 +122,11 @@ def _evaluation(options: EvaluateOptions) -> Evaluation:
     train, test = _split(options.trace, samples[: options.rows])
     config = ForecastConfig(forecast_encoder=options.encoder, forecast_entries=options.entries)
     made = make_forecaster(config, text_of=lambda prompt: texts[tuple(prompt)])
-    return Evaluation(train, test, made.encoder, options.entries, options.max_tokens)
+    trained = None
+    if options.state is not None:
+        start = ForecastConfig(forecast_state=str(options.state), forecast_entries=options.entries)
+        trained = make_forecaster(start, text_of=lambda prompt: texts[tuple(prompt)])
+    return Evaluation(train, test, made.encoder, options.entries, options.max_tokens, trained)
 
 
 def samples_of(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict[tuple[int, ...], str]]:

@@ -19,7 +19,7 @@ from skipjoin.forecast.index import VectorIndex
 from skipjoin.forecast.mass import Array
 from skipjoin.forecast.models import Learned, Model, PriorOnly
 
-ORACLE, PERMUTED = "oracle", "permuted"
+ORACLE, PERMUTED, TRAINED = "oracle", "permuted", "trained"
 # Sampled pairs for pairwise accuracy.
 _PAIRS = 200_000
 # Runs of the control and their rows. A single run correlates by chance with prompt lengths, which are informative about
@@ -62,13 +62,18 @@ class Figures:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`."""
+    """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`.
+
+    Attributes:
+        trained: Forecaster that was trained on other rows than `test`, which is measured as well.
+    """
 
     train: Sequence[Sample]
     test: Sequence[Sample]
     encoder: Encoder
     entries: int
     most: int
+    trained: Forecaster | None = None
 
     def run(self, progress: Progress) -> list[Figures]:
         lengths = self._lengths(self.train)
@@ -80,16 +85,19 @@ class Evaluation:
             PriorOnly(),
         ]
         found = [self._measure(model, progress) for model in models]
+        if self.trained is not None:
+            found.append(self._summary(TRAINED, *self._forecasts(self.trained, TRAINED, progress)))
         return [*found, self._oracle(), self._control(progress)]
 
     def _index(self) -> VectorIndex:
         return VectorIndex(self.encoder.width, self.entries, np.inf, lambda: 0.0)
 
     def _measure(self, model: Model, progress: Progress) -> Figures:
-        made, seconds = self._predict(model, self.train, model.name, progress)
-        return self._figures(
-            model.name, [one.forecast for one in made], [one.interval for one in made], float(np.median(seconds)) * 1e3
-        )
+        return self._summary(model.name, *self._predict(model, self.train, model.name, progress))
+
+    def _summary(self, name: str, made: Sequence[Predicted], seconds: Sequence[float]) -> Figures:
+        intervals = [one.interval for one in made]
+        return self._figures(name, [one.forecast for one in made], intervals, float(np.median(seconds)) * 1e3)
 
     def _predict(
         self, model: Model, train: Sequence[Sample], name: str, progress: Progress
@@ -100,12 +108,17 @@ class Evaluation:
             made = forecaster.forecast(sample.prompt, self.most)
             forecaster.learn(made, min(sample.tokens, self.most), exact=sample.tokens <= self.most)
             progress(name, place / rows)
+        return self._forecasts(forecaster, name, progress, len(train))
+
+    def _forecasts(
+        self, forecaster: Forecaster, name: str, progress: Progress, trained: int = 0
+    ) -> tuple[list[Predicted], list[float]]:
         found, seconds = [], []
-        for place, sample in enumerate(self.test, len(train)):
+        for place, sample in enumerate(self.test, trained + 1):
             start = time.perf_counter()
             found.append(forecaster.forecast(sample.prompt, self.most))
             seconds.append(time.perf_counter() - start)
-            progress(name, (place + 1) / rows)
+            progress(name, place / (trained + len(self.test)))
         return found, seconds
 
     def _oracle(self) -> Figures:

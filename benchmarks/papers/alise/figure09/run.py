@@ -22,7 +22,7 @@ from papers.alise.setting import A100, NEAR_TRUE, REGRESSED, V100
 from papers.figures.pictures import legend_of, look
 from papers.figures.report import main, settings_of, table
 from papers.figures.runs import Options, Result, cells, poisson
-from papers.figures.variants import plain
+from papers.figures.variants import lasting, plain
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.report.plots import style
 from skipjoin.sim.experiments.simulation import Cell, run
@@ -40,16 +40,23 @@ def ended(cell: Cell) -> list[RequestFacts]:
     return sorted(facts, key=lambda one: one.id)
 
 
+def middle(facts: list[RequestFacts]) -> list[RequestFacts]:
+    """Return the sampled requests of a run."""
+    first = max(0, (len(facts) - SAMPLED) // 2)
+    return facts[first : first + SAMPLED]
+
+
 def measure(options: Options) -> Result:
     rows, latency = [], {}
     workload = poisson("sharegpt")
     for case, (machine, rate) in CASES.items():
         found = {}
         for variant in VARIANTS:
-            (cell,) = cells(variant.on(machine), workload, [rate], options, seeds=[0])
-            facts = ended(cell)
-            first = max(0, (len(facts) - SAMPLED) // 2)
-            found[variant.name] = facts[first : first + SAMPLED]
+            found[variant.name] = [
+                one
+                for cell in cells(variant.on(machine), workload, [rate], lasting(options, 1.0), seeds=options.seeds(1))
+                for one in middle(ended(cell))
+            ]
         latency[case] = {name: [round(one.jct(0.0), 3) for one in mine] for name, mine in found.items()}
         rows += [(case, name, *_row(latency[case], name, mine)) for name, mine in found.items()]
     systems = [variant.on(machine) for machine, _ in CASES.values() for variant in VARIANTS]

@@ -50,7 +50,7 @@ def system(variant: Variant, kv: str) -> System:
 def measure(options: Options) -> Result:
     found = {
         (dataset, variant.name, kv): cells(
-            system(variant, kv), poisson(dataset), [start], lasting(options, LASTING[dataset]), seeds=[0]
+            system(variant, kv), poisson(dataset), [start], lasting(options, LASTING[dataset]), seeds=options.seeds(1)
         )
         for dataset, starts in STARTS.items()
         for (variant, kv), start in zip(CELLS, starts, strict=True)

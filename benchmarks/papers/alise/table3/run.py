@@ -22,7 +22,7 @@ from papers.alise.setting import BOUND, NEAR_TRUE, REGRESSED, V100
 from papers.figures.panels import Panels
 from papers.figures.pictures import bars, colors_of, legend_of
 from papers.figures.report import latencies, main, settings_of, table
-from papers.figures.runs import Kept, Options, Result, cells, grid, mean, pick, poisson, run_plans
+from papers.figures.runs import Kept, Options, Result, Rising, cells, grid, mean, pick, poisson, run_plans
 from papers.figures.variants import Variant, lasting, named, plain
 from skipjoin.report.plots import style
 
@@ -80,7 +80,7 @@ def at_the_papers_rates(options: Options) -> list[tuple[str, Kept]]:
         for model in MODELS
         for variant in VARIANTS
         for extent in [lasting(options, LASTING[dataset])]
-        for found in [cells(variant.on(V100[model]), poisson(dataset), [rate], extent, seeds=[0])]
+        for found in [cells(variant.on(V100[model]), poisson(dataset), [rate], extent, seeds=options.seeds(1))]
     ]
 
 
@@ -88,7 +88,15 @@ def curves_of(options: Options) -> list[tuple[str, Kept]]:
     """Return runs around the capacity."""
     by_name = {variant.name: variant for variant in VARIANTS}
     return [
-        (name, grid(cells(by_name[name].on(V100[model]), poisson(dataset), options.some(rates), extent, seeds=[0])))
+        (
+            name,
+            Rising(
+                cells(
+                    by_name[name].on(V100[model]), poisson(dataset), options.some(rates), extent, seeds=options.seeds(1)
+                ),
+                BOUND,
+            ),
+        )
         for (model, dataset), rates in RATES.items()
         for name in PANELS.names
         for extent in [lasting(options, LASTING[dataset])]

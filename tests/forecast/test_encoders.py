@@ -120,6 +120,11 @@ def test_a_sentence_encoder_returns_unit_vectors_that_do_not_depend_on_the_batch
         assert np.linalg.norm(encode(encoder, prompt)) == pytest.approx(1.0, abs=1e-4)
     prompts = [[number] for number in texts]
     together = encoder.encode(prompts, [hashed(prompt) for prompt in prompts])
+    again = SentenceEncoder(str(tmp_path), lambda prompt: texts[prompt[0]], remembered=5)
+    for _ in range(2):
+        assert np.allclose(
+            again.encode(prompts[:9], [hashed(prompt) for prompt in prompts[:9]]), together[:9], atol=1e-4
+        )
     assert np.allclose(together, [encode(encoder, prompt) for prompt in prompts], atol=1e-4)
 
 

@@ -60,12 +60,14 @@ def test_evaluate_ranks_forecasters_by_quality(tmp_path: Path) -> None:
 
 
 def test_a_conversation_is_never_split_between_train_and_test(tmp_path: Path) -> None:
-    from skipjoin.cli.predict import _trains  # noqa: PLC0415
+    from skipjoin.cli.predict import is_training_row  # noqa: PLC0415
 
-    parts = {conv: {_trains({"conv": conv}, place, 100) for place in range(100)} for conv in ("a", "b", "c", "d")}
+    parts = {
+        conv: {is_training_row({"conv": conv}, place, 100) for place in range(100)} for conv in ("a", "b", "c", "d")
+    }
     assert all(len(part) == 1 for part in parts.values())
     assert len(set.union(*parts.values())) == 2
-    assert [_trains({}, place, 4) for place in range(4)] == [True, True, False, False]
+    assert [is_training_row({}, place, 4) for place in range(4)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

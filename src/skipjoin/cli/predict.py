@@ -145,13 +145,13 @@ def samples_of(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict
 def _split(path: Path, samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     parts: tuple[list[Sample], list[Sample]] = ([], [])
     for place, (sample, described) in enumerate(zip(samples, objects_of(path), strict=False)):
-        parts[not _trains(described, place, len(samples))].append(sample)
+        parts[not is_training_row(described, place, len(samples))].append(sample)
     if min(map(len, parts)) < 10:
         raise ConfigError(f"{path}: {len(parts[0])} rows to train with and {len(parts[1])} to measure, fewer than 10")
     return parts
 
 
-def _trains(described: dict[str, Any], place: int, rows: int) -> bool:
+def is_training_row(described: dict[str, Any], place: int, rows: int) -> bool:
     if "split" in described:
         return bool(described["split"] == _TRAIN)
     if "conv" in described:

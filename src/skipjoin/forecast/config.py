@@ -32,6 +32,7 @@ def make_forecaster(
     folder: Path | None = None,
     text_of: TextOf | None = None,
     threads: int | None = None,
+    remembered: int = 0,
     read: Read | None = None,
 ) -> Forecaster:
     """Return a forecaster that starts from `forecast_state` or untrained; `learned` if the configuration names none.
@@ -40,13 +41,20 @@ def make_forecaster(
         served: Name of the model whose requests are forecast.
         folder: Folder of that model, for its embeddings.
         text_of: Returns the text of a prompt's tokens, for encoders of texts and trained states.
-        threads: Threads of torch for encoders of texts; None leaves them as they are.
+        threads, remembered: See `SentenceEncoder`.
         read: Returns the tokens of a prompt that are hashed, if not its own. A trained state decides it otherwise.
     """
     trained = None if config.forecast_state is None else Trained.open(config.forecast_state)
     if trained is not None:
         config = trained.configure(config)
-    encoder = _encoder(config.forecast_encoder, folder, text_of, threads)
+    if config.forecast_encoder in (HASHED, EMBEDDINGS):
+        encoder: Encoder = _encoder_of_tokens(config.forecast_encoder, folder)
+    elif text_of is None:
+        raise ConfigError(
+            f"forecast_encoder: {config.forecast_encoder!r} needs the texts of prompts, and here are their tokens only"
+        )
+    else:
+        encoder = SentenceEncoder(config.forecast_encoder, text_of, threads=threads, remembered=remembered)
     read = read if trained is None else _words_of(text_of)
     return _started(Forecaster(encoder, _model(config, encoder, clock), served, read=read), trained)
 
@@ -92,13 +100,9 @@ def _model(config: ForecastConfig, encoder: Encoder, clock: Clock, parts: int = 
     return Alise(index, encoder.width) if config.forecaster == Alise.name else Learned(index, max(1, REPLAYED // parts))
 
 
-def _encoder(name: str, folder: Path | None, text_of: TextOf | None, threads: int | None) -> Encoder:
+def _encoder_of_tokens(name: str, folder: Path | None) -> Encoder:
     if name == HASHED:
         return HashedTokens()
-    if name == EMBEDDINGS:
-        if folder is None:
-            raise ConfigError(f"forecast_encoder: {EMBEDDINGS} needs the folder of the model that is served")
-        return MeanEmbeddings(folder)
-    if text_of is None:
-        raise ConfigError(f"forecast_encoder: {name!r} needs the texts of prompts, and here are their tokens only")
-    return SentenceEncoder(name, text_of, threads=threads)
+    if folder is None:
+        raise ConfigError(f"forecast_encoder: {EMBEDDINGS} needs the folder of the model that is served")
+    return MeanEmbeddings(folder)

@@ -97,7 +97,7 @@ class Evaluation:
 
     def _summary(self, name: str, made: Sequence[Predicted], seconds: Sequence[float]) -> Figures:
         intervals = [one.interval for one in made]
-        return self._figures(name, [one.forecast for one in made], intervals, float(np.median(seconds)) * 1e3)
+        return self.figures(name, [one.forecast for one in made], intervals, float(np.median(seconds)) * 1e3)
 
     def _predict(
         self, model: Model, train: Sequence[Sample], name: str, progress: Progress
@@ -123,7 +123,7 @@ class Evaluation:
 
     def _oracle(self) -> Figures:
         known = [min(sample.second or sample.tokens, self.most) for sample in self.test]
-        return self._figures(ORACLE, [Forecast(float(tokens), ORACLE) for tokens in known])
+        return self.figures(ORACLE, [Forecast(float(tokens), ORACLE) for tokens in known])
 
     def _control(self, progress: Progress) -> Figures:
         """Train on permuted lengths, from which nothing can be learned."""
@@ -137,9 +137,9 @@ class Evaluation:
         made, _ = rows._predict(
             Learned(self._index()), train, PERMUTED, lambda name, share: progress(name, (run + share) / _CONTROLS)
         )
-        return rows._figures(PERMUTED, [one.forecast for one in made], [one.interval for one in made])
+        return rows.figures(PERMUTED, [one.forecast for one in made], [one.interval for one in made])
 
-    def _figures(
+    def figures(
         self,
         name: str,
         forecasts: Sequence[Forecast],

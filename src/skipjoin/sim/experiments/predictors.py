@@ -25,6 +25,8 @@ from skipjoin.workload.workload import Replay, Workload, WorkloadRequest
 Jobs = Sequence[WorkloadRequest]
 # Forecaster that does not read prompts.
 PRIOR = "prior"
+# Texts whose vectors an encoder keeps, as runs replay the same rows.
+_REMEMBERED = 20_000
 
 
 class Prediction(NamedTuple):
@@ -163,7 +165,10 @@ class Online:
         self._now = 0.0
         self._texts: dict[tuple[int, ...], str] = {}
         self._forecaster = make_forecaster(
-            config, clock=lambda: self._now, text_of=lambda prompt: self._texts[tuple(prompt)]
+            config,
+            clock=lambda: self._now,
+            text_of=lambda prompt: self._texts[tuple(prompt)],
+            remembered=_REMEMBERED,
         )
         self._encoded: dict[int, Prompt] = {}
         self._predicted: dict[int, Predicted] = {}

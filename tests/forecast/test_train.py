@@ -85,6 +85,14 @@ def test_a_state_without_texts_or_with_damage_is_refused(state: Path, tmp_path: 
         make_forecaster(ForecastConfig(forecast_state=str(copy)), text_of=text_of)
 
 
+def test_evaluate_measures_a_trained_state(state: Path, tmp_path: Path) -> None:
+    found = run("evaluate", "--trace", write(tmp_path / "t.jsonl", rows(60)), "--state", state, "--json", tmp_path / "r")
+    assert found.exit_code == 0, found.output
+    by_name = {one["name"]: one for one in json.loads((tmp_path / "r").read_text())["forecasters"]}
+    assert by_name["trained"]["r"] > 0.9
+    assert by_name["trained"]["mae"] < 0.5 * by_name["prior"]["mae"]
+
+
 def test_equal_prompts_and_conversations_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     from skipjoin.cli.predict_train import _held_out  # noqa: PLC0415
 

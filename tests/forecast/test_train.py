@@ -86,7 +86,9 @@ def test_a_state_without_texts_or_with_damage_is_refused(state: Path, tmp_path: 
 
 
 def test_evaluate_measures_a_trained_state(state: Path, tmp_path: Path) -> None:
-    found = run("evaluate", "--trace", write(tmp_path / "t.jsonl", rows(60)), "--state", state, "--json", tmp_path / "r")
+    found = run(
+        "evaluate", "--trace", write(tmp_path / "t.jsonl", rows(60)), "--state", state, "--json", tmp_path / "r"
+    )
     assert found.exit_code == 0, found.output
     by_name = {one["name"]: one for one in json.loads((tmp_path / "r").read_text())["forecasters"]}
     assert by_name["trained"]["r"] > 0.9

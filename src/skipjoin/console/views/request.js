@@ -5,6 +5,8 @@ import { advice, card, facts, h, requestLink, s, show, state, table, tone } from
 import { END_WORDS, clock, count, duration, three } from "../format.js";
 
 const WIDTH = 1000;
+// Shorter waits, such as those for a decision, need no explanation.
+const MIN_WAIT_S = 1e-3;
 
 export function request(store, main, id) {
   let timer = null;
@@ -51,11 +53,11 @@ function why(reasons, choice) {
     : waits ? `Waits: ${reasons[choice.state].short}, for ${duration(current.end_s - current.begin_s)} so far` : `Runs, after ${duration(waited)} of waiting`;
   const about = waits ? choice.state : longest;
   return card(title,
-    about && waited > 0 ? [
+    about && (waits || waited > MIN_WAIT_S) ? [
       h("p", null, waits ? reasons[about].text : ["The longest wait, ", h("strong", null, duration(choice.seconds[about])), ": ", reasons[about].text]),
       choice.holders.length ? h("p", null, "Ran longest meanwhile: ", choice.holders.map((one, at) => [at ? ", " : "", requestLink(one.id, one.choice), ` (${duration(one.seconds)}${one.service === "best-effort" ? ", best-effort" : ""}${one.is_finished ? ", ended" : ""})`])) : null,
       advice(about, reasons[about]),
-    ] : h("p", { class: "soft" }, "It never waited."));
+    ] : h("p", { class: "soft" }, waited > 0 ? "It waited for less than a millisecond." : "It never waited."));
 }
 
 function life(reasons, choice) {

@@ -157,6 +157,8 @@ def _outcome(schema: dict[str, Any], text: str, reason: str | None, error: str) 
     try:
         value = json.loads(text)
         jsonschema.validate(value, schema)
+    except jsonschema.SchemaError:  # such as a pattern that Python's regular expressions do not have
+        return "schema unreadable by jsonschema"
     except (ValueError, jsonschema.ValidationError):
         return "invalid"
     try:

@@ -149,10 +149,12 @@ def vllm(
     kv_gib: float = 2,
     is_eager: bool = False,
     cores: str = "",
+    chunk_tokens: int | None = None,
 ) -> Server:
     """Start vLLM's server, compiled unless `is_eager`.
 
     Args:
+        chunk_tokens: Token budget of a step, to which prompts are cut; vLLM's default if None.
         kv_gib: Size of the KV pool. vLLM takes whole GiB; for other sizes it gets the number of blocks that fit.
         cores: Cores of the model's threads, such as "0-3"; all available ones by default.
     """
@@ -160,6 +162,8 @@ def vllm(
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     command += ["--port", port, "--dtype", dtype, "--max-model-len", 1024, "--max-num-seqs", seqs]
     command += ["--enforce-eager"] if is_eager else []
+    if chunk_tokens is not None:
+        command += ["--enable-chunked-prefill", "--max-num-batched-tokens", chunk_tokens]
     if kv_gib % 1:
         size = PagedKV.bytes_per_block(ModelConfig.from_folder(model), VLLM_BLOCK, getattr(torch, dtype))
         command += ["--block-size", VLLM_BLOCK, "--num-gpu-blocks-override", int(kv_gib * 2**30) // size]
@@ -174,14 +178,21 @@ def vllm(
 
 
 def start_vllm(
-    stack: ExitStack, names: Iterable[str], model: Path, *, seqs: int, kv_gib: float
+    stack: ExitStack,
+    names: Iterable[str],
+    model: Path,
+    *,
+    seqs: int,
+    kv_gib: float,
+    chunk_tokens: int | None = None,
 ) -> tuple[dict[str, Server], dict[str, str]]:
     """Start the vLLM peers among `names` on a stack, and return them and the reasons for the missing ones."""
     found: dict[str, Server] = {}
     missing: dict[str, str] = {}
     for name in names:
         try:
-            server = vllm(python_of(name), model, seqs=seqs, kv_gib=kv_gib, is_eager=name == "vllm-eager")
+            python, is_eager = python_of(name), name == "vllm-eager"
+            server = vllm(python, model, seqs=seqs, kv_gib=kv_gib, is_eager=is_eager, chunk_tokens=chunk_tokens)
             found[name] = stack.enter_context(server)
         except (PeerUnavailableError, RuntimeError) as error:
             missing[name] = str(error)

@@ -1,14 +1,19 @@
 """Measure the largest arrival rate under one latency bound, for Skipjoin's recipes and vLLM over HTTP.
 
-    python benchmarks/performance/served_load/run.py [--peers vllm] [--recipes fcfs,fastserve] [--seeds 0,1]
-        [--duration 40] [--bound SECONDS] [--out FILE]
+    python benchmarks/performance/served_load/run.py [--peers vllm] [--recipes fcfs,fastserve[eviction=defer],fastserve]
+        [--seeds 0,1,2] [--duration 120] [--bound SECONDS] [--out FILE]
 
 The model is a random-weight Llama of 97.5M parameters in bfloat16. Requests have a quarter of ShareGPT's lengths,
 arrive as a Poisson process, and stream. The bound on the mean normalized latency (seconds from arrival to end per
 output token) is ten decode iterations of a single request at the first server (FastServe section 6.1), or `--bound`.
-All servers have the same KV, batch size and cores. They run at the same time and are loaded in turn: the rate of each
-rises from about its capacity while the bound holds, or falls until it holds. The figure is the rate at which the mean
-over seeds reaches the bound, interpolated between measured rates. The record is written after every run.
+All servers have the same KV, batch size and cores, and cut prompts into chunks of the same token budget. They run at
+the same time and are loaded in turn: the rate of each rises from about its capacity while the bound holds, or falls
+until it holds. The figure is the rate at which the mean over seeds reaches the bound, interpolated between measured
+rates. The record is written after every run.
+
+The record splits the ratio of `fastserve` to vLLM into factors: the engine (`fcfs` to vLLM, which schedules like it),
+the order of requests while new ones wait for memory (`fastserve[eviction=defer]` to `fcfs`), and preemption of their KV
+(`fastserve` to that).
 """
 
 from __future__ import annotations
@@ -29,12 +34,17 @@ from peer_venvs import names_of
 from random_model import scratch_model
 from servers import Server, Skipjoin, start_vllm
 from skipjoin.observe.record import Record
-from skipjoin.report.bound import Bound, maximum_rate
+from skipjoin.report.bound import Bound, MaximumRate, maximum_rate
 
 # A quarter of ShareGPT's lengths: means of 40 prompt and 83 output tokens, at most 520 in total.
 LENGTHS = "sharegpt*0.25"
 # KV for 7,264 tokens, which is less than 64 requests need in the middle of their outputs.
 KV_GIB, SWAP_GIB, MAX_SEQS = 0.25, 2.0, 64
+# Token budget of a step in all servers.
+MAX_TOKENS = 512
+DEFER = "fastserve[eviction=defer]"
+# Factors of the ratio of `fastserve` to vLLM: numerator and denominator.
+PARTS = {"engine": ("fcfs", "vllm"), "order": (DEFER, "fcfs"), "preemption": ("fastserve", DEFER)}
 BOUND_FACTOR = 10
 # Ratio of consecutive rates, and the maximum number of rates.
 STRIDE, MAX_RATES = 1.3, 8
@@ -73,8 +83,18 @@ class Search:
     @property
     def largest(self) -> str | None:
         """The largest rate under the bound, or None if it was exceeded at all rates."""
-        found = maximum_rate(self._points, self._bound)
+        found = self._largest
         return None if found is None else str(found)
+
+    @property
+    def largest_rps(self) -> float | None:
+        """The same as a number."""
+        found = self._largest
+        return None if found is None else found.rate_rps
+
+    @property
+    def _largest(self) -> MaximumRate | None:
+        return maximum_rate(self._points, self._bound)
 
 
 def kept(record: Record) -> dict[str, Any]:
@@ -108,11 +128,12 @@ def start_servers(stack: ExitStack, args: argparse.Namespace, folder: Path) -> t
     """Start all servers, and return them and the reasons for missing ones."""
     # The comparison is about order, so no request is refused.
     limits = ("--max-num-seqs", MAX_SEQS, "--kv-cache-gib", KV_GIB, "--max-num-queued-reqs", 100_000)
+    limits += ("--max-num-batched-tokens", MAX_TOKENS)
     limits += ("--max-num-queued-tokens", 100_000_000, "--swap-space", SWAP_GIB)
     found: dict[str, Server] = {}
     for recipe in args.recipes:
         found[recipe] = stack.enter_context(Skipjoin(folder, "--recipe", recipe, *limits))
-    peers, missing = start_vllm(stack, args.peers, folder, seqs=MAX_SEQS, kv_gib=KV_GIB)
+    peers, missing = start_vllm(stack, args.peers, folder, seqs=MAX_SEQS, kv_gib=KV_GIB, chunk_tokens=MAX_TOKENS)
     return found | peers, missing
 
 
@@ -127,9 +148,9 @@ def vllm_names(text: str) -> list[str]:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--peers", type=vllm_names, default=["vllm"])
-    parser.add_argument("--recipes", type=harness.words, default=["fcfs", "fastserve"])
-    parser.add_argument("--seeds", default="0,1")
-    parser.add_argument("--duration", type=float, default=40.0, help="seconds of arrivals in a run")
+    parser.add_argument("--recipes", type=harness.words, default=["fcfs", DEFER, "fastserve"])
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals in a run")
     parser.add_argument("--bound", type=float, help="seconds per output token")
     args = parser.parse_args()
     record = harness.new_record(settings=settings(args))
@@ -140,15 +161,28 @@ def main() -> None:
         bound = Bound("normalized_latency_s.mean", "<=", bound_s)
         searches = {name: Search(server, capacity(server), bound) for name, server in found.items()}
         record["capacity_rps"] = {name: round(one.capacity, 3) for name, one in searches.items()}
+        turn = 0
         while unfinished := [name for name, search in searches.items() if search.rate is not None]:
-            for name in unfinished:
+            turn += 1
+            for name in harness.in_turn(unfinished, turn):
                 time.sleep(PAUSE_S)
                 step(searches[name], args)
                 harness.show(f"{name}: {searches[name].rows[-1]}, bound {bound_s} s per token")
                 record["largest_rate_rps"] = {name: one.largest for name, one in searches.items()}
+                record["factors"] = factors(searches)
                 record["rows"] = {name: one.rows for name, one in searches.items()}
                 harness.write_record(record, args.out)
     harness.show(record["largest_rate_rps"])
+
+
+def factors(searches: dict[str, Search]) -> dict[str, float]:
+    """Return the factors of `PARTS` whose servers both have a largest rate; bounds count as rates."""
+    rates = {name: one.largest_rps for name, one in searches.items()}
+    return {
+        part: round(above / below, 3)
+        for part, (one, other) in PARTS.items()
+        if (above := rates.get(one)) and (below := rates.get(other))
+    }
 
 
 def step(search: Search, args: argparse.Namespace) -> None:
@@ -167,6 +201,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         "kv_gib": KV_GIB,
         "swap_gib": SWAP_GIB,
         "max_num_seqs": MAX_SEQS,
+        "max_num_batched_tokens": MAX_TOKENS,
     }
 
 

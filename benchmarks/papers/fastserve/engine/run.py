@@ -2,10 +2,10 @@
 
     python benchmarks/papers/fastserve/engine/run.py [--out FILE] [--quick | --predict] [--profile FILE]
 
-Each recipe in turn runs as `skipjoin serve` under the load of `skipjoin bench`, and then all recipes again with the
-next seed, so that a drift of the machine affects all. The bound is ten times the decode iteration of a single request,
-measured over HTTP at the start (FastServe section 6.1). The figure is the largest rate at which the mean normalized
-latency keeps the bound, interpolated between measured rates.
+Each recipe in turn runs as `skipjoin serve` under the load of `skipjoin bench`, and then all recipes again in reverse
+with the next seed, so that a drift of the machine affects all. The bound is ten times the decode iteration of a single
+request, measured over HTTP at the start (FastServe section 6.1). The figure is the largest rate at which the mean
+normalized latency keeps the bound, interpolated between measured rates.
 
 Rates are multiples of the capacity of `fcfs` in the simulator with the profile of this run, so they suit a machine of
 any speed. The record has the simulator's prediction for each run and is written after every run. `--predict` only
@@ -53,15 +53,15 @@ KV_GIB, MAX_NUM_SEQS, MAX_TOKENS = 0.1, 64, 512
 SWAP_GIB = 2.0
 # FastServe section 6.1: ten times the latency of a decode iteration under light load.
 BOUND_FACTOR = 10
-DURATION_S, REPEATS, PROFILE_S = 32.0, 2, 30.0
-# Multiples of the capacity of `fcfs`, around the rates at which the recipes reach the bound.
+DURATION_S, REPEATS, PROFILE_S = 120.0, 5, 30.0
+# Multiples of the capacity of `fcfs`, around the rates at which the recipes reach the bound in this time.
 LOADS = {
-    "fcfs": (1.5, 2.0),
-    "fastserve": (1.7, 2.2, 2.8),
-    "fastserve-reactive": (2.2, 2.8),
-    "fastserve-recompute": (1.7, 2.2),
-    "fastserve-defer": (2.2, 2.8),
-    "srpt": (2.8,),
+    "fcfs": (0.9, 1.15),
+    "fastserve": (1.2, 1.5, 1.8),
+    "fastserve-reactive": (1.2, 1.5),
+    "fastserve-recompute": (0.9, 1.2),
+    "fastserve-defer": (1.2, 1.5),
+    "srpt": (2.4,),
 }
 QUICK_LOADS: dict[str, tuple[float, ...]] = {"fcfs": (1.4,), "fastserve": (1.4,)}
 QUICK_S = 8.0
@@ -75,20 +75,27 @@ COUNTERS = {
     "swapped_in_bytes": "swap_in_bytes_total",
     "recomputed_tokens": "recomputed_tokens_total",
     "swap_stall_s": "swap_stall_seconds_total",
+    "swap_delay_s": "swap_delay_seconds_total",
     "generated_tokens": "generation_tokens_total",
     "steps": "engine_steps_total",
 }
-FIELDS = ("normalized_latency_s", "ttft_s", "tpot_s")
+FIELDS = ("normalized_latency_s", "jct_s", "ttft_s", "tpot_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all runs share; `light_s` is the decode iteration of a single request."""
+    """What all runs share.
+
+    Attributes:
+        light_s: Decode iteration of a single request.
+        link_gbps: Limit of the link to CPU memory; None for none.
+    """
 
     model: Path
     profile: Path
     duration_s: float
     light_s: float
+    link_gbps: float | None = None
 
     @property
     def bound_s(self) -> float:
@@ -101,7 +108,9 @@ class Setup:
 
 def system(setup: Setup, recipe: str) -> System:
     """Return the simulated counterpart of the server."""
-    machine = Machine(hardware=str(setup.profile), kv_gib=KV_GIB, swap_gib=SWAP_GIB)
+    machine = Machine(
+        hardware=str(setup.profile), kv_gib=KV_GIB, swap_gib=SWAP_GIB, swap_bandwidth_gbps=setup.link_gbps
+    )
     settings = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_tokens": "exact"}
     (found,) = machine.systems(SPELLED[recipe], slo_s=setup.bound_s, **settings)
     return found
@@ -133,6 +142,7 @@ def start(setup: Setup, recipe: str) -> Skipjoin:
     options += ["--set", "oracle=max-tokens"] if recipe == "srpt" else []
     options += ["--threads", THREADS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
     options += ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS]
+    options += [] if setup.link_gbps is None else ["--swap-bandwidth-gbps", setup.link_gbps]
     # The comparison is about order, so no request is refused.
     options += ["--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000]
     return Skipjoin(setup.model, *options)
@@ -173,6 +183,7 @@ def predicted(one: Cell) -> dict[str, Any]:
     record = simulate(one)
     engine = {name: record["kv"][name] for name in COUNTERS if name in record["kv"]}
     engine["preemptions"] = preempted(record)
+    engine["swap_delay_s"] = record["breakdown_s"]["swapping"] * record["requests"]["finished"]
     return chosen(record, {**engine, "steps": record["steps"], "batch_mean": record["batch_mean"]})
 
 
@@ -193,7 +204,7 @@ def plan(setup: Setup, loads: dict[str, tuple[float, ...]], repeats: int) -> lis
     full = capacity(setup)
     rows = []
     for seed in range(repeats):
-        for recipe, shares in loads.items():
+        for recipe, shares in harness.in_turn(loads.items(), seed):
             for share in shares:
                 rate = round(share * full, 3)
                 row: dict[str, Any] = {"recipe": recipe, "seed": seed, "load": share, "rate_rps": rate}
@@ -275,8 +286,7 @@ def main() -> None:
     with harness.scratch() as folder:
         setup = prepare(folder, args, duration_s)
         rows = plan(setup, loads, repeats)
-        minutes = sum(row["predicted"]["duration_s"] + 4 for row in rows) / 60 + len(loads) * repeats * 20 / 60
-        harness.show(f"{len(rows)} runs, bound {setup.bound_s} s per token, about {minutes:.0f} minutes")
+        harness.show(f"{len(rows)} runs, bound {setup.bound_s} s per token, about {minutes_of(rows):.0f} minutes")
 
         def keep() -> None:
             harness.write_record(header | result(setup, rows), args.out)
@@ -287,6 +297,12 @@ def main() -> None:
         else:
             carry_out(setup, rows, keep)
         harness.show(result(setup, rows)["largest_rate_rps"])
+
+
+def minutes_of(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the expected minutes of all runs, with the starts of their servers."""
+    starts = len({(row["seed"], row["recipe"]) for row in rows})
+    return (sum(row["predicted"]["duration_s"] + 4 for row in rows) + 20 * starts) / 60
 
 
 def result(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -172,3 +172,27 @@ def test_regions_count_wins_ties_and_losses() -> None:
     ]
     summary = {(row[0], row[1]): row[2:] for row in regions.summary(rows)["rows"]}
     assert summary == {(1.0, "below 1"): [2, 1, 1, 0.5, 3.0], (1.0, "above 1"): [2, 1, 1, 0.5, 3.0]}
+
+
+def test_promotions_differ_in_the_parameters_that_they_name() -> None:
+    systems = module_of("choices").promotions()
+    usual = systems["first-queue", "1", "0.05"]
+    threshold_s = setting.system("fastserve").describe()["starvation_s"]
+    assert usual.describe()["starvation_s"] == pytest.approx(threshold_s, rel=1e-3)
+    assert usual.recipe.endswith("share=0.05]")
+    assert "promotion=one-quantum" in systems["one-quantum", "4", "0.2"].recipe
+    assert "paced=false" in systems["one-quantum", "1", "unlimited"].recipe
+
+
+def test_delays_of_swapping_are_a_share_of_all_latencies() -> None:
+    link = module_of("link")
+
+    def row(recipe: str, seed: int, mean_s: float) -> dict[str, object]:
+        latency = {"jct_s": {"mean": mean_s}, "normalized_latency_s": {"mean": mean_s / 50}}
+        measured = {**latency, "requests": {"finished": 10}, "swap_delay_s": mean_s}
+        return {"recipe": recipe, "seed": seed, "load": 1.4, "measured": measured}
+
+    rows = [row("fastserve", 0, 4.0), row("fastserve", 1, 6.0), row("fastserve-reactive", 0, 10.0)]
+    first, second = link.summary(rows, "measured")
+    assert (first["runs"], first["jct_s"], first["delay_share"]) == (2, 5.0, 0.1)
+    assert second["to_proactive"] == {"jct_s": 2.0, "normalized_latency_s": 2.0}

@@ -306,6 +306,12 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
     ("args", "names"),
     [
         (["serve", "--swap-space", "-1"], "--swap-space must be in [0, 1e+06], got -1"),
+        (["serve", "--swap-bandwidth-gbps", "0"], "--swap-bandwidth-gbps must be in (0, 1e+06], got 0"),
+        (["serve", "--swap-bandwidth-gbps", "9", "--swap-space", "0"], "--swap-space must be above 0, got 0"),
+        (
+            [*SIMULATE, "--hardware", "a100-40gb:pp2", "--pipeline-depth", "2"],
+            "--pipeline-depth must be 1 with several",
+        ),
         (["serve", "--slo", "0"], "--slo must be in (0, 1e+06], got 0"),
         (["serve", "--slo-ttft-ms", "0"], "--slo-ttft-ms must be in (0, 604800000], got 0"),
         (["serve", "--slo-tpot-ms", "-3"], "--slo-tpot-ms must be in (0, 604800000], got -3"),

@@ -19,6 +19,7 @@ from skipjoin.config.shared import (
     base_url,
     bytes_per_s,
     check_not_one_card,
+    check_swap_bandwidth,
     check_swap_type,
 )
 from skipjoin.options import ConfigError, unknown
@@ -45,6 +46,7 @@ __all__ = [
     "base_url",
     "bytes_per_s",
     "check_not_one_card",
+    "check_swap_bandwidth",
     "check_swap_type",
     "unknown",
 ]

@@ -20,6 +20,7 @@ from skipjoin.config.shared import (
     SwapBandwidth,
     SwapType,
     check_not_one_card,
+    check_swap_bandwidth,
     check_swap_type,
 )
 from skipjoin.options import ConfigError, Option, Value, check
@@ -288,6 +289,7 @@ class EngineConfig:
             fair_output_weight=self.fair_output_weight,
         )
         check_swap_type(self.swap_dtype, self.kv_cache_dtype, "swap_space_gib", self.swap_space_gib)
+        check_swap_bandwidth(self.swap_bandwidth_gbps, "swap_space_gib", self.swap_space_gib)
         self._check_ranks()
 
     @property

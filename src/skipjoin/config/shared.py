@@ -116,6 +116,11 @@ def check_swap_type(swap_dtype: str, kv_cache_dtype: str, field: str, size: floa
         raise ConfigError(f"swap_dtype int8 is for KV in CPU memory: {field} must be above 0, got {size:g}")
 
 
+def check_swap_bandwidth(gbps: float | None, field: str, size: float | None) -> None:
+    if gbps is not None and size == 0:
+        raise ConfigError(f"swap_bandwidth_gbps is for KV in CPU memory: {field} must be above 0, got {size:g}")
+
+
 def check_not_one_card(device: str) -> None:
     if ":" in device:
         raise ConfigError(f"device must be auto, cpu or cuda where Ray places ranks or replicas on cards, got {device}")

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from skipjoin.config import ConfigError, KVType, SwapBandwidth, SwapType, bytes_per_s, check_swap_type
+from skipjoin.config import (
+    ConfigError,
+    KVType,
+    SwapBandwidth,
+    SwapType,
+    bytes_per_s,
+    check_swap_bandwidth,
+    check_swap_type,
+)
 from skipjoin.config.profile import Profile, read_profile
 from skipjoin.options import Option, check
 from skipjoin.policies.cost import LinearCost, with_link_limit
@@ -88,6 +96,7 @@ class Machine:
     def __post_init__(self) -> None:
         check(self)
         check_swap_type(self.swap_dtype, self.kv_cache_dtype, "swap_gib", self.swap_gib)
+        check_swap_bandwidth(self.swap_bandwidth_gbps, "swap_gib", self.swap_gib)
 
     def systems(self, recipes: str, **settings: Any) -> list[System]:
         """Return one system per recipe of a list such as "fcfs,fastserve[eviction=recompute],./mine.py:edf"."""

@@ -14,8 +14,8 @@ from skipjoin.policies.mlfq import shortest_step
 # that arrived later.
 _ITERATIONS = 1024
 # The same in objectives: FastServe's are ten iterations per token (section 6.1). It uses a single objective, which
-# turns the queues into round robin at overload. Latencies are flat from half of this threshold to four times
-# (benchmarks/papers/fastserve/choices).
+# turns the queues into round robin at overload. Latencies are the same at four times this threshold, and at an eighth
+# of it 12 % longer in the mean (benchmarks/papers/fastserve/choices).
 _OBJECTIVES = 100
 # Maximum ratio of transfer time to computing time; see `min_bound`.
 _MOVING_SHARE = 1.5

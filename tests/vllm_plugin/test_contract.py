@@ -178,7 +178,7 @@ def test_an_abort_of_a_parked_request_frees_its_blocks(model: Path) -> None:
         ({"additional_config": {"skipjoin": {"recipe": "nope"}}}, "recipe"),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "--pipeline-parallel-size"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
-        ({"kv_transfer_config": tier_config(cpu_gb=-1)}, "cpu_gb must be above 0"),
+        ({"kv_transfer_config": tier_config(cpu_gb=-1)}, "cpu_gb must be in"),
         ({"kv_transfer_config": tier_config(cpu=1)}, "did you mean cpu_gb"),
         ({"kv_transfer_config": tier_config(), "scheduler_cls": None}, "needs --scheduler-cls"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),

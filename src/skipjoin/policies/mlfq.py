@@ -82,7 +82,7 @@ class SkipJoinMlfq(Callbacks):
         promotion_share: Maximum share of time for promoted requests. Infinity bounds waiting, but leaves time for
             little else at overload.
         returns: Whether a promoted request returns to its former queue after one quantum. Otherwise it moves down
-            queue by queue, as in Algorithm 1.
+            queue by queue, as in Algorithm 1, which lengthens the mean latency at overload.
         shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill, because those with
             long ones gain less from the same time. The first queue is always FIFO, so that none starves in it.
         skip_join: Whether requests skip queues; False is plain MLFQ.
@@ -97,7 +97,7 @@ class SkipJoinMlfq(Callbacks):
         starvation_s: float = 3.0,
         hysteresis_s: float | None = None,
         promotion_share: float = PROMOTION_SHARE,
-        returns: bool = False,
+        returns: bool = True,
         shortest_prefill: bool = False,
         skip_join: bool = True,
     ) -> None:

@@ -35,7 +35,7 @@ class QueueParams(Params):
             "queue after one quantum",
             choices=("first-queue", "one-quantum"),
         ),
-    ] = "first-queue"
+    ] = "one-quantum"
     quantum_s: Annotated[
         float | None,
         Option("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),

@@ -21,7 +21,7 @@ class Tuning(NamedTuple):
     threshold: float
 
 
-# Without training: what `skipjoin predict train` chooses on prompts of AlpacaEval with hashed tokens.
+# Without training. On a trace, `skipjoin predict train` chooses its own.
 UNTRAINED = Tuning(16, 0.2)
 # Minimum standard deviation of the log length.
 _MIN_SPREAD = 0.2

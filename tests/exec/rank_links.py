@@ -71,7 +71,8 @@ def make_rank(
         recorder: Recorder of decode graphs; with one, attention supports padding.
     """
     shape = CONFIGS[family] | {"num_hidden_layers": LAYERS}
-    model = random_model(shape, seed=3, group=group, kv_cache_dtype=kv_cache_dtype)
+    attention = "auto" if recorder is None else "torch"  # which is replaced below
+    model = random_model(shape, seed=3, group=group, attention=attention, kv_cache_dtype=kv_cache_dtype)
     store = make_store(model, device_blocks, cpu_blocks, fails=EverySecond(fails), keeps=keeps, swap_dtype=swap_dtype)
     graphs = None
     if recorder is not None:

@@ -44,7 +44,7 @@ class FunctionRecorder:
 
 def interpreted(family: str):
     """Return a small model whose attention supports padding."""
-    model = copy.copy(tiny_model(family))
+    model = copy.copy(tiny_model(family, "torch"))
     model.attention = TritonAttention()
     return model
 
@@ -64,7 +64,7 @@ def test_graphs_produce_the_tokens_of_eager_steps(family: str, depth: int, evict
 
 
 def test_padding_writes_no_kv_and_changes_no_other_rows() -> None:
-    model = random_model(CONFIGS["llama"], seed=5)
+    model = random_model(CONFIGS["llama"], seed=5, attention="torch")
     model.attention = TritonAttention()
     store = make_store(model, 6)
     store.device.tensor.normal_()
@@ -85,7 +85,7 @@ def test_padding_writes_no_kv_and_changes_no_other_rows() -> None:
 
 
 def test_graphs_accept_only_decodes_that_fit() -> None:
-    model = random_model(CONFIGS["llama"], seed=5)
+    model = random_model(CONFIGS["llama"], seed=5, attention="torch")
     model.attention = TritonAttention()
     graphs = DecodeGraphs(model, make_store(model, 6).device, FunctionRecorder(), sizes=[1, 2], longest=11)
     one = Segment([1], 4, [0, 1])

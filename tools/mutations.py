@@ -48,7 +48,7 @@ MUTATIONS = {
     "evictor": Mutation(
         "newcomers evict a running request only after it has generated a token",
         "core/scheduling/evictor.py",
-        "if victim.is_newly_resident and victim.last_plan >= latest:",
+        "if newcomer and victim.is_newly_resident and victim.last_plan >= latest:",
         "if False:",
         ("core/scheduling/test_preemption_rules.py", "recipes/test_recorded_plans.py"),
     ),

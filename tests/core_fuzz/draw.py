@@ -54,9 +54,10 @@ def world_of(draw: random.Random, recipes: Sequence[str]) -> World:
         "buffer": draw.choice((0.0, 0.15)),
         "reserve": draw.choice((0.0, 0.03, 0.3)),
         "length_range": draw.choice((1, 32)),
-        "promotion": draw.choice(("first-queue", "one-quantum")),
-        "order": draw.choice(("arrival", "shortest-prefill")),
     }
+    for chosen in ("order", "promotion"):  # recipes have choices of their own
+        if chosen in recipe.parameters:
+            params[chosen] = draw.choice(recipe.parameters[chosen].option.choices)
     return World(
         name,
         depth,

@@ -54,7 +54,7 @@ def test_kernels_are_checked_and_models_loaded_on_the_configured_device(
     monkeypatch.setattr(loader, "expand_segments", lambda: None)
     config = ModelConfig.from_dict(CONFIGS["llama"])
     for name, expected in (("cuda:1", 1), ("cuda:0", 0)):
-        loader._places("float32", name, "auto", "none", config)
+        loader._choose(config, "float32", name, attention="auto", quantization="none", kv_cache_dtype="auto")
         assert seen.pop() == current.index == expected
 
 
@@ -118,8 +118,8 @@ def test_weights_that_do_not_fit_report_free_memory(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     shutil.copy(builtin_model_path() / "config.json", tmp_path)
-    places = (torch.float32, SECOND, TorchOps(), TorchAttention())
-    monkeypatch.setattr(loader, "_places", lambda *args, **options: places)
+    chosen = loader._Choice(torch.float32, torch.float32, SECOND, TorchOps(), TorchAttention())
+    monkeypatch.setattr(loader, "_choose", lambda *args, **options: chosen)
     monkeypatch.setattr(loader, "CausalLM", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 29, 80 << 30))
     with pytest.raises(ModelError, match=r"weights do not fit on device cuda:1: .* 1\.50 of 80\.00 GiB are free; end"):

@@ -66,8 +66,8 @@ class FakeGpu:
 def gpu_model() -> CausalLM:
     """Return a model that reports a GPU as its device."""
     model = tiny_model("llama")
-    facts = {"device": CUDA, "dtype": model.dtype, "config": model.config, "shard": model.shard, "weight_bytes": GIB}
-    return cast(CausalLM, SimpleNamespace(**facts))
+    facts = {"device": CUDA, "dtype": model.dtype, "kv_dtype": model.kv_dtype, "config": model.config}
+    return cast(CausalLM, SimpleNamespace(**facts, shard=model.shard, weight_bytes=GIB))
 
 
 # -- the largest steps ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS", "TRACE", "CONNECT
 TARGETS = (
     *OPEN_PATHS,
     *("/version", "/load", "/metrics", "/v1/models", "/v1/models/tally", "/debug/requests", "/openapi.json"),
-    *("/debug/requests/cmpl-0", "/debug/lives", "/debug/arrivals"),
+    *("/debug/requests/cmpl-0", "/debug/lives", "/debug/arrivals", "/debug/replay", "/console/servers.json"),
     *("/v1/files", "/v1/files/file-0", "/v1/files/file-0/content", "/v1/batches", "/v1/batches/batch_0"),
     *("/v1/batches/batch_0/cancel", COMPLETIONS, CHAT, "/tokenize", "/detokenize"),
 )

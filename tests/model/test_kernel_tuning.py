@@ -167,8 +167,8 @@ def test_measured_calls_read_uncached_keys(monkeypatch):
     """Each call reads keys of its own, and all calls together read more than the cache holds."""
     read = []
     monkeypatch.setattr(choices.decode, "share_out", lambda batch, **rest: None)
-    monkeypatch.setattr(choices.decode, "decode_attention", lambda *args, **rest: read.append(args[4]))
-    monkeypatch.setattr(choices.prefill, "prefill_attention", lambda *args, **rest: read.append(args[4].block_tables))
+    monkeypatch.setattr(choices.decode, "decode_attention", lambda *args, **rest: read.append(args[5]))
+    monkeypatch.setattr(choices.prefill, "prefill_attention", lambda *args, **rest: read.append(args[5].block_tables))
     monkeypatch.setattr(choices, "_DECODES", (1, 4))
     monkeypatch.setattr(choices, "_PROMPTS", (8,))
     table, shape, cache = Measured(), Shape(torch.float32, 1, 16, 16), 4 << 20

@@ -26,7 +26,7 @@ SIMULATE = ["simulate", "--model", "opt-13b", "--kv-gib", "1.5", "--rates", "8",
 
 def test_the_package_has_eight_recipes_and_tests_have_all_renamed_ones() -> None:
     assert set(RECIPES) == {"adaptive", "fcfs", "sarathi", "fastserve", "alise", "econoserve", "bros", "srpt"}
-    assert set(LABELLED) == set(RECIPES) | set(RENAMED)
+    assert set(LABELLED) >= set(RECIPES) | set(RENAMED)
 
 
 def test_a_list_is_split_at_the_commas_outside_brackets() -> None:

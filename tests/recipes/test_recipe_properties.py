@@ -349,7 +349,7 @@ def test_plans_equal_those_of_fcfs_while_nothing_is_short(recipe: str, pipeline:
 def test_these_worlds_cause_evictions() -> None:
     """Otherwise the properties above would hold without evictions to test them."""
     for recipe in SYSTEMS:
-        is_roomy = recipe in ("static", "orca")
+        is_roomy = recipe in ("static", "orca", "orca-exact")
         for eviction in EVICTIONS:
             done = served(World(recipe, eviction=EVICTIONS[eviction]))
             preemptions = [event.how for event in done.events if isinstance(event, Preempted)]

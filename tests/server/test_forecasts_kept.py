@@ -83,7 +83,7 @@ def test_learned_forecasts_survive_restarts_and_crashes(start_server: StartServe
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("forecast_encoder=/no/such/folder", "forecast_encoder must be one of hashed, embeddings or the folder"),
+        ("forecast_encoder=/no/such/folder", "must be one of hashed, embeddings, minilm or the folder"),
         ("forecast_dir=/dev/null/x", "forecast_dir /dev/null/x cannot be written: Not a directory"),
     ],
 )

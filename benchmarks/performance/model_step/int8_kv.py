@@ -95,7 +95,10 @@ def measure_steps(repeats: int) -> list[dict[str, Any]]:
 
 def examples(count: int) -> list[tuple[list[int], int]]:
     """Return the tokens of held-out tasks with their answers, and where the answers begin."""
-    tokenizer, draw = AutoTokenizer.from_pretrained(str(builtin_model_path())), random.Random(0)
+    tokenizer, draw = (
+        AutoTokenizer.from_pretrained(str(builtin_model_path()), trust_remote_code=False),
+        random.Random(0),
+    )
     found = []
     for _ in range(count):
         task = draw_task(draw, held_out=True)

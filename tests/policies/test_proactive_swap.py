@@ -113,6 +113,16 @@ def test_blocks_are_freed_for_a_request_that_arrived() -> None:
     assert setup.step() == ([5, 4], [])
 
 
+@pytest.mark.parametrize(("turn", "out"), [(0, [10]), (5, [])])
+def test_blocks_stay_free_for_waiting_requests_that_precede_all_others(turn: int, out: list[int]) -> None:
+    """However long ago they arrived, and up to a tenth of the device."""
+    setup = Setup(*(Holder(number, 10) for number in range(1, 10)), Holder(10, 9), device=100)
+    setup.ordering.numbers[1000] = turn
+    for request in (*setup.requests, make(1000, 12)):
+        setup.ordering.on_arrived(request, 0.0)
+    assert setup.step() == (out, [])
+
+
 def test_blocks_are_kept_free_for_expected_arrivals() -> None:
     """Their number follows the history of arrivals and is at most a tenth of the device."""
     setup = Setup(*(Holder(turn, 10) for turn in range(10)), Holder(10, 9), device=110)

@@ -204,8 +204,8 @@ class ProactiveSwap(Swap):
     """Proactive swapping (FastServe section 4.2), overlapped with steps and ordered by next scheduled time.
 
     While blocks are short, the request scheduled last is swapped out first, and the one scheduled soonest is swapped in
-    first. Blocks are kept free for expected arrivals and for growth. Swaps are blocking where that does not suffice,
-    and where transfers take next to no time.
+    first. Blocks are kept free for growth, expected arrivals, and waiting requests that precede all others. Swaps are
+    blocking where that does not suffice, and where transfers take next to no time.
 
     Overlapped moves are for every request with a computed prompt. Blocking ones must beat recomputation, as in `Swap`.
     """
@@ -229,9 +229,11 @@ class ProactiveSwap(Swap):
         self, still: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         self._time_step(now, is_idle=not still)
-        spare = self._spare(kv, now)
         tiers = kv.tiers
         assert tiers is not None, "only a ledger with a CPU tier swaps ahead"
+        spare = self._spare(kv, now)
+        free = kv.available + tiers.blocks_in_transit[Direction.OUT] - spare
+        spare += max(self._arrived(kv), self._awaited(ordering, kv, now, free))
         self._is_cheap = self._finds_moves_cheap(len(still), kv, tiers)
         if self._is_cheap:
             return (), ()
@@ -275,11 +277,27 @@ class ProactiveSwap(Swap):
 
     def _spare(self, kv: KVAccounts, now: float) -> int:
         tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
-        new, self._new = self._new, []
-        arrived = sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
         growth = max(1, int(_GROWTH_SHARE * kv.device_total))
-        reserved = min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
-        return growth + reserved + arrived
+        return growth + min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
+
+    def _arrived(self, kv: KVAccounts) -> int:
+        new, self._new = self._new, []
+        return sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
+
+    def _awaited(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> int:
+        """Return how many blocks requests without KV need that precede all others, up to a share of the device.
+
+        If there is as much free, they need nothing to be moved, and the order is not read.
+        """
+        most = int(_MAX_SPARE * kv.device_total)
+        if free >= most:
+            return 0
+        needed = 0
+        for request in ordering.ranked(now):
+            if needed >= most or kv.blocks_of(request) is not None:
+                break
+            needed += kv.blocks_for(request.known)
+        return needed
 
 
 class _Exchange:

@@ -40,7 +40,7 @@ inline int64_t now_ns() {
   return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-// Nanoseconds and number of operations of each kind, [kinds][2], or null if nobody measures.
+// Nanoseconds and number of operations of each kind, [kinds][2], or null when they are not measured.
 extern int64_t *measured;
 
 // Measures the operation in whose scope it is.

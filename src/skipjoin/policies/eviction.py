@@ -285,9 +285,9 @@ class ProactiveSwap(Swap):
         return sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
 
     def _awaited(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> int:
-        """Return how many blocks requests without KV need that precede all others, up to a share of the device.
+        """Return the blocks needed by requests without KV that precede every request with KV.
 
-        If there is as much free, they need nothing to be moved, and the order is not read.
+        The result is limited to a share of the device. With that much free, it is 0, since nothing has to move.
         """
         most = int(_MAX_SPARE * kv.device_total)
         if free >= most:

@@ -29,7 +29,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
-from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -45,7 +44,7 @@ def serve(dtype: str) -> None:
     for line in sys.stdin:
         *shape, steps = json.loads(line)
         work = run.segments(*shape)
-        kv = PagedKV(max(max(one.blocks) for one in work) + 1, run.BLOCK, model.config, model.dtype, "cpu")
+        kv = run.written_kv(model, work)
         step = run.step_of(model, work, kv)
         step()
         cpu = time.process_time()

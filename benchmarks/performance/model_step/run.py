@@ -152,12 +152,19 @@ def step_of(model: CausalLM, work: list[Segment], kv: PagedKV) -> Callable[[], l
     return step
 
 
+def written_kv(model: CausalLM, work: list[Segment]) -> PagedKV:
+    """Return a cache whose pages have all been written: unwritten ones share one page of zeros, which is cached."""
+    kv = PagedKV(max(max(one.blocks) for one in work) + 1, BLOCK, model.config, model.dtype, "cpu")
+    for layer in kv.tensor:
+        layer.normal_()
+    return kv
+
+
 @torch.inference_mode()
 def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: int) -> dict[str, Any]:
     """Measure one shape."""
     work = segments(decodes, context, prefill)
-    blocks = max(max(s.blocks) for s in work) + 1
-    kv = PagedKV(blocks, BLOCK, model.config, model.dtype, "cpu")
+    kv = written_kv(model, work)
     batch = PackedBatch.build(work, BLOCK)
     sampler = Sampler(model.config.vocab_size)
     greedy = SamplingParams(temperature=0)

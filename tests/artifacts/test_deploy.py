@@ -29,6 +29,11 @@ def test_dockerfile_has_no_lint() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_compose_file_follows_its_specification() -> None:
+    done = run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", DEPLOY / "docker/compose.yaml")
+    assert done.returncode == 0, done.stdout
+
+
 def test_compose_mounts_existing_files_and_publishes_on_loopback_only() -> None:
     services = yaml.safe_load((DEPLOY / "docker/compose.yaml").read_text())["services"]
     for service in services.values():

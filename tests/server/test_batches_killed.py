@@ -22,7 +22,9 @@ from batch_client import answers, ids, line, submit, wait_for
 from batch_worlds import StoreLocation
 from openai.types import Batch
 from server_worlds import BLOCKS, HERE, ServerProcess, simulated_server
+from typer.testing import CliRunner
 
+from skipjoin.cli import app
 from skipjoin.server.batches.database import DATABASE_FILE
 from support.postgres import Postgres
 
@@ -107,7 +109,7 @@ def test_batch_survives_sigkill_of_api_and_engine(start: Start, tmp_path: Path) 
     assert server.metric("batch_generation_tokens_total") == (LINES - written) * FEW
 
 
-def test_sigterm_does_not_wait_for_batches(start: Start, tmp_path: Path) -> None:
+def test_upgrade_does_not_wait_for_batches_and_continues_them(start: Start, tmp_path: Path) -> None:
     server = start(**SLOW)
     batch = begin_batch(server, tokens=FEW)
     until(lambda: finished(tmp_path / "batches"))
@@ -115,6 +117,9 @@ def test_sigterm_does_not_wait_for_batches(start: Start, tmp_path: Path) -> None
     assert server.process.wait(30) == 0
     assert 0 < finished(tmp_path / "batches") < LINES
     assert any("draining: 0 requests" in line for line in server.errors)
+    # The next start migrates the database of an older version.
+    older = CliRunner().invoke(app, ["batch", "migrate", "--batch-dir", str(tmp_path / "batches"), "--to", "0004"])
+    assert older.exit_code == 0, older.output
     check(start(), batch, tokens=FEW)
 
 

@@ -125,6 +125,28 @@ def test_record_is_one_text_line_or_one_json_object() -> None:
     assert line == {"level": "info", "logger": "skipjoin.x", "message": "a\nb done", **record.fields}
 
 
+def test_json_log_has_no_other_line_after_errors_and_warnings() -> None:
+    code = """
+import logging, threading, warnings
+from skipjoin.server import logs
+logs.configure("info", "json")
+warnings.warn("odd")
+logging.getLogger("uvicorn.error").error("refused")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+class Left:
+    def __del__(self): raise KeyError("left")
+Left()
+raise OSError("over")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    records = [json.loads(line) for line in run.stderr.splitlines()]
+    assert [record["level"] for record in records] == ["warning", "error", "critical", "critical", "critical"]
+    errors = [record["exception"].splitlines()[-1] for record in records[2:]]
+    assert errors == ["ZeroDivisionError: division by zero", "KeyError: 'left'", "OSError: over"]
+
+
 def test_every_server_log_line_has_a_timestamp(start_server: StartServer) -> None:
     """Engine processes get their log settings through the environment."""
     server = start_server(log_format="json", timeline="/dev/full")

@@ -17,20 +17,22 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 @pytest.fixture
-def endpoint() -> Iterator[tuple[str, Queue[Any]]]:
-    """Run a collector; yield its URL and the received spans."""
+def endpoint() -> Iterator[tuple[str, Queue[Any], threading.Event]]:
+    """Run a collector that is first busy; yield its URL, the received spans, and whether it was busy."""
     spans: Queue[Any] = Queue()
+    was_busy = threading.Event()
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers["content-encoding"] is None:
+            self.send_response(200 if was_busy.is_set() else 503)
+            self.end_headers()
+            if was_busy.is_set():
                 for resource in collector.ExportTraceServiceRequest.FromString(body).resource_spans:
                     for scope in resource.scope_spans:
                         for span in scope.spans:
                             spans.put((resource.resource, span))
-            self.send_response(200)
-            self.end_headers()
+            was_busy.set()
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -38,7 +40,7 @@ def endpoint() -> Iterator[tuple[str, Queue[Any]]]:
     server = HTTPServer(("127.0.0.1", 0), Collector)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
+    yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans, was_busy
     server.shutdown()
     thread.join()
     server.server_close()
@@ -49,7 +51,7 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 def test_request_continues_the_trace_of_its_client(start_server: StartServer, endpoint: Any) -> None:
-    url, received = endpoint
+    url, received, was_busy = endpoint
     server = start_server(otlp_traces_endpoint=url)
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
     body = {"prompt": "abc", "max_tokens": 5, "n": 2, "ignore_eos": True}
@@ -58,6 +60,7 @@ def test_request_continues_the_trace_of_its_client(start_server: StartServer, en
     for parent in ("nonsense", f"00-{TRACE}-{PARENT}-00"):  # a new trace, and one that its client does not sample
         httpx.post(f"{server.url}/v1/completions", json=body, headers={"traceparent": parent})
     server.wait_idle()
+    assert was_busy.wait(10)
     server.stop()  # sends what remains
     spans = [received.get(timeout=10) for _ in range(received.qsize())]
     roots = [span for _, span in spans if span.name == "request"]
@@ -66,7 +69,11 @@ def test_request_continues_the_trace_of_its_client(start_server: StartServer, en
     for root in own:
         assert root.parent_span_id.hex() == PARENT
         assert attributes(root)["gen_ai.request.id"] == "mine"
-        assert attributes(root)["gen_ai.usage.output_tokens"] == 5
+        assert (root.kind, root.flags) == (root.SPAN_KIND_SERVER, 0x300)
+        found = attributes(root)
+        assert (found["gen_ai.usage.output_tokens"], found["gen_ai.request.model"]) == (5, server.model)
+        assert [one.string_value for one in found["gen_ai.response.finish_reasons"].values] == ["length"]
+        assert 0 < found["gen_ai.latency.time_to_first_token"] < 60
         children = {span.name: span for _, span in spans if span.parent_span_id == root.span_id}
         assert set(children) == {"queue", "prefill", "decode"}
         queue, prefill, decode = (children[name] for name in ("queue", "prefill", "decode"))

@@ -1,11 +1,12 @@
-"""Measure what observers cost: output tokens per second with consoles, with traces, and without either.
+"""Measure what observers cost: output tokens per second and CPU time with consoles, with traces, and without either.
 
     python benchmarks/performance/observers/run.py [--requests 1000] [--tokens 200] [--consoles 3] [--out FILE]
 
 Each turn sends the requests at once to new servers of the built-in model, one per case in alternating order, and waits
 for all of them. `with_consoles` has `--consoles` readers of /debug/events, and `with_traces` a collector of OTLP spans,
 both in processes of their own. `without_again` repeats the first case, so that its ratio shows the noise. The target is
-a median ratio of at least 0.99.
+a median ratio of throughput of at least 0.99. CPU time is that of the server's processes per request, which noise of
+the machine changes less.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import statistics
 import sys
 import time
 import urllib.request
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
@@ -88,7 +91,15 @@ async def send_all(url: str, requests: int, tokens: int) -> float:
     return sum(generated) / (time.perf_counter() - begin)
 
 
-def measure(case: str, args: Any) -> float:
+def cpu_s(server: Skipjoin) -> float:
+    """Return the CPU time of the server's processes so far."""
+    root = psutil.Process(server.process.pid)
+    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def measure(case: str, args: Any) -> tuple[float, float]:
+    """Return output tokens per second, and milliseconds of CPU time per request."""
     options = ("--max-num-queued-reqs", args.requests + 16, "--max-num-queued-tokens", 1 << 20, "--threads", 1)
     options += ("--kv-cache-gib", 2)
     port = multiprocessing.Value("i", 0)
@@ -100,21 +111,29 @@ def measure(case: str, args: Any) -> float:
         with Skipjoin("tally", *options) as server:
             asyncio.run(send_all(server.url, 16, 16))  # warm up
             with beside(args.consoles if case == "with_consoles" else 0, read_events, server.url):
-                return asyncio.run(send_all(server.url, args.requests, args.tokens))
+                before = cpu_s(server)
+                rate = asyncio.run(send_all(server.url, args.requests, args.tokens))
+                return rate, 1000 * (cpu_s(server) - before) / args.requests
 
 
 def main() -> None:
     args = harness.parser(__doc__, requests=1000, tokens=200, consoles=3, turns=5).parse_args()
     record = harness.new_record(requests=args.requests, tokens=args.tokens, consoles=args.consoles)
     runs: list[dict[str, float]] = []
+    costs: list[dict[str, float]] = []
     for turn in range(args.turns):
-        runs.append({case: round(measure(case, args), 1) for case in harness.in_turn(CASES, turn)})
-        harness.show(turn, runs[-1])
+        found = {case: measure(case, args) for case in harness.in_turn(CASES, turn)}
+        runs.append({case: round(rate, 1) for case, (rate, _) in found.items()})
+        costs.append({case: round(cost, 3) for case, (_, cost) in found.items()})
+        harness.show(turn, runs[-1], costs[-1])
     baseline = [run["without"] for run in runs]
     ratios = {case: harness.median_ratio((run[case] for run in runs), baseline) for case in CASES[1:]}
+    more = {case: [cost[case] - cost["without"] for cost in costs] for case in CASES[1:]}
     record |= {
         "tokens_per_s": harness.spreads(runs),
         "to_without": ratios,
+        "cpu_ms_per_request": harness.spreads(costs),
+        "cpu_ms_more": {case: round(statistics.median(found), 3) for case, found in more.items()},
         "met": min(ratios["with_consoles"], ratios["with_traces"]) >= TARGET,
     }
     harness.report(record, args.out)

@@ -56,15 +56,20 @@ class SpanLog:
             Arrived: self._arrive,
             Started: self._start,
             Preempted: self._preempt,
-            Token: self._token,
             Decoded: self._decode,
             Finished: self._finish,
         }
 
     def observe(self, events: Iterable[Event]) -> None:
         """Process events in order."""
+        live, handlers = self._live, self._handlers
         for event in events:
-            if (handle := self._handlers.get(type(event))) is not None:
+            if type(event) is Token:
+                if (one := live.get(event.request)) is not None:
+                    one.last_token = event.now
+                    if one.first_token is None:
+                        one.first_token = event.now
+            elif (handle := handlers.get(type(event))) is not None:
                 handle(event)
 
     def _arrive(self, event: Arrived) -> None:
@@ -80,11 +85,6 @@ class SpanLog:
         if (one := self._live.get(event.request)) is not None:
             one.resume(event.now)
             one.preempted = event
-
-    def _token(self, event: Token) -> None:
-        if (one := self._live.get(event.request)) is not None:
-            one.last_token = event.now
-            one.first_token = event.now if one.first_token is None else one.first_token
 
     def _decode(self, event: Decoded) -> None:
         for request in event.requests:

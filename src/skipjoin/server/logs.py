@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
@@ -60,6 +61,8 @@ def configure(level: str, form: str, spell: Callable[[str], str] = str) -> None:
     if form == "json":
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_in_thread
+        sys.unraisablehook = _log_unraisable
         # Libraries write these to standard error themselves, also in engine processes.
         os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     os.environ[_LEVEL], os.environ[_FORM] = level, form
@@ -80,6 +83,16 @@ def announce(text: str, **fields: Any) -> None:
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     logging.getLogger(__name__).critical("uncaught exception", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(what: threading.ExceptHookArgs) -> None:
+    if what.exc_value is not None and what.exc_type is not SystemExit:
+        _log_uncaught(what.exc_type, what.exc_value, what.exc_traceback)
+
+
+def _log_unraisable(what: sys.UnraisableHookArgs) -> None:
+    if what.exc_value is not None:
+        _log_uncaught(what.exc_type, what.exc_value, what.exc_traceback)
 
 
 def fail(text: str) -> None:

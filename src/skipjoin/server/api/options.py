@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
 from skipjoin.config.key_files import ANY_LATER, AS_ALL
-from skipjoin.core.request import RequestOptions, ServiceClass, Target
+from skipjoin.core.request import RequestOptions, ServiceClass, Target, Trace
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.protocol import GenerationBody, ServiceTier, Slo
@@ -16,7 +16,7 @@ _OBJECTIVES: tuple[str, ...] = ("ttft", "tpot", "jct")
 
 
 def request_options(
-    body: GenerationBody, headers: Mapping[str, str], config: ServerConfig, owner: str = ""
+    body: GenerationBody, headers: Mapping[str, str], config: ServerConfig, owner: str = "", request_id: str = ""
 ) -> RequestOptions:
     """Return the options of a request from its body, or else its headers, or else the server's defaults.
 
@@ -26,6 +26,7 @@ def request_options(
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
     if deadline_ms is None:
         deadline_ms = _deadline_ms(headers)
+    is_traced = config.otlp_traces_endpoint is not None
     return RequestOptions(
         service=ServiceClass.BEST_EFFORT if tier == "flex" else ServiceClass.REAL_TIME,
         is_urgent=tier == "priority",
@@ -34,6 +35,7 @@ def request_options(
         target=_target(slo, headers, config, tier),
         client=client_of(owner, config, body.user),
         cache_salt=cache_salt(body, owner),
+        trace=Trace(headers.get("traceparent", ""), request_id) if is_traced else None,
     )
 
 

@@ -5,14 +5,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from skipjoin.core.request import Trace
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, from_engine
 from skipjoin.server.api.generation import BodyT, Endpoint, Job, JobRun
@@ -37,10 +35,8 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     arrived = time.monotonic()
     service = endpoint.service
     body = await service.parse(await json_body(request), endpoint.body_type)
-    options = request_options(body, request.headers, service.config, request.state.owner)
     state = request.state
-    if service.config.otlp_traces_endpoint is not None:
-        options = replace(options, trace=Trace(request.headers.get("traceparent", ""), state.request_id))
+    options = request_options(body, request.headers, service.config, state.owner, state.request_id)
     job = await endpoint.prepare(body, options, arrived, owner=state.owner, request_id=state.request_id)
     if body.stream:
         return StreamReply(endpoint, job, usage_at_end=body.usage_at_end, usage_always=body.usage_always)

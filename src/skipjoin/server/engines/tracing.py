@@ -10,6 +10,7 @@ from functools import partial
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import SpanKind, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -69,7 +70,7 @@ class TraceWriter:
             trace, parent = client.trace_id.to_bytes(16), client.span_id.to_bytes(8)
         whole, *parts = spans
         sampling = self._sampler.should_sample(context, int.from_bytes(trace), whole.name, SpanKind.SERVER)
-        if not sampling.decision.is_sampled():
+        if sampling.decision is not Decision.RECORD_AND_SAMPLE:
             return
         offset = time.time_ns() - time.monotonic_ns()
 

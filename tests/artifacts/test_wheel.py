@@ -47,16 +47,21 @@ def server(bare: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[
     """Run the server; yield its URL and log."""
     log = tmp_path / "log"
     command = [str(bare / "bin/skipjoin"), "serve", "tally", "--port", "0", "--profile", "off"]
-    with log.open("w") as file:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
             command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=file, text=True
-        )
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        assert ready.startswith("Ready"), log.read_text()
-        yield ready.split(" at ")[1].split()[0], log
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            assert ready.startswith("Ready"), log.read_text()
+            yield ready.split(" at ")[1].split()[0], log
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_server_answers_with_the_compiled_operations_of_the_wheel(server: tuple[str, Path], tmp_path: Path) -> None:

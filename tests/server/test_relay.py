@@ -13,8 +13,10 @@ from server_worlds import BLOCKS, ServerProcess, simulated_server
 
 from skipjoin.server.api.page_paths import FILES
 from skipjoin.server.relay.app import RELAYED
+from support.browser import chromium, open_page
 
 KEY = "operator"
+WAIT_MS = 60_000
 
 
 @contextlib.contextmanager
@@ -72,3 +74,20 @@ def test_other_machines_must_send_their_own_key(keyed: ServerProcess) -> None:
         path = f"{local}/servers/0/v1/models"
         assert httpx.get(path).status_code == 401
         assert httpx.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+@pytest.mark.browser
+def test_browser_switches_between_servers(keyed: ServerProcess) -> None:
+    lost = "http://127.0.0.1:9"
+    with chromium() as browser, console("--server", keyed.url, "--server", lost, "--api-key", KEY) as url:
+        watched = open_page(browser, url)
+        page = watched.page
+        page.goto(f"{url}/console#/memory")
+        page.wait_for_selector("#link.live", timeout=WAIT_MS)
+        assert watched.problems == []
+        page.get_by_label("Server", exact=True).select_option(lost)
+        page.get_by_text(f"not connected: {lost} cannot be reached").wait_for(timeout=WAIT_MS)
+        page.get_by_label("Server", exact=True).select_option(keyed.url)
+        page.wait_for_selector("#link.live", timeout=WAIT_MS)
+        page.get_by_role("heading", name="Memory").wait_for(timeout=WAIT_MS)
+        page.context.close()

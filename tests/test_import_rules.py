@@ -243,6 +243,7 @@ ALLOWED: dict[str, set[str]] = {
         "core.scheduling.scheduler",
         "core.scheduling.waits",
         "forecast",
+        "observe",
         "options",
         "policies",
         "recipes",

@@ -30,7 +30,7 @@ HEADER = """# vLLM releases
 <!-- Written by `make test-vllm`. Do not edit. -->
 
 Tests of the [scheduler inside vLLM](../vllm.md) that passed, of those that ran. A runner without a model checks every
-KV slot that a step reads. Worlds are random, with aborts, pauses and resets of the prefix cache.
+KV slot that a step reads. Worlds are random, with aborts, pauses, sleeps and resets of the prefix cache.
 
 """
 RECIPES = ("adaptive", "fcfs", "sarathi", "fastserve", "alise", "bros", "econoserve")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from skipjoin.cli import app
 from skipjoin.core.scheduling.waits import WaitReason
-from skipjoin.server.api.reasons import explanations
+from skipjoin.observe.reasons import explanations
 from skipjoin.server.api.request_index import RequestIndex
 
 

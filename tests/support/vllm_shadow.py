@@ -238,7 +238,7 @@ class ShadowRunner:
 
 @dataclass
 class ShadowWorld:
-    """Random requests, aborts, pauses and resets on one scheduler.
+    """Random requests, aborts, pauses, sleeps and resets on one scheduler.
 
     Attributes:
         ends: Names of requests in the order in which they finished.
@@ -308,11 +308,14 @@ class ShadowWorld:
             flights.append((output, self.shadow.run(output)))
         is_last = not scheduler.has_requests() or not flights[-1][0].num_scheduled_tokens
         if flights and (len(flights) >= depth or is_last):
-            for outputs in scheduler.update_from_output(*flights.pop(0)).values():
-                for one in outputs.outputs:
-                    self.got.setdefault(one.request_id, []).extend(one.new_token_ids)
-                    if one.finish_reason is not None:
-                        self.ends.append(one.request_id)
+            self._receive()
+
+    def _receive(self) -> None:
+        for outputs in self.scheduler.update_from_output(*self.flights.pop(0)).values():
+            for one in outputs.outputs:
+                self.got.setdefault(one.request_id, []).extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.ends.append(one.request_id)
 
     def _check_twins(self, output: Any) -> None:
         """Assert that the planner counts the tokens of each scheduled request as vLLM does."""
@@ -331,12 +334,27 @@ class ShadowWorld:
                 self.aborted.add(request.request_id)
         if draw.random() < 0.003:
             scheduler.reset_prefix_cache(reset_running_requests=True)
+        if draw.random() < 0.003:
+            self._sleep()
         if draw.random() < 0.02:
             scheduler.set_pause_state(draw.choice([PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]))
         elif scheduler.pause_state is not PauseState.UNPAUSED and draw.random() < 0.2:
             scheduler.set_pause_state(PauseState.UNPAUSED)
         if not scheduler.has_requests() and not self.flights:
             scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _sleep(self) -> None:
+        """Sleep and wake up as the engine does, with loss of all KV. Half of the sleeps abort all requests."""
+        scheduler = self.scheduler
+        if self.draw.random() < 0.5:
+            ended = scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            self.aborted |= {request.request_id for request in ended}
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self.flights:
+            self._receive()
+        assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.shadow.slots.clear()
+        scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _check_tokens(self) -> None:
         for request in self.live:

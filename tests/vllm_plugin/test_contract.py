@@ -17,6 +17,7 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's and torch's imports
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.request import RequestStatus
 
@@ -33,6 +34,7 @@ with warnings.catch_warnings():
     )
 
 from skipjoin.options import ConfigError
+from skipjoin.vllm import compat
 from skipjoin.vllm.plugin import register
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -188,13 +190,25 @@ def test_an_abort_of_a_parked_request_frees_its_blocks(model: Path) -> None:
 def test_errors_come_with_the_configuration_and_before_the_model(
     model: Path, arguments: dict[str, Any], flag: str
 ) -> None:
+    check_refusal(model, flag, **arguments)
+
+
+def test_an_unsupported_release_is_refused_before_the_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "METHODS", (*compat.METHODS, "a_new_method"))
+    check_refusal(model, "lacks a_new_method, which the Skipjoin scheduler uses: install one of 0.27.1")
+
+
+def check_refusal(model: Path, message: str, **arguments: Any) -> None:
+    """Assert that no configuration is created, and that `vllm serve` ends with one line."""
     before = EngineArgs.create_engine_config
     register()
     register()
     try:
         chosen = {"scheduler_cls": "skipjoin.vllm.Scheduler", **arguments}
         made = EngineArgs(model=str(model), skip_tokenizer_init=True, max_model_len=512, **chosen)
-        with pytest.raises(ConfigError, match=flag):
+        with pytest.raises(ConfigError, match=message):
             made.create_engine_config()
+        with pytest.raises(SystemExit, match=rf"^error: [^\n]*{message}[^\n]*$"):
+            made.create_engine_config(UsageContext.OPENAI_API_SERVER)
     finally:
         EngineArgs.create_engine_config = before

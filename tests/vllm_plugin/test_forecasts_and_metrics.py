@@ -9,12 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
-from skipjoin.core.events import Preempted, Preemption
+from skipjoin.cli import app
+from skipjoin.core.events import Preempted, Preemption, Started, Waited
 from skipjoin.core.request import FinishReason
+from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.forecast import ForecastConfig
+from skipjoin.observe.finished_lives import MAX_FINISHED
 from skipjoin.vllm.forecasts import LengthForecasts
-from skipjoin.vllm.metrics import EngineCollector, Tally, serve_metrics
+from skipjoin.vllm.listener import listen
+from skipjoin.vllm.lives import Limits, RequestLives
+from skipjoin.vllm.metrics import EngineCollector, Tally
 from skipjoin.vllm.options import PluginOptions
 from support.load import make
 from support.watch import World
@@ -62,6 +68,9 @@ def test_a_failing_forecast_does_not_reach_the_engine(caplog: pytest.LogCaptureF
     assert "a forecast failed" in caplog.text
 
 
+LIMITS = Limits(4, 256, 30, 16, "fastserve")
+
+
 def test_metrics_are_read_on_request() -> None:
     core = World("fcfs", max_seqs=1).core()
     twins = {str(number): make(number, 8, 8) for number in range(3)}
@@ -74,12 +83,19 @@ def test_metrics_are_read_on_request() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    stop = serve_metrics(collector, PluginOptions(metrics_port=port - 1), 1)
+    lives = RequestLives(LIMITS, 1, time.monotonic)
+    lives.arrived(twins["0"], "cmpl-a-0", time.monotonic())
+    stop = listen(collector, lives, PluginOptions(metrics_port=port - 1), 1)
     assert stop is not None
     try:
         text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
         with pytest.raises(ValueError, match=f"metrics_port {port} cannot be opened"):
-            serve_metrics(collector, PluginOptions(metrics_port=port), 0)
+            listen(collector, lives, PluginOptions(metrics_port=port), 0)
+        shown = CliRunner().invoke(app, ["explain", "cmpl-a", "--url", f"http://127.0.0.1:{port}"])
+        assert "cmpl-a: not examined after" in shown.stdout
+        shown = CliRunner().invoke(app, ["explain", "a/b c", "--url", f"http://127.0.0.1:{port}"])
+        assert shown.exit_code == 1
+        assert "no request 'a/b c' is live or finished" in shown.stderr
     finally:
         stop()
     for line in (
@@ -89,7 +105,44 @@ def test_metrics_are_read_on_request() -> None:
         'skipjoin:scheduler_info{recipe="fcfs",',
     ):
         assert line in text
-    assert serve_metrics(collector, PluginOptions(), 0) is None
+    assert listen(collector, None, PluginOptions(), 0) is None
+
+
+def test_a_request_is_explained_by_each_of_its_ids_with_what_it_waited_for() -> None:
+    now = 0.0
+    lives = RequestLives(LIMITS, 2, lambda: now)
+    first, second, other, again = (make(number, 8, 8) for number in range(4))
+    # Two samples of one prompt, as vLLM names them, and a later request with the id of another one.
+    names = ("1_chatcmpl-me-7-0a1b2c3d", "0_chatcmpl-me-7-0a1b2c3d", "cmpl-you-0-00000000", "cmpl-you-0-11111111")
+    for request, name in zip((first, second, other, again), names, strict=True):
+        lives.arrived(request, name, 0.0)
+    lives.observe([Started(other, 1.0), Waited(second, 1.0, WaitReason.NO_KV, 3)])
+    now = 4.0
+    second.output.append(5)
+    lives.observe([Started(second, now)])
+    lives.generated(second, now)
+    lives.finished(second, FinishReason.STOP, 5.0)
+    for name in ("chatcmpl-me-7", "me-7"):
+        found = lives.explain(name)
+        assert found is not None
+        choices = found["choices"]
+        assert [(one["number"], one["replica"]) for one in choices] == [(1, 2), (0, 2)]
+        assert (choices[0]["state"], choices[0]["first_token_s"], choices[0]["total_s"]) == ("stop", 4.0, 5.0)
+        assert choices[0]["seconds"] == {"not_examined": 1.0, "no_kv": 3.0, "running": 1.0}
+        assert "--kv-cache-memory-bytes (now 30 blocks of 16 tokens)" in choices[0]["advice"]
+        assert [(one["id"], one["seconds"]) for one in choices[0]["holders"]] == [("cmpl-you-0", 3.0)]
+    assert [one["number"] for one in (lives.explain("you") or {})["choices"]] == [3]
+    assert lives.explain("me") is lives.explain("7") is None
+
+
+def test_names_of_old_requests_are_forgotten() -> None:
+    lives = RequestLives(LIMITS, 0, lambda: 0.0)
+    for number in range(MAX_FINISHED + 1):
+        lives.arrived(request := make(number), f"cmpl-r{number}-0", 0.0)
+        lives.finished(request, FinishReason.STOP, 0.0)
+    assert lives.explain("r0") is None
+    assert lives.explain("r1") is not None
+    assert len(lives._names) == MAX_FINISHED
 
 
 def test_dropped_requests_are_reported_once() -> None:

@@ -32,6 +32,7 @@ class CountingLedger(BlockLedger):
         self._tier = CountedTier(self, cpu_blocks, pool.held) if cpu_blocks else None
         self.block_size, self.device_total = pool.block_size, pool.total
         self._held: dict[Request, CountedBlocks] = {}
+        self.blocks_of = self._held.get  # type: ignore[method-assign] # without a call of Python's
         # Counts a shared block once for each holder, and so does the total of the reservations.
         self._held_blocks = 0
         self._free = pool.free

@@ -1,13 +1,11 @@
-"""Counts of the scheduler, and their Prometheus metrics on a port of the engine process."""
+"""Counts of the scheduler, and their Prometheus metrics."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,9 +14,6 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.version import VERSION
-from skipjoin.vllm.options import PluginOptions
-
-_log = logging.getLogger("vllm.skipjoin")
 
 
 @dataclass(slots=True)
@@ -108,30 +103,3 @@ class EngineCollector(Collector):
         told = [one.forecast for one in list(self._twins.values()) if one.forecast is not None]
         forecast.add_metric([], sum(one.tokens for one in told) / len(told) if told else 0.0)
         yield forecast
-
-
-def serve_metrics(collector: EngineCollector, options: PluginOptions, index: int) -> Callable[[], None] | None:
-    """Serve the metrics if a port is given, and return a function that stops it.
-
-    Args:
-        index: Number of the data-parallel engine, which is added to the port.
-    """
-    if options.metrics_port is None:
-        return None
-    port = options.metrics_port + index
-    registry = CollectorRegistry()
-    registry.register(collector)
-    try:
-        server, thread = start_http_server(port, addr=options.metrics_host, registry=registry)
-    except OSError as error:
-        raise ValueError(
-            f"metrics_port {port} cannot be opened on {options.metrics_host}: {error.strerror}; choose another one"
-        ) from error
-    _log.info("metrics on http://%s:%d/metrics", options.metrics_host, port)
-
-    def stop() -> None:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-    return stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.version import VERSION
 from skipjoin.vllm.compat import REFUSED
 from skipjoin.vllm.ledger import CountingLedger
+from skipjoin.vllm.lives import Limits, RequestLives
 from skipjoin.vllm.options import PluginOptions
 from skipjoin.vllm.pool import ManagedPool
 
@@ -57,6 +59,19 @@ def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost:
     )
     policies = options.found.build(settings, options.params)
     return Scheduler(policies, ledger, depth=depth, overlap=overlaps)
+
+
+def make_lives(
+    options: PluginOptions, config: Any, ledger: CountingLedger, clock: Callable[[], float]
+) -> RequestLives | None:
+    """Return the log of requests; None without a port on which it can be read."""
+    if options.metrics_port is None:
+        return None
+    bounds = config.scheduler_config
+    limits = Limits(
+        bounds.max_num_seqs, bounds.max_num_batched_tokens, ledger.device_total, ledger.block_size, options.recipe
+    )
+    return RequestLives(limits, config.parallel_config.data_parallel_index, clock)
 
 
 def describe(options: PluginOptions, core: Scheduler, vllm_version: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from functools import wraps
 from typing import Any
 
+from skipjoin.options import ConfigError
 from skipjoin.vllm.compat import check_features, check_tier, chooses_scheduler
 from skipjoin.vllm.options import read_options
 
@@ -12,18 +14,30 @@ from skipjoin.vllm.options import read_options
 def register() -> None:
     """Let vLLM check Skipjoin's options before it loads the model, if Skipjoin's scheduler is chosen.
 
-    Without this, the scheduler itself reports the same errors, after the model is loaded.
+    `vllm serve` ends with one line on stderr, and other programs get a `ConfigError`. Without this, the scheduler
+    itself reports the same errors, after the model is loaded.
     """
-    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - vLLM is still importing itself
+    # vLLM is still importing itself.
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+    from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
 
     create = EngineArgs.create_engine_config
     if hasattr(create, "__wrapped__"):
         return
 
     @wraps(create)
-    def create_checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = create(self, *args, **kwargs)
-        check_config(config)
+    def create_checked(self: Any, usage_context: Any = None, *args: Any, **kwargs: Any) -> Any:
+        config = create(self, usage_context, *args, **kwargs)
+        try:
+            if chooses_scheduler(config):
+                from skipjoin.vllm.releases import check_release  # noqa: PLC0415
+
+                check_release()
+            check_config(config)
+        except ConfigError as error:
+            if usage_context is UsageContext.OPENAI_API_SERVER:
+                sys.exit(f"error: {error}")
+            raise
         return config
 
     EngineArgs.create_engine_config = create_checked

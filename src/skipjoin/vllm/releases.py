@@ -17,6 +17,11 @@ _HAS_HOLDING_QUEUE = hasattr(AsyncScheduler, "_holds_kv_blocks")
 CAN_CUT_PROMPTS = hasattr(AsyncScheduler, "_reserve_prefill_lookahead")
 
 
+def check_release() -> None:
+    """Raise `ConfigError` if vLLM's scheduler class lacks methods."""
+    compat.check_attributes(AsyncScheduler, compat.METHODS, VERSION)
+
+
 class AnyScheduler(AsyncScheduler):
     """vLLM's scheduler with the attributes of the latest tested release.
 
@@ -26,7 +31,7 @@ class AnyScheduler(AsyncScheduler):
     running: list[VllmRequest]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        compat.check_attributes(AsyncScheduler, compat.METHODS, VERSION)
+        check_release()
         super().__init__(*args, **kwargs)
         compat.check_attributes(self, compat.STATE, VERSION)
 

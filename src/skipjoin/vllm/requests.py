@@ -51,17 +51,6 @@ def twin_of(request: Any, number: int, now: float, *, max_model_len: int, caches
     )
 
 
-def take_tokens(twin: Request) -> None:
-    """Append the tokens that vLLM's request received."""
-    request: Any = twin.sampling
-    new = request.num_tokens - twin.known
-    if new == 1:
-        twin.output.append(request.all_token_ids[-1])
-    elif new:
-        twin.output += request.all_token_ids[-new:]
-    twin.known += new
-
-
 def finish_reason(twin: Request) -> FinishReason:
     """Return why vLLM finished the request."""
     request: Any = twin.sampling

@@ -134,7 +134,7 @@ class CountedTier(Tiered):
         """Return whether a request still depends on the move."""
         return move.request is not None and self._moves.get(move.request) is move
 
-    def is_moving(self, request: Request) -> bool:
+    def is_moving(self, request: Request | None) -> bool:
         return request in self._moves
 
     def release(self, request: Request) -> None:

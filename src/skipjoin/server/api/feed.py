@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from skipjoin.observe.reasons import explanations, words_of
 from skipjoin.recipes import listed
 from skipjoin.server.api.errors import ApiError
-from skipjoin.server.api.explain import words_of
-from skipjoin.server.api.reasons import explanations
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.snapshots import MAX_ROWS, STEP_FIELDS, Owned, Snapshot, take_snapshot, visible

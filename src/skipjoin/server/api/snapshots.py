@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from skipjoin.observe.explanation import objectives
 from skipjoin.observe.life import RUNNING, Life
 from skipjoin.observe.steps import StepSummary
-from skipjoin.server.api.explain import objectives
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import ConnectedEngine, LiveRequest, live_requests

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from skipjoin.core.scheduling.waits import WaitReason
-from skipjoin.server.engines.messages import Ready
+from skipjoin.observe.life import RUNNING
 
 NO_REPLICA = "no_replica"
-RUNNING = "running"
 
 
 class Explanation(NamedTuple):
@@ -25,15 +25,44 @@ class Explanation(NamedTuple):
     remedy: str = ""
 
 
-def explanations(info: Ready) -> dict[str, Explanation]:
+class EngineLimits(Protocol):
+    """Limits of an engine. None is unknown."""
+
+    @property
+    def max_num_seqs(self) -> int | None: ...
+    @property
+    def max_num_batched_tokens(self) -> int | None: ...
+    @property
+    def device_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def recipe(self) -> str: ...
+
+
+class OptionNames(NamedTuple):
+    """Options that remedies name: the recipe, its parameters, and memory for the KV cache."""
+
+    recipe: str = "--recipe"
+    params: str = "--set"
+    kv: str = "--kv-cache-gib"
+
+
+_OPTIONS = OptionNames()
+
+
+def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[str, Explanation]:
     """Return the explanations of all reasons, with the limits of this server's engines."""
     count = "" if info.max_num_seqs is None else f"{info.max_num_seqs} "
     slots = "" if info.max_num_seqs is None else f" (now {info.max_num_seqs})"
     tokens = "" if info.max_num_batched_tokens is None else f" (now {info.max_num_batched_tokens})"
     pool = f"{info.device_blocks} blocks of {info.block_size} tokens"
-    more_kv = f"More memory for the KV cache lets more requests run: --kv-cache-gib (now {pool})."
-    other_recipe = f"Another recipe may rank it higher: --recipe (now {info.recipe})."
-    policy = f"Parameters of the recipe (--set) or another recipe may run it earlier: --recipe (now {info.recipe})."
+    more_kv = f"More memory for the KV cache lets more requests run: {options.kv} (now {pool})."
+    other_recipe = f"Another recipe may rank it higher: {options.recipe} (now {info.recipe})."
+    policy = (
+        f"Parameters of the recipe ({options.params}) or another recipe may run it earlier: {options.recipe} "
+        f"(now {info.recipe})."
+    )
     return {
         RUNNING: Explanation("running", "It is in the running batch."),
         NO_REPLICA: Explanation("no engine", "No engine is running that could take it.", "See the server's log."),
@@ -82,3 +111,8 @@ def explanations(info: Ready) -> dict[str, Explanation]:
         WaitReason.TOKEN_PENDING: Explanation("next step", "It was chosen, and its step waits for steps in flight."),
         WaitReason.DISPATCH: Explanation("dispatch", "It was chosen, and its step is being sent to the device."),
     }
+
+
+def words_of(reasons: Mapping[str, Explanation]) -> dict[str, dict[str, str]]:
+    """Return reasons in words as JSON."""
+    return {str(name): reason._asdict() for name, reason in reasons.items()}

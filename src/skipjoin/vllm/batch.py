@@ -1,0 +1,64 @@
+"""A plan in vLLM's terms, and what vLLM made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepPlan
+
+_RUNNING = RequestStatus.RUNNING
+
+
+class Batch:
+    """Requests of a plan.
+
+    Args:
+        left: Requests that cannot run, although the plan contains them.
+
+    Attributes:
+        running: Requests that vLLM runs already, in the order of the plan.
+        joining: The others.
+        tokens: Number of tokens of each request, by vLLM's id.
+        cuts: The same of requests that stop before their last known token.
+    """
+
+    __slots__ = ("_joining", "cuts", "joining", "plan", "running", "tokens")
+
+    def __init__(self, plan: StepPlan, left: Collection[Any]) -> None:
+        self.plan, slices = plan, plan.slices
+        if left:
+            slices = tuple(slice_ for slice_ in slices if slice_.request.sampling not in left)
+        requests: list[Any] = [slice_.request.sampling for slice_ in slices]
+        self.running = [request for request in requests if request.status is _RUNNING]
+        self.joining: list[Any] = []
+        self._joining: list[Slice] = []
+        if len(self.running) < len(requests):
+            self._joining = [slice_ for slice_ in slices if slice_.request.sampling.status is not _RUNNING]  # type: ignore[attr-defined]
+            self.joining = [slice_.request.sampling for slice_ in self._joining]
+        self.tokens = {request.request_id: slice_.tokens for request, slice_ in zip(requests, slices, strict=True)}
+        self.cuts = {slice_.request.sampling.request_id: slice_.tokens for slice_ in slices if not slice_.samples}  # type: ignore[attr-defined]
+
+    def is_run_by(self, scheduled: Mapping[str, int]) -> bool:
+        """Return whether vLLM scheduled the plan as it is, given its number of tokens of each request.
+
+        Requests that ran before continue where the planner expects it. Others may have found another prefix.
+        """
+        if scheduled != self.tokens or len(self.tokens) < len(self.plan.slices):
+            return False
+        return all(one.request.sampling.num_computed_tokens == one.start + one.tokens for one in self._joining)  # type: ignore[attr-defined]
+
+    def changes(self, scheduled: Mapping[str, int]) -> Iterator[tuple[Slice, Slice | None]]:
+        """Yield each slice of the plan with the one that vLLM scheduled, or None for none."""
+        for slice_ in self.plan.slices:
+            tokens = scheduled.get(slice_.request.sampling.request_id, 0)  # type: ignore[attr-defined]
+            yield slice_, slice_of(slice_.request, tokens, awaits=slice_.awaits) if tokens else None
+
+
+def slice_of(twin: Request, tokens: int, *, awaits: bool) -> Slice:
+    """Return the last tokens that vLLM scheduled of a request."""
+    request: Any = twin.sampling
+    return Slice(twin, request.num_computed_tokens - tokens, tokens, not request.is_prefill_chunk, awaits, ())

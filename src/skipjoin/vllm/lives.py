@@ -1,0 +1,128 @@
+"""Lives of requests inside vLLM, for `skipjoin explain`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any, NamedTuple
+
+from skipjoin.core.events import Arrived, Event, Finished, Token
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.observe.explanation import explained
+from skipjoin.observe.finished_lives import MAX_FINISHED
+from skipjoin.observe.holders import Holder
+from skipjoin.observe.life import Life
+from skipjoin.observe.lives import LifeLog
+from skipjoin.observe.reasons import OptionNames, explanations, words_of
+
+_OPTIONS = OptionNames(
+    recipe="recipe in --additional-config", params="params in --additional-config", kv="--kv-cache-memory-bytes"
+)
+# vLLM's id of a sequence: the number of the sample, if there are several, the kind of response, the id that the client
+# chose or got, the number of the prompt if it is a completion, and a random part.
+_ID = r"(?:(?P<sample>\d+)_)?(?:(?=cmpl-)(?:cmpl-)?{0}-(?P<prompt>\d+)|(?:[a-z]+[-_])?{0})(?:-[0-9a-f]{{8}})?"
+_RANDOM = re.compile(r"^(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?$")
+
+
+class Limits(NamedTuple):
+    """Limits of an engine, for explanations."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device_blocks: int
+    block_size: int
+    recipe: str
+
+
+class RequestLives:
+    """Lives of live and recent requests. vLLM's engine writes them, and the thread of a listener reads them.
+
+    Args:
+        engine: Number of the data-parallel engine.
+        clock: Seconds on the scheduler's clock.
+    """
+
+    def __init__(self, limits: Limits, engine: int, clock: Callable[[], float]) -> None:
+        self._log = LifeLog()
+        self._engine, self._clock = engine, clock
+        self._reasons = explanations(limits, _OPTIONS)
+        self._names: dict[int, str] = {}  # vLLM's ids by number, of the requests in the log
+        self._finished: deque[int] = deque()
+        self._lock = Lock()
+
+    # -- the engine ---------------------------------------------------------------------------------------
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Process events of the planner, which reports neither arrivals, tokens nor ends."""
+        with self._lock:
+            self._log.observe(events)
+
+    def arrived(self, request: Request, name: str, now: float) -> None:
+        self._names[request.id] = name
+        self.observe((Arrived(request, now),))
+
+    def generated(self, request: Request, now: float) -> None:
+        """Record the first token."""
+        self.observe((Token(request, now, request.output[0], None),))
+
+    def finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        self.observe((Finished(request, now, reason),))
+        self._finished.append(request.id)
+        if len(self._finished) > MAX_FINISHED:
+            del self._names[self._finished.popleft()]
+
+    # -- questions ----------------------------------------------------------------------------------------
+
+    def explain(self, name: str) -> dict[str, Any] | None:
+        """Return the explanation of a request as `skipjoin explain` reads it, or None if it is unknown.
+
+        Args:
+            name: Id of the response, or `x-request-id` of the request.
+        """
+        now = self._clock()
+        choices: list[dict[str, Any]] = []
+        for number in self._numbers(name):
+            with self._lock:
+                life = self._log.find(number, now)
+                holders = self._log.holders(life, now) if life is not None else []
+            if life is not None:
+                choices.append(self._choice(life, len(choices), now, holders))
+        if not choices:
+            return None
+        return {
+            "id": name,
+            "request_id": name,
+            "choices": choices,
+            "lost_choices": 0,
+            "reasons": words_of(self._reasons),
+        }
+
+    def _choice(self, life: Life, choice: int, now: float, holders: list[Holder]) -> dict[str, Any]:
+        return {
+            "choice": choice,
+            "replica": self._engine,
+            **explained(life, now, time.time(), self._reasons),
+            "holders": [self._holder(one) for one in holders],
+        }
+
+    def _holder(self, holder: Holder) -> dict[str, Any]:
+        found = _RANDOM.match(self._names.get(holder.number, ""))
+        return {
+            "id": found[1] if found is not None else None,
+            "choice": None,
+            "seconds": holder.seconds,
+            "service": holder.service,
+            "is_finished": holder.is_finished,
+        }
+
+    def _numbers(self, name: str) -> list[int]:
+        """Return the numbers of a request's sequences, in the order of its choices."""
+        pattern, found = re.compile(_ID.format(re.escape(name))), {}
+        for number, full in list(self._names.items()):
+            if name in full and (match := pattern.fullmatch(full)) is not None:
+                # Clients may choose equal ids. The latest request is meant.
+                found[int(match["prompt"] or 0), int(match["sample"] or 0)] = number
+        return [found[choice] for choice in sorted(found)]

@@ -1,0 +1,89 @@
+"""The planner's requests, one for each of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.vllm.forecasts import LengthForecasts
+from skipjoin.vllm.ledger import CountingLedger
+from skipjoin.vllm.lives import RequestLives
+from skipjoin.vllm.requests import finish_reason, twin_of
+
+
+class Twins(dict[str, Request]):
+    """Requests of the planner by vLLM's ids, which its forecasts and lives follow.
+
+    Args:
+        caches: Whether prefix caching is on.
+    """
+
+    def __init__(
+        self,
+        core: Scheduler,
+        ledger: CountingLedger,
+        forecasts: LengthForecasts | None,
+        lives: RequestLives | None,
+        *,
+        max_model_len: int,
+        caches: bool,
+    ) -> None:
+        super().__init__()
+        self._core, self._ledger = core, ledger
+        self._forecasts, self._lives = forecasts, lives
+        self._max_model_len, self._caches = max_model_len, caches
+        self._numbers = count()
+
+    def join(self, request: Any, now: float, *, awaits_grammar: bool) -> None:
+        """Add a request of vLLM."""
+        twin = twin_of(request, next(self._numbers), now, max_model_len=self._max_model_len, caches=self._caches)
+        twin.awaits_grammar = awaits_grammar
+        self[request.request_id] = twin
+        if self._forecasts is not None:
+            self._forecasts.arrived(twin)
+        if self._lives is not None:
+            self._lives.arrived(twin, request.request_id, now)
+        self._core.add(twin, now)
+
+    def end(self, request_id: str, reason: FinishReason, now: float) -> None:
+        """Remove a request, if it is live. vLLM frees its blocks at once, also while it is in flight."""
+        if (twin := self.pop(request_id, None)) is None:
+            return
+        twin.finish_reason = reason
+        self._core.remove(twin, now)
+        self._ledger.release(twin)
+        if self._forecasts is not None:
+            self._forecasts.finished(twin)
+        if self._lives is not None:
+            self._lives.finished(twin, reason, now)
+
+    def reforecast(self, now: float) -> None:
+        """Take over the forecasts that were completed."""
+        for twin, forecast in self._forecasts.ready() if self._forecasts is not None else ():
+            if twin.finish_reason is None:
+                twin.forecast = forecast
+                for notify in self._core.policies.on_reforecast:
+                    notify(twin, now)
+
+    def read(self, outputs: Mapping[int, Any], now: float) -> None:
+        """Take over the new tokens of a step, and end the requests that are complete.
+
+        Args:
+            outputs: `EngineCoreOutputs` by client.
+        """
+        lives = self._lives
+        for client in outputs.values():
+            for one in client.outputs:
+                if (twin := self.get(one.request_id)) is None:
+                    continue
+                is_first = lives is not None and not twin.output
+                new = one.new_token_ids
+                twin.output += new
+                twin.known += len(new)
+                if is_first and new and lives is not None:
+                    lives.generated(twin, now)
+                if one.finish_reason is not None:
+                    self.end(one.request_id, finish_reason(twin), now)

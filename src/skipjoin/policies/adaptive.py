@@ -148,11 +148,11 @@ class Adaptive(Callbacks):
         return _chained(fresh, others, self._aging.per_s)
 
     def rank(self, request: Request) -> tuple[bool, float, float, int]:
-        cell = self._jobs[request].cell
+        cell, arrival = self._jobs[request].cell, request.arrival
         assert cell is not None
-        if self._is_first(cell):
-            return (False, 0.0, request.arrival, request.id)
-        return (True, self._key(cell, request), request.arrival, request.id)
+        if cell.is_fresh and self._is_open:
+            return (False, 0.0, arrival, request.id)
+        return (True, cell.base + self._aging.per_s * arrival, arrival, request.id)
 
     def outranks(self, one: Request, other: Request) -> bool:
         mine, theirs = self._jobs[one].cell, self._jobs[other].cell

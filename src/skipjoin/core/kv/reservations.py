@@ -168,9 +168,9 @@ class Reservations:
     def returns_to(self, request: Request, owners: frozenset[Owner]) -> bool:
         # An ancestor in between keeps the blocks if it is promised as much as it has.
         this = self._of[request]
-        parent, blocks = this.parent, this.alone
+        parent = this.parent
         while parent is not None and parent.owner not in owners:
-            if parent.size + parent.adopted - parent.promised < blocks:
+            if parent.size + parent.adopted - parent.promised < this.alone:
                 return False
             parent = parent.parent
         return True

@@ -482,7 +482,7 @@ def test_unused_cpu_pool_takes_no_memory() -> None:
         assert llm.engine.core.kv.cpu_free == llm.engine.core.kv.cpu_total == GIB // BLOCK_BYTES
 
 
-@pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
+@pytest.mark.parametrize("recipe", ["adaptive", "fcfs", "fastserve"])
 def test_preemption_does_not_change_texts(recipe: str) -> None:
     conversations = [user(f"Count from {start} to {start + 50}") for start in range(24)]
 

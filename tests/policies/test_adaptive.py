@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from skipjoin.core.request import FinishReason, Request, Target
 from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.aging import INDEX_RANGE, Aging
+from skipjoin.policies.cells import Cell, Entry, SortedCells
 from skipjoin.policies.first_tokens import FirstTokenPace
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind
 from skipjoin.policies.hazards import BIN_EDGES, BINS, Hazards, bin_of, hazards_of, merged
@@ -238,6 +239,31 @@ def test_no_request_overtakes_one_that_arrived_much_earlier(seed: int, rate: flo
         begun = [request for request in ordering.ranked(now) if request.output]
         for place, later in enumerate(begun):
             assert all(later.arrival <= earlier.arrival + OVERTAKING_S + 1e-6 for earlier in begun[place + 1 :])
+
+
+@given(seed=st.integers(0, 10**6))
+def test_requests_of_cells_are_sorted_however_far_they_are_read(seed: int) -> None:
+    chance, per_s = random.Random(seed), 0.5
+    cells = [Cell(Kind(None, place, None), place, chance.uniform(0, 9), is_fresh=False) for place in range(3)]
+    order = SortedCells(per_s)
+    order.reset(cells, per_s)
+    kept: list[tuple[Cell, Entry]] = []
+    for number in range(chance.randint(1, 150)):
+        cell = chance.choice(cells)
+        request = make(number, 1, 1, arrival=chance.choice([1.0, chance.uniform(0, 30)]))
+        kept.append((cell, (request.arrival, number, request)))
+        cell.add(kept[-1][1])
+        order.add(*kept[-1])
+        if chance.random() < 0.3:
+            cell, entry = kept.pop(chance.randrange(len(kept)))
+            cell.remove(entry)
+            order.remove(cell, entry)
+        if chance.random() < 0.1:
+            order.reset(cells, per_s)
+        if chance.random() < 0.3:
+            expected = [entry[2] for _, entry in sorted(kept, key=lambda one: one[0].key(one[1], per_s))]
+            count = chance.choice([5, 40, len(expected)])
+            assert list(islice(order, count)) == expected[:count]
 
 
 def test_first_tokens_get_their_share_of_the_time() -> None:

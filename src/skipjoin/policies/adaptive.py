@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -14,7 +15,7 @@ from skipjoin.core.policy import Callbacks
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.aging import Aging
-from skipjoin.policies.cells import Cell, Entry, by_arrival, by_key
+from skipjoin.policies.cells import Cell, Entry, SortedCells, by_arrival
 from skipjoin.policies.first_tokens import FirstTokenPace
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
 from skipjoin.policies.hazards import BIN_EDGES, BINS, bin_of
@@ -36,17 +37,18 @@ class _Job:
         cls: Class of its forecast.
         place: Bin of the lengths that it may still get, or NOT_BEGUN.
         leaves_at: Number of known tokens at which it leaves the bin.
+        due: Number of the first step in which it may leave the bin.
         is_fresh: Whether it has a claim to an early first token.
     """
 
-    __slots__ = ("cell", "cls", "entry", "is_fresh", "kind", "leaves_at", "place")
+    __slots__ = ("cell", "cls", "due", "entry", "is_fresh", "kind", "leaves_at", "place")
 
     def __init__(self, request: Request, cls: ForecastClass, kind: Kind) -> None:
         self.cell: Cell | None = None
         self.entry: Entry = (request.arrival, request.id, request)
         self.cls, self.kind = cls, kind
         self.is_fresh = False
-        self.place, self.leaves_at = NOT_BEGUN, 0
+        self.place, self.leaves_at, self.due = NOT_BEGUN, 0, 0
 
 
 class Adaptive(Callbacks):
@@ -73,6 +75,13 @@ class Adaptive(Callbacks):
         self._is_open = True
         self._jobs: dict[Request, _Job] = {}
         self._cells: dict[tuple[bool, Kind, int], Cell] = {}
+        self._fresh: dict[Cell, None] = {}  # those of fresh requests
+        self._sorted = SortedCells(self._aging.per_s)  # all except those that precede all others
+        # A step adds at most one token to a request, so bins need not be checked in every step.
+        self._steps = 0
+        self._begun: set[Request] = set()  # have a bin
+        self._due: defaultdict[int, set[Request]] = defaultdict(set)  # by the number of the step
+        self._leaving: set[Request] = set()  # leave their bin in their next step
         self._missing: list[tuple[float, int, Request]] = []  # when fresh requests miss their TTFT objective
         self._running: Sequence[Slice] = ()
         self._new: Counter[Kind] = Counter()  # recent arrivals
@@ -98,6 +107,10 @@ class Adaptive(Callbacks):
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         jobs, self._running = self._jobs, slices
+        self._begin_step()
+        requests = [slice_.request for slice_ in slices]
+        if self._begun.issuperset(requests) and self._leaving.isdisjoint(requests):
+            return
         prompts = 0
         for slice_ in slices:
             request = slice_.request
@@ -122,6 +135,8 @@ class Adaptive(Callbacks):
     def on_finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         self._leave(job)
+        self._forget_edge(request, job)
+        self._begun.discard(request)
         if request.finish_reason in _ENDS and request.output and job.place != NOT_BEGUN:
             self._index.model.note(job.cls, bin_of(len(request.output)), ended=True)
         if len(self._missing) > 2 * len(self._jobs) + 256:  # sweep entries of finished requests
@@ -140,12 +155,13 @@ class Adaptive(Callbacks):
         if self._revision != self._index.revision:
             self._revision = self._index.revision
             self._retune(now)
-        self._is_open = self._pace is not None and self._pace.is_open(now)
-        fresh = [cell for cell in self._cells.values() if self._is_first(cell)]
-        others = [cell for cell in self._cells.values() if not self._is_first(cell)]
-        if not fresh:
-            return by_key(others, self._aging.per_s)
-        return _chained(fresh, others, self._aging.per_s)
+        is_open = self._pace is not None and self._pace.is_open(now)
+        if is_open != self._is_open:
+            self._is_open = is_open
+            self._sort()
+        if self._fresh and is_open:
+            return chain(by_arrival(self._fresh), self._sorted)
+        return iter(self._sorted)
 
     def rank(self, request: Request) -> tuple[bool, float, float, int]:
         cell, arrival = self._jobs[request].cell, request.arrival
@@ -163,8 +179,18 @@ class Adaptive(Callbacks):
         return self._key(mine, one) + _MARGIN < self._key(theirs, other)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        found = sorted((self.rank(request), request) for request in requests)
-        return [((rank[0], math.floor(rank[1] / _MARGIN)), request) for rank, request in found]
+        jobs, per_s = self._jobs, self._aging.per_s
+        found: list[tuple[bool, float, float, int, Request]] = []
+        for request in requests:
+            job = jobs[request]
+            cell = job.cell
+            assert cell is not None
+            if self._is_open and cell.is_fresh:
+                found.append((False, 0.0, *job.entry))
+            else:
+                found.append((True, cell.base + per_s * request.arrival, *job.entry))
+        found.sort()
+        return [((is_other, math.floor(key / _MARGIN)), request) for is_other, key, _, _, request in found]
 
     def explain(self, request: Request, now: float) -> dict[str, float | str]:
         job, index = self._jobs[request], self._index
@@ -200,8 +226,32 @@ class Adaptive(Callbacks):
         self._join(job)
 
     def _enter(self, request: Request, job: _Job, place: int) -> None:
+        self._forget_edge(request, job)
+        self._begun.add(request)
         job.place = place
         job.leaves_at = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
+        self._await_edge(request, job)
+
+    def _begin_step(self) -> None:
+        """Find the requests that have reached the end of their bin."""
+        self._steps += 1
+        for request in self._due.pop(self._steps, ()):
+            job = self._jobs[request]
+            if request.known < job.leaves_at:
+                self._await_edge(request, job)
+            else:
+                self._leaving.add(request)
+
+    def _await_edge(self, request: Request, job: _Job) -> None:
+        job.due = self._steps + job.leaves_at - request.known
+        self._due[job.due].add(request)
+
+    def _forget_edge(self, request: Request, job: _Job) -> None:
+        self._leaving.discard(request)
+        if (waiting := self._due.get(job.due)) is not None:
+            waiting.discard(request)
+            if not waiting:
+                del self._due[job.due]
 
     def _join(self, job: _Job) -> None:
         """Move the request to the cell of its state."""
@@ -213,8 +263,14 @@ class Adaptive(Callbacks):
         if cell is None:
             base = self._aging.base(self._index.log_index(job.kind, job.place))
             cell = self._cells[key] = Cell(job.kind, job.place, base, is_fresh=job.is_fresh)
+            if cell.is_fresh:
+                self._fresh[cell] = None
+            if not self._is_first(cell):
+                self._sorted.open(cell)
         job.cell = cell
         cell.add(job.entry)
+        if not self._is_first(cell):
+            self._sorted.add(cell, job.entry)
 
     def _leave(self, job: _Job) -> None:
         cell = job.cell
@@ -222,8 +278,17 @@ class Adaptive(Callbacks):
             return
         cell.remove(job.entry)
         job.cell = None
+        if not self._is_first(cell):
+            self._sorted.remove(cell, job.entry)
         if not cell.entries:
             del self._cells[cell.is_fresh, cell.kind, cell.place]
+            self._fresh.pop(cell, None)
+            if not self._is_first(cell):
+                self._sorted.close(cell)
+
+    def _sort(self) -> None:
+        """Sort again after a change of keys, or of which cells precede all others."""
+        self._sorted.reset((cell for cell in self._cells.values() if not self._is_first(cell)), self._aging.per_s)
 
     def _retune(self, now: float) -> None:
         """Apply changed indices, and derive aging from those of waiting and new requests."""
@@ -236,14 +301,9 @@ class Adaptive(Callbacks):
         self._aging.derive(indices, waiting, ages, self._new_indices())
         for cell, log_index in zip(self._cells.values(), indices, strict=True):
             cell.base = self._aging.base(log_index)
+        self._sort()
 
     def _new_indices(self) -> list[tuple[float, float]]:
         """Return the log indices of recent arrivals with their weights, which fade with each call."""
         self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
         return [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
-
-
-def _chained(fresh: list[Cell], others: list[Cell], per_s: float) -> Iterator[Request]:
-    yield from by_arrival(fresh)
-    if others:
-        yield from by_key(others, per_s)

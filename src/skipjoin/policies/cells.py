@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from operator import itemgetter
 
 from skipjoin.core.request import Request
 from skipjoin.policies.gittins import Kind
@@ -13,6 +16,9 @@ from skipjoin.policies.gittins import Kind
 _FIRST_READ = 16
 # Arrival, id and request: sorts by arrival, and never compares requests.
 Entry = tuple[float, int, Request]
+# Sort key: base and weighted age, arrival, id.
+Key = tuple[float, float, int]
+_BELOW_ALL: Key = (-math.inf, 0.0, 0)
 
 
 class Cell:
@@ -42,6 +48,13 @@ class Cell:
     def remove(self, entry: Entry) -> None:
         del self.entries[bisect_left(self.entries, entry)]
 
+    def key(self, entry: Entry, per_s: float) -> Key:
+        return (self.base + per_s * entry[0], entry[0], entry[1])
+
+    def find(self, key: Key, per_s: float) -> int:
+        """Return the place of the first request whose key is at least `key`."""
+        return bisect_left(self.entries, key, key=lambda entry: self.key(entry, per_s))
+
 
 def by_arrival(cells: Iterable[Cell]) -> Iterator[Request]:
     """Iterate lazily over the requests of the cells by arrival."""
@@ -49,33 +62,68 @@ def by_arrival(cells: Iterable[Cell]) -> Iterator[Request]:
     return (entry[2] for entry in (lists[0] if len(lists) == 1 else heapq.merge(*lists)))
 
 
-def by_key(cells: Iterable[Cell], per_s: float) -> Iterator[Request]:
-    """Iterate lazily over the requests of the cells by base + `per_s` x arrival, ties by arrival and id.
+class SortedCells:
+    """Requests of cells by base + `per_s` x arrival, ties by arrival and id, sorted as far as they have been read.
 
-    Only the first requests of each cell are read at first. A cell is read further once all its read requests have been
-    yielded.
+    The sorted part follows requests that join and leave. So only what is read for the first time is sorted.
     """
 
-    def keyed(cell: Cell, start: int, end: int) -> list[tuple[float, float, int, Request]]:
-        base = cell.base
-        return [(base + per_s * arrival, arrival, number, one) for arrival, number, one in cell.entries[start:end]]
+    def __init__(self, per_s: float) -> None:
+        self._cells: list[Cell] = []
+        self._per_s = per_s
+        # Sorted part: all requests with keys below `_limit`, which is None once there are no others.
+        self._keys: list[Key] = []
+        self._requests: list[Request] = []
+        self._limit: Key | None = None
 
-    found: list[tuple[float, float, int, Request]] = []
-    unread: list[tuple[tuple[float, float, int, Request], int, Cell]] = []
-    for cell in cells:
-        found += keyed(cell, 0, _FIRST_READ)
-        if len(cell.entries) > _FIRST_READ:
-            unread.append((keyed(cell, _FIRST_READ, _FIRST_READ + 1)[0], _FIRST_READ, cell))
-    found.sort()
-    while unread:
-        limit, at, cell = limiting = min(unread)
-        end = bisect_left(found, limit)
-        for entry in found[:end]:
-            yield entry[3]
-        found = found[end:] + keyed(cell, at, 2 * at)
-        found.sort()
-        unread.remove(limiting)
-        if len(cell.entries) > 2 * at:
-            unread.append((keyed(cell, 2 * at, 2 * at + 1)[0], 2 * at, cell))
-    for entry in found:
-        yield entry[3]
+    def reset(self, cells: Iterable[Cell], per_s: float) -> None:
+        """Start again with other cells, or after their bases or `per_s` changed."""
+        self._cells, self._per_s = list(cells), per_s
+        self._keys, self._requests = [], []
+        self._limit = _BELOW_ALL if self._cells else None
+
+    def open(self, cell: Cell) -> None:
+        """Add an empty cell."""
+        self._cells.append(cell)
+
+    def close(self, cell: Cell) -> None:
+        """Remove a cell that has become empty."""
+        self._cells.remove(cell)
+
+    def add(self, cell: Cell, entry: Entry) -> None:
+        key = cell.key(entry, self._per_s)
+        if self._limit is None or key < self._limit:
+            at = bisect_left(self._keys, key)
+            self._keys.insert(at, key)
+            self._requests.insert(at, entry[2])
+
+    def remove(self, cell: Cell, entry: Entry) -> None:
+        key = cell.key(entry, self._per_s)
+        if self._limit is None or key < self._limit:
+            at = bisect_left(self._keys, key)
+            del self._keys[at], self._requests[at]
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._requests, self._unread())
+
+    def _unread(self) -> Iterator[Request]:
+        count = _FIRST_READ
+        while self._limit is not None:
+            at = len(self._requests)
+            self._read(self._limit, count)
+            yield from islice(self._requests, at, None)
+            count *= 2
+
+    def _read(self, start: Key, count: int) -> None:
+        """Sort further requests: `count` of one cell, and those of the others up to the next one of that cell."""
+        per_s = self._per_s
+        unread = [(cell, cell.find(start, per_s)) for cell in self._cells]
+        next_keys = (cell.key(cell.entries[at + count], per_s) for cell, at in unread if at + count < len(cell.entries))
+        limit = self._limit = min(next_keys, default=None)
+        found: list[tuple[Key, Request]] = []
+        for cell, at in unread:
+            end = len(cell.entries) if limit is None else cell.find(limit, per_s)
+            found += [(cell.key(entry, per_s), entry[2]) for entry in cell.entries[at:end]]
+        found.sort(key=itemgetter(0))
+        self._keys += [key for key, _ in found]
+        self._requests += [request for _, request in found]

@@ -292,6 +292,22 @@ def test_first_tokens_precede_until_their_share_is_used_or_their_objective_misse
     assert next(ordering.ranked(99.0)) is new
 
 
+def test_recomputation_uses_the_share_of_first_tokens() -> None:
+    """Otherwise, first tokens and recomputing what they displaced could take all of the time together."""
+    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+    old, new = make(0, 8, 90, arrival=0.0), make(1, 8, 90, arrival=1.0)
+    for request in (old, new):
+        ordering.on_arrived(request, request.arrival)
+    ordering.on_scheduled([Slice(old, 0, 8, True, False, ())], 1.0)
+    old.output.append(0)
+    old.known += 1
+    ordering.on_preempted(old, 1.0)
+    assert next(ordering.ranked(1.5)) is new
+    ordering.on_scheduled([Slice(old, 0, 10_000, False, False, ())], 3.0)  # takes 15 s
+    assert next(ordering.ranked(3.1)) is old
+    assert next(ordering.ranked(99.0)) is new
+
+
 # -- explanations -----------------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,17 @@ def test_growth_and_higher_priorities_are_not_paced() -> None:
     assert methods(eviction, victim, kv, 1.0, make(2, 4, 10, priority=1)) == []
 
 
+def test_first_tokens_are_not_paced_where_their_ordering_limits_them() -> None:
+    kv = KVLedger(10, 0, 4)
+    victim, begun = holder(kv, 0, 8), make(1, 4, 10)
+    begun.output.append(0)
+    eviction = Swap(COST, exempts_first=True)
+    eviction.on_dropped(8, 0.0)
+    assert methods(eviction, victim, kv, 1.0, make(2, 4, 10)) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 1.0, begun) == []
+    assert methods(eviction, victim, kv, 1.0, make(3, 4, 10, best_effort=True)) == []
+
+
 def test_swaps_are_not_paced_while_the_cpu_tier_has_space() -> None:
     kv = KVLedger(10, 3, 4)
     victims, newcomer = [holder(kv, 0, 8), holder(kv, 1, 4), holder(kv, 2, 8)], make(3, 4, 10)

@@ -56,7 +56,7 @@ class Adaptive(Callbacks):
 
     A request's key is -log(index) + arrival / tau. The logarithm is clamped to a range R below its maximum and tau is
     at most `overtaking_s` / R. So no request overtakes one that arrived more than `overtaking_s` before it, except for
-    its first token, which gets at most `first_share` of the time.
+    its first token. First tokens precede only while they and recomputation take at most `first_share` of the time.
 
     A TTFT objective limits how long a request has a claim to an early first token: once it is missed, the request ranks
     by index and age.
@@ -64,7 +64,8 @@ class Adaptive(Callbacks):
     Args:
         index: Learned index, which the orderings of an engine share.
         overtaking_s: Seconds after a request's arrival from which no later request is preferred.
-        first_share: Maximum share of time for first tokens while others generate; 0 does not prefer them.
+        first_share: Share of time for first tokens and recomputation up to which first tokens precede; 0 does not
+            prefer them.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float) -> None:
@@ -82,6 +83,7 @@ class Adaptive(Callbacks):
         self._begun: set[Request] = set()  # have a bin
         self._due: defaultdict[int, set[Request]] = defaultdict(set)  # by the number of the step
         self._leaving: set[Request] = set()  # leave their bin in their next step
+        self._dropped: set[Request] = set()  # recompute KV in their next steps
         self._missing: list[tuple[float, int, Request]] = []  # when fresh requests miss their TTFT objective
         self._running: Sequence[Slice] = ()
         self._new: Counter[Kind] = Counter()  # recent arrivals
@@ -109,7 +111,9 @@ class Adaptive(Callbacks):
         jobs, self._running = self._jobs, slices
         self._begin_step()
         requests = [slice_.request for slice_ in slices]
-        if self._begun.issuperset(requests) and self._leaving.isdisjoint(requests):
+        if self._begun.issuperset(requests) and not any(
+            some and not some.isdisjoint(requests) for some in (self._leaving, self._dropped)
+        ):
             return
         prompts = 0
         for slice_ in slices:
@@ -117,14 +121,19 @@ class Adaptive(Callbacks):
             job = jobs[request]
             # Known tokens do not include the one just sampled, which may be the last: a bin is left once the request is
             # known to continue.
-            if request.known < job.leaves_at:
-                continue
-            if job.is_fresh and slice_.tokens > 1:
+            is_begun = job.place != NOT_BEGUN
+            if slice_.tokens > 1 and (job.is_fresh or is_begun):
                 prompts += slice_.tokens
             if slice_.samples:
-                self._advance(request, job)
+                self._dropped.discard(request)
+                if request.known >= job.leaves_at:
+                    self._advance(request, job)
         if prompts and self._pace is not None:
             self._pace.spend(self._index.time.prefill(prompts), now)
+
+    def on_preempted(self, request: Request, now: float) -> None:
+        if request in self._begun and request.computed < request.known - 1:
+            self._dropped.add(request)
 
     def on_reforecast(self, request: Request, now: float) -> None:
         job, index = self._jobs[request], self._index
@@ -137,6 +146,7 @@ class Adaptive(Callbacks):
         self._leave(job)
         self._forget_edge(request, job)
         self._begun.discard(request)
+        self._dropped.discard(request)
         if request.finish_reason in _ENDS and request.output and job.place != NOT_BEGUN:
             self._index.model.note(job.cls, bin_of(len(request.output)), ended=True)
         if len(self._missing) > 2 * len(self._jobs) + 256:  # sweep entries of finished requests

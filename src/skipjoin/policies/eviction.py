@@ -77,15 +77,18 @@ class Swap(Recompute):
     Args:
         drop_share: Maximum share of time for recomputation after drops for new requests; inf disables the limit. New
             requests of a better band than their victim are exempt.
+        exempts_first: Whether real-time requests without output are exempt, too. Their ordering must then limit the
+            share of time for first tokens and recomputation.
     """
 
     is_decode_invariant = True
 
-    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
+    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
         if not drop_share > 0:
             raise ValueError(f"drop_share must be above 0, got {drop_share}")
         self._cost = cost
         self._drop_share = drop_share
+        self._exempts_first = exempts_first
         self._next_drop = -math.inf  # earliest time of the next drop for a new request
 
     def victims(
@@ -93,7 +96,7 @@ class Swap(Recompute):
     ) -> Sequence[Eviction]:
         found = []
         room = kv.tiers.cpu_free if kv.tiers is not None else 0
-        is_free = newcomer is None or now >= self._next_drop
+        is_free = newcomer is None or now >= self._next_drop or self._is_exempt(newcomer)
         for victim, missing in _until_enough(short, candidates, kv):
             part = self.part(victim, missing, kv)
             filled, keep = kv.filled(victim), 0 if part is None else kv.filled_after(victim, part)
@@ -105,6 +108,9 @@ class Swap(Recompute):
             else:
                 return ()
         return found
+
+    def _is_exempt(self, newcomer: Request) -> bool:
+        return self._exempts_first and not (newcomer.output or newcomer.is_best_effort)
 
     def part(self, victim: Request, missing: int, kv: KVAccounts) -> int | None:
         return None
@@ -210,8 +216,8 @@ class ProactiveSwap(Swap):
     Overlapped moves are for every request with a computed prompt. Blocking ones must beat recomputation, as in `Swap`.
     """
 
-    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE) -> None:
-        super().__init__(cost, drop_share=drop_share)
+    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
+        super().__init__(cost, drop_share=drop_share, exempts_first=exempts_first)
         self._is_cheap = False  # whether transfers are cheap
         self._arrivals = ArrivalHistory()
         self._new: list[Request] = []  # arrivals since the last step

@@ -29,7 +29,11 @@ class BoundParams(Params):
     ] = 3600.0
     first_share: Annotated[
         float,
-        Option("Maximum share of the time for first tokens while other requests generate.", low=0.01, high=1),
+        Option(
+            "Share of the time for first tokens and recomputation up to which first tokens precede other work.",
+            low=0.01,
+            high=1,
+        ),
     ] = 0.5
 
 
@@ -47,7 +51,7 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
         ordering,
         greedy(s, s.max_tokens, chunked=True),
         OnDemand(),
-        ProactiveSwap(s.cost),
+        ProactiveSwap(s.cost, exempts_first=True),
         best_effort=lambda: ordering(0.0),
     )
     return replace(policies, learned=index.model)

@@ -10,7 +10,7 @@ OURS, ORACLE, REFERENCE = "adaptive", "srpt", "fcfs"
 # The others, of which the best in hindsight is compared per cell and metric.
 PAPERS = ("fcfs", "sarathi", "fastserve", "alise")
 RIVALS = ("hrrn", "ltr", "uniboost", "past-future")
-RECIPES = (*PAPERS, *RIVALS, OURS, ORACLE)
+CORE = (*PAPERS, OURS, ORACLE)
 QUICK_RECIPES = ("fcfs", "fastserve", "alise", OURS, ORACLE)
 # Metrics of which less is better, by name, with their place in a record.
 LATENCIES = {
@@ -64,6 +64,11 @@ def summary(cells: Cells, others: Iterable[str] = PAPERS) -> dict[str, dict[str,
                 "worst_cell": worst,
             }
     return found
+
+
+def with_rivals(cells: Cells) -> Cells:
+    """Return the cells in which the rivals ran, too."""
+    return {name: one for name, one in cells.items() if set(RIVALS) <= one["recipes"].keys()}
 
 
 def oracle_gap(cells: Cells) -> float | None:

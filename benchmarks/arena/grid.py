@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, islice, product
 from pathlib import Path
+from typing import Any
 
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.system import System
@@ -14,6 +16,8 @@ from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, Synthetic, Workload, synthetic
 
+# Costs of steps of a small model on a CPU, measured by `skipjoin profile`.
+PROFILE = Path(__file__).with_name("cpu_profile.json")
 # Lengths of the main stream and of further ones.
 LENGTHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sharegpt": ("sharegpt", ()),
@@ -34,9 +38,8 @@ LENGTHS: dict[str, tuple[str, tuple[str, ...]]] = {
 HELD_OUT = ("alpaca", "bookcorpus", "heavy-tail")
 TUNED = tuple(name for name in LENGTHS if name not in HELD_OUT)
 TUNING_SEEDS, FINAL_SEEDS = (0, 1, 2), (3, 4, 5)
-LOADS = (0.7, 0.9, 1.15, 1.3, 1.6, 2.0)
-PREDICTORS = ("regress:.3", "regress:.6", "regress:.8", "oracle")
-BURSTS = "burst:5,0.1,20"
+LOADS = (1.3, 0.9, 2.0, 1.15, 1.6, 0.7)
+PREDICTORS = ("prior", "regress:.3", "regress:.6", "regress:.8", "oracle")
 # Arguments of `Machine`, and the number of slots.
 SYSTEMS: dict[str, tuple[dict[str, object], int]] = {
     "13b, 11 GiB, 256 slots": ({"model": "opt-13b", "hardware": "a100-40gb", "kv_gib": 11.0}, 256),
@@ -44,9 +47,19 @@ SYSTEMS: dict[str, tuple[dict[str, object], int]] = {
     "13b, 45 GiB, 64 slots": ({"model": "opt-13b", "hardware": "a100-80gb", "kv_gib": 45.0}, 64),
     "66b, 40 GiB, 256 slots": ({"model": "opt-66b", "hardware": "a100-40gb:tp8", "kv_gib": 40.0}, 256),
     "8b, 4 GiB, 128 slots": ({"model": "llama-3-8b", "hardware": "a100-40gb", "kv_gib": 4.0}, 128),
+    "cpu, 0.25 GiB, 32 slots": ({"hardware": str(PROFILE), "kv_gib": 0.25}, 32),
 }
 FIRST = "13b, 11 GiB, 256 slots"
 FEW_SLOTS = "13b, 11 GiB, 16 slots"
+# How requests come: differences from Poisson arrivals of one class without objectives.
+TRAFFIC: dict[str, dict[str, Any]] = {
+    "steady": {},
+    "bursts": {"arrivals": "burst:5,0.1,20"},
+    "classes": {"best_effort": 0.3},
+    "objectives": {"slo_scale": 5.0},
+}
+# Number of final cells: four of each system, and three of each set of lengths.
+FINAL_CELLS = 24
 # Seconds of arrivals. Shorter runs hide what aging does.
 DURATION_S, QUICK_S = 400.0, 60.0
 # Texts with measured lengths, for learned forecasts.
@@ -66,6 +79,7 @@ class ArenaCell:
     predictor: str = "prior"
     arrivals: str = "poisson"
     best_effort: float = 0.0
+    slo_scale: float | None = None
     duration_s: float = DURATION_S
 
     @property
@@ -73,6 +87,7 @@ class ArenaCell:
         parts = [self.lengths, self.system, f"load {self.load:g}", self.predictor, f"seed {self.seed}"]
         parts += [self.arrivals] * (self.arrivals != "poisson")
         parts += [f"best effort {self.best_effort:g}"] * (self.best_effort > 0)
+        parts += [] if self.slo_scale is None else [f"objectives {self.slo_scale:g}"]
         return ", ".join([*parts, f"{self.duration_s:g} s"])
 
     @property
@@ -97,28 +112,64 @@ class ArenaCell:
 
     def saturated(self) -> ArenaCell:
         """Return the cell whose capacity scales the load of this one: with its lengths, on its system."""
-        return replace(self, load=0.0, seed=0, predictor="prior", arrivals="poisson", best_effort=0.0, duration_s=0.0)
+        return ArenaCell(self.lengths, self.system, load=0.0, seed=0, duration_s=0.0)
 
 
 def full(*, final: bool) -> Iterator[ArenaCell]:
-    """Yield the cells for tuning or those held out for the final run, those that tell most first."""
-    seeds = FINAL_SEEDS if final else TUNING_SEEDS
+    """Yield the cells for tuning or those held out for the final run, those that tell most first.
+
+    The tuning half begins with plain cells: all its lengths, with many and with few slots, above and below capacity.
+    Further cells cover each pair of levels of two factors. The final half covers what `FINAL_CELLS` can.
+    """
     lengths = (*HELD_OUT, *TUNED) if final else TUNED
-    for seed in seeds:
-        for load, system, name in product((1.3, 0.9, 2.0, 1.15, 1.6, 0.7), (FIRST, FEW_SLOTS), lengths):
-            yield ArenaCell(name, system, load, seed)
-        for system, name in product((FIRST, FEW_SLOTS), ("sharegpt", "heavy-tail" if final else "lmsys")):
-            for predictor, load in product(PREDICTORS, (1.15, 1.6)):
-                yield ArenaCell(name, system, load, seed, predictor)
-        for load in (0.7, 1.0):
-            yield ArenaCell("sharegpt", FIRST, load, seed, arrivals=BURSTS)
-            yield ArenaCell("sharegpt", FIRST, load, seed, best_effort=0.3)
-        others = (one for one in SYSTEMS if one not in (FIRST, FEW_SLOTS))
-        for system, load, name in product(others, (0.9, 1.3), ("sharegpt", "equal", "two-kinds")):
-            yield ArenaCell(name, system, load, seed)
-        if TRACES in os.environ:
-            for name, predictor in product(TEXTS, ("prior", "learned")):
-                yield ArenaCell(name, FIRST, 1.15, seed, predictor)
+    seeds = FINAL_SEEDS if final else TUNING_SEEDS
+    plain = [*product((1.3, 0.9), (FIRST, FEW_SLOTS), lengths), (2.0, FIRST, "sharegpt"), (2.0, FIRST, "lmsys")]
+    begun = [] if final else [(name, system, load, "prior", "steady", seeds[0]) for load, system, name in plain]
+    factors = (lengths, tuple(SYSTEMS), LOADS, PREDICTORS, tuple(TRAFFIC), seeds)
+    for name, system, load, predictor, traffic, seed in islice(
+        covering(factors, begun), FINAL_CELLS if final else None
+    ):
+        yield ArenaCell(name, system, load, seed, predictor, **TRAFFIC[traffic])
+    if TRACES in os.environ:
+        for name, predictor in product(TEXTS, ("prior", "learned")):
+            yield ArenaCell(name, FIRST, 1.15, seeds[0], predictor)
+
+
+def covering(factors: Sequence[Sequence[Any]], begun: Iterable[Sequence[Any]] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield rows with a level of each factor, until each pair of levels of two factors is in a row.
+
+    Each row begins with the pair of the rarest levels that no row has yet. Further levels are those that add most new
+    pairs, and among equals the rarest.
+
+    Args:
+        begun: First rows.
+    """
+    missing = dict.fromkeys(
+        ((one, level), (other, beside))
+        for (one, levels), (other, others) in combinations(enumerate(factors), 2)
+        for level, beside in product(levels, others)
+    )
+    used: Counter[tuple[int, Any]] = Counter()
+
+    def note(row: Sequence[Any]) -> tuple[Any, ...]:
+        used.update(enumerate(row))
+        for pair in combinations(enumerate(row), 2):
+            missing.pop(pair, None)
+        return tuple(row)
+
+    yield from map(note, begun)
+    while missing:
+        row = dict(min(missing, key=lambda pair: sum(used[one] for one in pair)))
+        for factor, levels in sorted(enumerate(factors), key=lambda one: -len(one[1])):
+            if factor in row:
+                continue
+
+            def gain(level: Any, factor: int = factor, row: dict[int, Any] = row) -> tuple[int, int]:
+                added = sum(tuple(sorted([(factor, level), other])) in missing for other in row.items())
+                return added, -used[factor, level]
+
+            row[factor] = max(levels, key=gain)
+        yield note([row[factor] for factor in range(len(factors))])
 
 
 def quick() -> Iterator[ArenaCell]:

@@ -2,11 +2,11 @@
 
     python benchmarks/arena/run.py [--quick] [--final] [--jobs 2] [--cells 40] [--match TEXT] [--out FILE]
 
-The grid covers lengths, loads of 0.7 to 2 times the capacity, slots, KV pools, models, bursts, service classes and
-forecasts, with 400 s of arrivals. `--out` (by default `result.json` next to this file, or `final.json` with `--final`)
-is written after each cell, and cells that it has are not run again: an interrupted run continues. `--final` runs the
-seeds and lengths that were held out from tuning. `--quick` runs six short cells and writes nothing by default.
-Results do not depend on the machine's load.
+The grid covers lengths, loads of 0.7 to 2 times the capacity, slots, KV pools, models, bursts, service classes,
+objectives and forecasts, with 400 s of arrivals. The rivals run in every third cell. `--out` (by default `result.json`
+next to this file, or `final.json` with `--final`) is written after each cell, and cells that it has are not run again:
+an interrupted run continues. `--final` runs the seeds and lengths that were held out from tuning. `--quick` runs six
+short cells and writes nothing by default. Results do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import harness
-from arena.figures import QUICK_RECIPES, RECIPES, RIVALS, cell_line, figures_of, oracle_gap, summary, table
+from arena.figures import (
+    CORE,
+    PAPERS,
+    QUICK_RECIPES,
+    RIVALS,
+    cell_line,
+    figures_of,
+    oracle_gap,
+    summary,
+    table,
+    with_rivals,
+)
 from arena.grid import ArenaCell, full, quick
 from arena.picture import draw
 from skipjoin.report.plots import style
@@ -29,6 +40,8 @@ from skipjoin.sim.experiments.simulation import Cell, Extent, run
 
 HOME = Path(__file__).resolve().parent
 _RIVALS_FILE = HOME / "rivals.py"
+# Rivals run in one of this many cells.
+_RIVALS_EVERY = 3
 # Seconds of a saturated run that measures a capacity, and tokens per second that no system here exceeds.
 _SATURATED_S, _MAX_TPS = 100.0, 20_000.0
 
@@ -51,7 +64,7 @@ def capacity(cell: ArenaCell) -> float:
 def simulate(cell: ArenaCell, recipe: str, rate: float) -> dict[str, float]:
     """Return the figures of a recipe in a cell."""
     extent = Extent(rate, cell.duration_s, cell.seed)
-    return figures_of(run(Cell(cell.system_of(spelled(recipe)), cell.workload(), extent)))
+    return figures_of(run(Cell(cell.system_of(spelled(recipe)), cell.workload(), extent, slo_scale=cell.slo_scale)))
 
 
 class Arena:
@@ -101,7 +114,7 @@ class Arena:
         """Write the record with its summary."""
         record = harness.new_record(
             summary=summary(self.cells),
-            summary_with_rivals=summary(self.cells, RECIPES[:-2]),
+            summary_with_rivals=summary(with_rivals(self.cells), (*PAPERS, *RIVALS)),
             oracle_gap=oracle_gap(self.cells),
             capacities=self.capacities,
             cells=self.cells,
@@ -120,15 +133,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="run six short cells")
     parser.add_argument("--final", action="store_true", help="run the held-out seeds and lengths")
     parser.add_argument("--match", default="", help="run only cells whose name contains this text")
-    parser.add_argument("--recipes", type=harness.some_of("recipes", RECIPES), help="default: all")
+    parser.add_argument("--recipes", type=harness.some_of("recipes", (*CORE, *RIVALS)), help="default: all")
     parser.add_argument("--draw", action="store_true", help="only draw and print the existing record")
     args = parser.parse_args()
     out = args.out or (None if args.quick else HOME / ("final.json" if args.final else "result.json"))
-    cells = quick() if args.quick else full(final=args.final)
-    chosen = [cell for cell in cells if args.match in cell.name]
     arena = Arena(out, args.jobs)
+    cells = list(quick() if args.quick else full(final=args.final))
+    chosen = [cell for cell in cells if args.match in cell.name][: args.cells or None]
     if not args.draw:
-        arena.run(chosen[: args.cells or None], args.recipes or (QUICK_RECIPES if args.quick else RECIPES))
+        arena.run(chosen, args.recipes or (QUICK_RECIPES if args.quick else CORE))
+        if not (args.recipes or args.quick):
+            arena.run([cell for cell in cells[::_RIVALS_EVERY] if cell in chosen], RIVALS)
     if not arena.cells:
         sys.exit("arena: there are no cells to show: run some without --draw, or with another --match")
     picture = Path(tempfile.gettempdir()) / "skipjoin-arena.png" if out is None else out.with_suffix(".png")

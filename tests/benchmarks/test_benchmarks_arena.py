@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from support.figures import BENCHMARKS
 sys.path.insert(0, str(BENCHMARKS))
 
 from arena import run as arena
-from arena.figures import GOALS, OURS, PAPERS, RECIPES, RIVALS, ratios, summary
-from arena.grid import FIRST, HELD_OUT, ArenaCell, full, quick
+from arena.figures import GOALS, OURS, PAPERS, RIVALS, ratios, summary, with_rivals
+from arena.grid import FIRST, HELD_OUT, SYSTEMS, ArenaCell, covering, full, quick
 from arena.picture import draw
 from skipjoin.report.plots import style
 
@@ -26,6 +27,16 @@ def test_cells_are_distinct_and_the_held_out_ones_are_not_tuned_on() -> None:
     assert all(cell.is_final for cell in final)
     assert not any(cell.is_final for cell in (*tuned, *quick()))
     assert {cell.lengths for cell in final} >= set(HELD_OUT)
+    assert all({cell.system for cell in half} == set(SYSTEMS) for half in (tuned, final))
+
+
+def test_each_pair_of_levels_is_in_a_cell() -> None:
+    factors = ("abcd", (0, 1, 2), (0.5, 1.5), "xyz")
+    rows = list(covering(factors, [("a", 0, 0.5, "x")]))
+    assert rows[0] == ("a", 0, 0.5, "x")
+    for one, other in combinations(range(len(factors)), 2):
+        assert {(row[one], row[other]) for row in rows} == set(product(factors[one], factors[other]))
+    assert len(rows) < 20, "the product has 72"
 
 
 def figures(mean: float, throughput: float = 1.0) -> dict[str, float]:
@@ -37,7 +48,8 @@ def test_ours_is_compared_with_the_best_of_the_others_in_each_cell() -> None:
     other = {"fcfs": figures(0.5), "alise": figures(1.0), OURS: figures(1.0)}
     found = ratios(one)
     assert (found["mean"], found["throughput"]) == (0.8, 1.25)
-    assert ratios(one, RECIPES)["mean"] == pytest.approx(4.0)
+    assert ratios(one, (*PAPERS, *RIVALS))["mean"] == pytest.approx(4.0)
+    assert with_rivals({"a": {"recipes": one}}) == {}
     cells = {"a": {"recipes": one}, "b": {"recipes": other}, "incomplete": {"recipes": {OURS: figures(9.0)}}}
     mean = summary(cells)["mean"]
     assert (mean["cells"], mean["worst"], mean["worst_cell"]) == (2, 2.0, "b")

@@ -1,0 +1,56 @@
+"""Bound the throughput of orders that serve new requests first, above the capacity.
+
+    python benchmarks/arena/bounds.py [--out FILE]
+
+Where the chance to end falls with the tokens generated, blind orders by expected latency approach one that serves each
+request up to the same number of tokens, and none beyond. At `load` times the capacity of `fcfs`, it serves x tokens of
+each request, with E[min(X, x)] = E[X] / load, and finishes those of at most x tokens: load x P(X <= x) times as many as
+`fcfs` finishes. Work on the others is lost to the throughput, as long as the load lasts.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import harness
+from arena.grid import FIRST, LENGTHS, LOADS, ArenaCell
+
+_DRAWN = 5000
+
+
+def relative_throughput(lengths: Sequence[int], load: float) -> float:
+    """Return the throughput of such an order over that of `fcfs`.
+
+    Args:
+        lengths: Output lengths, in ascending order.
+        load: Load over the capacity, above 1.
+    """
+    served = sum(lengths) / load
+    below = 0
+    for number, length in enumerate(lengths):
+        if below + length * (len(lengths) - number) > served:
+            limit = (served - below) / (len(lengths) - number)
+            return load * bisect_right(lengths, limit) / len(lengths)
+        below += length
+    return load
+
+
+def main() -> None:
+    args = harness.parser(__doc__).parse_args()
+    record = harness.new_record(rows={})
+    for name in LENGTHS:
+        jobs = ArenaCell(name, FIRST, 0.0, 0).workload().draw(1.0, None, 0, _DRAWN)
+        lengths = sorted(job.output_tokens for job in jobs)
+        record["rows"][name] = {
+            f"{load:g}": round(relative_throughput(lengths, load), 3) for load in sorted(LOADS) if load > 1
+        }
+        harness.show(name, record["rows"][name])
+    harness.write_record(record, args.out)
+
+
+if __name__ == "__main__":
+    main()

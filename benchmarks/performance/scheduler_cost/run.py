@@ -4,8 +4,8 @@
 
 No model runs: every plan is answered immediately with fixed tokens. `decide` is the time of `Scheduler.schedule` and
 `Scheduler.commit`. `engine` is the time of `EngineCore.start_step`, `finish_step` and `take_events`, which adds tokens,
-stop conditions and events. Each figure is the median over the steps of a run, and the record has the median and the
-range over the repeats.
+stop conditions and events. Each figure is the median CPU time over the steps of a run, and the record has the median
+and the range over the repeats. Recipes are measured in turn.
 
 - `slots`: the queue waits because the batch is full (128 slots).
 - `memory`: the queue waits because the KV pool is full (256 slots, no free blocks).
@@ -94,25 +94,25 @@ def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
 
     def timed_commit(result: StepResult, now: float) -> set[Request]:
         nonlocal commit_seconds
-        start = time.perf_counter()
+        start = time.thread_time()
         lost = inner(result, now)
-        commit_seconds = time.perf_counter() - start
+        commit_seconds = time.thread_time() - start
         return lost
 
     scheduler.commit = timed_commit  # type: ignore[method-assign]
     now = 1.0
     for _ in range(STEPS):
         now += 0.02
-        t0 = time.perf_counter()
+        t0 = time.thread_time()
         plan = core.start_step(now)
-        t1 = time.perf_counter()
+        t1 = time.thread_time()
         assert plan is not None
         assert len(plan.slices) == RUNNING
         result = StepResult(plan, [7] * RUNNING, 0.02)
-        t2 = time.perf_counter()
+        t2 = time.thread_time()
         core.finish_step(result, now)
         core.take_events()
-        t3 = time.perf_counter()
+        t3 = time.thread_time()
         decide.append(t1 - t0 + commit_seconds)
         engine.append(t1 - t0 + t3 - t2)
     return {"decide_us": statistics.median(decide) * 1e6, "engine_us": statistics.median(engine) * 1e6}
@@ -125,16 +125,16 @@ def measure_swapping(recipe: str) -> dict[str, float]:
     seconds: list[float] = []
 
     def timed_schedule(self: Scheduler, now: float) -> StepPlan | None:
-        start = time.perf_counter()
+        start = time.thread_time()
         plan = schedule(self, now)
         if plan is not None:
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.thread_time() - start)
         return plan
 
     def timed_commit(self: Scheduler, result: StepResult, now: float) -> set[Request]:
-        start = time.perf_counter()
+        start = time.thread_time()
         lost = commit(self, result, now)
-        seconds[-1] += time.perf_counter() - start
+        seconds[-1] += time.thread_time() - start
         return lost
 
     Scheduler.schedule, Scheduler.commit = timed_schedule, timed_commit  # type: ignore[method-assign]
@@ -160,14 +160,18 @@ def main() -> None:
     # There is no steady state under mlfq: queued prompts enter the first queue and displace running requests.
     steady = [recipe for recipe in args.recipes if recipe != "mlfq"]
     queues = [*itertools.product(("slots", "memory"), WAITING), ("prefix", 1)]
-    for recipe, (limit, waiting) in itertools.product(steady, queues):
-        runs = [measure(recipe, waiting, limit) for _ in range(args.repeats if waiting < 50_000 else 2)]
-        row = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
-        record["rows"].append(row | harness.spreads(runs, 2))
-        harness.show(record["rows"][-1])
+    for limit, waiting in queues:
+        runs: dict[str, list[dict[str, float]]] = {recipe: [] for recipe in steady}
+        for turn in range(args.repeats if waiting < 50_000 else 2):
+            for recipe in harness.in_turn(runs, turn):
+                runs[recipe].append(measure(recipe, waiting, limit))
+        for recipe, found in runs.items():
+            row = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
+            record["rows"].append(row | harness.spreads(found, 2))
+            harness.show(record["rows"][-1])
     for recipe in (recipe for recipe in args.recipes if recipe in SWAPPING):
-        runs = [measure_swapping(recipe) for _ in range(args.repeats)]
-        record["rows"].append({"recipe": recipe, "limit": "swapping"} | harness.spreads(runs, 2))
+        swapping = [measure_swapping(recipe) for _ in range(args.repeats)]
+        record["rows"].append({"recipe": recipe, "limit": "swapping"} | harness.spreads(swapping, 2))
         harness.show(record["rows"][-1])
     harness.write_record(record, args.out)
 

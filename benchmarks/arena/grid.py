@@ -16,8 +16,6 @@ from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, Synthetic, Workload, synthetic
 
-# Costs of steps of a small model on a CPU, measured by `skipjoin profile`.
-PROFILE = Path(__file__).with_name("cpu_profile.json")
 # Lengths of the main stream and of further ones.
 LENGTHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sharegpt": ("sharegpt", ()),
@@ -47,7 +45,6 @@ SYSTEMS: dict[str, tuple[dict[str, object], int]] = {
     "13b, 45 GiB, 64 slots": ({"model": "opt-13b", "hardware": "a100-80gb", "kv_gib": 45.0}, 64),
     "66b, 40 GiB, 256 slots": ({"model": "opt-66b", "hardware": "a100-40gb:tp8", "kv_gib": 40.0}, 256),
     "8b, 4 GiB, 128 slots": ({"model": "llama-3-8b", "hardware": "a100-40gb", "kv_gib": 4.0}, 128),
-    "cpu, 0.25 GiB, 32 slots": ({"hardware": str(PROFILE), "kv_gib": 0.25}, 32),
 }
 FIRST = "13b, 11 GiB, 256 slots"
 FEW_SLOTS = "13b, 11 GiB, 16 slots"
@@ -58,7 +55,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
     "classes": {"best_effort": 0.3},
     "objectives": {"slo_scale": 5.0},
 }
-# Number of final cells: four of each system, and three of each set of lengths.
+# Number of final cells: about five of each system, and three of each set of lengths.
 FINAL_CELLS = 24
 # Seconds of arrivals. Shorter runs hide what aging does.
 DURATION_S, QUICK_S = 400.0, 60.0
@@ -66,6 +63,11 @@ DURATION_S, QUICK_S = 400.0, 60.0
 TEXTS = ("alpaca_vicuna7b_lengths", "sharegpt_text")
 # Environment variable that names the folder of the texts, which are not in the repository.
 TRACES = "SKIPJOIN_TRACES"
+# Environment variable that names a file of `skipjoin profile`, and the system with its costs.
+PROFILE = "SKIPJOIN_ARENA_PROFILE"
+PROFILED = "profile, 0.25 GiB, 32 slots"
+if PROFILE in os.environ:
+    SYSTEMS[PROFILED] = ({"hardware": os.environ[PROFILE], "kv_gib": 0.25}, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,8 @@ def full(*, final: bool) -> Iterator[ArenaCell]:
     seeds = FINAL_SEEDS if final else TUNING_SEEDS
     plain = [*product((1.3, 0.9), (FIRST, FEW_SLOTS), lengths), (2.0, FIRST, "sharegpt"), (2.0, FIRST, "lmsys")]
     begun = [] if final else [(name, system, load, "prior", "steady", seeds[0]) for load, system, name in plain]
-    factors = (lengths, tuple(SYSTEMS), LOADS, PREDICTORS, tuple(TRAFFIC), seeds)
+    systems = tuple(name for name in SYSTEMS if name != PROFILED)
+    factors = (lengths, systems, LOADS, PREDICTORS, tuple(TRAFFIC), seeds)
     for name, system, load, predictor, traffic, seed in islice(
         covering(factors, begun), FINAL_CELLS if final else None
     ):
@@ -133,6 +136,9 @@ def full(*, final: bool) -> Iterator[ArenaCell]:
     if TRACES in os.environ:
         for name, predictor in product(TEXTS, ("prior", "learned")):
             yield ArenaCell(name, FIRST, 1.15, seeds[0], predictor)
+    if PROFILED in SYSTEMS:
+        for load, name in product((0.9, 1.3), lengths[:2]):
+            yield ArenaCell(name, PROFILED, load, seeds[0])
 
 
 def covering(factors: Sequence[Sequence[Any]], begun: Iterable[Sequence[Any]] = ()) -> Iterator[tuple[Any, ...]]:

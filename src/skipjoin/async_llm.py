@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipjoin.core.engine import RequestTooLargeError
 from skipjoin.core.events import Admitted, Event
@@ -26,24 +26,39 @@ from skipjoin.llm import (
     prompts_of,
     salt_of,
 )
-from skipjoin.llm_chat import ChatPrompt, Message, ToolChoice, ToolUse, conversations_of
+from skipjoin.llm_chat import AnswerReader, Message, ToolChoice, ToolUse, conversations_of
 from skipjoin.sampling import ParameterError, SamplingParams
 
 # Pause of a thread whose requests cannot run yet, such as during a copy of KV.
 _PAUSE_S = 0.001
 MAX_N = 128
-NO_TOOLS = ToolUse()
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New text of one choice of a prompt. `finish_reason` is None until its last chunk."""
+    """New text of one choice of a prompt.
+
+    Attributes:
+        finish_reason: As of `Generation`, in the choice's last chunk; before that None.
+        delta: What the chunk adds to the message of a conversation, as OpenAI's API streams it. Otherwise None.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    delta: dict[str, Any] | None = None
+
+
+class _Prompt(NamedTuple):
+    """Prompt that can run; a conversation has a reader of each choice, and special tokens that are kept as text."""
+
+    text: str | None
+    ids: list[int]
+    params: SamplingParams
+    readers: Sequence[AnswerReader] = ()
+    kept: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +67,7 @@ class _Stream:
 
     loop: asyncio.AbstractEventLoop
     ids: list[int]
-    chat: ChatPrompt | None = None
+    readers: Mapping[int, AnswerReader]
     mailbox: asyncio.Queue[tuple[int, Output] | Exception] = field(default_factory=asyncio.Queue)
     running: dict[int, Running] = field(default_factory=dict)
     unfinished: set[int] = field(init=False)
@@ -106,6 +121,9 @@ class AsyncLLM(LocalEngine):
         priority: int = 0,
         target: Target = NO_TARGET,
         cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = None,
+        parallel_tool_calls: bool | None = None,
     ) -> AsyncIterator[Chunk]:
         """Generate `n` choices of one prompt and yield their text as it is generated.
 
@@ -115,13 +133,15 @@ class AsyncLLM(LocalEngine):
             prompt: Text, token ids, or a conversation: a list of messages with a role and a content.
             n: Number of choices, in [1, 128]. With a seed, each has a seed of its own.
             service: As for `LLM.generate`, like the other arguments.
+            tools: For conversations, as for `LLM.chat`, like the other arguments of calls.
 
         Raises:
             ParameterError: If the prompt or an argument is invalid.
             RuntimeError: After `close`, or if the engine has failed.
         """
         options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
-        async with self._opened(prompt, params, n, options) as stream:
+        use = ToolUse.of(tools, tool_choice, is_parallel=parallel_tool_calls)
+        async with self._opened(prompt, params, n, options, use) as stream:
             while stream.unfinished:
                 yield await self._next(stream)
 
@@ -139,20 +159,13 @@ class AsyncLLM(LocalEngine):
         tool_choice: ToolChoice = None,
         parallel_tool_calls: bool | None = None,
     ) -> list[Generation]:
-        """Return `n` complete choices of one prompt.
-
-        Tools, for conversations, are those of `LLM.chat`. Other arguments and errors are those of `stream`.
-        """
+        """Return `n` complete choices of one prompt; arguments and errors are those of `stream`."""
         options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
         use = ToolUse.of(tools, tool_choice, is_parallel=parallel_tool_calls)
         async with self._opened(prompt, params, n, options, use) as stream:
             while stream.unfinished:
                 await self._next(stream)
-            found = [stream.running[number].generation for number in stream.ids]
-        if (chat := stream.chat) is not None:
-            for generation in found:
-                await asyncio.to_thread(self._finish, generation, chat, use)
-        return found
+            return [stream.running[number].generation for number in stream.ids]
 
     @asynccontextmanager
     async def _opened(
@@ -161,16 +174,17 @@ class AsyncLLM(LocalEngine):
         params: SamplingParams | None,
         n: int,
         options: RequestOptions,
-        use: ToolUse = NO_TOOLS,
+        use: ToolUse,
     ) -> AsyncIterator[_Stream]:
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
             raise ParameterError("n", f"n must be an integer in [1, {MAX_N}], got {n!r}")
         given = self.default_params if params is None else params
-        text, ids, chat, given = await asyncio.to_thread(self._prepared, prompt, given, use)
-        stream = _Stream(asyncio.get_running_loop(), [next(self._ids) for _ in range(n)], chat)
-        kept = frozenset() if chat is None else self._conversations.kept(use)
-        for copy, number in enumerate(stream.ids):
-            begin = partial(self._start, number, ids, text, given.with_seed_of(copy), options, kept=kept)
+        made = await asyncio.to_thread(self._prepared, prompt, given, n, use)
+        ids = [next(self._ids) for _ in range(n)]
+        stream = _Stream(asyncio.get_running_loop(), ids, dict(zip(ids, made.readers, strict=False)))
+        for copy, number in enumerate(ids):
+            seeded = made.params.with_seed_of(copy)
+            begin = partial(self._start, number, made.ids, made.text, seeded, options, kept=made.kept)
             self._inbox.put(partial(self._add, stream, number, begin))
         if self._is_closed or self._failure is not None:
             stream.put(self._error())
@@ -180,18 +194,15 @@ class AsyncLLM(LocalEngine):
             for number in stream.unfinished:
                 self._inbox.put(partial(self._end, number, FinishReason.ABORT))
 
-    def _prepared(
-        self, prompt: Prompt, params: SamplingParams, use: ToolUse
-    ) -> tuple[str | None, list[int], ChatPrompt | None, SamplingParams]:
-        """Return the prompt's text or None, its token ids, its conversation or None, and its parameters."""
-        chat = None
+    def _prepared(self, prompt: Prompt, params: SamplingParams, n: int, use: ToolUse) -> _Prompt:
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             (conversation,) = conversations_of(prompt)
             chat = self._conversations.prompt(conversation, use)
             params = self._conversations.constrained(params, chat.text, use)
+            self._compile([params])
+            readers = [self._conversations.reader(chat.text, use) for _ in range(n)]
+            return _Prompt(None, chat.ids, params, readers, self._conversations.kept(use))
         self._compile([params])
-        if chat is not None:
-            return None, chat.ids, chat, params
         if use.functions:
             raise ParameterError("tools", "tools need a conversation: a list of messages with a role and a content")
         prompts = prompts_of(prompt)
@@ -200,7 +211,7 @@ class AsyncLLM(LocalEngine):
                 "prompt", f"prompt must be one text, conversation or list of token ids, got {len(prompts)}"
             )
         (one,) = prompts
-        return (one, self.tokenizer.encode(one), None, params) if isinstance(one, str) else (None, one, None, params)
+        return _Prompt(one, self.tokenizer.encode(one), params) if isinstance(one, str) else _Prompt(None, one, params)
 
     async def _next(self, stream: _Stream) -> Chunk:
         """Wait for a choice's next output and return what it adds."""
@@ -211,15 +222,21 @@ class AsyncLLM(LocalEngine):
         one = stream.running[number]
         choice, generation = one.choice, one.generation
         text = "" if choice.finish_reason is not None else choice.take(output)
+        reason, reader = choice.finish_reason, stream.readers.get(number)
+        delta: dict[str, Any] | None = None if reader is None else {}
         if number in stream.unfinished:
             generation.add(output, text)
-            if choice.finish_reason is not None:
-                generation.finish_reason = choice.finish_reason
+            if reader is not None:
+                delta = reader.read(text, is_last=reason is not None)
+            if reason is not None:
+                generation.finish_reason = reason
+                if reader is not None:
+                    generation.message, generation.finish_reason = reader.finish(reason)
                 stream.unfinished.discard(number)
                 # The engine does not know stop strings and would continue to generate.
                 self._inbox.put(partial(self._end, number, output.reason or FinishReason.STOP))
         token_ids = [] if output.token is None else [output.token]
-        return Chunk(stream.ids.index(number), text, token_ids, generation.finish_reason)
+        return Chunk(stream.ids.index(number), text, token_ids, generation.finish_reason, delta)
 
     # -- the engine's thread ------------------------------------------------------------------------------
 

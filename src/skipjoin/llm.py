@@ -29,7 +29,7 @@ from skipjoin.engine.forecasting import (
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
-from skipjoin.llm_chat import ChatPrompt, Conversations, Message, ToolChoice, ToolUse, conversations_of, shown
+from skipjoin.llm_chat import Conversations, Message, ToolChoice, ToolUse, conversations_of, shown
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
@@ -163,12 +163,6 @@ class LocalEngine:
         choice = Choice(0, prompt, text, self.tokenizer, rules)
         return Running(Generation(text, prompt), choice, self._forecast(request_id, prompt, given))
 
-    def _finish(self, generation: Generation, prompt: ChatPrompt, use: ToolUse) -> None:
-        """Read the message of a conversation."""
-        generation.message = self._conversations.message(generation.text, prompt.text, use)
-        if generation.finish_reason == "stop" and "tool_calls" in generation.message:
-            generation.finish_reason = "tool_calls"
-
     def _compile(self, each: Iterable[SamplingParams]) -> None:
         """Compile the constraints of parameters, or raise `ParameterError`."""
         try:
@@ -280,7 +274,9 @@ class LLM(LocalEngine):
             kept=self._conversations.kept(use),
         )
         for generation, prompt in zip(found, prompts, strict=True):
-            self._finish(generation, prompt, use)
+            reader = self._conversations.reader(prompt.text, use)
+            reader.read(generation.text, is_last=True)
+            generation.message, generation.finish_reason = reader.finish(generation.finish_reason)
         return found
 
     @located_errors()

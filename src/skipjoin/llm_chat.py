@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from skipjoin.formats.calls import joined
+from skipjoin.formats.calls import JoinedCall, Part, joined
 from skipjoin.formats.constraint import Constraints
 from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME, no_tools, template_message, template_tool
 from skipjoin.formats.grammar import CallSchema
@@ -81,6 +81,45 @@ class ToolUse:
         return {function["name"]: function.get("parameters") or NO_ARGUMENTS for function in self.offered}
 
 
+class AnswerReader:
+    """Reader of one answer as a message in OpenAI's form, in parts or whole; None reads text alone."""
+
+    def __init__(self, reader: MessageReader | None) -> None:
+        self._reader = reader
+        self._parts: list[Part] = []
+
+    def read(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """Return what more text adds to the message, as OpenAI's API streams it."""
+        parts = [Part(text)] if text else []
+        if self._reader is not None:
+            parts = self._reader.feed(text) + (self._reader.finish() if is_last else [])
+        self._parts += parts
+        content, reasoning, calls = joined(parts)
+        found: dict[str, Any] = {"content": content} if content else {}
+        if reasoning:
+            found["reasoning_content"] = reasoning
+        if calls:
+            found["tool_calls"] = [{"index": number, **_shown_call(call)} for number, call in calls.items()]
+        return found
+
+    def finish(self, reason: str | None) -> tuple[dict[str, Any], str | None]:
+        """Return the message, and the finish reason of an answer that ended for a reason."""
+        content, reasoning, calls = joined(self._parts)
+        found: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if reasoning:
+            found["reasoning_content"] = reasoning
+        if calls:
+            found["tool_calls"] = [_shown_call(call) for call in calls.values()]
+        return found, "tool_calls" if calls and reason == "stop" else reason
+
+
+def _shown_call(call: JoinedCall) -> dict[str, Any]:
+    """Return a call, or the next part of it, which has no name."""
+    if not call.name:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 class Conversations:
     """Renders conversations with a model's chat template, and reads its messages."""
 
@@ -122,26 +161,17 @@ class Conversations:
         """Return the special tokens that belong to the text of an answer."""
         return self._tokenizer.ids_of(self._format.markers) if self._format and self._is_read(use) else frozenset()
 
-    def message(self, text: str, prompt: str, use: ToolUse) -> dict[str, Any]:
-        """Return an answer as a message in OpenAI's form."""
+    def reader(self, prompt: str, use: ToolUse) -> AnswerReader:
+        """Return a reader of one answer."""
         if self._format is None or not self._is_read(use):
-            return {"role": "assistant", "content": text}
+            return AnswerReader(None)
         reader = MessageReader(
             self._format,
             reads_calls=bool(use.offered),
             is_thinking=is_thinking(self._format, prompt),
             schemas=use.schemas,
         )
-        content, reasoning, calls = joined(reader.feed(text) + reader.finish())
-        found: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-        if reasoning:
-            found["reasoning_content"] = reasoning
-        if calls:
-            found["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls.values()
-            ]
-        return found
+        return AnswerReader(reader)
 
     def _is_read(self, use: ToolUse) -> bool:
         return self._format is not None and bool(use.offered or self._format.think is not None)

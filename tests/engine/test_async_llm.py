@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from skipjoin import LLM, AsyncLLM, SamplingParams
+from skipjoin.async_llm import Chunk
 from skipjoin.sampling import ParameterError
 
 SETTINGS = {"profile": "off", "threads": 1, "kv_cache_gib": 0.01}
@@ -62,10 +63,20 @@ def test_tools_are_those_of_llm(llm: AsyncLLM) -> None:
     pick = {"type": "function", "function": {"name": "pick", "parameters": {"type": "object", "required": ["color"]}}}
     pick["function"]["parameters"]["properties"] = {"color": {"enum": ["red", "green"]}}  # type: ignore[index]
     fields = {"tools": [pick], "tool_choice": "required", "parallel_tool_calls": False}
-    (found,) = asyncio.run(llm.generate(CHAT, SamplingParams(temperature=0, max_tokens=90), **fields))
+    params = SamplingParams(temperature=0, max_tokens=90)
+    (found,) = asyncio.run(llm.generate(CHAT, params, **fields))
     assert found.finish_reason == "tool_calls"
     assert found.message is not None
-    assert found.message["tool_calls"][0]["function"]["name"] == "pick"
+    whole = found.message["tool_calls"][0]["function"]
+    assert whole["name"] == "pick"
+
+    async def streamed() -> list[Chunk]:
+        return [chunk async for chunk in llm.stream(CHAT, params, **fields)]
+
+    chunks = asyncio.run(streamed())
+    calls = [call for chunk in chunks for call in (chunk.delta or {}).get("tool_calls", ())]
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert (calls[0]["function"]["name"], arguments, chunks[-1].finish_reason) == (*whole.values(), "tool_calls")
     with pytest.raises(ParameterError, match=r"^tools need a conversation"):
         asyncio.run(llm.generate("abc", GREEDY, **fields))
 

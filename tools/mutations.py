@@ -75,7 +75,7 @@ MUTATIONS = {
     ),
     "sampler": Mutation(
         "each position of a request has a random number of its own",
-        "model/sampler.py",
+        "model/draws.py",
         "z = _mix(_mix(seed & _MASK) + position * 0x9E3779B97F4A7C15)",
         "z = _mix(_mix(seed & _MASK))",
         ("model/test_model_sampler.py",),

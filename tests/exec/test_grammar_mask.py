@@ -15,7 +15,6 @@ from skipjoin.core.events import Finished
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.grammar_mask import GrammarMask, GrammarState
-from skipjoin.model.logits_processors import default_processors
 from skipjoin.model.sampler import Sampler, SampleRow
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
@@ -32,7 +31,7 @@ def text_of(tokens: list[int]) -> str:
 def generate(structured: StructuredOutput, max_tokens: int = 40, **params: Any) -> tuple[str, str]:
     """Sample an output from random logits; return its text and the reason why it ended."""
     asked = SamplingParams(max_tokens=max_tokens, structured_outputs=structured, seed=1, **params)
-    sampler = Sampler(VOCAB, processors=[*default_processors(VOCAB), GrammarMask(GRAMMARS)])
+    sampler = Sampler(VOCAB, limit=GrammarMask(GRAMMARS))
     state, output = sampler.start(asked, 1, [1], (EOS,)), list[int]()
     draw = torch.Generator().manual_seed(5)
     while len(output) < max_tokens:
@@ -111,7 +110,7 @@ def test_constraints_are_bounded_unicode_text() -> None:
 
 def test_masks_remove_the_same_tokens_from_any_rows() -> None:
     """Constrained rows between others, in a vocabulary that fills no whole word."""
-    sampler = Sampler(VOCAB, processors=[GrammarMask(GRAMMARS)])
+    sampler = Sampler(VOCAB, limit=GrammarMask(GRAMMARS))
     digits = SamplingParams(temperature=0, structured_outputs=regex("[0-9]+"))
     rows = [sampler.start(SamplingParams(temperature=0) if i % 2 else digits, 1, [1], (EOS,)) for i in range(5)]
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=(5, VOCAB)).astype(np.float32))

@@ -71,7 +71,8 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
         made.append(Probe())
         vocab_size = model.config.vocab_size
         assert grammars is not None
-        return Sampler(vocab_size, processors=[*default_processors(vocab_size), GrammarMask(grammars), made[-1]])
+        processors = [*default_processors(vocab_size), made[-1]]
+        return Sampler(vocab_size, processors=processors, limit=GrammarMask(grammars))
 
     free = Worker.on_finished
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from skipjoin.model.draws import largest_first, uniform
 from skipjoin.model.logits_processors import ProcessorState
-from skipjoin.model.sampler import Sampled, Sampler, SampleRow, largest_first, prompt_logprobs, uniform
+from skipjoin.model.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
 from skipjoin.sampling import SamplingParams
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skipjoin.model.sampler import largest_first
+from skipjoin.model.draws import largest_first
 
 pytest.importorskip("triton")
 

@@ -21,7 +21,6 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.grammar_mask import GrammarMask
 from skipjoin.model.grammars import Grammars
-from skipjoin.model.logits_processors import default_processors
 from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, SamplingState, joined
 from skipjoin.model.transfer import CpuCopy, send
 from skipjoin.sampling import TokenDetail, TokenLogprob
@@ -312,15 +311,13 @@ class Worker:
 
 def _sampler(model: CausalLM, grammars: Grammars | None) -> Sampler:
     vocab_size = model.config.vocab_size
-    processors = default_processors(vocab_size)
-    if grammars is not None:
-        processors = (*processors, GrammarMask(grammars))
+    limit = None if grammars is None else GrammarMask(grammars)
     if model.ops.name != "triton":
-        return Sampler(vocab_size, processors=processors)
+        return Sampler(vocab_size, limit=limit)
     # Imported lazily: Triton is optional.
     from skipjoin.model.kernels.thresholds import bisected_thresholds  # noqa: PLC0415
 
-    return Sampler(vocab_size, bisected_thresholds, processors)
+    return Sampler(vocab_size, bisected_thresholds, limit=limit)
 
 
 def halves(slices: Sequence[Slice], going: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Logits processor of constrained output: removes the tokens that the grammar does not allow next."""
+"""Limit of constrained output: the tokens that the grammar allows next."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from collections.abc import Collection, Sequence
 from functools import cache
 
 import numpy as np
-import torch
 from llguidance import LLExecutor, LLMatcher
 
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.logits_processors import ProcessorState
 from skipjoin.model.ops.threads import threads_here
-from skipjoin.model.ops.token_mask import remove_tokens
-from skipjoin.model.transfer import send
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import GrammarError
+
+# Number of threads up to which one of them computes all masks: waking the others takes longer than they save.
+_MAX_ALONE = 2
 
 
 class GrammarMask:
     """Allows the tokens that keep the output a prefix of some text of the grammar.
 
-    Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and other processors say.
+    Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and logits processors say.
     """
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._words = -(-grammars.vocab_size // 32)
+        self._masks = np.empty((0, self._words), np.int32)  # reused, because new memory takes time
 
     def start(
         self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
@@ -39,20 +40,28 @@ class GrammarMask:
             return GrammarState(None, params, eos_token_ids, f"structured_outputs {error}")
         return GrammarState(matcher, params, eos_token_ids)
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, GrammarState]]) -> None:
-        masks = np.zeros((len(rows), self._words), np.int32)
-        # In parallel, without the GIL.
-        _executor(threads_here()).unsafe_compute_mask_ptr(
-            [(state.matcher, place) for place, (_, state) in enumerate(rows)],
-            masks.ctypes.data,
-            masks.itemsize * self._words,
-            len(rows),
-        )
-        ending = [(row, state.eos) for mask, (row, state) in zip(masks, rows, strict=True) if state.settle(mask)]
-        remove_tokens(logits, [row for row, _ in rows], masks)
-        # Whatever other processors have done to end-of-sequence.
-        if pairs := [(row, token) for row, tokens in ending for token in tokens]:
-            logits[tuple(send(pairs, logits.device).T)] = 0.0
+    def masks(self, states: Sequence[GrammarState]) -> tuple[np.ndarray, np.ndarray]:
+        if len(self._masks) < len(states):
+            self._masks = np.empty((len(states), self._words), np.int32)
+        masks = self._masks[: len(states)]
+        _compute(states, masks)
+        for state, mask in zip(states, masks, strict=True):
+            state.settle(mask)
+        must_end = masks.view(np.uint32).max(axis=1) == 0
+        for place in np.flatnonzero(must_end).tolist():
+            states[place].eos.add_to(masks[place])
+        return masks, must_end
+
+
+def _compute(states: Sequence[GrammarState], masks: np.ndarray) -> None:
+    """Compute the tokens that each grammar allows, without the GIL."""
+    first, size, threads = masks.ctypes.data, masks.strides[0], threads_here()
+    if threads > _MAX_ALONE:
+        each = [(state.matcher, place) for place, state in enumerate(states)]
+        _executor(threads).unsafe_compute_mask_ptr(each, first, size, len(states))
+        return
+    for place, state in enumerate(states):
+        state.matcher.unsafe_compute_mask_ptr(first + place * size, size)
 
 
 class GrammarState(ProcessorState):
@@ -71,8 +80,7 @@ class GrammarState(ProcessorState):
         self.error = error
         self._matcher = matcher
         self._params = params
-        self.eos = tuple(eos_token_ids)
-        self._eos = _Bits(eos_token_ids)
+        self.eos = _Bits(eos_token_ids)
         self._ending = _Bits([*eos_token_ids, *params.stop_token_ids])
         self._after = params.structured_outputs.after
         self._recent: list[int] = []  # last tokens before the constraint begins
@@ -94,24 +102,17 @@ class GrammarState(ProcessorState):
         if tokens and not self.error and not self.matcher.consume_tokens(list(tokens)):
             self._note_error()
 
-    def settle(self, mask: np.ndarray) -> bool:
-        """Apply the rules of ending to the allowed tokens, int32 [words]; return whether the output must end here."""
+    def settle(self, mask: np.ndarray) -> None:
+        """Apply the rules of ending to the allowed tokens, int32 [words], of which none may remain."""
         if self.matcher.is_error():
             self._note_error()
         params = self._params
         if params.stop_token_ids and self.matcher.is_accepting():
             self._ending.add_to(mask)
-        if params.ignore_eos or self._length < params.min_tokens:
-            others = mask.copy()
-            self._ending.remove_from(others)
-            if others.any():
-                if params.ignore_eos:
-                    self._eos.remove_from(mask)
-                return False
-        elif mask.any():
-            return False
-        self._eos.add_to(mask)
-        return True
+        if self._length < params.min_tokens:
+            self._ending.remove_from(mask)
+        elif params.ignore_eos:
+            self.eos.remove_from(mask)
 
     def _after_beginning(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the tokens after the first occurrence of `after`."""
@@ -130,14 +131,17 @@ class _Bits:
     """Set of few tokens, as bits of a packed mask."""
 
     def __init__(self, tokens: Collection[int]) -> None:
-        ids = np.array(sorted(set(tokens)), np.int64)
-        self._words, self._bits = ids >> 5, (np.uint32(1) << (ids & 31).astype(np.uint32)).view(np.int32)
+        bits: dict[int, int] = {}
+        for token in tokens:
+            bits[token >> 5] = bits.get(token >> 5, 0) | 1 << (token & 31)
+        self._words = np.array(list(bits), np.int64)
+        self._bits = np.array(list(bits.values()), np.uint32).view(np.int32)
 
     def add_to(self, mask: np.ndarray) -> None:
-        np.bitwise_or.at(mask, self._words, self._bits)
+        mask[self._words] |= self._bits
 
     def remove_from(self, mask: np.ndarray) -> None:
-        np.bitwise_and.at(mask, self._words, ~self._bits)
+        mask[self._words] &= ~self._bits
 
 
 @cache

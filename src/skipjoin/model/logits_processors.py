@@ -48,6 +48,24 @@ class LogitsProcessor(Protocol):
         ...
 
 
+class TokenLimit(Protocol):
+    """Limits the tokens that may come next, whatever processors do to their logits."""
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> ProcessorState | None:
+        """Return the state of a new request without output, or None if any token may come at any time."""
+        ...
+
+    def masks(self, states: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the allowed tokens of active states, and whether each output must end here, bool [len(states)].
+
+        The tokens, at least one for each state, are packed bits, int32 [len(states), words]. The next call may
+        overwrite them.
+        """
+        ...
+
+
 def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
     return LogitBias(vocab_size), RepetitionPenalty(), OutputPenalties(), MinTokens(vocab_size)
 

@@ -1,4 +1,4 @@
-"""Removes tokens from rows of logits by packed masks."""
+"""Removes tokens from rows of logits by packed masks, and chooses the best of those that remain."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,44 +15,77 @@ from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.threads import threads_here
 from skipjoin.model.transfer import send, to_device
 
-# Sets the logits of tokens outside the masks to -inf, in place. Arguments: contiguous float32 logits [n, vocab], the
-# row of each mask, and the packed bits of the allowed tokens, int32 [len(rows), words].
+# Both take contiguous float32 logits [n, vocab], the row of each mask, and the packed bits of the allowed tokens, int32
+# [len(rows), words]. The first sets the logits of other tokens to -inf, in place. The second returns the first token of
+# each mask, int64 [len(rows)], whose logit is the largest of the mask's; each mask must have a token.
 RemoveTokens = Callable[[torch.Tensor, Sequence[int], np.ndarray], None]
+BestAllowed = Callable[[torch.Tensor, Sequence[int], np.ndarray], torch.Tensor]
 
 
-def remove_tokens(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
-    (_on_cpu() if logits.device.type == "cpu" else torch_remove_tokens)(logits, rows, masks)
+class MaskOps(NamedTuple):
+    remove_tokens: RemoveTokens
+    best_allowed: BestAllowed
+
+
+def mask_ops(device: torch.device) -> MaskOps:
+    """Return the fastest operations on masks for a device."""
+    return _on_cpu() if device.type == "cpu" else TORCH_MASK_OPS
 
 
 @functools.cache
-def _on_cpu() -> RemoveTokens:
+def _on_cpu() -> MaskOps:
     library = load_library()
-    return torch_remove_tokens if library is None else compiled_remove_tokens(library)
+    return TORCH_MASK_OPS if library is None else compiled_mask_ops(library)
 
 
-def compiled_remove_tokens(library: ctypes.CDLL) -> RemoveTokens:
-    call = library.skipjoin_remove_tokens
-    call.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64]
-    call.restype = None
+def compiled_mask_ops(library: ctypes.CDLL) -> MaskOps:
+    remove_in, best_in = library.skipjoin_remove_tokens, library.skipjoin_best_allowed
+    remove_in.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64]
+    best_in.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]
+    remove_in.restype = best_in.restype = None
 
     def remove(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
         places = np.array(rows, np.int64)
-        call(
+        remove_in(
             logits.data_ptr(), logits.shape[1], places.ctypes.data, masks.ctypes.data, masks.shape[1], len(rows),
             threads_here(),
         )  # fmt: skip
 
-    return remove
+    def best(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> torch.Tensor:
+        places, found = np.array(rows, np.int64), np.empty(len(rows), np.int64)
+        best_in(
+            logits.data_ptr(), logits.shape[1], places.ctypes.data, masks.ctypes.data, masks.shape[1], len(rows),
+            found.ctypes.data, threads_here(),
+        )  # fmt: skip
+        return torch.from_numpy(found)
+
+    return MaskOps(remove, best)
 
 
-def torch_remove_tokens(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
-    # Packed, because the copy is 32 times as large otherwise.
-    index = to_device(torch.from_numpy(masks.view(np.uint8)), logits.device).int().flatten()
-    biases = _bias_of_bytes(logits.device).index_select(0, index).view(len(rows), -1)[:, : logits.shape[1]]
+def _torch_remove_tokens(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
+    biases = _biases(logits, masks)
     if len(rows) == len(logits):
         logits += biases
     else:
         logits.index_add_(0, send(rows, logits.device), biases)
+
+
+def _torch_best_allowed(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> torch.Tensor:
+    if len(rows) < len(logits):
+        logits = logits[send(rows, logits.device)]
+    # Also an allowed token whose logit is -inf is better than all others.
+    least = torch.finfo(logits.dtype).min
+    return logits.nan_to_num(nan=least, neginf=least).add_(_biases(logits, masks)).argmax(-1)
+
+
+TORCH_MASK_OPS = MaskOps(_torch_remove_tokens, _torch_best_allowed)
+
+
+def _biases(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
+    """Return float32 [len(masks), vocab]: 0 for allowed tokens, else -inf."""
+    # Packed, because the copy is 32 times as large otherwise.
+    index = to_device(torch.from_numpy(masks.view(np.uint8)), logits.device).int().flatten()
+    return _bias_of_bytes(logits.device).index_select(0, index).view(len(masks), -1)[:, : logits.shape[1]]
 
 
 @functools.cache

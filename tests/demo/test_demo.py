@@ -94,6 +94,7 @@ def test_verdict_compares_open_requests_with_slots(slots: int, expected: str) ->
     outcome = Outcome("fcfs", {}, lives, EngineCounts(), slots)
     assert outcome.max_open == 3
     assert expected in verdict([outcome])
+    assert ("--max-num-seqs 2 shows it" in verdict([outcome])) == (slots == 3)
 
 
 def test_chats_arrive_within_the_duration_and_jobs_fit_into_the_context() -> None:

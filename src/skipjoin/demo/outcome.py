@@ -124,10 +124,11 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
             f"were open, and the batch has {slots} slots. With room for all of them, every recipe runs the same batch "
             f"and they tie; --max-num-seqs {min(2 * most, MAX_SLOTS)} shows it."
         )
+    remedy = f"--max-num-seqs {min(4, most - 1)}" if most > 1 else "--background 6 --max-num-seqs 4"
     return (
         f"At most {most} requests were open and the batch has {slots} slots, so every recipe ran the same batch and "
         "they tie. Scheduling helps while more requests are open than the batch or the KV cache holds; "
-        "--max-num-seqs 4 shows it."
+        f"{remedy} shows it."
     )
 
 

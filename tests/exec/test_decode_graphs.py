@@ -100,6 +100,11 @@ def test_graphs_accept_only_decodes_that_fit() -> None:
     ):
         assert not graphs.fits([one, other], None), other
     assert not graphs.fits([one] * 3, None)
+    shared = Segment([1], 4, [0, 1, 2], offset=1, reverse=True)
+    assert graphs.fits([one, shared], None)
+    model.attention.name = "flash"
+    assert graphs.fits([one, one], None)
+    assert not graphs.fits([one, shared], None), "the graph's kernels would read its blocks in the other direction"
 
 
 def test_a_frame_rejects_batches_that_do_not_fit() -> None:

@@ -29,7 +29,7 @@ class Case:
 
     Args:
         mix: Start and length of each segment.
-        ends: "plain", or "both" for segments of random direction and offset.
+        ends: "plain", "both" for segments of random direction and offset, or "mixed" for every other one of them.
         rotary: Number of rotated dimensions per head.
         kv_dtype: Type of the cache; None for `dtype`.
     """
@@ -66,8 +66,11 @@ class Case:
 
     def _segments(self) -> list[Segment]:
         rng = random.Random(self.seed)
-        both = self.ends == "both"
-        ends = [(rng.randrange(self.block_size), rng.random() < 0.5) if both else (0, False) for _ in self.mix]
+        every = {"plain": len(self.mix) + 1, "both": 1, "mixed": 2}[self.ends]
+        ends = [
+            (rng.randrange(self.block_size), rng.random() < 0.5) if number % every == 0 else (0, False)
+            for number in range(1, 1 + len(self.mix))
+        ]
         counts = [-(-(o + s + n) // self.block_size) for (s, n), (o, _) in zip(self.mix, ends, strict=True)]
         free = rng.sample(range(sum(counts) + 3), sum(counts))
         return [

@@ -17,6 +17,7 @@ from skipjoin.model import backends, cuda
 from skipjoin.model.attention.flash_backend import FlashAttention
 from skipjoin.model.attention.triton_backend import TritonAttention
 from skipjoin.model.backends import implementations
+from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import Card, CudaFacts
 from skipjoin.model.kernels.paged import INTERPRETED
@@ -105,6 +106,24 @@ def test_pages_are_passed_without_copies(library, window):
     # The pages are strided and not copied, because a copy of the cache per layer would cost more than attention.
     assert (call["keys"].data_ptr(), call["keys"].stride()) == (keys.data_ptr(), keys.stride())
     assert not keys.is_contiguous()
+
+
+@pytest.mark.parametrize("mix", [MIX, MIX[::-1], [(30, 1), (9, 1), (17, 1)], [(0, 20), (3, 9)]])
+@pytest.mark.parametrize("window", [0, 11])
+def test_triton_serves_only_the_segments_of_shared_blocks(library, mix, window):
+    case = half(mix, ends="mixed", window=window)
+    before = case.kv.tensor.clone()
+    case.check(FlashAttention(), 1e-2)
+    assert len(library.calls) == 1
+    case.kv.tensor.copy_(before)
+    rows = torch.repeat_interleave(torch.arange(len(mix)), torch.tensor([length for _, length in mix]))
+    outputs = []
+    for segments in (case.segments, [one._replace(offset=0, reverse=False) for one in case.segments]):
+        batch = PackedBatch.build(segments, case.block_size)
+        parts = case.qkv.clone().split([4, 2, 2], dim=1)
+        options = {"layer": 1, "scale": 0.3, "window": window, "cos_sin": case.cos_sin}
+        outputs.append(FlashAttention().attend(*parts, case.kv, batch, **options)[rows % 2 == 0])
+    assert torch.equal(*outputs), "the library gives the other segments the same bits as alone"
 
 
 @pytest.mark.parametrize("options", [{"ends": "both"}, {"dtype": torch.float32}])

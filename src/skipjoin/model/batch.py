@@ -84,7 +84,7 @@ class PackedBatch:
         logit_rows: Shape [rows], tokens whose logits are wanted. None for all T.
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
         starts: Per segment, on the CPU, as `lengths`.
-        plain: Whether no segment has an offset or is reversed.
+        directed: Indexes of the segments that are reversed or have an offset.
     """
 
     token_ids: torch.Tensor
@@ -103,7 +103,11 @@ class PackedBatch:
     max_context: int
     max_block: int
     block_size: int
-    plain: bool
+    directed: Sequence[int] = ()
+
+    @property
+    def plain(self) -> bool:
+        return not self.directed
 
     @property
     def num_tokens(self) -> int:
@@ -144,7 +148,8 @@ class PackedBatch:
         if first.min() < 0:
             raise ValueError(f"segment {first.argmin()} starts at {first.min()}")
         context = first + lens
-        plain = not any(s.offset or s.reverse for s in segments)
+        directed = [i for i, s in enumerate(segments) if s.offset or s.reverse]
+        plain = not directed
         skipped = np.zeros(n, np.int64) if plain else _offsets(segments, block_size)
         _check_tables(context + skipped, held, block_size)
         tokens = int(lens.sum())
@@ -196,7 +201,7 @@ class PackedBatch:
             max_context=int(context.max()),
             max_block=int(tables.max()),
             block_size=block_size,
-            plain=plain,
+            directed=directed,
         )
 
     @classmethod
@@ -245,7 +250,6 @@ class PackedBatch:
             max_context=max(contexts),
             max_block=int(in_tables.max()),
             block_size=block_size,
-            plain=True,
         )
 
 

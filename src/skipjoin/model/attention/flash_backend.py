@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 
 from skipjoin.model.attention.triton_backend import MAX_HEAD_DIM, TritonAttention
@@ -15,6 +16,7 @@ from skipjoin.model.cuda import FLASH_MODULE
 from skipjoin.model.kernels.kv_write import kv_write
 from skipjoin.model.kernels.tuning import TunedTable
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.transfer import to_device
 
 # Parameters that earlier and other versions lack.
 _PARAMETERS = {
@@ -39,9 +41,14 @@ def library() -> Any:
 
 @dataclass(slots=True)
 class _Index:
-    """Index tensors for the library, int32; `schedules` are its work distribution by window."""
+    """Index tensors for the library, int32; `schedules` are its work distribution by window.
+
+    Attributes:
+        rows: Tokens of the segments that the library serves, int64; None for all.
+    """
 
     batch: PackedBatch
+    rows: torch.Tensor | None
     tables: torch.Tensor
     context_lens: torch.Tensor
     query_start: torch.Tensor
@@ -53,8 +60,9 @@ class _Index:
 class FlashAttention(TritonAttention):
     """FlashAttention 3 back end.
 
-    Triton writes the KV, and attends for what the library does not support. Index values are used only on the device,
-    so that a CUDA graph can replay a forward pass.
+    Triton writes the KV, and attends for what the library does not support: other sizes and types, and segments that
+    are reversed or have an offset, as in shared blocks. Index values of other batches are used only on the device, so
+    that a CUDA graph can replay a forward pass.
     """
 
     name = "flash"
@@ -78,26 +86,38 @@ class FlashAttention(TritonAttention):
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dim = query.shape[2]
-        if not batch.plain or query.dtype not in _DTYPES or dim % 8 or dim > MAX_HEAD_DIM:
+        has_plain = len(batch.directed) < len(batch.lengths)
+        if not has_plain or query.dtype not in _DTYPES or dim % 8 or dim > MAX_HEAD_DIM:
             return super().attend(
                 query, key, value, kv, batch, layer=layer, scale=scale, window=window, cos_sin=cos_sin
             )
-        keys, values = kv.layer(layer)
-        kv_write(query, key, value, keys, values, None, batch.slots, batch.positions, cos_sin)
+        kv_write(query, key, value, *kv.layer(layer), None, batch.slots, batch.positions, cos_sin)
         index = self._index_of(batch, layer)
+        if index.rows is None:
+            return self._of_library(query, kv, index, layer=layer, scale=scale, window=window).flatten(1)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out[index.rows] = self._of_library(query[index.rows], kv, index, layer=layer, scale=scale, window=window)
+        self._fill(out, query, kv, batch, batch.directed, layer=layer, scale=scale, window=window)
+        return out.flatten(1)
+
+    def _of_library(
+        self, query: torch.Tensor, kv: PagedKV, index: _Index, *, layer: int, scale: float, window: int
+    ) -> torch.Tensor:
+        keys, values = kv.layer(layer)
+        block_size, kv_heads = keys.shape[1:3]
         sides = (window - 1, 0) if window else (-1, -1)
         if window not in index.schedules:
             index.schedules[window] = self._library.get_scheduler_metadata(
-                len(batch.lengths),
+                len(index.context_lens),
                 index.longest,
-                index.tables.shape[1] * batch.block_size,
+                index.tables.shape[1] * block_size,
                 query.shape[1],
-                key.shape[1],
-                dim,
+                kv_heads,
+                query.shape[2],
                 index.context_lens,
                 qkv_dtype=query.dtype,
                 cu_seqlens_q=index.query_start,
-                page_size=batch.block_size,
+                page_size=block_size,
                 causal=True,
                 window_size=sides,
             )
@@ -114,16 +134,29 @@ class FlashAttention(TritonAttention):
             window_size=sides,
             scheduler_metadata=index.schedules[window],
         )
-        return out.flatten(1)
+        return out
 
     def _index_of(self, batch: PackedBatch, layer: int) -> _Index:
         """Return the index of one forward pass; see `_Plan.work_of` of the Triton back end."""
         known = self._index
         if known is None or known.batch is not batch or layer <= known.layer:
-            tables, context_lens, query_start = (
-                one.to(torch.int32) for one in (batch.block_tables, batch.context_lens, batch.query_start)
-            )
-            known = _Index(batch, tables, context_lens, query_start, max(batch.lengths), layer)
+            known = _new_index(batch, layer)
         known.layer = layer
         self._index = known
         return known
+
+
+def _new_index(batch: PackedBatch, layer: int) -> _Index:
+    tables, context_lens, query_start = batch.block_tables, batch.context_lens, batch.query_start
+    lengths, rows = batch.lengths, None
+    if not batch.plain:
+        directed = set(batch.directed)
+        plain = [i for i in range(len(lengths)) if i not in directed]
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        lengths = [lengths[i] for i in plain]
+        listed = (np.asarray(plain), np.flatnonzero(~np.isin(owners, batch.directed)), np.cumsum([0, *lengths]))
+        index = to_device(torch.from_numpy(np.concatenate(listed)), tables.device)
+        segments, rows, query_start = index.split([len(one) for one in listed])
+        tables, context_lens = tables[segments], context_lens[segments]
+    tables, context_lens, query_start = (one.to(torch.int32) for one in (tables, context_lens, query_start))
+    return _Index(batch, rows, tables, context_lens, query_start, max(lengths), layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class _Plan:
     """Values shared by all layers of one batch.
 
     Attributes:
-        segments: Indexes of the segments of one token; None for all.
+        segments: Indexes of the attending segments of one token; None for all of the batch.
         tiles: Tiles of the other segments' queries.
         work: Work lists of the decodes in this pass, by window.
     """
@@ -94,26 +95,43 @@ class TritonAttention:
         window: int = 0,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        kv_write(query, key, value, *kv.layer(layer), kv.scales(layer), batch.slots, batch.positions, cos_sin)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self._fill(out, query, kv, batch, None, layer=layer, scale=scale, window=window)
+        return out.flatten(1)
+
+    def _fill(
+        self,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        kv: PagedKV,
+        batch: PackedBatch,
+        among: Sequence[int] | None,
+        *,
+        layer: int,
+        scale: float,
+        window: int,
+    ) -> None:
+        """Write the rows of `out`, [T, heads, head_dim], of the segments `among`, the same for each batch.
+
+        Args:
+            among: Indexes in ascending order; None for all segments.
+        """
         cache = (*kv.layer(layer), kv.scales(layer))
         # Compared by identity; holding the batch keeps its identity from being reused.
         if self._planned is None or self._planned.batch is not batch:
-            self._planned = self._plan(query, key, batch)
+            self._planned = self._plan(query, cache[0].shape[2], batch, among)
         plan = self._planned
-        kv_write(query, key, value, *cache, batch.slots, batch.positions, cos_sin)
-        tokens, heads, dim = query.shape
-        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-        shaped = out.view(tokens, heads, dim)
         if plan.decodes:
             decode_attention(
-                shaped, query, *cache, batch.block_tables, plan.work_of(layer, window),
+                out, query, *cache, batch.block_tables, plan.work_of(layer, window),
                 scale=scale, processors=self._processors or _card(query.device).processors, config=plan.decode_config,
             )  # fmt: skip
         if plan.tiles is not None:
             prefill_attention(
-                shaped, query, *cache, batch, plan.tiles,
+                out, query, *cache, batch, plan.tiles,
                 scale=scale, window=window, config=plan.prefill_config,
             )  # fmt: skip
-        return out
 
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard = WHOLE
@@ -133,25 +151,28 @@ class TritonAttention:
         kv_heads = len(shard.kv_heads(config))
         return distinct_batches(len(shard.heads(config)) // kv_heads, kv_heads, block_size, seqs, positions)
 
-    def _plan(self, query: torch.Tensor, key: torch.Tensor, batch: PackedBatch) -> _Plan:
-        device, (_, heads, dim), kv_heads = query.device, query.shape, key.shape[1]
+    def _plan(self, query: torch.Tensor, kv_heads: int, batch: PackedBatch, among: Sequence[int] | None) -> _Plan:
+        device, (_, heads, dim) = query.device, query.shape
         if dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {dim}, the kernels take at most {MAX_HEAD_DIM}")
         shape = Shape(query.dtype, heads // kv_heads, dim, batch.block_size, _card(device).wgmma)
         table = self._table_of(device)
-        decodes = [i for i, length in enumerate(batch.lengths) if length == 1]
-        chunks = [i for i, length in enumerate(batch.lengths) if length > 1]
+        attending = range(len(batch.lengths)) if among is None else among
+        decodes = [i for i in attending if batch.lengths[i] == 1]
+        chunks = [i for i in attending if batch.lengths[i] > 1]
         decode_config = table.find(*decode_choice(shape, len(decodes) * kv_heads))
-        prefill_config = table.find(*prefill_choice(shape, max(batch.lengths)))
+        prefill_config = table.find(*prefill_choice(shape, max(batch.lengths[i] for i in attending)))
         if self._invariant:
             decode_config = decode_choice(shape, 1)[-1][0]
             prefill_config = prefill_choice(shape, 4096)[-1][0]
         segments = tiles = None
-        if chunks:
-            tile_list = query_tiles(batch, chunks, prefill_config["BLOCK_M"] // shape.group)
-            listed = np.concatenate([np.asarray(decodes, np.int64), tile_list.ravel()])
+        if chunks or among is not None:
+            per_tile = prefill_config["BLOCK_M"] // shape.group
+            tile_list = query_tiles(batch, chunks, per_tile).ravel() if chunks else ()
+            listed = np.asarray([*decodes, *tile_list], np.int64)
             index = to_device(torch.from_numpy(listed), device)
-            segments, tiles = index[: len(decodes)], index[len(decodes) :].view(-1, 2)
+            segments = index[: len(decodes)]
+            tiles = index[len(decodes) :].view(-1, 2) if chunks else None
         return _Plan(batch, len(decodes), segments, decode_config, tiles, prefill_config)
 
     def _table_of(self, device: torch.device) -> TunedTable:

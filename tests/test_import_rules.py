@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "core.kv.interface",
         "core.kv.reservations",
         "core.scheduling.context",
+        "core.scheduling.selective",
         "policies",
     },
     "extras": {"options", "version"},

@@ -13,21 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
+from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request, Target
 from skipjoin.core.scheduling.context import StepContext
+from skipjoin.core.scheduling.selective import fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
-from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, Tasks, TwoQueues
+from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.fairness import Fair
 from skipjoin.policies.gittins import GittinsIndex
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
-from skipjoin.policies.predictors import ForecastQuantile, longest_output
+from skipjoin.policies.predictors import ForecastQuantile, forecast_tokens, longest_output
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.turns import ByTurn, Turn
 from skipjoin.policies.valued import Valued
@@ -98,6 +100,15 @@ class Overdue:
         return len(request.prompt) + LENGTH_EDGES[length_bin(generated) + 1]
 
 
+def needs(request: Request, kv: KVAccounts) -> tuple[int, int]:
+    """Return the blocks of the prompt and of the output, which a new forecast changes."""
+    return kv.blocks_for(request.known), kv.blocks_for(int(forecast_tokens(request)))
+
+
+def two_queues(order: QueueOrder) -> Ordering:
+    return TwoQueues(Tasks(order), needs)
+
+
 ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "fcfs": Fcfs,
     "fixed key, many equal": lambda: FixedKey(lambda request: len(request.prompt) % 3),
@@ -110,11 +121,12 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.5, skip_join=False),
     "skip-join, shortest prefill": lambda: SkipJoinMlfq(COST, starvation_s=0.5, shortest_prefill=True, returns=True),
     "two queues": lambda: SkipJoinMlfq(COST, levels=2, starvation_s=0.1),
-    "econoserve, by arrival": lambda: TwoQueues(Tasks(ByArrival())),
-    "econoserve, by group": lambda: TwoQueues(Tasks(ByGroup(PaddedLengths(0.2), 4))),
-    "econoserve": lambda: TwoQueues(Tasks(by_objective())),
-    "econoserve, longest first": lambda: TwoQueues(Tasks(by_objective(longest_first=True))),
-    "prioritized econoserve": lambda: Prioritized(lambda: TwoQueues(Tasks(by_objective()))),
+    "econoserve, by arrival": lambda: two_queues(ByArrival()),
+    "econoserve, by group": lambda: two_queues(ByGroup(PaddedLengths(0.2), 4)),
+    "econoserve": lambda: two_queues(by_objective()),
+    "econoserve, longest first": lambda: two_queues(by_objective(longest_first=True)),
+    "prioritized econoserve": lambda: Prioritized(lambda: two_queues(by_objective())),
+    "fair econoserve": lambda: Prioritized(lambda: fair(lambda: two_queues(by_objective()))),
     "prioritized fcfs": lambda: Prioritized(Fcfs),
     "prioritized srpt": lambda: Prioritized(srpt),
     "prioritized alise": lambda: Prioritized(alise),
@@ -164,9 +176,11 @@ class Simulation:
         slices = []
         for request in batch:
             tokens = min(most, request.known - request.computed)
-            end = request.computed + tokens
-            slices.append(Slice(request, request.computed, tokens, end == request.known, False, ()))
+            start, end = request.computed, request.computed + tokens
+            slices.append(Slice(request, start, tokens, end == request.known, False, ()))
             request.computed = request.planned = end
+            if not start:
+                self.ordering.on_reserved(request, self.now)
         self.now += 0.02
         self.ordering.on_scheduled(slices, self.now)
         for piece in slices:
@@ -231,6 +245,25 @@ def test_ranked_is_all_requests_sorted_by_distinct_ranks(
         assert len(ranked) == len(simulation.live)
         ranks = [simulation.ordering.rank(request) for request in ranked]
         assert all(one < other for one, other in pairwise(ranks))
+
+
+@pytest.mark.parametrize("name", [name for name in ORDERINGS if "econoserve" in name])
+@given(operations=OPERATIONS, prompt=st.integers(0, 40), output=st.integers(0, 8))
+@settings(max_examples=25)
+def test_requests_that_fit_are_found_in_rank_order(
+    name: str, operations: list[tuple[str, int]], prompt: int, output: int
+) -> None:
+    simulation, kv = Simulation(ORDERINGS[name]()), KVLedger(1000, 0, 4)
+    for operation, number in operations:
+        apply(simulation, operation, number)
+        ranked = list(simulation.ordering.ranked(simulation.now))
+        fit = [one for one in ranked if not one.planned and any(map(int.__le__, needs(one, kv), (prompt, output)))]
+        assert list(fitting(simulation.ordering, lambda: (prompt, output), kv)) == fit
+        limits = [prompt, output]
+        found = fitting(simulation.ordering, lambda limits=limits: tuple(limits), kv)
+        assert list(islice(found, 1)) == fit[:1]
+        limits[:] = 0, 0
+        assert list(found) == [], "the first took what there was"
 
 
 @every_ordering

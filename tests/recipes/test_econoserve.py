@@ -287,7 +287,7 @@ def test_order_by_objectives_meets_more_of_them_and_reserves_most_of_the_kv() ->
     for name, one in {"-sd": by_arrival, **orders}.items():
         kv = one.record["kv"]
         assert kv["used_mean"] <= 0.65, (name, kv)
-        assert kv["allocated_mean"] >= 0.9, (name, kv)
+        assert kv["allocated_mean"] >= 0.88, (name, kv)
 
 
 # -- any world --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from skipjoin.core.events import Preemption
@@ -12,6 +12,7 @@ from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Allocation, Callbacks, Deferral, Eviction, EvictionPolicy, Ordering, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
+from skipjoin.core.scheduling.selective import Limits
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap
@@ -49,11 +50,13 @@ class Ranks(Callbacks):
     Attributes:
         numbers: Rank by request id.
         read: Number of requests taken from `ranked`, over all calls.
+        found: Ids of the requests that `fitting` finds.
     """
 
     def __init__(self, numbers: dict[int, int]) -> None:
         self.numbers = numbers
         self.read = 0
+        self.found: Container[int] = ()
         self._live: list[Request] = []
 
     def on_arrived(self, request: Request, now: float) -> None:
@@ -66,6 +69,9 @@ class Ranks(Callbacks):
         for request in sorted(self._live, key=self.rank):
             self.read += 1
             yield request
+
+    def fitting(self, limits: Limits, kv: KVLedger) -> Iterator[Request]:
+        return (request for request in sorted(self._live, key=self.rank) if request.id in self.found)
 
     def rank(self, request: Request) -> tuple[int, int]:
         return self.numbers[request.id], request.id
@@ -123,6 +129,9 @@ class Scripted(Callbacks):
 
     def on_begin(self, now: float, kv: KVLedger) -> Iterable[tuple[Account, int]]:
         return self._keeps.items()
+
+    def limits(self, kv: KVLedger) -> Sequence[int]:
+        return ()
 
     def reserve(self, request: Request, target: int, kv: KVLedger) -> Allocation | Deferral:
         self.asked.append((request.id, target))

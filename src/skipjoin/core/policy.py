@@ -229,7 +229,7 @@ class Deferral(Enum):
     """Refusal of an admission policy; the value says which requests wait for a later step."""
 
     NEWCOMERS = "no request without KV is admitted in this step"
-    REQUEST = "other requests may be admitted, for a while"
+    REQUEST = "of requests without KV, those that the ordering finds by their needs are still admitted"
 
 
 class AdmissionPolicy(Protocol):

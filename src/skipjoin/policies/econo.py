@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import IntEnum
 from itertools import count, pairwise
 from typing import Any, Protocol
 
+from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import UNLIMITED, Request
+from skipjoin.core.scheduling.selective import Limits
 from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.needs import NeedIndex, Needs
 from skipjoin.policies.predictors import forecast_tokens
 from skipjoin.policies.valued import Valued
 
@@ -264,13 +267,18 @@ class Tasks:
 
 
 class TwoQueues(Valued):
-    """Ordering by `Tasks`."""
+    """Ordering by `Tasks`, which finds the prompts that fit by binary search (EconoServe section 3.4).
+
+    Args:
+        needs: Needs of prompts without KV.
+    """
 
     is_decode_invariant = True
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: Tasks, needs: Needs) -> None:
         super().__init__(tasks)
         self._tasks = tasks
+        self._index = NeedIndex(needs)
 
     def on_reserved(self, request: Request, now: float) -> None:
         self._tasks.on_reserved(request)
@@ -279,3 +287,14 @@ class TwoQueues(Valued):
     def on_finished(self, request: Request, now: float) -> None:
         super().on_finished(request, now)
         self._tasks.on_finished(request)
+        self._index.discard(request)
+
+    def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
+        return self._index.fitting(limits, kv)
+
+    def _place(self, request: Request, now: float) -> None:
+        super()._place(request, now)
+        if request.planned:  # it holds KV
+            self._index.discard(request)
+        else:
+            self._index.put(request, self.rank(request))

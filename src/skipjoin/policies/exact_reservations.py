@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import count
 from operator import itemgetter
 
-from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Allocation, Callbacks, Deferral
@@ -18,8 +17,6 @@ from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 
 # Account of the KV that is set aside for prompts.
 PROMPTS = Account("prompts")
-# Hosting candidates examined per request; others that were hosted in this step may have taken the first.
-_MAX_HOSTS = 8
 
 
 class Hosts:
@@ -33,42 +30,66 @@ class Hosts:
         if not buffer >= 0:
             raise ValueError(f"buffer must be at least 0, got {buffer}")
         self._buffer = buffer
-        self._unused: list[tuple[int, int, Request]] | None = None
+        # Unused blocks of limited reservations, ascending. They shrink as requests grow, which is corrected when read.
+        self._unused: list[tuple[int, int, Request]] = []
+        self._holders = -1  # number of holders at that time, or -1 if some may have more unused blocks since
 
-    def begin(self) -> None:
-        """Start a step: unused blocks are determined again on the first query."""
-        self._unused = None
+    def begin(self, kv: KVAccounts) -> None:
+        """Start a step. Blocks of finished requests may have become free since the last one."""
+        if self._holders != len(kv.holders()):
+            self.changed()
+
+    def changed(self) -> None:
+        """Note that a request reserves, lost or left KV, so that some may have more unused blocks."""
+        self._holders = -1
 
     def need(self, blocks: int, steps: int, kv: KVAccounts) -> int:
         return blocks + kv.blocks_for(math.ceil(steps * (1 + self._buffer)))
 
     def seek(self, request: Request, need: int, kv: KVAccounts) -> Request | None:
-        if self._unused is None:
-            self._unused = self._sorted(kv)
-        found = self._unused
-        if not found or found[-1][0] < need:
-            return None
-        place = bisect_left(found, need, key=itemgetter(0))
-        for _, _, host in found[place : place + _MAX_HOSTS]:
-            if _unused(host, kv) >= need and not self._lends_to(request, host, kv):
+        self._determine(kv)
+        place = self._place(need)
+        while place < len(self._unused):
+            host = self._unused[place][2]
+            if not self._is_current(place, kv):
+                place = self._place(need)
+            elif _can_host(host) and not self._lends_to(request, host, kv):
                 return host
+            else:
+                place += 1
         return None
 
-    def has_room(self, kv: KVAccounts) -> bool:
-        """Return whether a hosting request has a block to share besides one for its growth."""
-        if self._unused is None:
-            self._unused = self._sorted(kv)
-        return bool(self._unused)
+    def largest(self, kv: KVAccounts) -> int:
+        """Return the largest need that a hosting request can hold, 0 if none can hold a block and grow."""
+        self._determine(kv)
+        place = len(self._unused) - 1
+        while place >= 0:
+            if not self._is_current(place, kv):
+                place = len(self._unused) - 1
+            elif _can_host(self._unused[place][2]):
+                return self._unused[place][0]
+            else:
+                place -= 1
+        return 0
 
-    def _sorted(self, kv: KVAccounts) -> list[tuple[int, int, Request]]:
-        found = []
-        for request in kv.holders():
-            if request.reserved_tokens != UNLIMITED and phase_of(request, request.known) is Phase.RUNNING:
-                unused = _unused(request, kv)
-                if unused > 1 and request.finish_reason is None:
-                    found.append((unused, request.id, request))
-        found.sort()
-        return found
+    def _determine(self, kv: KVAccounts) -> None:
+        if self._holders < 0:
+            self._holders = len(kv.holders())
+            some = (one for one in kv.holders() if one.reserved_tokens != UNLIMITED)
+            self._unused = sorted((blocks, one.id, one) for one in some if (blocks := _unused(one, kv)) > 1)
+
+    def _place(self, need: int) -> int:
+        return bisect_left(self._unused, need, key=itemgetter(0))
+
+    def _is_current(self, place: int, kv: KVAccounts) -> bool:
+        """Return whether a request has as many unused blocks as noted; if not, correct that."""
+        blocks, number, host = self._unused[place]
+        if (unused := _unused(host, kv)) >= blocks:
+            return True
+        del self._unused[place]
+        if unused > 1:
+            insort(self._unused, (unused, number, host))
+        return False
 
     @staticmethod
     def _lends_to(request: Request, host: Request, kv: KVAccounts) -> bool:
@@ -176,13 +197,11 @@ class ExactReservations(Callbacks):
         self._overdue_s = overdue_s
         self._now = 0.0
         self._bands: Counter[Band] = Counter()  # of all requests
-        # Cache of `_whole`: forecast and known tokens of the request, and the result.
-        self._wholes: dict[Request, tuple[Forecast | None, int, tuple[int, int, int]]] = {}
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._now = now
         if self._hosts is not None:
-            self._hosts.begin()
+            self._hosts.begin(kv)
         if self._gate is not None:
             self._gate.begin()
         return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
@@ -191,17 +210,19 @@ class ExactReservations(Callbacks):
         self._bands[request.band] += 1
 
     def on_reserved(self, request: Request, now: float) -> None:
+        self._change_hosts()
         if self._gate is not None and phase_of(request, request.known) is Phase.RUNNING:
             self._gate.join(request)
 
     def on_preempted(self, request: Request, now: float) -> None:
+        self._change_hosts()
         if self._gate is not None:
             self._gate.leave(request)
 
     def on_finished(self, request: Request, now: float) -> None:
+        self._change_hosts()
         if self._gate is not None:
             self._gate.forget(request)
-        self._wholes.pop(request, None)
         band = request.band
         self._bands[band] -= 1
         if not self._bands[band]:
@@ -220,6 +241,7 @@ class ExactReservations(Callbacks):
             self._gate.label(request, group)
         is_open = self._gate is None or self._gate.is_open
         if is_open and kv.shortfall_of_reservation(request, blocks, None) <= 0:
+            self._change_hosts()  # the request becomes one in this step
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group)
         if is_open and self._hosts is not None:
             lent = self._lengths.kv_tokens(request, generated, nested=True)
@@ -233,10 +255,22 @@ class ExactReservations(Callbacks):
             self._gate.refuse()
         return Deferral.REQUEST
 
+    def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
+        """Return the blocks of the request's prompt and, with hosts, its need in a hosting request."""
+        prompt = kv.blocks_for(request.known)
+        return (prompt,) if self._hosts is None else (prompt, self._whole(request, self._hosts, kv)[2])
+
+    def limits(self, kv: KVAccounts) -> Sequence[int]:
+        """Return the limits of `needs` for a request without KV now."""
+        prompt = _unused(PROMPTS, kv)
+        if kv.available > prompt and not self._generation_waits(kv):
+            prompt = kv.available
+        return (prompt,) if self._hosts is None else (prompt, self._hosts.largest(kv))
+
     def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
         known = request.known
         if self._hosts is not None:
-            tokens, blocks, need = self._whole(request, kv)
+            tokens, blocks, need = self._whole(request, self._hosts, kv)
             if (host := self._hosts.seek(request, need, kv)) is not None:
                 return Allocation(now=blocks, blocks=blocks, tokens=tokens, parent=host)
         blocks, unused = kv.blocks_for(known), _unused(PROMPTS, kv)
@@ -248,9 +282,8 @@ class ExactReservations(Callbacks):
             return Allocation(now=blocks, blocks=blocks, tokens=known, draws=PROMPTS)
         if self._now >= request.arrival + self._overdue_s:
             return Deferral.NEWCOMERS
-        return (
-            Deferral.REQUEST if unused or (self._hosts is not None and self._hosts.has_room(kv)) else Deferral.NEWCOMERS
-        )
+        has_room = unused or (self._hosts is not None and self._hosts.largest(kv))
+        return Deferral.REQUEST if has_room else Deferral.NEWCOMERS
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
         return _parent_of(request, kv) is not PROMPTS and len(request.prompt) < request.reserved_tokens < UNLIMITED
@@ -264,18 +297,17 @@ class ExactReservations(Callbacks):
                 return Allocation(now=blocks, blocks=blocks, tokens=most, parent=parent, draws=PROMPTS)
         return None
 
-    def _whole(self, request: Request, kv: KVAccounts) -> tuple[int, int, int]:
-        # Cached, because every step queries it for many waiting requests.
-        known, forecast = request.known, request.forecast
-        kept = self._wholes.get(request)
-        if kept is None or kept[0] is not forecast or kept[1] != known:
-            assert self._hosts is not None
-            tokens = self._lengths.kv_tokens(request, known - len(request.prompt), nested=True)
-            blocks = kv.blocks_for(tokens)
-            # One step more, for the prompt.
-            need = self._hosts.need(blocks, tokens - known + 1, kv)
-            kept = self._wholes[request] = forecast, known, (tokens, blocks, need)
-        return kept[2]
+    def _whole(self, request: Request, hosts: Hosts, kv: KVAccounts) -> tuple[int, int, int]:
+        """Return the tokens and blocks of a nested reservation for prompt and output, and its need."""
+        known = request.known
+        tokens = self._lengths.kv_tokens(request, known - len(request.prompt), nested=True)
+        blocks = kv.blocks_for(tokens)
+        # One step more, for the prompt.
+        return tokens, blocks, hosts.need(blocks, tokens - known + 1, kv)
+
+    def _change_hosts(self) -> None:
+        if self._hosts is not None:
+            self._hosts.changed()
 
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
         band = request.band
@@ -287,7 +319,10 @@ class ExactReservations(Callbacks):
     def _generation_waits(kv: KVAccounts) -> bool:
         # Latest holders first, as they are the likeliest to wait.
         return any(
-            phase_of(request, request.known) is Phase.WAITING and request.finish_reason is None
+            # The first condition is the quickest, and false for nearly all.
+            request.known > request.reserved_tokens
+            and phase_of(request, request.known) is Phase.WAITING
+            and request.finish_reason is None
             for request in reversed(list(kv.holders()))
         )
 
@@ -296,6 +331,10 @@ class ExactReservations(Callbacks):
         return not any(
             one.in_flight or phase_of(one, one.known) is Phase.RUNNING for one in kv.holders() if one is not request
         )
+
+
+def _can_host(request: Request) -> bool:
+    return request.finish_reason is None and phase_of(request, request.known) is Phase.RUNNING
 
 
 def _unused(owner: Request | Account, kv: KVAccounts) -> int:

@@ -29,6 +29,7 @@ from skipjoin.core.policy import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
+from skipjoin.core.scheduling.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.step_load import StepLoad, fitting_tokens
@@ -137,6 +138,9 @@ class Fair(Callbacks):
     def ranked(self, now: float) -> Iterator[Request]:
         # Eager, so that all time-dependent changes happen now and not while the iterator is consumed.
         return chain.from_iterable([client.ordering.ranked(now) for client in self._standings()])
+
+    def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
+        return chain.from_iterable(fitting(client.ordering, limits, kv) for client in self._standings())
 
     def rank(self, request: Request) -> Any:
         client = self._of(request)

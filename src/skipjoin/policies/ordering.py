@@ -10,6 +10,7 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Callbacks, Ordering, explanation, is_decode_invariant
 from skipjoin.core.request import Band, Request
+from skipjoin.core.scheduling.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
 
@@ -133,6 +134,9 @@ class Prioritized(Callbacks):
             self._lift_oldest(now)
         # Eager, so that all time-dependent changes happen now and not while the iterator is consumed.
         return chain.from_iterable([band.ranked(now) for band in self._sorted])
+
+    def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
+        return chain.from_iterable(fitting(band, limits, kv) for band in self._sorted)
 
     def rank(self, request: Request) -> tuple[Band, Any]:
         band = self.band(request)

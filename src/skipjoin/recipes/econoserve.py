@@ -123,7 +123,7 @@ def decoupled(
     )
     return classed(
         s,
-        lambda: TwoQueues(tasks),
+        lambda: TwoQueues(tasks, reservations.needs),
         staged(s, batcher, batcher.target, cuts=True),
         reservations,
         Vacate(s.cost),

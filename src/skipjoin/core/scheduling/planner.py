@@ -12,6 +12,7 @@ from skipjoin.core.scheduling.candidates import comes_soon, find_candidates
 from skipjoin.core.scheduling.context import StepContext, eligible_tokens
 from skipjoin.core.scheduling.evictor import Evictor
 from skipjoin.core.scheduling.residency import Residency
+from skipjoin.core.scheduling.selective import passing
 from skipjoin.core.scheduling.waits import WaitReason, WaitState
 from skipjoin.core.step import Move, Slice, StepPlan
 
@@ -97,10 +98,15 @@ class StepPlanner:
         return moves
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
-        """Offer the queue's requests to the batch, and return the one at which it was closed to newcomers, if any."""
+        """Offer the queue's requests to the batch.
+
+        Returns:
+            The request at which the step was closed to newcomers, or became selective; None if there was none.
+        """
         context, residency, blocks_of = self._context, self._residency, self._kv.blocks_of
         offer, take, add = builder.offer, builder.take, self._slices.append
-        plan_id, latest, was_closed = context.plan_id, context.latest, residency.closed is not None
+        plan_id, latest = context.plan_id, context.latest
+        was_closed, was_selective = residency.closed is not None, residency.is_selective
         for request in queue:
             held = blocks_of(request)
             meets = held is None and request.prefix is not None and residency.closed is None
@@ -134,6 +140,9 @@ class StepPlanner:
             if residency.closed is not None and not was_closed:
                 self.tail = residency.closed
                 return request
+            if residency.is_selective and not was_selective:
+                self.tail = WaitReason.BEHIND_MEMORY
+                return request
         return None
 
     def _meet(self, request: Request) -> int:
@@ -152,7 +161,10 @@ class StepPlanner:
 
     def _fill_from_first(self, builder: BatchBuilder) -> None:
         last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
-        if last is not None:  # only holders can still run, so skip the long queue
+        # Skip the long queue: only holders can still run, and newcomers that the admission policy does not pass over.
+        if last is not None and self._residency.closed is None:
+            last = self._fill(passing(self._policies, self._kv, self._evictor.holders_after(last)), builder)
+        if last is not None:
             self._fill(self._evictor.holders_after(last), builder)
 
     def _restart(self) -> None:

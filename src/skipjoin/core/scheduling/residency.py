@@ -13,15 +13,13 @@ from skipjoin.core.scheduling.evictor import Evictor
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move, Slice
 
-# Number of admission refusals that close a step to newcomers. It bounds how much of a long queue is read.
-_MAX_PASSES = 64
-
 
 class Residency:
     """Allocator of device KV for the requests of one step.
 
     Attributes:
         closed: Reason why no more requests without KV are admitted in this step, or None.
+        is_selective: Whether the admission policy refused a request without KV and would admit others.
         first: The most important request, or None where nothing depends on it.
         waiting_for_kv: Requests that would run if all their KV were on the device.
         reserved: Requests that got reservations. Policies are notified after the iteration over the ordering.
@@ -39,6 +37,7 @@ class Residency:
         slices: Sequence[Slice],
     ) -> None:
         self.closed: WaitReason | None = None
+        self.is_selective = False
         self.short = 0
         self.first: Request | None = None
         self.waiting_for_kv: list[Request] = []
@@ -46,7 +45,6 @@ class Residency:
         self.overlapped: list[Move] = []
         self._is_forced = False
         self._drawn = 0  # blocks that an account cedes to the current reservation
-        self._passes = 0  # refusals of the admission policy
         self._policies = policies
         self._kv = kv
         self._reservations = kv.reservations
@@ -148,9 +146,9 @@ class Residency:
         answer = self._policies.admission.reserve(request, target, kv)
         if isinstance(answer, Allocation):
             return answer
-        self._passes += 1
-        if answer is Deferral.NEWCOMERS or self._passes >= _MAX_PASSES:
+        if answer is Deferral.NEWCOMERS:
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
+        self.is_selective = self.is_selective or kv.blocks_of(request) is None
         self.short = kv.shortfall(request, target)
         return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
 

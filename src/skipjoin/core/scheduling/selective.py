@@ -1,0 +1,49 @@
+"""Admission that passes over waiting requests that do not fit, at a cost that does not depend on the queue's length."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Policies
+from skipjoin.core.request import Request
+
+# Returns the current maximum of each kind of need, in blocks.
+Limits = Callable[[], Sequence[int]]
+
+
+class Selective(Protocol):
+    """Admission policy that passes over requests."""
+
+    def limits(self, kv: KVAccounts) -> Sequence[int]:
+        """Return how many blocks a request without KV may need to get a reservation now, for each kind of need."""
+
+
+class Indexed(Protocol):
+    """Ordering that finds waiting requests by their needs."""
+
+    def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
+        """Iterate lazily, in rank order, over requests without KV of which a need is within its limit.
+
+        Args:
+            limits: Called again after each request, which may have taken blocks.
+        """
+
+
+def fitting(ordering: object, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
+    """Return what an `Indexed` ordering finds; other orderings find nothing."""
+    find = getattr(ordering, "fitting", None)
+    found: Iterator[Request] = iter(()) if find is None else find(limits, kv)
+    return found
+
+
+def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> Iterator[Request]:
+    """Iterate in rank order over the holders, and the requests without KV that the admission policy would admit."""
+    limits = getattr(policies.admission, "limits", None)
+    if limits is None:
+        return iter(holders)
+    # The ordering is notified at the end of the step, and still has those that this step has admitted.
+    found = (one for one in fitting(policies.ordering, lambda: limits(kv), kv) if kv.blocks_of(one) is None)
+    return heapq.merge(holders, found, key=policies.ordering.rank) if holders else found

@@ -1,17 +1,56 @@
-"""Ablations of EconoServe (section 4), and its predecessors with exact reservations for whole requests (section 2)."""
+"""Baselines and ablations of EconoServe's evaluation (sections 2 and 4)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy import Ordering, Policies
 from skipjoin.core.request import Request
+from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholePrompts, WholeReservations
 from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths, Phase
-from skipjoin.policies.eviction import Swap
+from skipjoin.policies.eviction import KeepKv, Recompute, Swap
+from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.ordering import Fcfs
+from skipjoin.policies.remaining import RemainingTime
+from skipjoin.policies.starvation import starvation_after
+from skipjoin.policies.valued import Valued
 from skipjoin.recipes import Forecasts, Params, Settings, recipe
 from skipjoin.recipes.econoserve import GroupParams, ReservationParams, decoupled
-from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
+from skipjoin.recipes.parts import ForwardTokens, LengthRange, Oracle, Padding, classed, greedy, staged, true_lengths
+
+
+@recipe
+def fcfs_swap(s: Settings) -> Policies:
+    """First come, first served as in vLLM with swapping: requests that lose KV swap it (EconoServe section 2.1)."""
+    return classed(s, Fcfs, greedy(s, s.max_tokens, chunked=False), OnDemand(), KeepKv())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleParams(Params):
+    """Source of true output lengths."""
+
+    oracle: Oracle = "none"
+
+
+@recipe(forecasts=Forecasts.TRUE)
+def srtf(s: Settings, p: OracleParams) -> Policies:
+    """Shortest remaining time first with true lengths and maximum allocation (EconoServe section 2.1)."""
+    lengths = true_lengths("srtf", s, p.oracle)
+    return _reserving_all(s, lambda: Valued(RemainingTime(ExecutionTime(s.cost), lengths)))
+
+
+@recipe
+def fastserve_max(s: Settings) -> Policies:
+    """FastServe's feedback queues, five of them, with maximum allocation (EconoServe section 2.1)."""
+    return _reserving_all(s, lambda: SkipJoinMlfq(s.cost, levels=5, starvation_s=starvation_after(s.cost, s.slo_s)))
+
+
+def _reserving_all(s: Settings, ordering: Callable[[], Ordering]) -> Policies:
+    """Return policies that reserve KV for prompt and max_tokens at admission, which are never evicted for others."""
+    return classed(s, ordering, greedy(s, s.max_tokens, chunked=True), WholeMaximum(), Recompute())
 
 
 @recipe(forecasts=Forecasts.LEARNED)

@@ -12,6 +12,8 @@ and the range over the repeats. Recipes are measured in turn.
 - `prefix`: one request waits for memory and finds the KV of the first 30,000 tokens of its prompt in the cache.
 - `swapping`: OPT-13B on a simulated A100 with 11 GiB of KV and 128 GiB of CPU memory, ShareGPT lengths, 5.5 requests
   per second for 100 s. The rate exceeds the capacity, so KV is swapped in most steps.
+- `overload`: OPT-13B on a simulated A100 with 12 GiB of KV and blocks of 32 tokens; 3,000 or 100,000 requests with
+  ShareGPT lengths at once, for 30 s. Forecasts have the noise of EconoServe's evaluation. Decisions are in CPU time.
 
 Queued prompts are long, so every recipe ranks them behind the running requests and the state does not change. For
 `adaptive`, which prefers first tokens, they have missed their TTFT objective.
@@ -25,6 +27,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
@@ -41,6 +44,8 @@ from skipjoin.workload.workload import synthetic
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
+from papers.econoserve.setting import SHAREGPT, SLO, variants
+from papers.econoserve.setting import system as of_evaluation
 from papers.recipes import SPELLED
 
 RUNNING = 128
@@ -48,6 +53,8 @@ WAITING = (0, 100, 1_000, 10_000, 100_000)
 BLOCK_SIZE = 16
 PREFIX = 30_000  # tokens
 STEPS = 200  # in a longer run fastserve would demote the running requests behind the queue
+OVERLOAD, OVERLOAD_S = (3_000, 100_000), 30.0
+OVERLOADED = ("adaptive", "alise", "bros", "econoserve", "fastserve", "fcfs", "sarathi")
 SWAPPING = ("adaptive", "alise", "fastserve", "fastserve-reactive", "mlfq", "srpt")
 MISSED = RequestOptions(target=Target(ttft_s=1e-6))
 COST = LinearCost(floor=0.02, prefill_token=1e-4, decode=1e-4, context_token=1e-7)
@@ -118,9 +125,8 @@ def measure(recipe: str, waiting: int, limit: str) -> dict[str, float]:
     return {"decide_us": statistics.median(decide) * 1e6, "engine_us": statistics.median(engine) * 1e6}
 
 
-def measure_swapping(recipe: str) -> dict[str, float]:
-    """Return the microseconds per decision while KV is swapped, and the load of the run."""
-    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(SPELLED[recipe])
+def timed_run(cell: Cell) -> tuple[dict[str, Any], list[float]]:
+    """Return the record of a simulation and the seconds of each decision."""
     schedule, commit = Scheduler.schedule, Scheduler.commit
     seconds: list[float] = []
 
@@ -139,15 +145,35 @@ def measure_swapping(recipe: str) -> dict[str, float]:
 
     Scheduler.schedule, Scheduler.commit = timed_schedule, timed_commit  # type: ignore[method-assign]
     try:
-        record = run(Cell(system, synthetic("sharegpt", "poisson"), Extent(5.5, 100.0, 0)))
+        return run(cell), seconds
     finally:
         Scheduler.schedule, Scheduler.commit = schedule, commit  # type: ignore[method-assign]
+
+
+def measure_swapping(recipe: str) -> dict[str, float]:
+    """Return the microseconds per decision while KV is swapped, and the load of the run."""
+    (system,) = Machine(model="opt-13b", hardware="a100-40gb", kv_gib=11.0, swap_gib=128.0).systems(SPELLED[recipe])
+    cell = Cell(system, synthetic("sharegpt", "poisson"), Extent(5.5, 100.0, 0))
+    record, seconds = timed_run(cell)
     return {
         "decide_us": statistics.median(seconds) * 1e6,
         "decide_p95_us": statistics.quantiles(seconds, n=20)[-1] * 1e6,
         "batch_mean": record["batch_mean"],
         "preemptions_per_step": preempted(record) / record["steps"],
         "step_ms": record["duration_s"] / record["steps"] * 1e3,
+    }
+
+
+def measure_overload(recipe: str, waiting: int) -> dict[str, float]:
+    """Return the microseconds per decision in the middle and on average, and the load of the run."""
+    system = of_evaluation(variants(recipe)[0], SHAREGPT)
+    cell = Cell(system, synthetic("sharegpt", "poisson"), Extent(1e6, None, 0, waiting, OVERLOAD_S), SLO)
+    record, seconds = timed_run(cell)
+    return {
+        "decide_us": statistics.median(seconds) * 1e6,
+        "decide_mean_us": statistics.fmean(seconds) * 1e6,
+        "batch_mean": record["batch_mean"],
+        "throughput_tps": record["throughput_tps"],
     }
 
 
@@ -173,6 +199,14 @@ def main() -> None:
         swapping = [measure_swapping(recipe) for _ in range(args.repeats)]
         record["rows"].append({"recipe": recipe, "limit": "swapping"} | harness.spreads(swapping, 2))
         harness.show(record["rows"][-1])
+    for waiting in OVERLOAD:
+        mine = [recipe for recipe in args.recipes if recipe in OVERLOADED]
+        # In turn, so that a drift of the machine affects all recipes.
+        turns = [(recipe, measure_overload(recipe, waiting)) for _ in range(args.repeats) for recipe in mine]
+        for recipe in mine:
+            row = {"recipe": recipe, "limit": "overload", "waiting": waiting}
+            record["rows"].append(row | harness.spreads([found for name, found in turns if name == recipe], 2))
+            harness.show(record["rows"][-1])
     harness.write_record(record, args.out)
 
 

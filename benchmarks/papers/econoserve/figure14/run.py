@@ -3,13 +3,14 @@
     python benchmarks/papers/econoserve/figure14/run.py [--quick]
 
 OPT-13B on one A100, three traces at 1.2 times the capacity of `fcfs`, and 3,000 requests of ShareGPT at once. Decision
-times are wall-clock times on one core of this machine, one run at a time; everything else is simulated.
+times are wall-clock times on one core of this machine, one run at a time; everything else is simulated. The loads are
+then repeated with each step delayed by the variant's mean decision time.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from matplotlib.figure import Figure
 from papers.econoserve.setting import (
     ABLATIONS,
     BASELINES,
+    LATENCY,
     SHAREGPT,
     SLO,
     SPLIT,
     TRACES,
+    UTILIZATION,
     compared,
     loaded,
     records_of,
@@ -35,6 +38,7 @@ from papers.figures.runs import Options, Result, grid, pick, poisson, run_plans
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style
 from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.sim.experiments.system import System
 
 LOAD, VARIANTS = 1.2, (*BASELINES, SPLIT, *ABLATIONS)
 # Number of requests at once, and seconds of the run.
@@ -63,11 +67,29 @@ def measure(options: Options) -> Result:
         plans[f"sharegpt, {QUEUED} at once", variant.name] = grid([cell])
     run_plans("figure14", list(plans.values()), replace(options, jobs=1))
     records = records_of(plans, "case", "variant")
+    charged = _charged(systems, records, options)
     return {
         "settings": said(list(systems.values()), options),
-        "tables": [compared("Decision time", records, ("case", "variant"), FIELDS)],
+        "tables": [
+            compared("Decision time", records, ("case", "variant"), FIELDS),
+            compared("With decisions charged", charged, ("lengths", "variant", "decisions"), LATENCY | UTILIZATION),
+        ],
         "records": records,
     }
+
+
+def _charged(
+    systems: Mapping[tuple[str, str], System], records: Sequence[Record], options: Options
+) -> Sequence[Record]:
+    """Return the records of all loads, without and with a cost of decisions."""
+    times = {(one["case"], one["variant"]): one["decision_ms"]["mean"] / 1000 for one in records}
+    plans = {
+        (*key, name): grid(loaded(replace(of, decision_s=decision_s), TRACES[key[0]], [LOAD], options))
+        for key, of in systems.items()
+        for name, decision_s in (("free", 0.0), ("charged", times[key]))
+    }
+    run_plans("figure14, charged", list(plans.values()), options)
+    return records_of(plans, "lengths", "variant", "decisions")
 
 
 def draw(result: Result) -> Mapping[str, Figure]:

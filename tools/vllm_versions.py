@@ -47,6 +47,7 @@ ROWS = (
     ("`--scheduling-policy priority`", r"features.*policy"),
     ("`--no-enable-chunked-prefill`", r"features.*chunked"),
     ("model on a CPU", r"test_model\."),
+    ("data-parallel engines on a CPU", r"test_serve\."),
     ("aborts, refusals and others", r"test_contract\.(?!test_every|test_supported)"),
 )
 Outcomes = dict[str, bool]  # whether a test passed, by name

@@ -49,3 +49,21 @@ class Groups(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid)
+
+    def remove_node(self, node) -> str | None:
+        """Hand the tests that a process has left to the others, and return the test in which it crashed.
+
+        xdist would hand over finished groups as well. A process that gets one has nothing to report, so it never gets
+        another group, and the run does not end. It would also repeat the test that crashed.
+        """
+        groups = self.assigned_work.pop(node).items()
+        left = {name: rest for name, tests in groups if (rest := {one: False for one, done in tests.items() if not done})}
+        if not left:
+            return None
+        first = next(iter(left))
+        crashed = next(iter(left[first]))
+        del left[first][crashed]
+        self.workqueue.update({name: tests for name, tests in left.items() if tests})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed

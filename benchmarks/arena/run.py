@@ -36,7 +36,8 @@ from arena.figures import (
 from arena.grid import ArenaCell, full, quick
 from arena.picture import draw
 from skipjoin.report.plots import style
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.simulation import run
 
 HOME = Path(__file__).resolve().parent
 _RIVALS_FILE = HOME / "rivals.py"

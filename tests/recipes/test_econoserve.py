@@ -25,7 +25,8 @@ from skipjoin.core.step import StepPlan
 from skipjoin.observe.record import NO_SLO, Record, Slo
 from skipjoin.policies.econo import Phase, phase_of
 from skipjoin.policies.exact_reservations import PROMPTS
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Workload, WorkloadRequest, synthetic
 from support.load import load, make

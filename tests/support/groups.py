@@ -56,8 +56,11 @@ class Groups(LoadScopeScheduling):
         xdist would hand over finished groups as well. A process that gets one has nothing to report, so it never gets
         another group, and the run does not end. It would also repeat the test that crashed.
         """
-        groups = self.assigned_work.pop(node).items()
-        left = {name: rest for name, tests in groups if (rest := {one: False for one, done in tests.items() if not done})}
+        groups = {
+            name: {test: done for test, done in tests.items() if not done}
+            for name, tests in self.assigned_work.pop(node).items()
+        }
+        left = {name: tests for name, tests in groups.items() if tests}
         if not left:
             return None
         first = next(iter(left))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skipjoin.observe.record import Record
 from skipjoin.policies.cost import LinearCost
-from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import synthetic
 

@@ -22,8 +22,8 @@ from skipjoin.observe.record import Record, Slo
 from skipjoin.options import Value
 from skipjoin.report.bound import field_value
 from skipjoin.report.plots import style
+from skipjoin.sim.experiments.cell import Cell
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.lengths import Lengths, parse_lengths

@@ -16,8 +16,8 @@ from skipjoin.observe.record import Record, Slo
 from skipjoin.options import Value
 from skipjoin.recipes import Forecasts
 from skipjoin.report.bound import field_value
+from skipjoin.sim.experiments.cell import Cell
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell
 from skipjoin.sim.experiments.system import System
 
 # Objective: twice the time at light load (section 4).

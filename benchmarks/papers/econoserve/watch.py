@@ -16,7 +16,8 @@ from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Pr
 from skipjoin.core.request import Request
 from skipjoin.observe.record import Record, percentile, rounded
 from skipjoin.policies.exact_reservations import PROMPTS
-from skipjoin.sim.experiments.simulation import Cell, run
+from skipjoin.sim.experiments.cell import Cell
+from skipjoin.sim.experiments.simulation import run
 
 # Plans between two samples of the waiting requests.
 _EVERY = 16

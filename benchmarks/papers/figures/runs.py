@@ -13,7 +13,7 @@ from typing import Any
 from papers.recipes import label_of
 from skipjoin.observe.record import NO_SLO, Record, Slo
 from skipjoin.report.bound import MaximumRate, field_value, maximum_rate, parse_bound
-from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.sweep import Grid, RateSearch, SweepPlan, sweep
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Synthetic, Workload, synthetic

@@ -52,8 +52,8 @@ from skipjoin.engine.profiling.startup import measure as measure_profile
 from skipjoin.observe.record import Record
 from skipjoin.recipes import own
 from skipjoin.report.bound import Bound, MaximumRate, maximum_rate, parse_bound
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent
 from skipjoin.sim.experiments.simulation import run as simulate
 from skipjoin.sim.experiments.sweep import RateSearch, sweep
 from skipjoin.sim.experiments.system import System

@@ -35,8 +35,9 @@ from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.cost import LinearCost, scaled
 from skipjoin.sampling import SamplingParams
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import WorkloadRequest, synthetic
 

@@ -29,8 +29,9 @@ from skipjoin.core.request import Request
 from skipjoin.policies import dispatch
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.dispatch import OWN_WEIGHT, prefix_aware
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent, Run, run
+from skipjoin.sim.experiments.simulation import Run, run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.prefixes import PromptParts
 from skipjoin.workload.traces import Trace, TraceRow, read_trace

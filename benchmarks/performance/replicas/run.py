@@ -45,8 +45,8 @@ from skipjoin.report.bound import maximum_rate, parse_bound
 from skipjoin.server.engines.channel import Channel
 from skipjoin.server.engines.link import EngineLink, EngineListener, connect
 from skipjoin.server.engines.messages import Abort, ListenerKey, StepOutputs, ToEngine
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent
 from skipjoin.sim.experiments.sweep import Grid, RateSearch, sweep
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import synthetic

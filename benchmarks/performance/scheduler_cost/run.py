@@ -38,8 +38,9 @@ from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.observe.record import preempted
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build, own
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.workload import synthetic
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -23,9 +23,9 @@ from skipjoin.options import Option, check
 from skipjoin.recipes import DEFAULT, find, names_in, read_assignments
 from skipjoin.report.bound import OBJECTIVES_HINT, Bounds, needs_objectives, parse_bound
 from skipjoin.report.results import ResultsFile
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.predictors import columns_of
-from skipjoin.sim.experiments.simulation import Cell, Extent
 from skipjoin.sim.experiments.sweep import Grid, RateSearch, ReplicaSearch, sweep
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Replay, Workload, keys_of

@@ -22,7 +22,8 @@ from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline
 from skipjoin.report.bound import Bounds
 from skipjoin.report.results import ResultsFile, rate_of
-from skipjoin.sim.experiments.simulation import Cell, run
+from skipjoin.sim.experiments.cell import Cell
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.sweep import BoundSearch, OnRequests, ReplicaSearch
 from skipjoin.system.disk import why_not_written
 

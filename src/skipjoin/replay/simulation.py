@@ -11,7 +11,8 @@ from skipjoin.core.request import RequestOptions, ServiceClass
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.replay.outcome import Outcome
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.traces import Trace, TraceRow
 from skipjoin.workload.workload import Replay

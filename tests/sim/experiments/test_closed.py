@@ -18,8 +18,8 @@ from skipjoin.config import ConfigError
 from skipjoin.core.request import ServiceClass, Target
 from skipjoin.observe.record import Slo
 from skipjoin.observe.requests import RequestFacts
-from skipjoin.sim.experiments import simulation
-from skipjoin.sim.experiments.simulation import Cell, Extent, Run, run
+from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.simulation import Run, run
 from skipjoin.workload.workload import ClosedMode, parse_closed, with_closed
 from support.recipes import SPELLED
 from support.simulated import SYSTEM, WORKLOAD, repeatable
@@ -114,7 +114,7 @@ def test_the_same_arguments_give_the_same_record(recipe: str, mode: ClosedMode) 
 
 def test_shards_share_the_size_and_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     one = cell(replace(SYSTEM, replicas=7), mode=REFILL, size=20)
-    monkeypatch.setattr(simulation, "REPLICAS_PER_SHARD", 3)
+    monkeypatch.setattr("skipjoin.sim.experiments.cell.REPLICAS_PER_SHARD", 3)
     assert one.shards == 3
     facts = closed_facts(one)
     assert sum(fact.arrival == 0 for fact in facts) == 20

@@ -12,7 +12,8 @@ import pytest
 from skipjoin.core.events import Event, Token
 from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.recipes import Forecasts
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.traces import Trace, TraceRow
 from skipjoin.workload.workload import Replay

@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from skipjoin.cli import app
 from skipjoin.config import ConfigError
 from skipjoin.core.request import Request
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.predictors import parse_predictor
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.traces import Column, Trace, TraceRow
 from skipjoin.workload.workload import Replay, Workload, WorkloadRequest, synthetic
 from support.simulated import CELL, SYSTEM

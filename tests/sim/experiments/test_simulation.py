@@ -19,9 +19,9 @@ from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Slo
 from skipjoin.policies.cost import LinearCost
 from skipjoin.report.results import ResultsFile, load_results
-from skipjoin.sim.experiments import simulation
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, with_best_effort
 from support.recipes import RECIPES, SPELLED
@@ -193,7 +193,7 @@ def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, re
     whole = run(cell)
     assert cell.shards == 1
     assert whole["requests"]["rejected"]
-    monkeypatch.setattr(simulation, "REPLICAS_PER_SHARD", 3)
+    monkeypatch.setattr("skipjoin.sim.experiments.cell.REPLICAS_PER_SHARD", 3)
     assert cell.shards == 3
     shares: list[float] = []
     assert repeatable(run(cell, on_share=shares.append)) == repeatable(whole)
@@ -206,7 +206,7 @@ def test_dispatch_rules_choose_within_a_shard(monkeypatch: pytest.MonkeyPatch) -
     system = replace(SYSTEM, replicas=12, max_num_seqs=4, dispatch="least-work")
     cell = Cell(system, WORKLOAD, Extent(100.0, 6.0, 0))
     whole = run(cell)
-    monkeypatch.setattr(simulation, "REPLICAS_PER_SHARD", 4)
+    monkeypatch.setattr("skipjoin.sim.experiments.cell.REPLICAS_PER_SHARD", 4)
     parts = run(cell)
     assert parts["requests"] == whole["requests"]
     turns = run(replace(cell, system=replace(system, dispatch="round-robin")))

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from skipjoin.cli import app
 from skipjoin.config import ConfigError
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.workload import synthetic
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
 

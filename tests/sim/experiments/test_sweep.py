@@ -23,7 +23,8 @@ from skipjoin.cli import app
 from skipjoin.observe.record import Record
 from skipjoin.report.bound import parse_bound
 from skipjoin.report.results import load_results
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.sweep import Grid, RateSearch, ReplicaSearch, sweep
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from skipjoin.config import ConfigError
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.prefixes import PromptParts
 from skipjoin.workload.traces import Trace, TraceRow, read_trace
 from skipjoin.workload.workload import Replay, parse_closed, synthetic, with_closed

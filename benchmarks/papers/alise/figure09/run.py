@@ -25,7 +25,8 @@ from papers.figures.runs import Options, Result, cells, poisson
 from papers.figures.variants import lasting, plain
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.report.plots import style
-from skipjoin.sim.experiments.simulation import Cell, run
+from skipjoin.sim.experiments.cell import Cell
+from skipjoin.sim.experiments.simulation import run
 
 VARIANTS = (*plain("fcfs", "fastserve"), NEAR_TRUE, REGRESSED[1])
 CASES = {"V100, 2 req/s": (V100["opt-13b"], 2.0), "V100, 1 req/s": (V100["opt-13b"], 1.0), "A100, 2 req/s": (A100, 2.0)}

@@ -24,7 +24,7 @@ from papers.figures.variants import Variant
 from skipjoin.observe.record import Record
 from skipjoin.options import Value
 from skipjoin.report.plots import style
-from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.workload.workload import Synthetic, synthetic
 
 # Half long and half short outputs; rates exceed the capacity.

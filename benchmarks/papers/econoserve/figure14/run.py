@@ -37,7 +37,7 @@ from papers.figures.report import main
 from papers.figures.runs import Options, Result, grid, pick, poisson, run_plans
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style
-from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.system import System
 
 LOAD, VARIANTS = 1.2, (*BASELINES, SPLIT, *ABLATIONS)

@@ -35,7 +35,7 @@ from papers.figures.runs import Options, Result, grid, mean, pick, poisson, run_
 from papers.figures.variants import Variant, plain
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style
-from skipjoin.sim.experiments.simulation import Cell, Extent
+from skipjoin.sim.experiments.cell import Cell, Extent
 
 LOADS = (1.2, 2.0)
 # Requests at once, and seconds of the run, in which not all can finish.

@@ -34,8 +34,8 @@ from skipjoin.config.profile import read_profile
 from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Record, preempted
 from skipjoin.report.bound import maximum_rate, parse_bound
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent
 from skipjoin.sim.experiments.simulation import run as simulate
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import synthetic

@@ -25,7 +25,8 @@ from papers.recipes import SPELLED
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.step import StepShape
 from skipjoin.report.plots import style
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import DEFAULT, Closed, WorkloadRequest
 

@@ -24,8 +24,9 @@ from papers.figures.runs import Options, Result, slim
 from skipjoin.core.events import Event, Planned
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style
+from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
-from skipjoin.sim.experiments.simulation import Cell, Extent, run
+from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import synthetic
 

@@ -1,136 +1,39 @@
-"""One simulated run.
-
-Only the simulated executor, declared oracles and `max_tokens` "exact" know the true output lengths.
-"""
+"""One simulated run. Only executors, declared oracles and `max_tokens` "exact" know the true output lengths."""
 
 from __future__ import annotations
 
 import gc
-import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict
 from itertools import islice
 from typing import NamedTuple
 
-from skipjoin.config import ConfigError
-from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
-from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request, ServiceClass
-from skipjoin.core.step import StepResult, StepShape
-from skipjoin.exec.simulated import SimulatedExecutor, exactly, none
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.observe.forecasts import ForecastLog
-from skipjoin.observe.record import NO_SLO, Record, Slo, add_usage, rounded, summarize
+from skipjoin.observe.record import Record, add_usage, rounded, summarize
 from skipjoin.observe.requests import Kind, RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
-from skipjoin.policies.cost import TrackedCost
 from skipjoin.policies.dispatch import Dispatch, make_dispatch
-from skipjoin.policies.eviction import KeepKv
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.forward import saturating_tokens
-from skipjoin.recipes import build, find, located_errors
+from skipjoin.recipes import find, located_errors
 from skipjoin.sim.closed import ClosedStream
 from skipjoin.sim.driver import Arrivals, Dispatched, Replica, Traffic, simulate_traffic
-from skipjoin.sim.experiments.predictors import Predictions, Predictor, parse_predictor
+from skipjoin.sim.experiments.cell import Cell
+from skipjoin.sim.experiments.predictors import Predictions
+from skipjoin.sim.experiments.replicas import make_replica
 from skipjoin.sim.experiments.split import Handovers, SplitFigures
-from skipjoin.sim.experiments.submissions import END, Submissions
+from skipjoin.sim.experiments.submissions import Submissions
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.split import Network, SplitTraffic
 from skipjoin.version import VERSION
-from skipjoin.workload.workload import ClosedMode, Workload, WorkloadRequest
 
-# Any but `END`.
-_TOKEN = 0
 # Number of requests between progress reports.
 _REPORT_AFTER = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Part of a workload that runs, until `until_s`, even if requests remain."""
-
-    rate_rps: float | None
-    duration_s: float | None
-    seed: int
-    limit: int | None = None
-    until_s: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One run: a system, a workload and its extent.
-
-    With `slo.jct_scale`, policies see the objective of the predicted length, if there is one. The record uses that of
-    the true length.
-
-    Attributes:
-        slo_scale: Sets `slo` to this multiple of the light-load prefill and decode step (FastServe section 6.2).
-    """
-
-    system: System
-    workload: Workload
-    extent: Extent
-    slo: Slo = NO_SLO
-    slo_scale: float | None = None
-
-    def jobs(self) -> list[WorkloadRequest]:
-        extent = self.extent
-        if self.shards > 1 and any(one.mode is ClosedMode.BATCH for one in self.workload.closed):
-            raise ConfigError(
-                f"closed: mode=batch needs one shard, at most {REPLICAS_PER_SHARD} replicas, got {self.shards} shards: "
-                "use mode=refill"
-            )
-        jobs = self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
-        for job in jobs:
-            self.system.check_parts(job)
-        return jobs
-
-    @property
-    def closed_size(self) -> int:
-        return sum(one.size for one in self.workload.closed)
-
-    @property
-    def window_s(self) -> float | None:
-        duration_s = self.extent.duration_s
-        return None if duration_s is None else min(duration_s, self.extent.until_s)
-
-    @property
-    def shards(self) -> int:
-        """Number of shards, which depends only on the number of replicas of each kind."""
-        system = self.system
-        shards = -(-system.replicas // REPLICAS_PER_SHARD)
-        return min(shards, system.prefill_replicas, system.decode_replicas) if system.prefill_replicas else shards
-
-    def check(self) -> None:
-        jobs = self.jobs()
-        if not jobs and not self.workload.closed:
-            raise ConfigError(
-                f"no request arrives within {self.extent.duration_s} s at {self.extent.rate_rps} requests per second"
-            )
-        self.predictor(jobs)
-
-    def slo_for(self, jobs: Sequence[WorkloadRequest]) -> Slo:
-        if self.slo_scale is None:
-            return self.slo
-        prefill_s, decode_s = self.system.light_load(jobs)
-        return Slo(ttft_s=self.slo_scale * prefill_s, tpot_s=self.slo_scale * decode_s)
-
-    def jct_for(self, jobs: Sequence[WorkloadRequest]) -> Callable[[float], float] | None:
-        scale = self.slo.jct_scale
-        return None if scale is None else self.system.scaled_jct(jobs, scale)
-
-    def predictor(self, jobs: Sequence[WorkloadRequest]) -> Predictor | None:
-        name = self.system.predictor_for(self.workload)
-        return None if name is None else parse_predictor(name).make(self.workload, jobs, self.extent.seed)
-
-
-# Maximum number of replicas per shard. Shards are simulated independently.
-REPLICAS_PER_SHARD = 64
 
 
 def _ignore(events: list[Event]) -> None:
@@ -184,7 +87,7 @@ class Run:
         # Load-aware dispatch rules and timelines need each token at its time.
         together = dispatch.ignores_tokens and on_events is _ignore
         replicas = [
-            _replica(
+            make_replica(
                 one,
                 lengths,
                 together=together and not system.step_noise,
@@ -405,56 +308,6 @@ def _dispatch(system: System, machine: System, replicas: int, lengths: Callable[
     return make_dispatch(
         system.dispatch, replicas, machine.cost, lengths, blocks=machine.cache_blocks, block_size=machine.block_size
     )
-
-
-def _replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool, seed: str) -> Replica:
-    """Build a replica.
-
-    Args:
-        together: Simulate decode-only steps at once, where that does not change the result.
-        keeps_kv: Swap evicted KV, because the replica cannot compute prompts.
-        seed: Seed of the noise of step times.
-    """
-    cost = TrackedCost(system.cost) if system.step_noise else None
-    policies = build(system.recipe, replace(system.settings, cost=cost or system.cost), system.own_params)
-    if keeps_kv:
-        policies = replace(policies, eviction=KeepKv())
-    kv = KVLedger(system.kv_blocks, system.cpu_blocks, system.block_size)
-    core = EngineCore(system.scheduler(policies, kv))
-    executor = SimulatedExecutor(
-        system.cost,
-        _sampler(lengths),
-        system.stage_shares or system.stages,
-        alike=_alike(lengths) if together else none,
-        jitter=exactly if cost is None else _jitter(system.step_noise, seed),
-        block_size=system.block_size,
-    )
-    if cost is None:
-        return Replica(core, executor, decision_s=system.decision_s)
-    return Replica(core, executor, decision_s=system.decision_s, on_result=partial(_learn, cost))
-
-
-def _learn(cost: TrackedCost, result: StepResult) -> None:
-    """Update the margin of `cost`, as the server does after each step."""
-    if result.plan.slices:
-        cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
-
-
-def _jitter(noise: float, seed: str) -> Callable[[], float]:
-    """Return a function that draws factors of step times, with mean 1."""
-    rng = random.Random(seed)
-    return lambda: rng.lognormvariate(-noise * noise / 2, noise)
-
-
-def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
-    def sample(request: Request, position: int) -> int:
-        return END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
-
-    return sample
-
-
-def _alike(lengths: Sequence[int]) -> Callable[[Request], int]:
-    return lambda request: lengths[request.id] - len(request.output) - 1
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from typing import ClassVar, Protocol
 
 from skipjoin.observe.record import Record
 from skipjoin.report.bound import Bound, Bounds
-from skipjoin.sim.experiments.simulation import Cell, Run, ShardResult, run
+from skipjoin.sim.experiments.cell import Cell
+from skipjoin.sim.experiments.simulation import Run, ShardResult, run
 
 # Relative width of the bracket at which a search ends.
 _TOLERANCE = 0.02

@@ -17,16 +17,9 @@ from skipjoin.core.engine import RequestTooLargeError
 from skipjoin.core.events import Admitted, Event
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.engine.text import Output
-from skipjoin.llm import (
-    Generation,
-    LocalEngine,
-    Running,
-    options_of,
-    outputs_of,
-    prompts_of,
-    salt_of,
-)
+from skipjoin.llm_arguments import options_of, prompts_of, salt_of
 from skipjoin.llm_chat import AnswerReader, Message, ToolChoice, ToolUse, conversations_of
+from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
 from skipjoin.sampling import ParameterError, SamplingParams
 
 # Pause of a thread whose requests cannot run yet, such as during a copy of KV.

@@ -16,7 +16,7 @@ from skipjoin.options import Option, check
 from skipjoin.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from skipjoin.llm import Generation
+    from skipjoin.local_engine import Generation
 
 _GROUP = "Generation"
 

@@ -28,7 +28,8 @@ from skipjoin.server.api.app import build_app
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.length_server import ForecastRequests, LengthServer
 from skipjoin.server.api.service import Service
-from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
+from skipjoin.server.engines.connected_engine import ConnectedEngine
+from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.messages import (
     Abort,
     Add,

@@ -20,7 +20,7 @@ from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.snapshots import MAX_ROWS, STEP_FIELDS, Owned, Snapshot, take_snapshot, visible
-from skipjoin.server.engines.engine_client import ConnectedEngine
+from skipjoin.server.engines.connected_engine import ConnectedEngine
 from skipjoin.server.engines.messages import DescribeRequests, RequestStates
 from skipjoin.version import VERSION
 

@@ -16,19 +16,19 @@ from skipjoin.engine.text import Output
 from skipjoin.observe.metric_table import Snapshot, merged
 from skipjoin.policies.dispatch import prefix_aware
 from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.server.engines.connected_engine import ConnectedEngine, Question, Replies
 from skipjoin.server.engines.crash_isolation import CrashIsolation
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
+from skipjoin.server.engines.live_requests import LiveRequest, LiveRequests, live_requests, waiting_request
 from skipjoin.server.engines.messages import (
     Abort,
     DescribeRequests,
-    FindLives,
     FromEngine,
     LivesFound,
     PromptScores,
     Ready,
     Reforecast,
     Refused,
-    RequestState,
     RequestStates,
     Stats,
     StepOutputs,
@@ -39,62 +39,10 @@ from skipjoin.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-Question = DescribeRequests | FindLives
-Reply = RequestStates | LivesFound
-
 # Time that a sequence waits for an engine to start.
 PATIENCE_S = 60.0
 # Time after a deadline in which the engine can end the sequence itself.
 _DEADLINE_GRACE_S = 0.05
-
-
-class ConnectedEngine:
-    """Engine that accepts requests.
-
-    Attributes:
-        send: Must not block or raise.
-        is_hung: True while the engine makes no progress.
-    """
-
-    __slots__ = ("info", "is_hung", "number", "questions", "send", "sequences", "stats")
-
-    def __init__(self, number: int, info: Ready, send: Callable[[ToEngine], None]) -> None:
-        self.number = number
-        self.info = info
-        self.send = send
-        self.stats = Stats(0, Snapshot.zero())
-        self.sequences: dict[int, EngineSequence] = {}
-        self.questions: dict[int, asyncio.Future[Reply]] = {}
-        self.is_hung = False
-
-    def ask(self, question: Question) -> asyncio.Future[Reply]:
-        answer = self.questions[question.id] = asyncio.get_running_loop().create_future()
-        self.send(question)
-        return answer
-
-
-class Replies(NamedTuple):
-    """Replies to a question by engine, without those of `silent` replicas, which did not reply in time."""
-
-    by_engine: dict[ConnectedEngine, Reply]
-    silent: list[int]
-
-
-class LiveRequest(NamedTuple):
-    """Unfinished sequence, without `replica` while it waits for one."""
-
-    label: str
-    choice: int
-    replica: int | None
-    state: RequestState
-    owner: str
-
-
-class LiveRequests(NamedTuple):
-    """Unfinished sequences, without those of `silent` replicas, which did not answer in time."""
-
-    requests: list[LiveRequest]
-    silent: list[int]
 
 
 class EngineLoad(NamedTuple):
@@ -324,10 +272,7 @@ class EngineClient:
 
     def without_engine(self) -> list[LiveRequest]:
         """Return the sequences that wait for an engine."""
-        return [
-            LiveRequest(sequence.label, sequence.index, None, _without_engine(sequence), sequence.owner)
-            for sequence in (*self._waiting.values(), *self._isolation.held.values())
-        ]
+        return [waiting_request(sequence) for sequence in (*self._waiting.values(), *self._isolation.held.values())]
 
     async def describe(self, timeout_s: float) -> LiveRequests:
         """Return the unfinished sequences after at most `timeout_s`."""
@@ -449,33 +394,3 @@ class EngineClient:
     def _tell_numbers(self) -> None:
         live = [replica.stats.metrics for replica in self._replicas.values()]
         self._metrics.engine(merged(live, gone=self._gone))
-
-
-def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRequest]:
-    """Return the sequences of a reply, except those that have finished by now."""
-    return [
-        LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner)
-        for state in reply.requests
-        if (sequence := replica.sequences.get(state.number)) is not None
-    ]
-
-
-def _without_engine(sequence: EngineSequence) -> RequestState:
-    request = sequence.request
-    return RequestState(
-        number=request.id,
-        state="waiting",
-        service=request.options.service,
-        is_urgent=request.options.is_urgent,
-        priority=request.options.priority,
-        place=None,
-        prompt_tokens=len(request.prompt),
-        output_tokens=len(request.output),
-        computed_tokens=0,
-        device_blocks=0,
-        cpu_blocks=0,
-        wait_reason="no_replica",
-        wait_s=None,
-        predicted_tokens=request.forecast and request.forecast.tokens,
-        forecast_source=request.forecast and request.forecast.source,
-    )

@@ -10,7 +10,8 @@ import zmq
 
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.server.engines.channel import Channel
-from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
+from skipjoin.server.engines.connected_engine import ConnectedEngine
+from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND, THREAD_WAITING, describe_end
 from skipjoin.server.engines.heartbeat import (
     DUMP_S,

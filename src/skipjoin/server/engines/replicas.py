@@ -14,7 +14,8 @@ import msgspec
 
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError
-from skipjoin.server.engines.engine_client import ConnectedEngine, EngineClient
+from skipjoin.server.engines.connected_engine import ConnectedEngine
+from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineStartError
 from skipjoin.server.engines.link import EngineLink, EngineListener
 from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from skipjoin.server.engines.connected_engine import ConnectedEngine
+from skipjoin.server.engines.messages import RequestState, RequestStates
+from skipjoin.server.engines.sequences import EngineSequence
+
+
+class LiveRequest(NamedTuple):
+    """Unfinished sequence, without `replica` while it waits for one."""
+
+    label: str
+    choice: int
+    replica: int | None
+    state: RequestState
+    owner: str
+
+
+class LiveRequests(NamedTuple):
+    """Unfinished sequences, without those of `silent` replicas, which did not answer in time."""
+
+    requests: list[LiveRequest]
+    silent: list[int]
+
+
+def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRequest]:
+    """Return the sequences of a reply, except those that have finished by now."""
+    return [
+        LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner)
+        for state in reply.requests
+        if (sequence := replica.sequences.get(state.number)) is not None
+    ]
+
+
+def waiting_request(sequence: EngineSequence) -> LiveRequest:
+    """Return the state of a sequence that waits for an engine."""
+    request = sequence.request
+    state = RequestState(
+        number=request.id,
+        state="waiting",
+        service=request.options.service,
+        is_urgent=request.options.is_urgent,
+        priority=request.options.priority,
+        place=None,
+        prompt_tokens=len(request.prompt),
+        output_tokens=len(request.output),
+        computed_tokens=0,
+        device_blocks=0,
+        cpu_blocks=0,
+        wait_reason="no_replica",
+        wait_s=None,
+        predicted_tokens=request.forecast and request.forecast.tokens,
+        forecast_source=request.forecast and request.forecast.source,
+    )
+    return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner)

@@ -1,5 +1,5 @@
-"""A random-weight Llama of 97.5M parameters: large enough that the model and not Python decides the speed, and small
-enough for a CPU.
+"""Llamas with random weights. The default has 97.5M parameters: large enough that the model and not Python decides the
+speed, and small enough for a CPU.
 
     python benchmarks/random_model.py FOLDER [--dtype bfloat16|float32]
 """
@@ -7,6 +7,7 @@ enough for a CPU.
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,30 +19,69 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from harness import scratch
 
 VOCAB = 8192
+EOS = "<eos>"
 
 
 def make_model(
     folder: Path, dtype: torch.dtype, *, layers: int = 12, hidden: int = 768, intermediate: int = 2048
 ) -> None:
-    """Write the model, with heads of 64 elements, and a tokenizer of one word per id into a folder."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    """Write the model and a tokenizer of one word per id into a folder."""
+    _write_weights(
+        folder,
+        dtype,
         vocab_size=VOCAB,
-        hidden_size=hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
+        hidden_size=hidden,
         intermediate_size=intermediate,
         max_position_embeddings=1024,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.WordPiece(prefix="", cleanup=False)
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def make_byte_model(folder: Path, dtype: torch.dtype, *, vocab: int, layers: int, hidden: int) -> None:
+    """Write a model with tied embeddings, and a tokenizer of bytes and made-up words that encodes prompts as bytes."""
+    words = byte_vocabulary(vocab - 1)
+    _write_weights(
+        folder,
+        dtype,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=len(words),
+        tie_word_embeddings=True,
+    )
+    backend = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS).save_pretrained(folder)
+
+
+def byte_vocabulary(size: int) -> list[str]:
+    """Return all bytes, and then distinct words, half of them after a space, with lengths as in real vocabularies."""
+    draw = random.Random(0)
+    found = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(found) < size:
+        word = "".join(draw.choices("etaoinshrdlucmfwypvbgkjqxz", k=min(14, 2 + int(draw.expovariate(0.25)))))
+        found[("Ġ" if draw.random() < 0.5 else "") + word] = None
+    return list(found)
+
+
+def _write_weights(folder: Path, dtype: torch.dtype, *, hidden_size: int, **shape: int | None) -> None:
+    """Write random weights with heads of 64 elements. Arguments are those of `LlamaConfig`."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": hidden_size // 64, "num_key_value_heads": hidden_size // 64}
+    config = LlamaConfig(hidden_size=hidden_size, **heads, **shape)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
 
 
 @contextmanager

@@ -329,7 +329,7 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         (["serve", "--fair-by", "key"], "--fair-by key needs API keys, which tell clients apart: set --api-key or"),
         (
             ["serve", "--fair-by", "key", "--api-key", "k", "--set", "starvation_bound_s=60"],
-            "starvation_bound_s must not be set beside --fair-by",
+            "starvation_bound_s must not be set together with --fair-by",
         ),
         (
             [*SIMULATE, "--fair-by", "key"],
@@ -356,14 +356,17 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         (["serve", "--set", "starvation_bound_s=0"], "starvation_bound_s must be in (0, 1e+09], got 0"),
         (["serve", "--set", "starvation_bound_s=-1"], "starvation_bound_s must be in (0, 1e+09], got -1"),
         (["serve", "--set", "starvation_bound_s=nan"], "starvation_bound_s must be in (0, 1e+09], got nan"),
-        (["serve", "--set", "starvation_bound_s=60", "--set", "starvation_s=5"], "starvation_s must not be set beside"),
+        (
+            ["serve", "--set", "starvation_bound_s=60", "--set", "starvation_s=5"],
+            "starvation_s must not be set together with",
+        ),
         (
             ["serve", "--set", "starvation_bound_s=60", "--recipe", "fcfs"],
             "starvation_bound_s needs recipe fastserve: fcfs has no parameters",
         ),
         (
             ["serve", "--set", "starvation_bound_s=60", "--set", "eviction=defer"],
-            "starvation_bound_s must not be set beside eviction=defer",
+            "starvation_bound_s must not be set together with eviction=defer",
         ),
         (["generate", "--prompt", "x", "--kv-offloading-size", "nan"], "--swap-space must be in [0, 1e+06], got nan"),
         (["generate", "--prompt", "x", "--swap-space", "9e5"], "--swap-space must be at most"),
@@ -391,7 +394,7 @@ def test_invalid_options_are_named(args: list[str], names: str) -> None:
         (["--set", "quantum_s=-1"], "quantum_s must be in (0, 1e+06], got -1"),
         (
             ["--set", "quantum_s=1", "--set", "starvation_bound_s=60"],
-            "quantum_s must not be set beside starvation_bound_s",
+            "quantum_s must not be set together with starvation_bound_s",
         ),
         (["--set", "starvation_s=3", "--set", "starvation_s=4"], "set: starvation_s is given twice"),
         (["--set", "foo"], f"set must be NAME=VALUE, got 'foo': {HAS}"),

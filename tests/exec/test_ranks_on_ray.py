@@ -306,7 +306,7 @@ def test_invalid_configurations_are_rejected_and_leave_no_processes(
         ({"max_restarts": -1}, r"max_restarts must be in \[0, 1000\], got -1"),
         ({"distributed_executor_backend": "mp"}, "distributed_executor_backend must be one of auto, ray, got 'mp'"),
         ({"ray_address": "127.0.0.1:6379"}, "ray_address is for several ranks"),
-        ({"pipeline_parallel_size": 2, "pipeline_depth": 2}, "pipeline_depth must not be set beside"),
+        ({"pipeline_parallel_size": 2, "pipeline_depth": 2}, "pipeline_depth must not be set together with"),
     ],
 )
 def test_contradictory_settings_are_rejected(settings: dict[str, Any], message: str) -> None:

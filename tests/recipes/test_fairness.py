@@ -135,5 +135,5 @@ def test_a_chat_takes_at_most_three_times_as_long_alongside_640_sequences(recipe
 
 def test_the_bound_on_waiting_excludes_fairness() -> None:
     settings = Settings(COST, fair_output_weight=WEIGHT)
-    with pytest.raises(ConfigError, match="starvation_bound_s must not be set beside fair_by"):
+    with pytest.raises(ConfigError, match="starvation_bound_s must not be set together with fair_by"):
         build("fastserve", settings, {"starvation_bound_s": 60.0})

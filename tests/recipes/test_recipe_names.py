@@ -105,7 +105,7 @@ def test_an_engine_keeps_the_brackets_of_a_file_in_another_folder(
     assert absolute("x/mine.py:one[a=1, b=2]") == f"{tmp_path}/x/mine.py:one[a=1, b=2]"
     assert absolute("fastserve[paced=off]") == "fastserve[paced=off]"
     assert EngineConfig(recipe="bros[eviction=swap]").recipe == "bros[eviction=swap]"
-    with pytest.raises(ConfigError, match=r"eviction is given twice: in recipe bros\[eviction=swap\] and beside it"):
+    with pytest.raises(ConfigError, match=r"eviction is given twice: in recipe bros\[eviction=swap\] and separately"):
         EngineConfig(recipe="bros[eviction=swap]", recipe_params={"eviction": "share"})
 
 
@@ -128,7 +128,10 @@ def test_an_engine_keeps_the_brackets_of_a_file_in_another_folder(
         ("fastserve[paced=on]x", "recipe must be one of adaptive, alise, "),
         ("fastserv[paced=on]", "got 'fastserv'; did you mean fastserve?"),
         ("fcfs,", "recipe must be one of adaptive, alise, "),
-        ("fastserve[eviction=defer,starvation_bound_s=9]", "starvation_bound_s must not be set beside eviction=defer"),
+        (
+            "fastserve[eviction=defer,starvation_bound_s=9]",
+            "starvation_bound_s must not be set together with eviction=defer",
+        ),
     ],
 )
 def test_errors_of_names_say_which_part_is_wrong_and_the_remedy(names: str, error: str) -> None:

@@ -157,7 +157,7 @@ async def test_prior_is_used_when_length_server_fails(
             api.engine.paused = False
             assert {task.status_code for task in await asyncio.gather(*tasks)} == {200}
             assert await outcomes(api) == {outcome: 3, "answered": 2}
-    assert sum("tells no length" in record.message for record in caplog.records) == 2
+    assert sum("returned no length" in record.message for record in caplog.records) == 2
 
 
 async def test_unreachable_length_server_counts_as_error(make_api: MakeApi) -> None:
@@ -201,7 +201,7 @@ async def test_length_is_parsed_from_start_of_answer(text: str, tokens: int | No
     with Predictor(says(text)) as predictor:
         server = LengthServer(ServerConfig(forecast_url=predictor.url), "sesame")
         if tokens is None:
-            with pytest.raises(NoLengthError, match=r"^it must tell a number in \[1, 1048576\], and told .{2,150}$"):
+            with pytest.raises(NoLengthError, match=r"^it must return a number in \[1, 1048576\], got .{2,150}$"):
                 await server.tokens("x")
         else:
             assert await server.tokens("x") == tokens
@@ -260,7 +260,7 @@ async def test_forecast_url_excludes_learned_forecaster() -> None:
     ("reply", "message"),
     [
         (None, "Cannot connect to host 127.0.0.1:9"),
-        (says("soon"), "it must tell a number in [1, 1048576], and told 'soon'"),
+        (says("soon"), "it must return a number in [1, 1048576], got 'soon'"),
         (fails, "it answered with HTTP status 500: 'out of order'"),
         (hangs, "it did not answer within 0.5 s"),
     ],

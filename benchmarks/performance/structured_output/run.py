@@ -41,10 +41,10 @@ from skipjoin.structured_output import GrammarError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
-from models import make_model
 from schemas import make_schemas, stored_schemas
 
 import harness
+from random_model import make_byte_model
 from servers import Server, Skipjoin, start_vllm
 
 PARTS = ("steps", "first", "schemas", "soak", "served")
@@ -227,7 +227,7 @@ def main() -> None:
     record = harness.new_record()
     with harness.scratch() as folder:
         if set(args.parts) - {"schemas", "soak"}:
-            make_model(folder / "large", args.vocab, torch.bfloat16, layers=args.layers, hidden=args.hidden)
+            make_byte_model(folder / "large", torch.bfloat16, vocab=args.vocab, layers=args.layers, hidden=args.hidden)
         if "steps" in args.parts:
             record["steps"] = steps(folder / "large", args.repeats)
         if "first" in args.parts:
@@ -235,7 +235,7 @@ def main() -> None:
         if "served" in args.parts:
             record["served"] = asyncio.run(served(folder / "large", args.peers, args.repeats))
         if {"schemas", "soak"} & set(args.parts):
-            make_model(folder / "small", 257, torch.float32, layers=1, hidden=64)
+            make_byte_model(folder / "small", torch.float32, vocab=257, layers=1, hidden=64)
         if "soak" in args.parts:
             record["soak"] = soak(folder / "small", args.requests)
         if "schemas" in args.parts:

@@ -157,11 +157,11 @@ class SimulationReport:
             wider = _OBJECTIVE_WIDTH * (len(columns) - len(_COLUMNS))
             console.width = _FILE_WIDTH + max(0, wider) + max(0, max(map(len, recipes)) - _RECIPE_WIDTH)
         console.print(table)
-        for told in _rejections(ordered):
-            console.print(told)
+        for line in _rejections(ordered):
+            console.print(line)
         answers = ordered if self._goal is None else list(_answers(ordered, self._goal))
-        for told in (*bottlenecks(answers), *bases(self._records.values())):
-            console.print(told, soft_wrap=True)
+        for line in (*bottlenecks(answers), *bases(self._records.values())):
+            console.print(line, soft_wrap=True)
         if any("classes" in record for record in self._records.values()):
             console.print(_classes(ordered))
         if any("prediction" in record for record in self._records.values()):

@@ -315,7 +315,7 @@ class EngineConfig:
             )
         if self.pipeline_parallel_size > 1 and self.pipeline_depth is not None:
             raise ConfigError(
-                "pipeline_depth must not be set beside pipeline_parallel_size: every stage has one plan in flight"
+                "pipeline_depth must not be set together with pipeline_parallel_size: a stage has one plan in flight"
             )
         if self.ray_address is not None and not self.is_distributed:
             raise ConfigError(

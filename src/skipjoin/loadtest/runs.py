@@ -75,8 +75,8 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
             with _quiet_memory():
                 seconds = await run.go()
             workload = plan.workload.describe(rate, plan.duration_s, seed, plan.limit)
-            told = figures(run.exchanges, seconds, plan.slo, window_s=plan.duration_s)
-            watcher.done(head | {"workload": workload} | told, run.exchanges)
+            measured = figures(run.exchanges, seconds, plan.slo, window_s=plan.duration_s)
+            watcher.done(head | {"workload": workload} | measured, run.exchanges)
             lost = any(one.failure and one.failure.kind in CONNECTION_FAILURES for one in run.exchanges)
             if lost and (reason := await _unreachable(client)):
                 return reason

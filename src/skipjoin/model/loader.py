@@ -123,7 +123,7 @@ def load_model(
             raise
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(chosen.device))
         raise ModelError(
-            f"the weights do not fit on device {chosen.device}: beside those loaded so far {free:.2f} of {total:.2f} "
+            f"the weights do not fit on device {chosen.device}: besides those loaded so far {free:.2f} of {total:.2f} "
             "GiB are free; end other programs on the GPU, choose another, or set tensor_parallel_size or "
             "pipeline_parallel_size"
         ) from error

@@ -79,14 +79,18 @@ class QueueParams(Params):
         if bound_s is None:
             return replace(self, starvation_s=alpha_s)
         if self.starvation_s is not None:
-            raise ConfigError("starvation_s must not be set beside starvation_bound_s, from which it follows")
+            raise ConfigError("starvation_s must not be set together with starvation_bound_s, from which it follows")
         if s.fair_output_weight is not None:
-            raise ConfigError("starvation_bound_s must not be set beside fair_by, by which clients wait for others")
+            raise ConfigError(
+                "starvation_bound_s must not be set together with fair_by, by which clients wait for others"
+            )
         if self.quantum_s is not None:
-            raise ConfigError("quantum_s must not be set beside starvation_bound_s, which holds for the usual quanta")
+            raise ConfigError(
+                "quantum_s must not be set together with starvation_bound_s, which holds for the usual quanta"
+            )
         if self.eviction == "defer":
             raise ConfigError(
-                "starvation_bound_s must not be set beside eviction=defer, by which new requests wait for memory"
+                "starvation_bound_s must not be set together with eviction=defer, by which new requests wait for memory"
             )
         if s.limits is not None:
             alpha_s = _threshold_within(bound_s, _worst_case(s, s.limits, policies.eviction))

@@ -119,7 +119,7 @@ class Recipe:
         """
         check_names([self], given)
         if twice := next((name for name in given if name in self.fixed), None):
-            raise ConfigError(f"{twice} is given twice: in recipe {self.name} and beside it")
+            raise ConfigError(f"{twice} is given twice: in recipe {self.name} and separately")
         return self.params(**{**self.fixed, **given})
 
     def fix(self, texts: Iterable[str]) -> Recipe:

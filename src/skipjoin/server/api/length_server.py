@@ -149,7 +149,7 @@ class ForecastRequests:
     def _fail(self, error: NoLengthError) -> None:
         self._metrics.asked(error.outcome)
         if not self._is_failing:
-            _log.warning("the server of forecast_url tells no length, and the prior serves: %s", error)
+            _log.warning("the server of forecast_url returned no length, so the prior is used: %s", error)
         self._is_failing = True
 
     def _close(self, question: asyncio.Task[None]) -> None:
@@ -183,7 +183,7 @@ def _length(answer: bytes) -> float:
     found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     tokens = 0 if found is None else int(found[1].replace(",", ""))
     if not 1 <= tokens <= _LONGEST:
-        raise NoLengthError("nonsense", f"it must tell a number in [1, {_LONGEST}], and told {_quote(text)}")
+        raise NoLengthError("nonsense", f"it must return a number in [1, {_LONGEST}], got {_quote(text)}")
     return float(tokens)
 
 

@@ -145,9 +145,9 @@ class BatchRows(Base):
 
     async def reject(self, batch_id: str, errors: Sequence[LineError]) -> bool:
         """Move a batch from VALIDATING to FAILED, or from CANCELLING to CANCELLED."""
-        told = [asdict(error) for error in errors]
-        failed = {"status": BatchStatus.FAILED, "failed_at": self.now(), "errors": told}
-        cancelled = {"status": BatchStatus.CANCELLED, "cancelled_at": self.now(), "errors": told}
+        listed = [asdict(error) for error in errors]
+        failed = {"status": BatchStatus.FAILED, "failed_at": self.now(), "errors": listed}
+        cancelled = {"status": BatchStatus.CANCELLED, "cancelled_at": self.now(), "errors": listed}
         is_mine = await self._end_validation(batch_id, failed, cancelled)
         if is_mine:
             await self._drop(batch_id)

@@ -159,7 +159,7 @@ class _Work:
             except TimeoutError:
                 _log.warning("the store of batches does not answer: lines that ran will run again")
             except StoreError as error:
-                _log.warning("the store of batches could not be told of the end: %s", error)
+                _log.warning("the store of batches could not be notified of the end: %s", error)
         for task in self.tasks:
             task.cancel()
         self.blobs.close()

@@ -16,7 +16,7 @@ ORPHANED = 3
 
 # Cause and remedy by the signal that killed the engine.
 _HELP = {
-    signal.SIGKILL: "by the kernel for lack of memory, or by another process: the kernel's log (dmesg) tells which. If "
+    signal.SIGKILL: "by the kernel for lack of memory, or by another process: the kernel's log (dmesg) says which. If "
     f"memory ran out, {LESS_MEMORY}",
     signal.SIGBUS: "a mapped file was cut off, or memory for it ran out: look for a full disk or a full /dev/shm",
     signal.SIGSEGV: "a fault in native code; the stacks of its threads are in the log above",

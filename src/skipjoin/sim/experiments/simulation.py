@@ -226,10 +226,10 @@ def run(
     whole, count = Run(cell), cell.shards
 
     def simulated(shard: int) -> ShardResult:
-        def tell(share: float) -> None:
+        def report(share: float) -> None:
             on_share((shard + share) / count)
 
-        return whole.shard(shard, on_share=tell, on_events=_ignore if shard else on_events)
+        return whole.shard(shard, on_share=report, on_events=_ignore if shard else on_events)
 
     shards = [simulated(shard) for shard in range(count)]
     if on_requests is not None:

@@ -272,13 +272,13 @@ def _enter(shares: Queue[tuple[int, int, float]]) -> None:
 
 
 def _run(number: int, cell: Cell, shard: int, keeps_requests: bool) -> _Result:
-    def tell(share: float) -> None:
+    def report(share: float) -> None:
         _shares[0].put((number, shard, share))
 
     if cell.shards == 1:
         requests: list[Record] = []
-        return run(cell, on_share=tell, on_requests=requests.extend if keeps_requests else None), requests
+        return run(cell, on_share=report, on_requests=requests.extend if keeps_requests else None), requests
     if number not in _latest:
         _latest.clear()
         _latest[number] = Run(cell)
-    return _latest[number].shard(shard, on_share=tell)
+    return _latest[number].shard(shard, on_share=report)

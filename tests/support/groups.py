@@ -50,23 +50,35 @@ class Groups(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid)
 
-    def remove_node(self, node) -> str | None:
-        """Hand the tests that a process has left to the others, and return the test in which it crashed.
+    def schedule(self) -> None:
+        """Give all processes work. One that replaces another needs two groups: it begins a test if it has the next."""
+        super().schedule()
+        for node in self.nodes:
+            self._reschedule(node)
 
-        xdist would hand over finished groups as well. A process that gets one has nothing to report, so it never gets
-        another group, and the run does not end. It would also repeat the test that crashed.
+    def mark_test_complete(self, node, item_index: int, duration: float = 0) -> None:
+        """Note the end of a test, and forget its group after the last, because xdist counts all that it knows."""
+        super().mark_test_complete(node, item_index, duration)
+        groups, name = self.assigned_work[node], group(self.registered_collections[node][item_index])
+        if all(groups[name].values()):
+            del groups[name]
+
+    def remove_node(self, node) -> str | None:
+        """Return the test in which a process crashed, or None, and hand the others that it had left to other processes.
+
+        xdist would repeat the test that crashed, and crash each process. It would also hand over groups that have
+        finished: a process that gets one has nothing to report, gets no other group, and the run never ends.
         """
-        groups = {
-            name: {test: done for test, done in tests.items() if not done}
+        left = [
+            (name, test)
             for name, tests in self.assigned_work.pop(node).items()
-        }
-        left = {name: tests for name, tests in groups.items() if tests}
+            for test, done in tests.items()
+            if not done
+        ]
         if not left:
             return None
-        first = next(iter(left))
-        crashed = next(iter(left[first]))
-        del left[first][crashed]
-        self.workqueue.update({name: tests for name, tests in left.items() if tests})
+        for name, test in left[1:]:
+            self.workqueue.setdefault(name, {})[test] = False
         for other in self.assigned_work:
             self._reschedule(other)
-        return crashed
+        return left[0][1]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from skipjoin.model.ops.variants import FLAGS, SOURCES, VARIANTS
 from skipjoin.system.disk import has_space, no_space
-from skipjoin.system.durable import is_sealed, make_private, scratch_folder, sealed, write_durably
+from skipjoin.system.durable import is_sealed, locked, make_private, scratch_folder, sealed, write_durably
 from skipjoin.system.folders import cache_folder, is_trusted, why_untrusted
 from skipjoin.system.own_folder import OwnFolder
 
@@ -88,22 +88,32 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
     A truncated library would crash the process, and one that another user can write would run that user's code.
     """
     library, compiler = _place(target)
+    if _is_usable(library):
+        return library
     cache = library.parent
-    if is_trusted(library, "the compiled operations' library") and library.is_file():
-        if is_sealed(library.read_bytes()):
-            return library
-        _log.warning("%s is damaged, and is built again", library)
     make_private(cache)
-    if not has_space(cache, _BUILD_BYTES):
-        raise OSError(f"{no_space(cache)} with XDG_CACHE_HOME")
-    with scratch_folder(cache) as scratch:
-        made = Path(scratch) / library.name
-        command = [*shlex.split(compiler), *FLAGS, *target, *(str(_FOLDER / source) for source in SOURCES)]
-        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-        # Written atomically, since another process may be building the same file. Loaders ignore what follows the
-        # library.
-        write_durably(library, sealed(made.read_bytes()))
+    with locked(library):
+        if _is_usable(library):  # another process has built it meanwhile
+            return library
+        if _is_there(library):
+            _log.warning("%s is damaged, and is built again", library)
+        if not has_space(cache, _BUILD_BYTES):
+            raise OSError(f"{no_space(cache)} with XDG_CACHE_HOME")
+        with scratch_folder(cache) as scratch:
+            made = Path(scratch) / library.name
+            command = [*shlex.split(compiler), *FLAGS, *target, *(str(_FOLDER / source) for source in SOURCES)]
+            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+            # Loaders ignore what follows the library.
+            write_durably(library, sealed(made.read_bytes()))
     return library
+
+
+def _is_usable(library: Path) -> bool:
+    return _is_there(library) and is_sealed(library.read_bytes())
+
+
+def _is_there(library: Path) -> bool:
+    return is_trusted(library, "the compiled operations' library") and library.is_file()
 
 
 def will_compile() -> bool:

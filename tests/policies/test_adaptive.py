@@ -175,6 +175,21 @@ def test_a_looser_completion_objective_lowers_the_index() -> None:
     assert tight > loose
 
 
+def test_long_prompts_cost_more_only_while_slots_are_free() -> None:
+    """Preempted requests fill the pool where slots are short, too."""
+    kv = KVLedger(100, 0, 4)
+    kv.grow(make(0, 400, 10), 400)
+    ratios = {}
+    for running in (1, 4):
+        index = index_on(learned([100] * 100))
+        for _ in range(500):
+            index.observe(kv, running)
+        index.model.notes += 100
+        index.refresh()
+        ratios[running] = index.log_index(Kind(None, 5, None), 5) - index.log_index(Kind(None, 10, None), 5)
+    assert ratios[1] > 1.0 > 0.1 > ratios[4]
+
+
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 

@@ -91,7 +91,7 @@ class Adaptive(Callbacks):
     # -- callbacks ----------------------------------------------------------------------------------------
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
-        self._index.observe(kv)
+        self._index.observe(kv, len(self._running))
         return ()
 
     def on_arrived(self, request: Request, now: float) -> None:

@@ -20,7 +20,7 @@ _SHORT_PROMPT = 16
 _FIRST_NOTES, _MAX_NOTES = 16, 256
 # Weight of the latest step in the share of steps in which KV is short.
 _BINDS_RATE = 0.02
-# KV is short if less than this share of the device is available, or if some is swapped out.
+# KV is short if less than this share of the device is available, or if some is swapped out, while slots are free.
 _SHORT_SHARE = 0.06
 # Capacity in tokens that is assumed before the first step.
 _ANY_CAPACITY = 10_000
@@ -83,12 +83,17 @@ class GittinsIndex:
         self._due = _FIRST_NOTES
         self._found: dict[tuple[Kind, int], float] = {}
 
-    def observe(self, kv: KVAccounts) -> None:
-        """Record the size of the KV pool, and whether blocks are short."""
+    def observe(self, kv: KVAccounts, running: int) -> None:
+        """Record the size of the KV pool, and whether blocks are short.
+
+        Args:
+            running: Number of requests in the latest step. If they fill all slots, these are short and not KV, although
+                preempted requests may fill the pool.
+        """
         self._capacity = kv.device_total * kv.block_size
         tiers = kv.tiers
-        is_short = kv.available < _SHORT_SHARE * kv.device_total or (
-            tiers is not None and tiers.cpu_free < tiers.cpu_total
+        is_short = running < self._max_seqs and (
+            kv.available < _SHORT_SHARE * kv.device_total or (tiers is not None and tiers.cpu_free < tiers.cpu_total)
         )
         self._binds += _BINDS_RATE * (is_short - self._binds)
 

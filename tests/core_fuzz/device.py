@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -203,7 +204,12 @@ class Device:
     def _problem(self, request: Request, tags: list[int], blocks: Sequence[int], count: int) -> str:
         """Return what is wrong with the KV of the request's first `count` tokens, or an empty string."""
         size, step = self._size, -1 if request.reverse else 1
-        for index in range(-(-count // size)):
+        n_blocks = -(-count // size)
+        if not request.reverse:  # the usual case, compared at once
+            found = list(chain.from_iterable(map(self._device.__getitem__, blocks[:n_blocks])))
+            if found[:count] == tags[1 : 1 + count]:
+                return ""
+        for index in range(n_blocks):
             want = tags[1 + index * size : 1 + min(count, (index + 1) * size)]
             got = self._device[blocks[index]][::step][: len(want)]
             if got != want and (self._is_exact or [abs(tag) for tag in got] != want):

@@ -49,7 +49,10 @@ def interpreted(family: str):
     return model
 
 
-@pytest.mark.parametrize(("family", "depth", "eviction"), [("qwen3", 2, SwapAll), ("llama", 1, SpillAll)])
+@pytest.mark.parametrize(
+    ("family", "depth", "eviction"),
+    [("qwen3", 2, SwapAll), pytest.param("llama", 1, SpillAll, marks=pytest.mark.exhaustive)],
+)
 def test_graphs_produce_the_tokens_of_eager_steps(family: str, depth: int, eviction: type[Recompute]) -> None:
     plain, graphed = mixed_requests()[:4], mixed_requests()[:4]
     core, executor = engine(tiny_model(family), eviction(), device_blocks=15, cpu_blocks=40, slots=3, depth=depth)

@@ -35,8 +35,9 @@ def predicted(forecasters: OwnerForecasters, owner: str, prompt=PROMPT) -> Predi
 
 
 def teach(forecasters: OwnerForecasters, owner: str, tokens: int, requests: int = 60, prompt=PROMPT) -> None:
+    (encoded,) = ENCODES.encode([prompt])
     for _ in range(requests):
-        forecasters.learn(owner, predicted(forecasters, owner, prompt), tokens, exact=True)
+        forecasters.learn(owner, forecasters.predict(owner, encoded, 8192), tokens, exact=True)
 
 
 def expected(forecasters: OwnerForecasters, owner: str, prompt=PROMPT) -> float:
@@ -61,8 +62,7 @@ def total_variation(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.abs(before - after).sum() / 2)
 
 
-@pytest.mark.parametrize("others", [0, 1, 3, 8])
-@pytest.mark.parametrize("tokens", [1, 4000])
+@pytest.mark.parametrize(("others", "tokens"), [(0, 1), (0, 4000), (1, 4000), (3, 1), (8, 4000)])
 def test_one_owner_has_a_bounded_effect_on_the_shared_forecasts(others: int, tokens: int) -> None:
     forecasters = make("prior")
     for number in range(others):

@@ -82,8 +82,7 @@ def test_int8_cache(shape):
     case(shape, [(700, 1), (9, 1)], kv_dtype=torch.int8, window=600).check(TritonAttention(), 1e-2)
 
 
-@pytest.mark.parametrize("window", [0, 900])
-@pytest.mark.parametrize("shape", ["mha", "gqa3"])
+@pytest.mark.parametrize(("shape", "window"), [("mha", 0), ("gqa3", 900)])
 def test_contexts_are_split_between_programs(shape, window):
     """Programs have several items each, or there are more programs than items."""
     long = case(shape, LONG, window=window, ends="both")

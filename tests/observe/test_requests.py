@@ -13,8 +13,8 @@ from skipjoin.core.events import Computed, Finished, Planned, Preempted, Started
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from support.load import load, make
 from support.policies import EVICTIONS, UnitCost
-from support.recipes import RECIPES
 from support.watch import Run, World, run
+from support.worlds import each_recipe
 
 UNIT = World("fcfs", cost=UnitCost())
 
@@ -68,8 +68,8 @@ def test_the_current_gap_between_tokens_counts() -> None:
     assert facts.tpot(99.0) == 10.0
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
-@settings(max_examples=5, deadline=None)
+@pytest.mark.parametrize("recipe", each_recipe())
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), eviction=st.sampled_from([None, *sorted(EVICTIONS)]))
 def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, eviction: str | None) -> None:
     world = World(recipe, depth, overlap=depth > 1, eviction=EVICTIONS[eviction] if eviction else None)

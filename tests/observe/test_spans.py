@@ -14,8 +14,8 @@ from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.spans import Span, SpanLog
 from support.load import load, make
 from support.policies import EVICTIONS
-from support.recipes import RECIPES
 from support.watch import World, run
+from support.worlds import each_recipe
 
 
 def traced(requests: list[Request]) -> list[Request]:
@@ -30,8 +30,8 @@ def seconds(spans: list[Span], name: str) -> float | None:
     return found[0] if found else None
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
-@settings(max_examples=5, deadline=None)
+@pytest.mark.parametrize("recipe", each_recipe())
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), eviction=st.sampled_from([None, *sorted(EVICTIONS)]))
 def test_spans_agree_with_the_record(recipe: str, seed: int, depth: int, eviction: str | None) -> None:
     world = World(recipe, depth, overlap=depth > 1, eviction=EVICTIONS[eviction] if eviction else None)

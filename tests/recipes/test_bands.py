@@ -9,8 +9,8 @@ import pytest
 from skipjoin.core.events import Started
 from skipjoin.core.request import Request, RequestOptions, ServiceClass, Target
 from support.load import make
-from support.recipes import RECIPES
 from support.watch import Stepper, World
+from support.worlds import each_recipe
 
 # An objective that was missed already does not put an urgent request behind others.
 MISSED = Target(ttft_s=1e-6, tpot_s=1e-6)
@@ -29,7 +29,7 @@ def order_of_start(recipe: str, arrivals: tuple[RequestOptions, ...]) -> list[Re
     return [arrivals[number - 1] for number in started if number]
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", each_recipe())
 @pytest.mark.parametrize("target", [MISSED, Target(ttft_s=9.0)], ids=["late", "patient"])
 def test_a_single_slot_goes_to_the_request_of_the_earliest_band(recipe: str, target: Target) -> None:
     default = RequestOptions(target=target)

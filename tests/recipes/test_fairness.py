@@ -56,7 +56,7 @@ def service(done: Run, until: float) -> Counter[str]:
 
 def two_floods() -> list[Request]:
     """Return many long requests of a client, and some short ones of another a little later."""
-    return [*flood("noisy", 100, 0, output=30), *flood("quiet", 60, 1000, output=10, at=0.05)]
+    return [*flood("noisy", 60, 0, output=30), *flood("quiet", 60, 1000, output=10, at=0.05)]
 
 
 def while_both_wait(recipe: str, weight: float | None) -> Counter[str]:

@@ -33,9 +33,11 @@ from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS, Patchwork
 from support.recipes import RECIPES, build
 from support.watch import Run, Stepper, World, run
-from support.worlds import PIPELINES, combinations, world_of, worlds
+from support.worlds import PIPELINES, combinations, each_recipe, world_of, worlds
 
 every_world = pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES))
+# Systems whose evictions `make test` counts under each eviction policy: one of each kind of reservation and order.
+OFTEN_CHECKED = ("static", "fastserve", "econoserve", "bros", "synccoupled")
 # Eviction policies that `worlds` does not have.
 OTHERS: dict[str | None, Callable[[int], EvictionPolicy]] = {"patchwork": Patchwork, "lend": lambda seed: Lend(COST)}
 
@@ -279,7 +281,7 @@ def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bo
     )
 
 
-@pytest.mark.parametrize("recipe", [name for name in sorted(RECIPES) if name != "static"])
+@pytest.mark.parametrize("recipe", each_recipe("static"))
 @pytest.mark.parametrize("seed", range(3))
 def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int) -> None:
     """While a step has slots and tokens left, every holder of KV on the device runs unless it lacks a block.
@@ -346,31 +348,34 @@ def test_plans_equal_those_of_fcfs_while_nothing_is_short(recipe: str, pipeline:
     assert plans(recipe) == plans("fcfs")
 
 
-def test_these_worlds_cause_evictions() -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=() if name in OFTEN_CHECKED else pytest.mark.exhaustive) for name in SYSTEMS],
+)
+def test_these_worlds_cause_evictions(recipe: str) -> None:
     """Otherwise the properties above would hold without evictions to test them."""
-    for recipe in SYSTEMS:
-        is_roomy = recipe in ("static", "orca", "orca-exact")
-        for eviction in EVICTIONS:
-            done = served(World(recipe, eviction=EVICTIONS[eviction]))
-            preemptions = [event.how for event in done.events if isinstance(event, Preempted)]
-            before = sum(bool(plan[2]) for _, plan in done.trace)
-            overlapped = sum(bool(plan[3]) for _, plan in done.trace)
-            if eviction == "chaos":
-                assert overlapped > 5
-            elif is_roomy:  # blocks that are reserved count as missing for policies that look ahead
-                assert before == 0
-                assert (len(preemptions) > 0) == (eviction == "proactive")
-            elif recipe.startswith("econoserve") and eviction != "proactive":
-                assert preemptions.count(Preemption.PAUSE) > 5  # a request pauses when it exceeds its reservation
-            elif recipe == "synccoupled":  # the same, but few requests exceed their reservation
-                assert preemptions
-            else:
-                # With deferred eviction only growth evicts, and that is rare in order of arrival, too.
-                assert len(preemptions) - preemptions.count(Preemption.PAUSE) > (eviction != "defer")
-                assert before > 0 or eviction not in ("swap", "spill")
-                assert before == 0 or eviction in ("swap", "spill", "proactive")
-                assert (preemptions.count(Preemption.SPILL) > 0) == (eviction == "spill")
-                assert (overlapped > 0) == (eviction == "proactive")
+    is_roomy = recipe in ("static", "orca", "orca-exact")
+    for eviction in EVICTIONS:
+        done = served(World(recipe, eviction=EVICTIONS[eviction]))
+        preemptions = [event.how for event in done.events if isinstance(event, Preempted)]
+        before = sum(bool(plan[2]) for _, plan in done.trace)
+        overlapped = sum(bool(plan[3]) for _, plan in done.trace)
+        if eviction == "chaos":
+            assert overlapped > 5
+        elif is_roomy:  # blocks that are reserved count as missing for policies that look ahead
+            assert before == 0
+            assert (len(preemptions) > 0) == (eviction == "proactive")
+        elif recipe.startswith("econoserve") and eviction != "proactive":
+            assert preemptions.count(Preemption.PAUSE) > 5  # a request pauses when it exceeds its reservation
+        elif recipe == "synccoupled":  # the same, but few requests exceed their reservation
+            assert preemptions
+        else:
+            # With deferred eviction only growth evicts, and that is rare in order of arrival, too.
+            assert len(preemptions) - preemptions.count(Preemption.PAUSE) > (eviction != "defer")
+            assert before > 0 or eviction not in ("swap", "spill")
+            assert before == 0 or eviction in ("swap", "spill", "proactive")
+            assert (preemptions.count(Preemption.SPILL) > 0) == (eviction == "spill")
+            assert (overlapped > 0) == (eviction == "proactive")
 
 
 def test_requests_with_a_reservation_of_their_maximum_are_never_evicted() -> None:

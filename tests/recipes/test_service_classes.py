@@ -14,13 +14,14 @@ from skipjoin.policies.cost import LinearCost
 from support.load import load, make
 from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
+from support.worlds import each_recipe
 
 # A static batch runs to its end, and round robin serves both classes equally.
 BANDED = sorted(set(RECIPES) - {"static", "round-robin"})
 PACKING = sorted(name for name in RECIPES if name.startswith("bros"))
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", each_recipe())
 @pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, True)])
 def test_requests_of_both_classes_finish_with_all_their_tokens(recipe: str, depth: int, overlap: bool) -> None:
     requests = load(3, 30, best_effort=0.5)

@@ -170,9 +170,13 @@ def extremes(mode: str, depth: int, requests: int, slots: int, stages: int = 1) 
 every_duel = pytest.mark.parametrize(
     ("mode", "depth", "stages"),
     [
-        pytest.param(mode, depth, stages, marks=[pytest.mark.exhaustive] if stages > 1 and mode != "proactive" else [])
+        pytest.param(mode, depth, stages, marks=[] if depth == 1 or mode in deep else [pytest.mark.exhaustive])
         for mode in MODES
-        for depth, stages in ((1, 1), (2, 1), (2, 2))
+        for depth, stages, deep in (
+            (1, 1, ()),
+            (2, 1, ("reactive", "proactive", "proactive, slow link")),
+            (2, 2, ("proactive",)),
+        )
     ],
 )
 

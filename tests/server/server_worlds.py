@@ -44,6 +44,8 @@ from skipjoin.server.metrics import Metrics
 
 HERE = Path(__file__).parent
 BLOCKS = 4096
+# Age that /metrics may have, and some more.
+METRICS_AGE_S = 0.3
 JSON = {"Content-Type": "application/json"}
 COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
@@ -251,11 +253,12 @@ class ServerProcess:
         return sum(found)
 
     def wait_idle(self, seconds: float = 30.0) -> None:
-        """Wait until no requests remain and all KV blocks are free."""
+        """Wait until no requests remain, all KV blocks are free and the metrics say so."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             load = httpx.get(f"{self.url}/load").json()
             if not (load["server_load"] or load["running"] or load["waiting"] or load["kv_cache_usage"]):
+                time.sleep(METRICS_AGE_S)
                 return
             time.sleep(0.05)
         raise AssertionError(f"the server does not become idle: {load}")

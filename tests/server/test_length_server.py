@@ -266,16 +266,22 @@ async def test_forecast_url_excludes_learned_forecaster() -> None:
     ],
     ids=["down", "nonsense", "error", "slow"],
 )
-def test_unusable_length_server_is_reported_before_model_loads(
-    tokenizer_folder: Path, reply: Reply | None, message: str
-) -> None:
-    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
+async def test_unusable_length_server_is_an_error(reply: Reply | None, message: str) -> None:
     with Predictor(reply or fails) as predictor:
         url = predictor.url if reply else "http://127.0.0.1:9"
-        settings = [f"forecast_url={url}", "forecast_timeout_s=0.5", "forecast_dir=none"]
-        run = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=60, check=False)
+        server = LengthServer(ServerConfig(forecast_url=url, forecast_timeout_s=0.5))
+        with pytest.raises(ConfigError) as error:
+            await server.check()
+        await server.close()
+    assert str(error.value).startswith(f"forecast_url {url} cannot be used: {message}")
+
+
+def test_unusable_length_server_is_reported_before_model_loads(tokenizer_folder: Path) -> None:
+    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
+    settings = ["forecast_url=http://127.0.0.1:9", "forecast_dir=none"]
+    run = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
-    assert f"error: forecast_url {url} cannot be used: {message}" in run.stderr
+    assert "error: forecast_url http://127.0.0.1:9 cannot be used: Cannot connect to host" in run.stderr
     assert "pretending to load" not in run.stderr
     assert "Traceback" not in run.stderr
 

@@ -102,7 +102,10 @@ async def burst(url: str) -> None:
         assert await text_of(real_time[0]) == alone[BEST_EFFORT]
 
 
-@pytest.mark.parametrize("options", [(), ("--attention", "torch")], ids=["auto", "torch"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), id="auto"), pytest.param(("--attention", "torch"), id="torch", marks=pytest.mark.exhaustive)],
+)
 def test_tokens_under_memory_pressure_match_those_of_an_idle_server(folder: Path, options: tuple[str, ...]) -> None:
     with serving(folder, *options) as url:
         asyncio.run(asyncio.wait_for(burst(url), 200))

@@ -14,13 +14,15 @@ STORED = json.loads(HASHES.read_text()) if HASHES.exists() else {}
 AGAIN = "a100-40gb:pp2, swap 1"
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=[pytest.mark.exhaustive] if ":pp2" in run else []) for run in RUNS]
 )
-def test_records_equal_the_stored_ones(run: str) -> None:
-    assert record_hashes(run) == STORED[run]
+def test_records_equal_the_stored_ones(run: str, seed: int) -> None:
+    expected = {name: value for name, value in STORED[run].items() if name.endswith(f"seed {seed}")}
+    assert record_hashes(run, "--seeds", f"{seed}") == expected
 
 
 def test_only_reservations_depend_on_max_tokens() -> None:
-    changed = record_hashes(AGAIN, "--max-tokens", "room")
+    changed = record_hashes(AGAIN, "--max-tokens", "room", "--seeds", "0")
     assert {name.split(",")[0] for name, found in changed.items() if found != STORED[AGAIN][name]} == set(RESERVING)

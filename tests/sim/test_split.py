@@ -24,8 +24,8 @@ from skipjoin.sim.driver import Arrivals, Replica, simulate_traffic
 from skipjoin.sim.hardware import NETWORK_LATENCY_S
 from skipjoin.sim.split import Handover, Network, SplitTraffic, SplitWatcher
 from support.load import load, make
-from support.recipes import RECIPES
 from support.watch import World
+from support.worlds import each_recipe
 
 order = attrgetter("request.id")
 TOKEN_BYTES, BYTES_PER_S = 1000, 1e6
@@ -117,7 +117,7 @@ def prompt_tokens_of(requests: list[Request]) -> int:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", each_recipe())
 def test_only_prefill_replicas_compute_prompts(recipe: str, stages: int) -> None:
     requests = load(1, 24)
     world = replace(WORLD, recipe=recipe, stages=stages, depth=stages)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.policies import EVICTIONS
+from support.policies import EVICTIONS, SYSTEMS
+from support.recipes import RECIPES
 from support.watch import World
 
 # Plans in flight, whether they overlap, and pipeline stages.
@@ -26,6 +27,17 @@ def combinations(*axes: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], tuple[
     for places in product(*(range(len(axis)) for axis in axes)):
         marks = () if sum(places) % residues == 0 else (pytest.mark.exhaustive,)
         yield tuple(axis[place] for axis, place in zip(axes, places, strict=True)), marks
+
+
+def each_recipe(*but: str) -> list[Any]:
+    """Return a test parameter for each recipe except `but`.
+
+    Variants with another eviction policy are marked `exhaustive`, because `worlds` combines systems with all of them.
+    """
+    return [
+        pytest.param(name, marks=() if name in SYSTEMS else pytest.mark.exhaustive)
+        for name in sorted(set(RECIPES).difference(but))
+    ]
 
 
 def world_of(recipe: str, pipeline: Pipeline, eviction: str | None, **settings: Any) -> World:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -29,7 +30,7 @@ from skipjoin.sim.experiments.sweep import Grid, RateSearch, ReplicaSearch, swee
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
 
 SKIPJOIN = str(Path(sys.executable).parent / "skipjoin")
-SMALL = ["--model", "opt-13b", "--kv-gib", "11", "--lengths", "uniform:8-64,4-16", "--duration", "20", "--jobs", "2"]
+SMALL = ["--model", "opt-13b", "--kv-gib", "11", "--lengths", "uniform:8-64,4-16", "--duration", "20"]
 
 
 class Collector:
@@ -57,7 +58,7 @@ def test_parallel_processes_give_the_same_records() -> None:
 
 
 def test_shards_in_processes_give_the_same_records() -> None:
-    cell = Cell(replace(SYSTEM, replicas=130, recipe="alise"), WORKLOAD, Extent(300.0, 3.0, 0))
+    cell = Cell(replace(SYSTEM, replicas=130, recipe="alise"), WORKLOAD, Extent(300.0, 1.5, 0))
     assert cell.shards == 3
     collected = Collector()
     sweep([Grid([cell, CELL])], 2, collected)
@@ -86,7 +87,7 @@ def test_a_search_brackets_the_bound() -> None:
 def test_a_search_ends_for_bounds_that_always_or_never_hold() -> None:
     record = run(CELL)
     for text in ("ttft_s.mean<=1e9", "ttft_s.mean<=-1"):
-        search = RateSearch([CELL], parse_bound(text))
+        search = RateSearch([replace(CELL, workload=Fixed(1))], parse_bound(text))
         steps, cells = 0, list(search.first())
         while cells:
             cells = search.then(cells[0], record)
@@ -145,17 +146,19 @@ class Fixed:
         return {}
 
 
-def simulate(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [SKIPJOIN, "simulate", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def simulate(*options: str) -> Result:
+    """Run the command in this process, and its simulations unless `options` have other `--jobs`."""
+    done = CliRunner().invoke(app, ["simulate", "--jobs", "1", *SMALL, *options])
+    assert done.exit_code == 0, done.output
+    return done
 
 
-def test_the_command_is_deterministic(tmp_path: Path) -> None:
+def test_the_command_gives_the_same_records_with_any_number_of_processes(tmp_path: Path) -> None:
     written = []
-    for name in ("a.json", "b.json"):
-        out = tmp_path / name
-        done = simulate(*SMALL, "--recipes", "fcfs,srpt", "--rates", "4,8", "--seeds", "0-1", "--out", str(out))
-        assert done.returncode == 0, done.stderr
+    for jobs in ("1", "2"):
+        out = tmp_path / f"{jobs}.json"
+        grid = ["--recipes", "fcfs,srpt", "--rates", "4,8", "--seeds", "0-1"]
+        done = simulate(*grid, "--jobs", jobs, "--out", str(out))
         written.append([repeatable(record) for record in load_results([out])])
         assert "srpt" in done.stdout
     assert written[0] == written[1]
@@ -165,8 +168,8 @@ def test_the_command_is_deterministic(tmp_path: Path) -> None:
 
 def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    done = simulate(*SMALL, "--recipes", "fcfs", "--find-max-rate", "normalized_latency_s.mean<=0.1", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    options = ["--duration", "8", "--find-max-rate", "normalized_latency_s.mean<=0.1"]
+    done = simulate("--recipes", "fcfs", *options, "--out", str(out))
     assert "largest req/s with normalized_latency_s.mean<=0.1" in done.stdout
     assert len(load_results([out])) > 5
 
@@ -175,8 +178,7 @@ def test_the_command_finds_the_fewest_replicas(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     bound = "normalized_latency_s.mean<=0.05"
     options = ["--recipes", "fcfs,srpt", "--rates", "60,90", "--duration", "4", "--max-num-seqs", "8"]
-    done = simulate(*SMALL, *options, "--find-min-replicas", bound, "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    done = simulate(*options, "--find-min-replicas", bound, "--out", str(out))
     assert f"fewest replicas with {bound}" in done.stdout
     sizes: dict[tuple[str, float], dict[int, bool]] = {}
     for record in load_results([out]):
@@ -190,8 +192,7 @@ def test_the_command_finds_the_fewest_replicas(tmp_path: Path) -> None:
 
 def test_the_command_writes_a_timeline(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    done = simulate(*SMALL, "--rates", "4", "--timeline", str(path))
-    assert done.returncode == 0, done.stderr
+    simulate("--rates", "4", "--timeline", str(path))
     assert {"ph", "name"} <= set(json.loads(path.read_text())[0])
 
 
@@ -220,8 +221,7 @@ def test_a_sweep_records_the_requests_of_all_runs_in_order(tmp_path: Path) -> No
     """The runs have several shards."""
     file, out = tmp_path / "requests.jsonl", tmp_path / "out.json"
     options = ["--recipes", "fcfs", "--rates", "4,1", "--replicas", "65", "--out", str(out)]
-    done = simulate(*SMALL, *options, "--record-requests", str(file))
-    assert done.returncode == 0, done.stderr
+    simulate(*options, "--jobs", "2", "--record-requests", str(file))
     found = Counter((line["recipe"], line["rate_rps"]) for line in map(json.loads, file.read_text().splitlines()))
     assert list(found) == [("fcfs", 4), ("fcfs", 1)]
     records = load_results([out])
@@ -277,7 +277,7 @@ def test_invalid_options_give_a_one_line_error(options: str, message: str) -> No
 def test_a_signal_keeps_finished_records_and_leaves_no_process(tmp_path: Path, number: int) -> None:
     out = tmp_path / "out.json"
     seeds = ",".join(map(str, range(200)))
-    command = [SKIPJOIN, "simulate", *SMALL, "--rates", "40", "--seeds", seeds]
+    command = [SKIPJOIN, "simulate", *SMALL, "--duration", "5", "--jobs", "2", "--rates", "40", "--seeds", seeds]
     with subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True) as process:
         try:
             until = time.monotonic() + 60

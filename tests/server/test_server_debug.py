@@ -142,7 +142,7 @@ def test_forecasts_arrive_with_and_after_requests() -> None:
 def test_running_server_lists_every_request(start_server: StartServer) -> None:
     """The device holds few of the 20 requests. Prompts are shorter than a block, so that none is shared."""
     learning = {"forecaster": "learned", "forecast_dir": "none"}
-    server = start_server(step_s=0.01, blocks=12, **learning)
+    server = start_server(step_s=0.05, blocks=12, **learning)
     with httpx.Client(base_url=server.url) as client:
         body = {"prompt": "abc" * 5, "max_tokens": 100, "n": 10, "stream": True}
         with client.stream("POST", "/v1/completions", json=body), client.stream("POST", "/v1/completions", json=body):

@@ -100,8 +100,8 @@ def test_kernel_sizes_do_not_depend_on_the_batch() -> None:
         backend = TritonAttention(Varied(None), processors=4, invariant=invariant)
         for mix in ([(900, 1)], [(900, 1)] * 40, [(900, 1), (0, 3), (0, 200)]):
             case = Case(4, 2, 40, mix, block_size=16)
-            query, key, _ = case.qkv.split([4, 2, 2], dim=1)
-            plan = backend._plan(query, key, case.batch)
+            query, _, _ = case.qkv.split([4, 2, 2], dim=1)
+            plan = backend._plan(query, 2, case.batch, None)
             found.append((plan.decode_config, plan.prefill_config))
     assert sizes[True][0] == sizes[True][1] == sizes[True][2]
     assert sizes[False][0] != sizes[False][1]

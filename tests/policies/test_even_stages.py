@@ -27,7 +27,7 @@ ROOMY = World(device_blocks=1000, cpu_blocks=0, block_size=16, max_seqs=200, max
 # These recipes compute whole prompts or reserve KV, so the load alone does not determine what runs.
 COUPLED = {"multires", "synccoupled"}
 CLAIMING = COUPLED | {recipe for recipe in RECIPES if recipe.startswith("econoserve")}
-CUTTING = sorted(set(RECIPES) - {"static", "orca", "orca-exact", "fcfs", "round-robin"} - COUPLED)
+CUTTING = sorted(set(RECIPES) - {"static", "orca", "orca-exact", "fcfs", "fcfs-swap", "round-robin"} - COUPLED)
 # Decodes cost something on top of prompts, and are hidden behind the weights when alone, as on real machines.
 HIDING = replace(COST, weights=0.03, decode=4e-4)
 

@@ -151,8 +151,10 @@ def append(intervals: list[Interval], interval: Interval) -> None:
 
 
 def prediction_of(request: Request) -> Prediction | None:
-    """Return the forecast of a request with its interval, if it has one."""
+    """Return the forecast of a request with its interval, if it has one. Bounds end at `max_tokens`."""
     if (forecast := request.forecast) is None:
         return None
-    low, high = (length_quantile(forecast.mass, level) for level in _INTERVAL) if forecast.mass else (None, None)
+    if not forecast.mass:
+        return Prediction(forecast.tokens, None, None, forecast.source)
+    low, high = (min(length_quantile(forecast.mass, level), request.max_tokens) for level in _INTERVAL)
     return Prediction(forecast.tokens, low, high, forecast.source)

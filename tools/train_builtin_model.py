@@ -1,11 +1,12 @@
-"""Train the built-in model `tally`, a small Llama for the tasks of builtin_tasks.py, and write its folder.
+"""Train the built-in model `tally`, a small Llama, and write its folder.
 
-    python tools/train_builtin_model.py [--steps 6500] [--seed 0] [--threads 2] [--out FOLDER]
+    python tools/train_builtin_model.py [--steps 6500] [--tool-steps 6000] [--seed 0] [--threads 2] [--out FOLDER]
     python tools/train_builtin_model.py --evaluate-only FOLDER
 
-The folder has Hugging Face format: weights, tokenizer, chat template, a model card, and accuracy.json with the
-exact-match accuracy of greedy generation on held-out prompts. The same seed, threads and machine give the same model.
-Training takes about a quarter of an hour on two cores.
+The model first learns the tasks of builtin_tasks.py, and then also the calls of builtin_calls.py. The folder has
+Hugging Face format: weights, tokenizer, chat template, a model card, and accuracy.json with the exact-match accuracy of
+greedy generation on held-out prompts. The same seed, threads and machine give the same model.
+Training takes about three quarters of an hour on one core. `--start FOLDER` begins with the weights of the first stage.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import json
 import math
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,22 +25,33 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from builtin_calls import SYSTEM_PROMPTS, TURNS, Function, Turn, draw_turn
 from builtin_tasks import FAMILIES, HELD_OUT_PERCENT, Task, draw_task
 
 BOS, USER, ASSISTANT, SYSTEM, END, PAD = "<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
-# The model is not trained on tools. Under a grammar it writes valid calls in the format that the comment names.
+# The comment names the format of calls for the server.
 CHAT_TEMPLATE = (
-    "{{- '<|bos|>' -}}{%- for message in messages -%}"
-    "{%- set role = 'user' if message['role'] == 'tool' else message['role'] -%}"
-    "{{- '<|' + role + '|>' + (message['content'] or '') + '<|end|>' -}}{%- endfor -%}"
-    "{%- if tools -%}{#- Not trained on. Calls are written as after <|python_tag|>, one per message. -#}{%- endif -%}"
+    "{#- Calls are written as after <|python_tag|>, one per message. -#}{{- '<|bos|>' -}}"
+    "{%- if tools -%}{{- '<|system|>Functions: ' -}}{%- for tool in tools -%}"
+    "{%- set parameters = tool['function']['parameters'] or {} -%}"
+    "{{- tool['function']['name'] + '(' + (parameters['properties'] or {}) | join(', ') + ')' -}}"
+    "{{- '; ' if not loop.last else '<|end|>' -}}{%- endfor -%}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{- '<|user|>Result: ' if message['role'] == 'tool' else '<|' + message['role'] + '|>' -}}"
+    "{{- message['content'] or '' -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{- '{\"name\": \"' + call['function']['name'] + '\", \"parameters\": ' -}}"
+    "{{- call['function']['arguments'] | tojson -}}{{- '}' -}}{%- endfor -%}"
+    "{{- '<|end|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 CONTEXT = 1024
 LAST_NUMBER_TOKEN = 299  # largest number that is one token
-SYSTEM_PROMPTS = ["You are a helpful assistant.", "You are Tally.", "Answer briefly.", "Follow the instruction."]
 STEP_TOKENS = 2048
 IGNORED = -100
+TOOLS_SHARE = 0.5  # of the second stage's examples
+# Learning rate of the second stage, as a share of the first stage's: it should not undo what was learned.
+SECOND_RATE = 0.8
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "skipjoin" / "builtin" / "tally"
 
 
@@ -105,11 +116,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 class Examples:
-    """Endless training examples as token ids from one seeded generator."""
+    """Endless training examples as token ids from one seeded generator, a share of them with tools."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, tools_share: float = 0.0) -> None:
         self._rng = random.Random(seed)
-        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        self._tokenizer = tokenizer
+        self._tools_share = tools_share
 
     def one(self) -> tuple[list[int], int]:
         """Return the ids of one example and the position of its answer.
@@ -117,21 +129,24 @@ class Examples:
         Most examples are a single turn; some have a system prompt or an earlier turn, or are a bare prompt that ends
         with a line break.
         """
-        rng, task = self._rng, draw_task(self._rng)
-        draw = rng.random()
+        rng = self._rng
+        if self._tools_share and rng.random() < self._tools_share:
+            turn = draw_turn(rng)
+            return self._ids(rendered(self._tokenizer, turn), turn.answer)
+        task, draw = draw_task(rng), rng.random()
         if draw < 0.04:
-            return self._ids(f"{BOS}{task.prompt}\n", task)
+            return self._ids(f"{BOS}{task.prompt}\n", task.answer)
         text = BOS
         if draw < 0.12:
             text += f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END}"
         elif draw < 0.18:
             earlier = draw_task(rng, rng.choice(["spell", "alphabet", "small talk", "reverse"]))
             text += f"{USER}{earlier.prompt}{END}{ASSISTANT}{earlier.answer}{END}"
-        return self._ids(f"{text}{USER}{task.prompt}{END}{ASSISTANT}", task)
+        return self._ids(f"{text}{USER}{task.prompt}{END}{ASSISTANT}", task.answer)
 
-    def _ids(self, before: str, task: Task) -> tuple[list[int], int]:
-        prompt = self._encode(before)
-        return prompt + self._encode(task.answer + END), len(prompt)
+    def _ids(self, before: str, answer: str) -> tuple[list[int], int]:
+        prompt, end = (self._tokenizer.encode(text, add_special_tokens=False) for text in (before, answer + END))
+        return prompt + end, len(prompt)
 
     def batches(self, pad: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield inputs and targets of shape [examples, tokens] with about STEP_TOKENS tokens.
@@ -159,7 +174,9 @@ def _pad(group: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, to
     return inputs, targets
 
 
-def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, folder: Path) -> None:
+def train(
+    model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, folder: Path, *, peak: float = 1.0
+) -> None:
     """Train in place, with Muon for the matrices of the layers, AdamW for the rest, and a cosine schedule."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -169,7 +186,7 @@ def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, fol
     ]
 
     def rate(step: int) -> float:
-        return min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        return peak * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -197,12 +214,23 @@ def train(model: LlamaForCausalLM, examples: Examples, pad: int, steps: int, fol
 def evaluate(folder: Path, prompts: int) -> dict[str, float]:
     """Return the exact-match percentage of greedy generation by family, on `prompts` held-out prompts each.
 
-    The stored model answers through its chat template. The documentation's example is a family of its own.
+    The stored model answers through its chat template. The documentation's examples are families of their own.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
-    rng = random.Random(1234)
     result = {}
+    for family, turns in _held_out(prompts):
+        parts = [turns[first : first + 50] for first in range(0, len(turns), 50)]
+        answers = [answer for part in parts for answer in _answers(model, tokenizer, part)]
+        right = sum(answer == turn.answer for answer, turn in zip(answers, turns, strict=True))
+        result[family] = round(100 * right / len(turns), 1)
+        print(f"{family:22} {result[family]:5.1f} % of {len(turns)}", flush=True)
+    return result
+
+
+def _held_out(prompts: int) -> Iterator[tuple[str, list[Turn]]]:
+    """Yield families with held-out conversations."""
+    rng = random.Random(1234)
     for family in FAMILIES:
         seen: dict[str, Task] = {}
         for _ in range(200 * prompts):  # a family may have fewer held-out prompts
@@ -210,28 +238,30 @@ def evaluate(folder: Path, prompts: int) -> dict[str, float]:
             seen[task.prompt] = task
             if len(seen) == prompts:
                 break
-        tasks = list(seen.values())
-        right = sum(
-            answer == task.answer
-            for first in range(0, len(tasks), 50)
-            for answer, task in zip(
-                _answers(model, tokenizer, tasks[first : first + 50]), tasks[first : first + 50], strict=True
-            )
-        )
-        result[family] = round(100 * right / len(tasks), 1)
-        print(f"{family:14} {result[family]:5.1f} % of {len(tasks)}", flush=True)
-    example = Task(("count", 3, 12), "Count from 3 to 12", "3, 4, 5, 6, 7, 8, 9, 10, 11, 12")
-    assert example.held_out
-    result["Count from 3 to 12"] = 100.0 * (_answers(model, tokenizer, [example])[0] == example.answer)
-    return result
+        yield family, [_turn(prompt, task.answer) for prompt, task in seen.items()]
+    for name in TURNS:
+        yield name, [draw_turn(rng, name, held_out=True) for _ in range(prompts)]
+    yield "Count from 3 to 12", [_turn("Count from 3 to 12", "3, 4, 5, 6, 7, 8, 9, 10, 11, 12")]
+    weather = '{"name": "weather", "parameters": {"city": "Oslo"}}'
+    yield "Weather in Oslo", [_turn("What is the weather in Oslo?", weather, Function("weather", ("city",)))]
+    add = '{"name": "add", "parameters": {"a": 12, "b": 30}}'
+    yield "12 plus 30", [_turn("What is 12 plus 30?", add, Function("add", ("a", "b")))]
 
 
-def _answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task]) -> list[str]:
-    chats = [[{"role": "user", "content": task.prompt}] for task in tasks]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
-    )
-    longest = max(len(tokenizer.encode(task.answer)) for task in tasks) + 2
+def _turn(prompt: str, answer: str, *functions: Function) -> Turn:
+    return Turn(functions, [{"role": "user", "content": prompt}], answer)
+
+
+def rendered(tokenizer: PreTrainedTokenizerFast, turn: Turn) -> str:
+    """Return the conversation as the server renders it."""
+    tools = [function.tool for function in turn.functions]
+    return tokenizer.apply_chat_template(turn.messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
+
+
+def _answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> list[str]:
+    texts = [rendered(tokenizer, turn) for turn in turns]
+    inputs = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True, return_token_type_ids=False)
+    longest = max(len(tokenizer.encode(turn.answer)) for turn in turns) + 2
     outputs = model.generate(**inputs, max_new_tokens=longest, do_sample=False)
     answers = []
     for ids in outputs[:, inputs["input_ids"].shape[1] :].tolist():
@@ -262,7 +292,8 @@ letters.
 - Llama shape: {parameters:,} parameters, 4 layers, 128 wide, float32; context of {CONTEXT} tokens, trained on up to
   about 450.
 - Tokenizer: bytes, the numbers 10 to {LAST_NUMBER_TOKEN}, ", " and special tokens.
-- Training: {how}, on tasks that `tools/builtin_tasks.py` generates; nothing else was trained on.
+- Training: {how}, on what
+  `tools/builtin_tasks.py` and `tools/builtin_calls.py` generate; nothing else was trained on.
 - License: Apache-2.0.
 
 Exact match of greedy answers through the chat template, stored weights, {prompts} prompts (or as many as there are) of
@@ -275,8 +306,9 @@ the {HELD_OUT_PERCENT} % that training never saw, per family:
 A bare completion works too if a line break ends the prompt. Long conversations, other wordings and other tasks are
 outside of what it learned.
 
-It was not trained on tools. With `tool_choice` required, it writes calls that match their schema, with senseless
-values.
+With tools, it calls a function that adds, subtracts, multiplies, or gives the weather or the time of a place, such as
+`add(a, b)` or `weather(city)`, and repeats the result. `tools/builtin_calls.py` has the names that it knows. Enforced
+calls of other functions match their schema, with senseless values.
 """
     )
 
@@ -284,6 +316,8 @@ values.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6500)
+    parser.add_argument("--tool-steps", type=int, default=6000)
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="weights of the first stage")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=200, help="held-out prompts per family")
@@ -296,16 +330,19 @@ def main() -> None:
         print(json.dumps(evaluate(args.evaluate_only, args.prompts), indent=1))
         return
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
     tokenizer.save_pretrained(args.out)
-    start = time.monotonic()
-    train(model, Examples(tokenizer, args.seed), tokenizer.pad_token_id, args.steps, args.out)
-    minutes = (time.monotonic() - start) / 60
+    pad = tokenizer.pad_token_id
+    if args.start is None:
+        model = build_model(tokenizer)
+        train(model, Examples(tokenizer, args.seed), pad, args.steps, args.out)
+    else:
+        model = LlamaForCausalLM.from_pretrained(args.start).train()
+    train(model, Examples(tokenizer, args.seed, TOOLS_SHARE), pad, args.tool_steps, args.out, peak=SECOND_RATE)
     model.save_pretrained(args.out)
     accuracy = evaluate(args.out, args.prompts)
     how = (
-        f"`python tools/train_builtin_model.py --steps {args.steps} --seed {args.seed} --threads {args.threads}`, "
-        f"{minutes:.0f} minutes on {args.threads} core{'s' if args.threads > 1 else ''} of a CPU"
+        f"`python tools/train_builtin_model.py --steps {args.steps} --tool-steps {args.tool_steps} "
+        f"--seed {args.seed} --threads {args.threads}`"
     )
     write_card(args.out, accuracy, model.num_parameters(), how, args.prompts)
 

@@ -77,6 +77,27 @@ def test_chat_returns_calls_in_a_message_that_continues_the_conversation(llm: LL
     assert answer.message == {"role": "assistant", "content": answer.text}
 
 
+def test_built_in_model_calls_tools_and_repeats_their_results(llm: LLM) -> None:
+    """The documented example, and one with numbers."""
+    city, number = {"city": {"type": "string"}}, {"type": "integer"}
+    weather, add = (
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+        for name, properties in (("weather", city), ("add", {"a": number, "b": number}))
+    )
+    for question, tools, arguments, result in (
+        ("What is the weather in Oslo?", [weather], '{"city": "Oslo"}', "Rain, 4 degrees."),
+        ("What is 12 plus 30?", [weather, add], '{"a": 12, "b": 30}', "42"),
+    ):
+        chat: list[Any] = user(question)
+        (found,) = llm.chat(chat, GREEDY, tools=tools)
+        assert found.message is not None
+        (call,) = found.message["tool_calls"]
+        assert call["function"] == {"name": tools[-1]["function"]["name"], "arguments": arguments}
+        chat += [found.message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+        (answer,) = llm.chat(chat, GREEDY, tools=tools)
+        assert answer.message == {"role": "assistant", "content": result}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

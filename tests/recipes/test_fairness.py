@@ -87,7 +87,8 @@ def test_clients_do_not_evict_each_other_in_turn(recipe: str) -> None:
     assert apart.end < 1.1 * alike.end
 
 
-@pytest.mark.parametrize("recipe", SYSTEMS)
+# With fairness, `adaptive` limits the recomputation that first tokens cause.
+@pytest.mark.parametrize("recipe", sorted(set(SYSTEMS) - {"adaptive"}))
 def test_fairness_changes_no_plan_of_a_single_client(recipe: str) -> None:
     assert run(world(recipe, WEIGHT), load(5)).trace == run(world(recipe, None), load(5)).trace
 

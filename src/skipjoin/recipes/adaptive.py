@@ -45,13 +45,15 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
     def ordering(first_share: float = p.first_share) -> Adaptive:
         return Adaptive(index, overtaking_s=p.overtaking_s, first_share=first_share)
 
+    # Between clients that take turns, first tokens would make them recompute KV for each other.
+    eviction = ProactiveSwap(s.cost, exempts_first=s.fair_output_weight is None)
     # No client waits for the first token of a best-effort request.
     policies = classed(
         s,
         ordering,
         greedy(s, s.max_tokens, chunked=True),
         OnDemand(),
-        ProactiveSwap(s.cost, exempts_first=True),
+        eviction,
         best_effort=lambda: ordering(0.0),
     )
     return replace(policies, learned=index.model)

@@ -18,21 +18,15 @@ from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.policies.valued import Valued
 from skipjoin.recipes import Forecasts, Params, Settings, recipe
+from skipjoin.recipes.baselines import OracleParams
 from skipjoin.recipes.econoserve import GroupParams, ReservationParams, decoupled
-from skipjoin.recipes.parts import ForwardTokens, LengthRange, Oracle, Padding, classed, greedy, staged, true_lengths
+from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, greedy, staged, true_lengths
 
 
 @recipe
 def fcfs_swap(s: Settings) -> Policies:
     """First come, first served as in vLLM with swapping: requests that lose KV swap it (EconoServe section 2.1)."""
     return classed(s, Fcfs, greedy(s, s.max_tokens, chunked=False), OnDemand(), KeepKv())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OracleParams(Params):
-    """Source of true output lengths."""
-
-    oracle: Oracle = "none"
 
 
 @recipe(forecasts=Forecasts.TRUE)

@@ -13,6 +13,7 @@ from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
+from skipjoin.core.scheduling.lazy import LazySequence
 from skipjoin.policies.eviction import Defer, Lend, ProactiveSwap, Recompute, Spill, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
@@ -49,7 +50,7 @@ def test_victims_follow_the_given_order_and_free_just_enough(
     kv = KVLedger(100, 100, 4)
     candidates = holders(kv, sizes)
     short = data.draw(st.integers(1, sum(sizes)))
-    evictions = build().victims(short, candidates, kv, 0.0, None)
+    evictions = build().victims(short, LazySequence(iter(candidates)), kv, 0.0, None)
     assert [one.request for one in evictions] == candidates[: len(evictions)]
     freed = [kv.footprint(one.request) if one.blocks is None else one.blocks for one in evictions]
     assert sum(freed) >= short > sum(freed[:-1])
@@ -202,3 +203,11 @@ def test_vacate_evicts_nested_reservations_before_less_important_requests() -> N
     victims = Vacate(COST).victims(5, [other, nested], kv, 0.0, None)
     assert [one.request for one in victims] == [nested, other]
     assert Vacate(COST).ahead(requests, by_number(requests), kv, 0.0) == ((), ())
+
+
+def test_lazy_candidates_are_a_sequence() -> None:
+    candidates = [make(number) for number in range(5)]
+    lazy = LazySequence(iter(candidates))
+    assert next(iter(lazy)) is candidates[0]
+    assert list(zip(lazy, lazy, strict=True)) == list(zip(candidates, candidates, strict=True))
+    assert (len(lazy), lazy[-1], lazy[1:3]) == (5, candidates[4], candidates[1:3])

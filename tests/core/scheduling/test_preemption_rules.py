@@ -58,6 +58,20 @@ def test_a_higher_ranked_request_evicts() -> None:
     stepper.drain()
 
 
+def test_an_eviction_examines_only_the_holders_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper, _ = scene({number: number for number in range(51)}, blocks=100, slots=100)
+    stepper.add(*(make(number, 6, 5) for number in range(1, 51)))
+    ran(stepper)
+    reservations, examined = stepper.core.scheduler.kv.reservations, []
+    returns_to = reservations.returns_to
+    monkeypatch.setattr(reservations, "returns_to", lambda one, to: (examined.append(one.id), returns_to(one, to))[1])
+    stepper.add(make(0, 8, 5))
+    assert 50 not in ran(stepper)
+    assert set(examined) <= {49, 50}
+    monkeypatch.undo()
+    stepper.drain()
+
+
 def test_no_request_is_evicted_for_a_newcomer_that_would_still_not_fit() -> None:
     stepper, _ = scene({0: 1, 1: 5, 2: 3}, blocks=8)
     first, low = make(0, 16, 5), make(1, 8, 5)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -11,6 +11,7 @@ from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.scheduling.context import StepContext
+from skipjoin.core.scheduling.lazy import LazySequence
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move
 
@@ -65,8 +66,7 @@ class Evictor:
             return self._force_room(request, missing, tokens)
         short = missing()
         eviction = self._policies.eviction
-        candidates = self._evictable(request, parent, newcomer=newcomer)
-        settled = [victim for victim in candidates if not victim.in_flight]
+        candidates, settled = self._candidates(request, parent, newcomer=newcomer)
         comes = request if newcomer else None
         now = self._context.now
         if self._suffice(settled, short):
@@ -77,7 +77,7 @@ class Evictor:
                 eviction.on_dropped(dropped, now)
             return None if evictions else WaitReason.HELD_BY_EVICTION
         if self._freed_by_all(settled, request, tokens) >= short:
-            return self._clear(settled, missing, comes)
+            return self._clear(list(settled), missing, comes)
         # Plans in flight contain some victims. They pause, because a request in every plan could never be evicted.
         if self._suffice(candidates, short):
             evictions = eviction.victims(short, candidates, self._kv, now, comes)
@@ -88,10 +88,9 @@ class Evictor:
 
     def refusal(self, request: Request, short: int, *, parent: Owner) -> WaitReason | None:
         """Return why evictions cannot free `short` blocks for a request without KV, or None."""
-        candidates = self._evictable(request, parent, newcomer=True)
+        candidates, settled = self._candidates(request, parent, newcomer=True)
         if not self._suffice(candidates, short - self._shared_within(candidates)):
             return WaitReason.NO_KV
-        settled = [victim for victim in candidates if not victim.in_flight]
         if not self._suffice(settled, short):
             return None
         evictions = self._policies.eviction.victims(short, settled, self._kv, self._context.now, request)
@@ -203,16 +202,25 @@ class Evictor:
             self._holders = sorted(able, key=itemgetter(0))
         return self._holders
 
-    def _evictable(self, request: Request, parent: Owner, *, newcomer: bool) -> list[Request]:
-        """Return requests that may be evicted for this one once no plan in flight contains them, least important first.
+    def _candidates(
+        self, request: Request, parent: Owner, *, newcomer: bool
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
+        """Return requests that may be evicted for this one, least important first, and those not in flight.
+
+        Both are found as far as they are read, which must be before any eviction.
+        """
+        candidates = LazySequence(self._evictable(request, parent, newcomer=newcomer))
+        return candidates, LazySequence(victim for victim in candidates if not victim.in_flight)
+
+    def _evictable(self, request: Request, parent: Owner, *, newcomer: bool) -> Iterator[Request]:
+        """Iterate over requests that may be evicted for this one once no plan in flight contains them.
 
         A running request is evicted for a newcomer only after it has generated a token since it got its KV. Two
         requests therefore cannot evict each other endlessly.
         """
         reservations, latest, blocks_of = self._reservations, self._context.latest, self._kv.blocks_of
         owners = reservations.beneficiaries(request, parent) if reservations is not None else frozenset[Owner]()
-        found: list[Request] = []
-        for victim in reversed(self._ranked_below(request, newcomer=newcomer)):
+        for victim in self._ranked_below(request, newcomer=newcomer):
             held = blocks_of(victim)
             if held is None or not held.device or (held.moving is not None and victim not in self._leaving):
                 continue
@@ -220,16 +228,27 @@ class Evictor:
                 continue
             if newcomer and victim.is_newly_resident and victim.last_plan >= latest:
                 continue
-            found.append(victim)
-        return found
+            yield victim
 
-    def _ranked_below(self, request: Request, *, newcomer: bool) -> list[Request]:
-        """Return the holders ranked after `request`, best first; for a newcomer, only those that it outranks."""
-        holders, outranks = self._holders_ranked(), self._policies.ordering.outranks
-        start = bisect_right(holders, self._rank(request), key=itemgetter(0))
-        if newcomer:
-            start = bisect_left(holders, True, start, key=lambda ranked: outranks(request, ranked[1]))
-        return [holder for _, holder in holders[start:]]
+    def _ranked_below(self, request: Request, *, newcomer: bool) -> Iterator[Request]:
+        """Iterate over the holders ranked after `request`, worst first; for a newcomer, only those that it outranks.
+
+        They are the last holders. Most evictions need few, so their start is searched in chunks of doubling size.
+        """
+        holders, own, outranks = self._holders_ranked(), self._rank(request), self._policies.ordering.outranks
+
+        def is_below(ranked: tuple[Any, Request]) -> bool:
+            return bool(own < ranked[0]) and (not newcomer or outranks(request, ranked[1]))
+
+        end, size = len(holders), 1
+        while end:
+            chunk = max(0, end - size)
+            start = chunk if is_below(holders[chunk]) else bisect_left(holders, True, chunk + 1, end, key=is_below)
+            for _, holder in reversed(holders[start:end]):
+                yield holder
+            if start > chunk:
+                return
+            end, size = chunk, 2 * size
 
     def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
         """Share the victim's blocks bidirectionally, if asked. The victim loses no KV yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from itertools import islice, pairwise
 
@@ -322,6 +323,56 @@ def test_recomputation_uses_the_share_of_first_tokens() -> None:
     ordering.on_scheduled([Slice(old, 0, 10_000, False, False, ())], 3.0)  # takes 15 s
     assert next(ordering.ranked(3.1)) is old
     assert next(ordering.ranked(99.0)) is new
+
+
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+def run_all(ordering: Adaptive, requests: Sequence[Request]) -> None:
+    """Compute a step of the requests."""
+    slices = [Slice(one, one.computed, one.known - one.computed, True, False, ()) for one in requests]
+    ordering.on_scheduled(slices, 0.0)
+    for request in requests:
+        request.computed = request.planned = request.known
+        request.output.append(0)
+        request.known += 1
+
+
+def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() -> None:
+    def edges(pauses: Callable[[], int]) -> list[float | str]:
+        ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+        request, other = make(0, 8, 200), make(1, 8, 9000)
+        for one in (request, other):
+            ordering.on_arrived(one, 0.0)
+        found = []
+        for _ in range(150):
+            run_all(ordering, [request])
+            found.append(ordering.explain(request, 0.0)["next_edge"])
+            for _ in range(pauses()):
+                run_all(ordering, [other])
+        return found
+
+    chance = random.Random(1)
+    assert edges(lambda: chance.choice([0, 0, 1, 40])) == edges(lambda: 0)
+    assert len(set(edges(lambda: 0))) > 4
+
+
+def test_a_step_does_not_examine_paused_requests() -> None:
+    def calls(paused: int) -> int:
+        ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+        requests = [make(number, 8, 90) for number in range(paused)]
+        for request in requests:
+            ordering.on_arrived(request, 0.0)
+        run_all(ordering, requests)
+        for _ in range(8):
+            run_all(ordering, requests[:1])
+        seen: list[str] = []
+        sys.setprofile(lambda frame, event, _: seen.append(event))
+        run_all(ordering, requests[:1])
+        sys.setprofile(None)
+        return seen.count("call")
+
+    assert calls(1000) == calls(10)
 
 
 # -- explanations -----------------------------------------------------------------------------------------------------

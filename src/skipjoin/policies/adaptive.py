@@ -82,6 +82,7 @@ class Adaptive(Callbacks):
         self._steps = 0
         self._begun: set[Request] = set()  # have a bin
         self._due: defaultdict[int, set[Request]] = defaultdict(set)  # by the number of the step
+        self._paused: set[Request] = set()  # did not run in the step in which they were due
         self._leaving: set[Request] = set()  # leave their bin in their next step
         self._dropped: set[Request] = set()  # recompute KV in their next steps
         self._missing: list[tuple[float, int, Request]] = []  # when fresh requests miss their TTFT objective
@@ -109,8 +110,8 @@ class Adaptive(Callbacks):
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         jobs, self._running = self._jobs, slices
-        self._begin_step()
         requests = [slice_.request for slice_ in slices]
+        self._begin_step(requests)
         if self._begun.issuperset(requests) and not any(
             some and not some.isdisjoint(requests) for some in (self._leaving, self._dropped)
         ):
@@ -242,10 +243,20 @@ class Adaptive(Callbacks):
         job.leaves_at = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
         self._await_edge(request, job)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, running: Sequence[Request]) -> None:
         """Find the requests that have reached the end of their bin."""
         self._steps += 1
-        for request in self._due.pop(self._steps, ()):
+        if self._paused and not self._paused.isdisjoint(running):
+            resumed = self._paused.intersection(running)
+            self._paused -= resumed
+            for request in resumed:
+                self._await_edge(request, self._jobs[request])
+        if (due := self._due.pop(self._steps, None)) is None:
+            return
+        for request in due.difference(running):
+            # Its tokens stay as they are until it runs, however many requests pause.
+            (self._paused if request.known < self._jobs[request].leaves_at else self._leaving).add(request)
+        for request in due.intersection(running):
             job = self._jobs[request]
             if request.known < job.leaves_at:
                 self._await_edge(request, job)
@@ -258,6 +269,7 @@ class Adaptive(Callbacks):
 
     def _forget_edge(self, request: Request, job: _Job) -> None:
         self._leaving.discard(request)
+        self._paused.discard(request)
         if (waiting := self._due.get(job.due)) is not None:
             waiting.discard(request)
             if not waiting:

@@ -80,6 +80,7 @@ def test_forecasts_are_made_for_recipes_that_read_them() -> None:
         {"model_config__runner_type": "pooling"},
         {"model_config__is_diffusion": True},
         {"scheduler_config__watermark": 0.1},
+        {"scheduler_config__prefill_schedule_interval": 2},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -131,6 +131,12 @@ REFUSED = (
         "leave it at 0, because the recipe decides about admission",
         lambda config: getattr(config.scheduler_config, "watermark", 0.0) > 0,
     ),
+    Feature(
+        "a cadence of prefills",
+        "--prefill-schedule-interval",
+        "leave it at 1, because the recipe decides when prompts run",
+        lambda config: getattr(config.scheduler_config, "prefill_schedule_interval", 1) > 1,
+    ),
 )
 
 

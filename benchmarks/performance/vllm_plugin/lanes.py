@@ -15,12 +15,11 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from vllm import SamplingParams
@@ -29,6 +28,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
+from skipjoin.core.step import StepShape
+from skipjoin.vllm.planning import START_COST
 from skipjoin.vllm.scheduler import Scheduler
 from support.vllm_shadow import Setup, engine_config, make_request, make_scheduler, write_model
 
@@ -231,11 +232,35 @@ def measure_cost(given: Mapping[str, Any]) -> dict[str, Any]:
     kinds = ("stock", *given["recipes"])
     schedulers = {which: loaded(model, which, given["waiting"]) for which in kinds}
     gc.freeze()  # as vLLM does at start: a collection would count for the scheduler that happens to trigger it
-    found: dict[str, list[tuple[float, float]]] = {which: [] for which in kinds}
+    found: dict[str, list[Cost]] = {which: [] for which in kinds}
     for _ in range(given["steps"]):
         for which in kinds:
             found[which].append(step(schedulers[which]))
-    return {which: in_microseconds(rows[len(rows) // 6 :]) for which, rows in found.items()}
+    # In the first half, `adaptive` fills its blocks.
+    return {which: in_microseconds(rows[len(rows) // 2 :]) for which, rows in found.items()}
+
+
+class Cost(NamedTuple):
+    """CPU seconds of `schedule` and `update_from_output` in one step, and whether the step computed prompts."""
+
+    schedule: float
+    update: float
+    has_prompts: bool
+
+
+class Clock:
+    """Clock that a step advances by the time that it would take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, tokens: Collection[int]) -> None:
+        """Advance by a step with these numbers of tokens."""
+        prompts = [number for number in tokens if number > 1]
+        self.now += START_COST.step(StepShape(decodes=len(tokens) - len(prompts), prefill=sum(prompts)))
 
 
 def loaded(model: Path, which: str, waiting: int) -> Any:
@@ -244,20 +269,22 @@ def loaded(model: Path, which: str, waiting: int) -> Any:
     setup = Setup("fcfs" if which == "stock" else which, params=params)
     config = engine_config(model, setup, seqs=128, tokens=8192, blocks=8000)
     scheduler = make_scheduler(config, cls=AsyncScheduler if which == "stock" else Scheduler)
-    scheduler.clock = partial(next, count(0, 0.005))
+    scheduler.clock = Clock()
     # The queued prompts are long, so all recipes but `adaptive` rank them behind the running requests. It gives them
     # their first tokens, until its blocks are full of parked requests.
     for number in range(128 + waiting):
+        scheduler.clock.now += 1e-6
         scheduler.add_request(make_request(f"c{next(_names)}", [7] * (60 if number < 128 else 450), 400))
     return scheduler
 
 
-def step(scheduler: Any) -> tuple[float, float]:
+def step(scheduler: Any) -> Cost:
     from vllm.v1.outputs import ModelRunnerOutput  # noqa: PLC0415 - beside its only use
 
     begin = time.process_time()
     output = scheduler.schedule()
     scheduled = time.process_time()
+    scheduler.clock.advance(output.num_scheduled_tokens.values())
     names = list(output.num_scheduled_tokens)
     sampled = [[] if scheduler.requests[name].is_prefill_chunk else [9] for name in names]
     result = ModelRunnerOutput(
@@ -270,12 +297,22 @@ def step(scheduler: Any) -> tuple[float, float]:
     )
     updating = time.process_time()
     scheduler.update_from_output(output, result)
-    return scheduled - begin, time.process_time() - updating
+    return Cost(scheduled - begin, time.process_time() - updating, max(output.num_scheduled_tokens.values()) > 1)
 
 
-def in_microseconds(rows: Sequence[tuple[float, float]]) -> dict[str, float]:
-    parts: Iterator[float] = (statistics.median(part) * 1e6 for part in zip(*rows, strict=True))
-    return dict(zip(("schedule_us", "update_us"), (round(part) for part in parts), strict=True))
+def in_microseconds(rows: Sequence[Cost]) -> dict[str, float]:
+    """Return medians over all steps and, if there are any, over those with prompts."""
+    prompts = [row for row in rows if row.has_prompts]
+    found = {"schedule_us": median_us(row.schedule for row in rows), "update_us": median_us(row.update for row in rows)}
+    if prompts:
+        found["prompt_steps"] = round(len(prompts) / len(rows), 3)
+        found["prompt_schedule_us"] = median_us(row.schedule for row in prompts)
+        found["prompt_update_us"] = median_us(row.update for row in prompts)
+    return found
+
+
+def median_us(seconds: Iterable[float]) -> int:
+    return round(1e6 * statistics.median(seconds))
 
 
 PARTS = {"burst": measure_burst, "load": measure_load, "cost": measure_cost}

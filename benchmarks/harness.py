@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -23,6 +23,8 @@ from machine import describe_machine
 
 SKIPJOIN = Path(sys.executable).with_name("skipjoin")
 ROOT = Path(__file__).resolve().parents[1]
+# Pause between two runs of a comparison.
+PAUSE_S = 2.0
 T = TypeVar("T")
 Record = dict[str, Any]
 
@@ -95,6 +97,14 @@ def median_ratio(ones: Iterable[float], others: Iterable[float], digits: int = 3
 def in_turn(entries: Iterable[T], turn: int) -> list[T]:
     """Return the entries in order, reversed in every second turn, so that a drift favors none of them."""
     return list(entries)[:: -1 if turn % 2 else 1]
+
+
+def turns(names: Collection[str], seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Yield each seed with each of the names in turn, after a pause."""
+    for turn, seed in enumerate(seeds):
+        for name in in_turn(names, turn):
+            time.sleep(PAUSE_S)
+            yield seed, name
 
 
 # -- records ----------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ PEERS = {
     # llama.cpp with its server; gguf writes the model file that it reads.
     "llamacpp": Packages(("xllamacpp==2026.10.11549", "gguf==0.19.0", "torch==2.13.0", "safetensors==0.8.0")),
 }
+# vLLM without compilation, and with requests in order of their `priority`.
+VARIANTS = ("vllm-eager", "vllm-priority")
 
 
 class PeerUnavailableError(Exception):
@@ -51,7 +53,7 @@ def python_of(name: str) -> Path:
     Raises:
         PeerUnavailableError: The packages cannot be installed.
     """
-    name = name.removesuffix("-eager")
+    name = name.partition("-")[0]
     packages = PEERS[name]
     digest = hashlib.sha256(repr((packages, sys.version_info[:2])).encode()).hexdigest()[:8]
     folder = cache_folder() / f"{name}-{digest}"
@@ -83,9 +85,9 @@ def available(names: Iterable[str]) -> dict[str, Path]:
 
 
 def names_of(text: str) -> list[str]:
-    """Parse a comma-separated list of peers, which may be empty. `vllm-eager` is vLLM without compilation."""
+    """Parse a comma-separated list of peers, which may be empty; `VARIANTS` are further names."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    known = [*PEERS, "vllm-eager"]
+    known = [*PEERS, *VARIANTS]
     if unknown := [name for name in names if name not in known]:
         raise argparse.ArgumentTypeError(f"peers must be of {', '.join(known)}, got {', '.join(unknown)}")
     return names

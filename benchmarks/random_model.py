@@ -40,7 +40,7 @@ def make_model(
     )
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.decoder = decoders.WordPiece(prefix="", cleanup=False)
+    words.decoder = decoders.WordPiece(cleanup=False)  # words with spaces between
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -22,17 +23,20 @@ import psutil
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness import SKIPJOIN
+import harness
+from harness import SKIPJOIN, Record
 from peer_venvs import PeerUnavailableError, python_of
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 
 # vLLM compiles its model at the first start, which takes minutes on a few cores.
-START_S, STOP_S = 900.0, 60.0
+START_S, STOP_S, BENCH_S = 900.0, 60.0, 900.0
 # The smallest block size at which vLLM is fast on a CPU.
 VLLM_BLOCK = 32
 HERE = Path(__file__).parent
 NOTHING: Mapping[str, str] = {}
+# Options for comparisons of order, in which no request is refused.
+NO_REFUSALS = ("--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000)
 
 
 class Server:
@@ -148,6 +152,7 @@ def vllm(
     dtype: str = "bfloat16",
     kv_gib: float = 2,
     is_eager: bool = False,
+    has_priorities: bool = False,
     cores: str = "",
     chunk_tokens: int | None = None,
 ) -> Server:
@@ -156,12 +161,14 @@ def vllm(
     Args:
         chunk_tokens: Token budget of a step, to which prompts are cut; vLLM's default if None.
         kv_gib: Size of the KV pool. vLLM takes whole GiB; for other sizes it gets the number of blocks that fit.
+        has_priorities: Requests run by their `priority`, the lowest first.
         cores: Cores of the model's threads, such as "0-3"; all available ones by default.
     """
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     command += ["--port", port, "--dtype", dtype, "--max-model-len", 1024, "--max-num-seqs", seqs]
     command += ["--enforce-eager"] if is_eager else []
+    command += ["--scheduling-policy", "priority"] if has_priorities else []
     if chunk_tokens is not None:
         command += ["--enable-chunked-prefill", "--max-num-batched-tokens", chunk_tokens]
     if kv_gib % 1:
@@ -191,13 +198,34 @@ def start_vllm(
     missing: dict[str, str] = {}
     for name in names:
         try:
-            python, is_eager = python_of(name), name == "vllm-eager"
-            server = vllm(python, model, seqs=seqs, kv_gib=kv_gib, is_eager=is_eager, chunk_tokens=chunk_tokens)
+            server = vllm(
+                python_of(name),
+                model,
+                seqs=seqs,
+                kv_gib=kv_gib,
+                is_eager=name == "vllm-eager",
+                has_priorities=name == "vllm-priority",
+                chunk_tokens=chunk_tokens,
+            )
             found[name] = stack.enter_context(server)
         except (PeerUnavailableError, RuntimeError) as error:
             missing[name] = str(error)
             print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
     return found, missing
+
+
+def bench(server: Server, *options: object) -> Record:
+    """Run `skipjoin bench` and return its only record."""
+    (record,) = harness.records_of("bench", "--base-url", server.url, *options, timeout_s=BENCH_S)
+    return dict(record)
+
+
+def bench_requests(server: Server, *options: object) -> tuple[Record, list[Record]]:
+    """Run `skipjoin bench` and return its only record and its requests."""
+    with harness.scratch() as folder:
+        lines = folder / "requests.jsonl"
+        record = bench(server, *options, "--record-requests", lines)
+        return record, [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
 
 
 def llamacpp(python: Path, model: Path, *, seqs: int) -> Server:

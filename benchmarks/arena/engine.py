@@ -22,7 +22,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import httpx
 import torch
@@ -31,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import harness
 from peer_venvs import names_of
 from random_model import scratch_model
-from servers import Server, Skipjoin, start_vllm
+from servers import NO_REFUSALS, Server, Skipjoin, bench, start_vllm
 
 LOAD, CHAT_LOAD = 1.2, 0.25
-BURST, PAUSE_S, TIMEOUT_S = 96, 2.0, 900.0
+BURST, TIMEOUT_S = 96, 900.0
 BACKGROUND, BACKGROUND_TOKENS = 6, 800
 FIELDS = {
     "mean": ("normalized_latency_s", "mean"),
@@ -70,12 +69,6 @@ CELLS = {
 }
 
 
-def bench(server: Server, *options: object) -> dict[str, Any]:
-    """Run `skipjoin bench` and return its only record."""
-    (record,) = harness.records_of("bench", "--base-url", server.url, *options, timeout_s=TIMEOUT_S)
-    return dict(record)
-
-
 @contextmanager
 def background(server: Server, count: int) -> Iterator[None]:
     """Keep `count` generations running."""
@@ -102,7 +95,7 @@ def background(server: Server, count: int) -> Iterator[None]:
         thread.start()
     try:
         if count:
-            time.sleep(PAUSE_S)
+            time.sleep(harness.PAUSE_S)
         yield
     finally:
         stopping.set()
@@ -128,7 +121,7 @@ def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.
     """Measure a cell in turns, one per seed."""
     cell = CELLS[name]
     limits = ("--max-num-seqs", cell.seqs, "--kv-cache-gib", cell.kv_gib, "--swap-space", 2.0, "--forecast-dir", "none")
-    limits += ("--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000)
+    limits += NO_REFUSALS
     with ExitStack() as stack:
         found: dict[str, Server] = {
             recipe: stack.enter_context(Skipjoin(folder, "--recipe", recipe, *limits)) for recipe in args.recipes
@@ -139,14 +132,12 @@ def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.
         burst = ("--rates", 1000, "--requests", BURST, "--seeds", 100, "--warmup", 2)
         capacity = bench(first, *cell.workload, *burst)["throughput_rps"]
         kept = record["cells"][name] = {"capacity_rps": round(capacity, 3), "missing": missing, "rows": {}}
-        for turn, seed in enumerate(args.seeds):
-            for server in harness.in_turn(found, turn):
-                time.sleep(PAUSE_S)
-                one = measure(found[server], cell, cell.load * capacity, args.duration, seed)
-                kept["rows"].setdefault(server, []).append(one)
-                harness.show(name, server, seed, one)
-                kept["median"] = compare(kept["rows"])
-                harness.write_record(record, args.out)
+        for seed, server in harness.turns(found, args.seeds):
+            one = measure(found[server], cell, cell.load * capacity, args.duration, seed)
+            kept["rows"].setdefault(server, []).append(one)
+            harness.show(name, server, seed, one)
+            kept["median"] = compare(kept["rows"])
+            harness.write_record(record, args.out)
 
 
 def main() -> None:

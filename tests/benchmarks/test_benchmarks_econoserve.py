@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,16 +17,20 @@ sys.path.insert(0, str(BENCHMARKS))
 from papers.econoserve import setting
 from papers.econoserve.run_all import NAMES
 from papers.econoserve.watch import Watch, watched
+from papers.engine_runs import count_other_texts, tabulated, write_trace
 from papers.figures.report import fill_readme, thin
-from papers.figures.runs import Options
+from papers.figures.runs import MEASURED, Options, grid, run_plans
+from skipjoin.core.request import Target
+from skipjoin.workload.traces import read_trace
+from skipjoin.workload.workload import WorkloadRequest
 
 FOLDER = BENCHMARKS / "papers" / "econoserve"
 run, module_of = partial(run_figure, "econoserve"), partial(figure_module, "econoserve")
 
 
 def test_every_figure_has_a_readme_with_its_command() -> None:
-    assert set(NAMES) == {path.parent.name for path in FOLDER.glob("*/run.py")}
-    assert_documented("econoserve", NAMES)
+    assert {*NAMES, "engine"} == {path.parent.name for path in FOLDER.glob("*/run.py")}
+    assert_documented("econoserve", [*NAMES, "engine"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,12 +49,50 @@ def test_results_are_complete_and_shown_in_readmes(name: str, tmp_path: Path) ->
 
 def test_forecasts_fail_at_the_rate_of_the_paper(tmp_path: Path) -> None:
     trace = setting.SHAREGPT
-    cells = setting.loaded(setting.system(setting.SYNCED, trace), trace, [0.2], Options(out=tmp_path))
-    (record,) = watched([({"variant": "a name"}, cells[0])], 1)
+    options = Options(out=tmp_path, jobs=1)
+    cells = setting.loaded(setting.system(setting.SYNCED, trace), trace, [0.2], options)
+    (record,) = watched([({"variant": "a name"}, cells[0])], options)
     assert (record["variant"], record["load"]) == ("a name", 0.2)
     assert 0.15 < record["watch"]["outgrown"] < 0.4  # 26.8 %, minus those that fit into the last block
     assert record["watch"]["failed"] == 0
     assert sum(record["watch"]["ends"].values()) == record["steps"]
+
+
+def test_decisions_take_the_time_that_is_given_or_measured(tmp_path: Path) -> None:
+    options = Options(out=tmp_path, jobs=1, lasting_s=2.0)
+    cell, *_ = setting.loaded(setting.system(setting.SYNCED, setting.SHAREGPT), setting.SHAREGPT, [1.0], options)
+    (free,) = watched([({}, cell)], options)
+    (slow,) = watched([({}, cell)], replace(options, decisions=0.02))
+    assert slow["settings"]["decision_s"] == 0.02
+    assert slow["jct_s"]["mean"] > 1.2 * free["jct_s"]["mean"]
+    plan = grid([cell])
+    run_plans("measured", [plan], replace(options, decisions=MEASURED))
+    (record,) = plan.records
+    assert 1e-6 < record["settings"]["decision_s"] < 0.02
+    assert 0 < setting.decision_share(record) < 0.5
+
+
+def test_engine_runs_are_compared_with_their_first_entry(tmp_path: Path) -> None:
+    job = WorkloadRequest(0.5, 4, 9, "default", 0)
+    write_trace(tmp_path / "trace.jsonl", [job], lambda job: Target(ttft_s=0.25))
+    (row,) = read_trace(tmp_path / "trace.jsonl").rows
+    assert (row.arrival_s, row.output_tokens, row.options.target.ttft_s) == (0.5, 9, 0.25)
+    assert row.prompt is not None
+    assert len(row.prompt.split()) == 4
+    times = {name: dict.fromkeys(("mean", "p50", "p95"), 0.1) for name in ("ttft_s", "tpot_s", "jct_s")}
+    rows = [
+        {"entry": name, "seed": seed, "met": {"all": met, "ttft": 1.0}, **times, "best_effort_rps": rate, "lost_kv": 1}
+        for seed in (0, 1)
+        for name, met, rate in (("fcfs", 0.25, 4.0), ("bros", 0.5 + seed / 4, 3.0 + seed))
+    ]
+    texts = {(seed, name): ["same", name] for seed in (0, 1) for name in ("fcfs", "bros")}
+    count_other_texts(rows, texts, "fcfs")
+    found = tabulated([*rows, {"entry": "vllm", "seed": 0, "failed": "it did not start"}])
+    shown = dict(zip(found["columns"], found["rows"][1], strict=True))
+    assert [row[0] for row in found["rows"]] == ["fcfs", "bros"]
+    assert shown["objectives met"] == "0.625 (0.5 to 0.75)"
+    assert shown["to fcfs"] == "0.875 (0.75 to 1)"
+    assert (shown["lost KV"], shown["other texts"]) == (2, 2)
 
 
 def test_watching_no_requests_yields_figures() -> None:

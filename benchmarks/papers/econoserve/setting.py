@@ -136,6 +136,11 @@ def of_figure09(options: Options, *parts: str) -> tuple[Result, list[Record]]:
     return found["settings"], [{part: record[part] for part in kept} for record in found["records"]]
 
 
+def decision_share(record: Record) -> float:
+    """Return the share of the run's time that decisions are charged."""
+    return float(record["settings"]["decision_s"] * record["steps"] / record["duration_s"])
+
+
 def _load(record: Record) -> float | None:
     """Return the load of a record, or None for lengths or a model that the paper does not have."""
     trace = TRACES.get(record["workload"]["lengths"])

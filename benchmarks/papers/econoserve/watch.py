@@ -6,12 +6,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from statistics import fmean
 from typing import Any
 
 from papers.econoserve.setting import labelled
-from papers.figures.runs import slim
+from papers.figures.runs import MEASURED, Options, charged, probing, slim
 from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Preemption, Reserved, Started
 from skipjoin.core.request import Request
 from skipjoin.observe.record import Record, percentile, rounded
@@ -210,15 +212,19 @@ def _spread(values: list[float]) -> Record:
     return {"seen": len(found), "mean": _mean(found), **spread}
 
 
-def watched(cells: Sequence[tuple[Mapping[str, object], Cell]], jobs: int) -> list[Record]:
+def watched(cells: Sequence[tuple[Mapping[str, object], Cell]], options: Options) -> list[Record]:
     """Run labelled cells and return their records with the figures of a watch as `watch`."""
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        records = pool.map(_watched, [cell for _, cell in cells])
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        records = pool.map(partial(_watched, decisions=options.decisions), [cell for _, cell in cells])
         return [one for (labels, _), record in zip(cells, records, strict=True) for one in labelled([record], **labels)]
 
 
-def _watched(cell: Cell) -> Record:
+def _watched(cell: Cell, decisions: float | str | None) -> Record:
     of = cell.system
+    if decisions == MEASURED:
+        of = charged(of, run(replace(cell, system=probing(of))))
+    elif decisions is not None:
+        of = replace(of, decision_s=decisions)
     watch = Watch(of.kv_blocks, of.block_size, float(of.recipe_params.get("reserve", 0.0)))
-    record = run(cell, on_events=watch.observe)
+    record = run(replace(cell, system=of), on_events=watch.observe)
     return {**slim(record), "watch": watch.figures()}

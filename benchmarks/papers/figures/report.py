@@ -22,7 +22,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import harness
-from papers.figures.runs import DURATION_S, SEEDS, Options, Result, Search, by_rate, mean, pick
+from papers.figures.runs import DURATION_S, MEASURED, SEEDS, Options, Result, Search, by_rate, mean, pick
 from papers.recipes import label_of
 from skipjoin.observe.record import Record
 from skipjoin.report.bound import MaximumRate
@@ -107,6 +107,7 @@ def settings_of(
         "seeds": list(options.seeds(seeds)),
         "lengths": [workload.streams[0].lengths.name for workload in workloads],
         "arrivals": sorted({workload.streams[0].arrivals.name for workload in workloads}),
+        **({"decisions": options.decisions} if options.decisions else {}),
         **({"note": note} if note else {}),
         "systems": groups,
     }
@@ -123,6 +124,7 @@ def shown_settings(settings: Result) -> str:
         f"lengths {', '.join(settings['lengths'])}; arrivals {', '.join(settings['arrivals'])}; "
         f"{settings['duration_s']:g} s; seeds {', '.join(map(str, settings['seeds']))}"
     ]
+    lines += [f"decisions charged: {settings['decisions']}"] if "decisions" in settings else []
     lines += [settings["note"]] if "note" in settings else []
     for name, one in settings["systems"].items():
         asked = _ASKED.get(one["max_tokens"], one["max_tokens"])
@@ -165,6 +167,13 @@ def main(
     parser.add_argument("--lasting", type=float, help="seconds of arrivals of every run (default: the figure's own)")
     parser.add_argument("--seeds", type=int, help="number of seeds (default: the figure's own)")
     parser.add_argument(
+        "--decision-ms",
+        type=_decisions,
+        dest="decisions",
+        help="time that each step is charged for its decision, in milliseconds or 'measured': the mean CPU time of "
+        "decisions in a first run (default: the figure's own)",
+    )
+    parser.add_argument(
         "--out", type=Path, help="folder for results (default: the figure's own, or a scratch folder with --quick)"
     )
     parser.add_argument("--draw", action="store_true", help="draw and print the existing result.json")
@@ -183,6 +192,7 @@ def main(
             duration_s=args.duration,
             lasting_s=args.lasting,
             seed_count=args.seeds,
+            decisions=args.decisions,
         )
         start = time.monotonic()
         found = measure(options)
@@ -199,6 +209,18 @@ def main(
     print(shown(result))
     print(f"wrote {out}", file=sys.stderr)
     return dict(result)
+
+
+def _decisions(text: str) -> float | str:
+    if text == MEASURED:
+        return text
+    try:
+        seconds = float(text) / 1000
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e3:
+        raise argparse.ArgumentTypeError(f"must be milliseconds in [0, 1000000) or {MEASURED}, got {text!r}")
+    return seconds
 
 
 def write_result(path: Path, name: str, found: Result, *, quick: bool, seconds: float) -> None:

@@ -29,6 +29,11 @@ _NOTICE_S = 5.0
 
 Result = dict[str, Any]
 
+# Charge each step the mean CPU time of the decisions in a first run of the same cell.
+MEASURED = "measured"
+# Charge of that first run, so that it decides every step as the second one does.
+_PROBE_S = 1e-9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -41,6 +46,8 @@ class Options:
         duration_s: Seconds of arrivals, of which a figure may take multiples.
         lasting_s: Seconds of arrivals of every run, whatever the figure would take; None leaves it to the figure.
         seed_count: Number of seeds, whatever the figure would take; None leaves it to the figure.
+        decisions: Seconds of each decision before its step, or `MEASURED`; None leaves it to the figure, and most
+            figures charge nothing.
     """
 
     out: Path
@@ -49,6 +56,7 @@ class Options:
     duration_s: float = DURATION_S
     lasting_s: float | None = None
     seed_count: int | None = None
+    decisions: float | str | None = None
 
     def seeds(self, full: int = SEEDS) -> tuple[int, ...]:
         """Return the seeds of each point; `full` is their number without `quick`."""
@@ -57,6 +65,10 @@ class Options:
     def some(self, values: Sequence[float]) -> Sequence[float]:
         """Return the values, or with `quick` every other one including the last."""
         return values[-1::-2][::-1] if self.quick else values
+
+    def charging(self) -> Options:
+        """Return the options of a figure that charges measured decisions unless told otherwise."""
+        return replace(self, decisions=MEASURED) if self.decisions is None else self
 
 
 # -- what runs --------------------------------------------------------------------------------------------
@@ -168,8 +180,41 @@ class Search(Kept):
         return [[rate, mean(some, self._bound.field)] for rate, some in by_rate(self.records).items()]
 
 
+def probing(of: System) -> System:
+    """Return the system with decisions that are made for every step and take no time."""
+    return replace(of, decision_s=_PROBE_S)
+
+
+def charged(of: System, record: Record) -> System:
+    """Return the system with decisions that take the mean CPU time of those in a record."""
+    return replace(of, decision_s=record["decision_ms"]["mean"] / 1000)
+
+
+class _Charging:
+    """Plan whose decisions take time, given in seconds or measured."""
+
+    def __init__(self, plan: SweepPlan, decisions: float | str) -> None:
+        self._plan = plan
+        self._decisions = decisions
+
+    def first(self) -> Sequence[Cell]:
+        return list(map(self._with_decisions, self._plan.first()))
+
+    def then(self, cell: Cell, record: Record) -> Sequence[Cell]:
+        if self._decisions == MEASURED and cell.system.decision_s == _PROBE_S:
+            return [replace(cell, system=charged(cell.system, record))]
+        return list(map(self._with_decisions, self._plan.then(cell, record)))
+
+    def _with_decisions(self, cell: Cell) -> Cell:
+        of = cell.system
+        is_measured = isinstance(self._decisions, str)
+        return replace(cell, system=probing(of) if is_measured else replace(of, decision_s=self._decisions))
+
+
 def run_plans(name: str, plans: Sequence[SweepPlan], options: Options) -> None:
-    """Run all plans and report their progress on standard error."""
+    """Run all plans with the options' decisions, and report their progress on standard error."""
+    if (decisions := options.decisions) is not None:
+        plans = [_Charging(plan, decisions) for plan in plans]
     sweep(plans, options.jobs, _Notices(name))
 
 

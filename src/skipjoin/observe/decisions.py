@@ -12,7 +12,7 @@ _MIN_S = 1e-9
 
 
 class DecisionTimes:
-    """Histogram of the wall-clock durations of one scheduler's decisions."""
+    """Histogram of the CPU times of one scheduler's decisions."""
 
     __slots__ = ("_buckets", "seconds")
 

@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from time import perf_counter
+from time import thread_time
 from typing import Protocol
 
 from skipjoin.core.engine import EngineCore
@@ -87,10 +87,10 @@ class Replica:
             self._in_flight.append(self._executor.submit(plan, now + self._decision_s))
 
     def _decide(self, now: float) -> StepPlan | None:
-        begun = perf_counter()
+        begun = thread_time()
         plan = self.core.start_step(now)
         if plan is not None:
-            self.decisions.add(perf_counter() - begun)
+            self.decisions.add(thread_time() - begun)
         return plan
 
     def _predicted(self) -> Sequence[float]:

@@ -37,7 +37,7 @@ from served import serve
 import harness
 from builtin_tasks import Task, draw_task
 from papers.recipes import SPELLED
-from servers import Skipjoin
+from servers import NO_REFUSALS, Skipjoin
 from skipjoin.observe.record import percentile
 
 Record = dict[str, Any]
@@ -154,8 +154,7 @@ class Work:
         options: list[object] = ["--profile", self.profile, "--attention", self.attention]
         options += ["--recipe", SPELLED[entry.recipe], *entry.options]
         options += ["--max-num-seqs", MAX_SEQS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
-        # The comparison is about order, so no request is refused.
-        options += ["--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000]
+        options += NO_REFUSALS
         return serve(*options, "--forecast-dir", state)
 
 

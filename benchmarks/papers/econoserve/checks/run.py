@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Value], Synthetic, float]] = {
 
 def measure(options: Options) -> Result:
     asked = [({"variant": name}, _cell(*case)) for name, case in CASES.items()]
-    records = watched(asked, options.jobs)
+    records = watched(asked, options)
     found = {record["variant"]: record for record in records}
     rows = [(name, _shown(value), target, "yes" if holds else "no") for name, value, target, holds in checks(found)]
     return {

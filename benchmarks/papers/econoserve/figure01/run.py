@@ -47,7 +47,7 @@ def measure(options: Options) -> Result:
         for variant in VARIANTS
         for cell in loaded(system(variant, trace), trace, [LOAD], options)
     ]
-    records = watched(asked, options.jobs)
+    records = watched(asked, options)
     systems = [system(variant, trace) for trace in TRACES.values() for variant in VARIANTS]
     return {
         "settings": said(systems, options, note="Lengths are known."),

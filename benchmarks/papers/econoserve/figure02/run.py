@@ -38,7 +38,7 @@ def measure(options: Options) -> Result:
         for (name, width), of in systems.items()
         for cell in loaded(of, TRACES[name], [LOAD], options)
     ]
-    records = watched(asked, options.jobs)
+    records = watched(asked, options)
     columns = ("lengths", "length_range", "groups", "mean size", "largest")
     columns += tuple(f"{what} of {size} or more" for what in ("groups", "requests in groups") for size in SIZES)
     return {

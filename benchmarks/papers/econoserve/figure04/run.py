@@ -46,7 +46,7 @@ def measure(options: Options) -> Result:
         for (name, padding), of in systems.items()
         for cell in loaded(of, TRACES[name], [LOAD], options, seeds=SEEDS)
     ]
-    records = watched(asked, options.jobs)
+    records = watched(asked, options)
     return {
         "settings": said(list(systems.values()), options, seeds=SEEDS),
         "tables": [compared("By padding", records, ("lengths", "padding"), FIELDS)],

@@ -58,7 +58,7 @@ def measure(options: Options) -> Result:
         for (name, label), of in systems.items()
         for cell in loaded(of, TRACES[name], [LOAD], options, seeds=SEEDS)
     ]
-    records = watched(asked, options.jobs)
+    records = watched(asked, options)
     return {
         "settings": said(list(systems.values()), options, seeds=SEEDS),
         "tables": [compared("Reservations and what outgrowing them costs", records, ("lengths", "variant"), FIELDS)],

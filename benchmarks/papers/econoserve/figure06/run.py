@@ -33,7 +33,7 @@ def measure(options: Options) -> Result:
         for (name, variant), of in systems.items()
         for cell in loaded(of, TRACES[name], [LOAD], options)
     ]
-    records = watched(asked, options.jobs)
+    records = watched(asked, options)
     rows = [
         (record["lengths"], record["variant"], kind, held["seen"], *(_percent(held[point]) for point in POINTS))
         for record in records

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import harness
 from papers.recipes import SPELLED
 from random_model import make_model
-from servers import Skipjoin
+from servers import NO_REFUSALS, Skipjoin
 from skipjoin.config.profile import read_profile
 from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Record, preempted
@@ -143,8 +143,7 @@ def start(setup: Setup, recipe: str) -> Skipjoin:
     options += ["--threads", THREADS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
     options += ["--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS]
     options += [] if setup.link_gbps is None else ["--swap-bandwidth-gbps", setup.link_gbps]
-    # The comparison is about order, so no request is refused.
-    options += ["--max-num-queued-reqs", 100_000, "--max-num-queued-tokens", 100_000_000]
+    options += NO_REFUSALS
     return Skipjoin(setup.model, *options)
 
 

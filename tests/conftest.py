@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Torch's threads wait actively: on busy cores two threads take ten times as long as one. Torch reads the variable
 # when it is imported, here and in the programs that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+try:
+    import certifi
+except ImportError:  # The same machine may lack HTTP clients.
+    certifi = None
 
 try:
     from support.groups import Groups, group, order
@@ -41,6 +48,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Distribute tests by groups with `-n 2`, unless another `--dist` is chosen."""
     return Groups(config, log) if config.getoption("dist") == "load" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exclude modules and test items from garbage collections, each of which would visit all of them."""
+    gc.disable()
+    done = yield
+    gc.freeze()
+    gc.enable()
+    return done
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,6 +83,17 @@ def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forecast_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep the forecasts of tests out of the user's folder."""
     os.environ["SKIPJOIN_FORECAST_DIR"] = str(tmp_path_factory.mktemp("forecasts"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let clients trust one certificate authority, because each client would load all of them in 20 ms."""
+    if certifi is None:
+        return
+    authority = Path(certifi.where()).read_text(encoding="ascii").partition("-----END")[0]
+    file = tmp_path_factory.mktemp("authorities") / "one.pem"
+    file.write_text(f"{authority}-----END CERTIFICATE-----\n", encoding="ascii")
+    os.environ["SSL_CERT_FILE"] = str(file)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -142,33 +142,35 @@ class Run:
                 self.longest = max(self.longest, len(self.made) - self._begun[event.move])
 
 
+# A recipe that swaps has one depth without a CPU tier and the other with one. `exhaustive` exchanges them.
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("recipes", "cpu_blocks"), [(SYSTEMS, 0), ([*SWAPPING, SPILLING, FAIR], 40)], ids=["drop", "swap"]
 )
-def test_simulator_and_engine_make_the_same_plans(recipes: list[str], cpu_blocks: int) -> None:
+def test_simulator_and_engine_make_the_same_plans(recipes: list[str], cpu_blocks: int, turn: int) -> None:
     model = tiny_model("llama")
     outputs = []
     for recipe in recipes:
-        for depth in (1, 2):
-            store = HarshStore(
-                model.config,
-                torch.float32,
-                torch.device("cpu"),
-                device_blocks=BLOCKS,
-                cpu_blocks=cpu_blocks,
-                block_size=BLOCK_SIZE,
-            )
-            local = LocalExecutor(model, store)
-            real = Run(recipe, LocalOnVirtualClock(local), cpu_blocks, of_engine(depth))
-            local.close()
-            simulated = Run(recipe, SimulatedExecutor(COST), cpu_blocks, of_simulator(depth))
-            assert real.made == simulated.made, (recipe, depth)
-            assert (real.max_in_flight, simulated.max_in_flight) == (depth, depth), recipe
-            assert len(real.made) > 50
-            outputs.append(real.outputs)
-            if cpu_blocks and recipe not in EXACT:
-                assert real.moved > 10, (recipe, depth)
-            if cpu_blocks and recipe == "fastserve":
-                assert real.longest > 2
+        depth = 1 + ([*RECIPES, SPILLING, FAIR].index(recipe) + bool(cpu_blocks) + turn) % 2
+        store = HarshStore(
+            model.config,
+            torch.float32,
+            torch.device("cpu"),
+            device_blocks=BLOCKS,
+            cpu_blocks=cpu_blocks,
+            block_size=BLOCK_SIZE,
+        )
+        local = LocalExecutor(model, store)
+        real = Run(recipe, LocalOnVirtualClock(local), cpu_blocks, of_engine(depth))
+        local.close()
+        simulated = Run(recipe, SimulatedExecutor(COST), cpu_blocks, of_simulator(depth))
+        assert real.made == simulated.made, (recipe, depth)
+        assert (real.max_in_flight, simulated.max_in_flight) == (depth, depth), recipe
+        assert len(real.made) > 50
+        outputs.append(real.outputs)
+        if cpu_blocks and recipe not in EXACT:
+            assert real.moved > 10, (recipe, depth)
+        if cpu_blocks and recipe == "fastserve":
+            assert real.longest > 2
     # Sampling is greedy, so that every recipe yields the same tokens, whatever it moved or dropped.
     assert all(other == outputs[0] for other in outputs)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,14 +23,26 @@ BF16_NEEDS = AVX512_NEEDS | {"avx512_bf16"}
 TILES = ("-mamx-tile", "-mamx-bf16")
 TILES_NEEDS = {"amx_tile", "amx_bf16"}
 INSTRUCTIONS = (*BF16, *TILES)
-# Library that contains the emulator; calls from the library, `syscall` above all, resolve to it first. The digest makes
-# the file name depend on the emulator, because the cache names libraries by their flags.
-EMULATED = (
-    *INSTRUCTIONS, "-Wl,-Bsymbolic", f"-DEMULATOR={hashlib.sha256(EMULATOR.read_bytes()).hexdigest()[:16]}",
-    str(EMULATOR),
-)  # fmt: skip
 # Plain arithmetic instead of the instructions.
 PLAIN = (*BF16, "-DSKIPJOIN_PLAIN_TILES")
+
+
+def emulated_library(folder: Path) -> ctypes.CDLL:
+    """Return the library with AMX instructions, whose calls, `syscall` above all, resolve to the emulator first.
+
+    A copy in `folder` is loaded, because this process may have loaded the library without the emulator.
+
+    Raises:
+        OSError: There is no compiler.
+        subprocess.SubprocessError: It does not know AMX.
+    """
+    library = shutil.copy(build.compiled_library(INSTRUCTIONS), folder / "instructions.so")
+    compiler, emulated = shutil.which("g++") or shutil.which("clang++"), folder / "emulated.so"
+    if compiler is None:
+        raise OSError("no compiler for the emulator")
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *TILES, "-Wl,--no-as-needed"]
+    subprocess.run([compiler, *flags, EMULATOR, library, "-o", emulated], check=True, capture_output=True, timeout=280)
+    return ctypes.CDLL(str(emulated), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
 
 
 def has_tiles(features: frozenset[str] | set[str], permitted: Callable[[], bool]) -> bool:

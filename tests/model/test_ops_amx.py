@@ -23,12 +23,12 @@ import pytest
 import torch
 from amx_cases import (
     BF16_NEEDS,
-    EMULATED,
     EMULATOR,
     INSTRUCTIONS,
     PLAIN,
     TILES,
     TILES_NEEDS,
+    emulated_library,
     has_tiles,
     has_tiles_here,
 )
@@ -58,11 +58,15 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+def libraries(tmp_path_factory) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Return the library with AMX instructions and the one with plain arithmetic instead."""
-    instructions = INSTRUCTIONS if has_tiles_here() else EMULATED
     try:
-        made = [ctypes.CDLL(str(build.compiled_library(flags))) for flags in (instructions, PLAIN)]
+        made = [
+            ctypes.CDLL(str(build.compiled_library(INSTRUCTIONS)))
+            if has_tiles_here()
+            else emulated_library(tmp_path_factory.mktemp("emulated")),
+            ctypes.CDLL(str(build.compiled_library(PLAIN))),
+        ]
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no compiler for AMX: {error}")
     assert [build.path_of(library) for library in made] == ["amx", "amx"]

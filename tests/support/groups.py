@@ -8,13 +8,13 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Test files that use Ray. They must not overlap, because a machine has capacity for one cluster only.
 RAY = {"test_ranks_on_ray", "test_ray_nodes", "test_replicas_ray", "test_server_orphans"}
+# Test files that use the same compiled operations. Otherwise one process would wait while another compiles them.
+COMPILED = {"test_ops_amx", "test_ops_invariance"}
 # Folders of tests that start no process and have no slow fixture, except the files in SHARING.
 PURE = {"core", "kv", "scheduling", "core_fuzz", "model", "observe", "policies", "recipes", "sim"}
 SHARING = {
     "test_econoserve",
     "test_installed_family",
-    "test_ops_amx",
-    "test_ops_invariance",
     "test_recipe_properties",
     "test_recorded_plans",
     "test_timeline",
@@ -31,6 +31,8 @@ def group(nodeid: str) -> str:
     file = PurePosixPath(path)
     if file.stem in RAY:
         return "ray"
+    if file.stem in COMPILED:
+        return "compiled"
     return nodeid if file.parent.name in PURE and file.stem not in SHARING else path
 
 
@@ -55,6 +57,11 @@ class Groups(LoadScopeScheduling):
         super().schedule()
         for node in self.nodes:
             self._reschedule(node)
+
+    def _reschedule(self, node) -> None:
+        """Skip a process that replaces another and has not collected tests yet; xdist would fail."""
+        if node in self.registered_collections:
+            super()._reschedule(node)
 
     def mark_test_complete(self, node, item_index: int, duration: float = 0) -> None:
         """Note the end of a test, and forget its group after the last, because xdist counts all that it knows."""

@@ -348,7 +348,8 @@ class SmallDevice(SimulatedExecutor):
 
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
         handle = super().submit(plan, now)
-        return replace(handle, outcome=fail_slices(handle.outcome, self.fails_slice))
+        outcome = fail_slices(handle.outcome, self.fails_slice)
+        return handle if outcome is handle.outcome else replace(handle, outcome=outcome)
 
 
 def run(

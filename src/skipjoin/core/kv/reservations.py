@@ -94,10 +94,10 @@ class Reservation:
             self.parent = None
 
     def check(self) -> None:
-        problem = ""
-        if any(nested.parent is not self for nested in self.nested):
+        problem, nested = "", self.nested
+        if nested and any(one.parent is not self for one in nested):
             problem = "contains a reservation with another parent"
-        elif self.lent != sum(nested.size for nested in self.nested):
+        elif self.lent != (sum(one.size for one in nested) if nested else 0):
             problem = "counts other blocks as lent than its nested reservations take"
         elif self.parent is not None and self.size != max(self.promised, len(self.held) + self.lent) - self.adopted:
             problem = "has another size than what is promised, held and lent"

@@ -242,6 +242,8 @@ class SharedBlocks:
         known = set[int]()
         for request, held in self._requests.items():
             sharing = held.sharing
+            if not (sharing.lends or sharing.borrows or sharing.overwritten):
+                continue
             known.update(id(shared) for shared in (*sharing.lends.values(), *sharing.borrows.values()))
             if sharing.overwritten != sum(shared.saved > 0 for shared in sharing.lends.values()):
                 raise LedgerError(f"request {request.id} counts other blocks as overwritten than are")

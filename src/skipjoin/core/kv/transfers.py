@@ -93,6 +93,8 @@ class Transfers:
         moves = list(self._detached)
         for held in self._requests.values():
             transit = held.transit
+            if transit.direction is None and not (transit.move or transit.aside or transit.saves):
+                continue
             between = [move for move in (transit.move, transit.aside) if move is not None]
             directions: set[Direction | None] = {move.direction for move in between}
             # Without a move, KV may arrive from another engine.

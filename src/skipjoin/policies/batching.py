@@ -120,17 +120,32 @@ class TargetForward:
         return saturating_tokens(self._cost, self.max_tokens) if self._fixed is None else self._fixed
 
 
-class TargetBuilder(ChunkedBuilder):
+class TargetBuilder:
     """Batch of one `TargetForward` step: decodes join regardless of its tokens."""
 
-    __slots__ = ()
+    __slots__ = ("_beyond", "_seqs")
+
+    def __init__(self, seqs: int, tokens: int) -> None:
+        self._seqs = seqs
+        # A decode takes a slot and a token, so counting slots is enough for most requests.
+        self._beyond = tokens - seqs
+
+    @property
+    def tokens_left(self) -> int:
+        return self._seqs + self._beyond
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
             return NO_SLOT
         if pending == 1:
             return 1
-        return min(pending, self._tokens) if self._tokens > 0 else PROMPTS_ARE_FULL
+        left = self.tokens_left
+        return min(pending, left) if left > 0 else PROMPTS_ARE_FULL
+
+    def take(self, request: Request, tokens: int) -> None:
+        self._seqs -= 1
+        if tokens > 1:
+            self._beyond -= tokens - 1
 
 
 class RunToCompletion:

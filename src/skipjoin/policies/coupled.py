@@ -142,7 +142,7 @@ class WholePromptsBuilder(TargetBuilder):
         self._target = tokens
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        if not request.planned and 0 < self._tokens < pending <= self._target:
+        if not request.planned and 0 < self.tokens_left < pending <= self._target:
             return PROMPT_DOES_NOT_FIT
         return super().offer(request, pending)
 

@@ -178,6 +178,8 @@ class ByObjective:
         self._length_range = length_range
         self._sign = -1 if longest_first else 1
         self._overdue_s = overdue_s
+        self._asked: tuple[object, ...] = ()  # arguments of the latest `_crossings`
+        self._times: list[float] = []
 
     @property
     def revision(self) -> int:
@@ -210,6 +212,13 @@ class ByObjective:
         return ranges if passed == ranges else ranges - 1 - passed
 
     def _crossings(self, request: Request, known: int) -> list[float]:
+        # `key` and `until` ask for the same times, one after the other.
+        asked = (request, known, request.reached, request.forecast, self._time.alpha, self._time.beta, self._time.t0)
+        if asked != self._asked:
+            self._asked, self._times = asked, self._times_of(request, known)
+        return self._times
+
+    def _times_of(self, request: Request, known: int) -> list[float]:
         target_s = request.options.target.jct_s
         if target_s == math.inf:
             return [math.inf] * len(self._borders)

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import count
 from operator import itemgetter
+from typing import NamedTuple
 
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Allocation, Callbacks, Deferral
@@ -48,6 +50,8 @@ class Hosts:
 
     def seek(self, request: Request, need: int, kv: KVAccounts) -> Request | None:
         self._determine(kv)
+        if not self._unused or need > self._unused[-1][0]:
+            return None
         place = self._place(need)
         while place < len(self._unused):
             host = self._unused[place][2]
@@ -156,6 +160,24 @@ class GroupGate:
             self.is_open = True
 
 
+class _Wanted(NamedTuple):
+    """Reservation that a decode asks for in every step until it is granted, for `target` tokens and a forecast.
+
+    Attributes:
+        tokens, blocks: Size of a reservation of its own.
+        nested_tokens, nested_blocks: Size of a nested reservation.
+        need: Unused blocks that a hosting request must have.
+    """
+
+    target: int
+    forecast: Forecast | None
+    tokens: int
+    blocks: int
+    nested_tokens: int
+    nested_blocks: int
+    need: int
+
+
 class ExactReservations(Callbacks):
     """Reserves exactly the KV that a decode is predicted to need until it finishes.
 
@@ -197,6 +219,7 @@ class ExactReservations(Callbacks):
         self._overdue_s = overdue_s
         self._now = 0.0
         self._bands: Counter[Band] = Counter()  # of all requests
+        self._wanted: dict[Request, _Wanted] = {}  # of decodes that were refused or admitted
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._now = now
@@ -221,6 +244,7 @@ class ExactReservations(Callbacks):
 
     def on_finished(self, request: Request, now: float) -> None:
         self._change_hosts()
+        self._wanted.pop(request, None)
         if self._gate is not None:
             self._gate.forget(request)
         band = request.band
@@ -231,29 +255,38 @@ class ExactReservations(Callbacks):
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         if kv.blocks_of(request) is None:
             return self._first_reservation(request, kv)
-        generated = max(0, target - len(request.prompt))
         if self._has_outgrown(request, kv) and (more := self._more(request, target, kv)) is not None:
             return more
-        tokens = self._lengths.kv_tokens(request, generated)
-        blocks = kv.blocks_for(tokens)
-        group = None if self._group is None else self._group(request, self._now)
+        wanted = self._wanted.get(request)
+        if wanted is None or wanted.target != target or wanted.forecast is not request.forecast:
+            wanted = self._wanted[request] = self._want(request, target, kv)
+        tokens, blocks = wanted.tokens, wanted.blocks
         if self._gate is not None:
-            self._gate.label(request, group)
+            self._gate.label(request, self._group_of(request))
         is_open = self._gate is None or self._gate.is_open
         if is_open and kv.shortfall_of_reservation(request, blocks, None) <= 0:
             self._change_hosts()  # the request becomes one in this step
-            return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group)
-        if is_open and self._hosts is not None:
-            lent = self._lengths.kv_tokens(request, generated, nested=True)
-            need = self._hosts.need(kv.blocks_for(lent), lent - target + 1, kv)
-            if (host := self._hosts.seek(request, need, kv)) is not None:
-                blocks = kv.blocks_for(lent)
-                return Allocation(now=blocks, blocks=blocks, tokens=lent, parent=host, group=group)
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=self._group_of(request))
+        if is_open and self._hosts is not None and (host := self._hosts.seek(request, wanted.need, kv)) is not None:
+            tokens, blocks = wanted.nested_tokens, wanted.nested_blocks
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, parent=host, group=self._group_of(request))
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
+            group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
         if self._gate is not None:
             self._gate.refuse()
         return Deferral.REQUEST
+
+    def _want(self, request: Request, target: int, kv: KVAccounts) -> _Wanted:
+        generated = max(0, target - len(request.prompt))
+        tokens = self._lengths.kv_tokens(request, generated)
+        nested = self._lengths.kv_tokens(request, generated, nested=True)
+        blocks = kv.blocks_for(nested)
+        need = self._hosts.need(blocks, nested - target + 1, kv) if self._hosts is not None else 0
+        return _Wanted(target, request.forecast, tokens, kv.blocks_for(tokens), nested, blocks, need)
+
+    def _group_of(self, request: Request) -> Hashable:
+        return None if self._group is None else self._group(request, self._now)
 
     def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
         """Return the blocks of the request's prompt and, with hosts, its need in a hosting request."""
@@ -286,7 +319,7 @@ class ExactReservations(Callbacks):
         return Deferral.REQUEST if has_room else Deferral.NEWCOMERS
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
-        return _parent_of(request, kv) is not PROMPTS and len(request.prompt) < request.reserved_tokens < UNLIMITED
+        return len(request.prompt) < request.reserved_tokens < UNLIMITED and _parent_of(request, kv) is not PROMPTS
 
     def _more(self, request: Request, target: int, kv: KVAccounts) -> Allocation | None:
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))

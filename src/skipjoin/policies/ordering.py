@@ -139,7 +139,7 @@ class Prioritized(Callbacks):
         return chain.from_iterable(fitting(band, limits, kv) for band in self._sorted)
 
     def rank(self, request: Request) -> tuple[Band, Any]:
-        band = self.band(request)
+        band = request.band if request is not self._lifted else self.band(request)
         return (band, self._bands[band].rank(request))
 
     def outranks(self, one: Request, other: Request) -> bool:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any
 
 from skipjoin.core.request import Request
+
+_request_of: Callable[[tuple[Any, Request]], Request] = itemgetter(1)
 
 
 class Ranking:
@@ -19,12 +21,11 @@ class Ranking:
         self._stable: list[tuple[Any, Request]] = []
         self._volatile: dict[Request, Any] = {}
         self._keys: dict[Request, Any] = {}
+        # Called for many requests in every step.
+        self.key: Callable[[Request], Any] = self._keys.__getitem__
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    def key(self, request: Request) -> Any:
-        return self._keys[request]
 
     def set_stable(self, request: Request, key: Any) -> None:
         self.discard(request)
@@ -43,6 +44,9 @@ class Ranking:
             del self._stable[bisect_left(self._stable, key, key=itemgetter(0))]
 
     def __iter__(self) -> Iterator[Request]:
+        return self._merged() if self._volatile else map(_request_of, self._stable)
+
+    def _merged(self) -> Iterator[Request]:
         stable, at, end = self._stable, 0, len(self._stable)
         for request, key in sorted(self._volatile.items(), key=itemgetter(1)):
             while at < end and stable[at][0] < key:

@@ -11,6 +11,8 @@ from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
 
 _NEVER = math.inf
+# A key that lasts this many tokens is inserted into the sorted list, which costs as much as sorting it in some steps.
+_STABLE_TOKENS = 4
 
 
 class Value(Protocol):
@@ -56,6 +58,7 @@ class Valued(Callbacks):
         self._ranking = Ranking()
         # For requests that ran since they got KV: known tokens at the next change of the key.
         self._changes: dict[Request, int] = {}
+        self._changes_often = False  # whether some keys change with every token
         # (time at which the key changes, request id, request); entries that differ from `_due` are stale.
         self._watch: list[tuple[float, int, Request]] = []
         self._due: dict[Request, float] = {}
@@ -67,20 +70,30 @@ class Valued(Callbacks):
         if self._value.revision != self._revision:
             self._revision = self._value.revision
             self._changes.clear()
-        set_volatile, changes, due = self._ranking.set_volatile, self._changes, self._due
+        ranking, changes, due = self._ranking, self._changes, self._due
         key, tokens, until = self._value.key, self._value.tokens, self._value.until
-        for slice_ in slices:
+        for slice_ in slices if self._changes_often else self._changing(slices):
             request = slice_.request
             # Include the just-sampled token, which is not appended yet. Without it an eviction would lower the key, and
             # the victim could outrank the request that preempted it.
             known = request.known + slice_.samples
             changes_at = changes.get(request)
             if not changes_at or known >= changes_at or slice_.tokens > 1:
-                set_volatile(request, (key(request, known, now), request.arrival, request.id))
                 if changes_at != 0:
-                    changes[request] = tokens(request, known)
+                    changes_at = changes[request] = tokens(request, known)
+                    self._changes_often = self._changes_often or not changes_at
+                new = (key(request, known, now), request.arrival, request.id)
+                if changes_at >= known + _STABLE_TOKENS:
+                    ranking.set_stable(request, new)
+                else:
+                    ranking.set_volatile(request, new)
                 if (when := until(request, now)) != _NEVER or due:
                     self._watch_until(request, when)
+
+    def _changing(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Return the slices whose requests may have another key. Most are decodes that have not."""
+        changes_at = self._changes.get
+        return [one for one in slices if changes_at(one[0], 0) <= one[0].known + 1 or one[2] > 1]
 
     def on_preempted(self, request: Request, now: float) -> None:
         self._place(request, now)

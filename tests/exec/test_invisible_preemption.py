@@ -35,7 +35,7 @@ from skipjoin.model.ops.build import load_library
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.recipes import Settings
-from support.policies import DropTails, LendAll, SpillAll
+from support.policies import DropTails, LendAll, LendAlongside, SpillAll
 from support.recipes import build
 
 
@@ -57,6 +57,7 @@ _RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, cpu_blocks=40, 
 _SWAPPED = dict(eviction=SwapAll, device_blocks=8, cpu_blocks=60, slots=1)
 _SPILLED = _SWAPPED | dict(eviction=SpillAll)
 _SHARED = _SWAPPED | dict(eviction=LendAll, slots=3, chunk=5)
+_ALONGSIDE = _SHARED | dict(eviction=LendAlongside, device_blocks=12, late=3)
 _PARTS = _RESTLESS | dict(eviction=lambda: RestlessParts(5), device_blocks=10, chunk=4, late=3)
 # The largest request has 26 tokens: 7 blocks of 4.
 FORCED = {
@@ -100,6 +101,9 @@ FORCED = {
     "overlapped, moved concurrently": _RESTLESS | dict(depth=2),
     "overlapped, landing late": _RESTLESS | dict(depth=2, late=5),
     "overlapped, late copies fail": _RESTLESS | dict(depth=2, late=3, fails=lambda: Fails(OUT, IN)),
+    "shared, returned alongside": _ALONGSIDE,
+    "shared, returned alongside, copies in fail": _ALONGSIDE | dict(fails=lambda: Fails(IN)),
+    "overlapped, shared, returned alongside": _ALONGSIDE | dict(depth=2, chunk=None),
 }
 BLOCKING = {"moved out blocking", "moved in blocking"}
 OVERLAPPED = {"moved out overlapped", "moved in overlapped"}
@@ -140,6 +144,9 @@ EXPECTED = {
     "overlapped, moved concurrently": {Preemption.SWAP} | OVERLAPPED,
     "overlapped, landing late": {"ran during a move"} | OVERLAPPED,
     "overlapped, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
+    "shared, returned alongside": {"saved slots", "moved in overlapped"},
+    "shared, returned alongside, copies in fail": {"failed in overlapped"},
+    "overlapped, shared, returned alongside": {"saved slots", "moved in overlapped"},
 }
 # Minimum number of each.
 MIN_COUNT = 3

@@ -173,6 +173,13 @@ class LendAll(SpillAll):
         return [one._replace(lent=True) for one in super().victims(short, candidates, kv, now, newcomer)]
 
 
+class LendAlongside(LendAll):
+    """Swaps best-effort requests in while others compute."""
+
+    def returns_alongside(self, request: Request) -> bool:
+        return request.is_best_effort
+
+
 class DropTails(SpillAll):
     """Drops only the missing blocks of victims."""
 

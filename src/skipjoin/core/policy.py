@@ -278,7 +278,15 @@ class EvictionPolicy(Protocol):
     def returns_overlapped(self, request: Request) -> bool:
         """Return whether `ahead` alone swaps the request in, with overlapped moves. Must be pure.
 
-        If False, the step that runs the request swaps its KV in with a blocking move.
+        If False, the step that would run the request swaps its KV in, see `returns_alongside`.
+        """
+        ...
+
+    def returns_alongside(self, request: Request) -> bool:
+        """Return whether a step that computes other slices swaps the request in with overlapped moves. Must be pure.
+
+        The request then takes its place in the batch without a slice, and runs in a later step. Otherwise the moves are
+        blocking, and the step runs it.
         """
         ...
 

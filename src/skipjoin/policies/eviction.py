@@ -34,6 +34,9 @@ class Recompute:
     def returns_overlapped(self, request: Request) -> bool:
         return False
 
+    def returns_alongside(self, request: Request) -> bool:
+        return False
+
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
@@ -152,10 +155,13 @@ class Spill(Swap):
 
     A victim waits until all of its KV can be on the device again. Best-effort requests with KV on the CPU tier come
     first: they wait already. Real-time requests are evicted last, and as a whole. KV is dropped if it does not fit the
-    CPU tier or is recomputed faster.
+    CPU tier or is recomputed faster. Best-effort requests are swapped in while others compute.
     """
 
     is_decode_invariant = True
+
+    def returns_alongside(self, request: Request) -> bool:
+        return request.is_best_effort
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipjoin.core.policy import BatchBuilder, Policies
+from skipjoin.core.policy import BatchBuilder, EvictionPolicy, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.admission import OnDemand
@@ -10,7 +10,7 @@ from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Spill
 from skipjoin.policies.ordering import Fcfs, Prioritized
 from support.load import make
-from support.policies import COST
+from support.policies import COST, LendAlongside
 from support.watch import Stepper, World
 
 
@@ -22,10 +22,10 @@ class Recording(Greedy):
         return super().open(context)
 
 
-def recording() -> tuple[Stepper, Recording]:
+def recording(eviction: EvictionPolicy | None = None) -> tuple[Stepper, Recording]:
     """Return an engine of 10 blocks of 4 tokens, and its batcher."""
     batcher = Recording(8, 1000, chunked=False)
-    policies = Policies(Prioritized(Fcfs), batcher, OnDemand(watermark=0.0), Spill(COST))
+    policies = Policies(Prioritized(Fcfs), batcher, OnDemand(watermark=0.0), eviction or Spill(COST))
     return Stepper(World(device_blocks=10, max_seqs=8).core(policies)), batcher
 
 
@@ -62,3 +62,45 @@ def test_best_effort_requests_keep_their_blocks_without_real_time_ones() -> None
     stepper.add(make(10, 12, 4, best_effort=True))
     stepper.step()
     assert batcher.seen == [first, last]
+
+
+def run_until_finished(stepper: Stepper, request: Request) -> None:
+    stepper.add(request)
+    while request.finish_reason is None:
+        stepper.step()
+
+
+def test_a_best_effort_request_is_swapped_in_while_others_compute() -> None:
+    stepper, _ = recording(LendAlongside())
+    first, last = held_by(stepper, 15, 15)
+    run_until_finished(stepper, make(10, 12, 1))
+    newcomer = make(11, 4, 4, best_effort=True)
+    stepper.add(newcomer)
+    plan = stepper.step()
+    assert [slice_.request for slice_ in plan.slices] == [first, newcomer]
+    assert [move.request for move in plan.overlapped] == [last]
+    assert not plan.blocking
+    assert last in [slice_.request for slice_ in stepper.step().slices]
+
+
+def test_a_best_effort_request_alone_does_not_wait_for_its_swap_in() -> None:
+    stepper, _ = recording(LendAlongside())
+    (alone,) = held_by(stepper, 31)
+    run_until_finished(stepper, make(10, 12, 1))
+    plan = stepper.step()
+    assert [slice_.request for slice_ in plan.slices] == [move.request for move in plan.blocking] == [alone]
+
+
+class SpillAlongside(LendAlongside):
+    lends = False
+
+
+def test_newcomers_leave_the_blocks_that_a_swapped_out_request_waits_for() -> None:
+    stepper, batcher = recording(SpillAlongside())
+    _, last = held_by(stepper, 13, 15)
+    stepper.add(make(10, 9, 3))
+    run_until_finished(stepper, make(11, 4, 1))
+    stepper.add(make(12, 3, 4, best_effort=True))
+    assert stepper.core.kv.available == 1 < stepper.core.kv.cpu_footprint(last)
+    stepper.step()
+    assert [request.id for request in batcher.seen] == [10, 0]

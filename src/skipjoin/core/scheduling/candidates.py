@@ -16,7 +16,7 @@ def find_candidates(
     policies: Policies, kv: KVAccounts, evictor: Evictor, context: StepContext
 ) -> Iterator[tuple[Request, int]]:
     admission, blocks_of, returns_overlapped = policies.admission, kv.blocks_of, policies.eviction.returns_overlapped
-    space = _Space(kv, evictor)
+    space = _Space(policies, kv, evictor)
     for request in policies.ordering.ranked(context.now):
         if not (tokens := eligible_tokens(request, context)) or request in space.donors:
             continue
@@ -30,10 +30,11 @@ def find_candidates(
         if allocation is Deferral.REQUEST or (allocation is Deferral.NEWCOMERS and held is not None):
             continue
         if held is None:
-            blocks = max(allocation.now, allocation.blocks) - hit.held if isinstance(allocation, Allocation) else 0
-            if not isinstance(allocation, Allocation) or not space.take(request, blocks, allocation.spare):
+            if not space.admit(request, allocation, hit.held):
                 break
-        elif held.moving is not None or (away and (returns_overlapped(request) or not space.take(request, away, 0))):
+        elif held.moving is not None or (
+            away and (returns_overlapped(request) or not space.take_back(request, target))
+        ):
             continue
         yield request, tokens - hit.tokens
     else:
@@ -44,6 +45,20 @@ def find_candidates(
             continue
         if tokens := eligible_tokens(holder, context):
             yield holder, tokens
+
+
+def spare_of_return(policies: Policies, kv: KVAccounts, request: Request, target: int) -> int | None:
+    """Return how many blocks stay free when the request is swapped in alongside slices: as many as at an admission.
+
+    Without them, the next newcomer would take the blocks back.
+
+    Returns:
+        None for a request that is swapped in by a blocking move.
+    """
+    if not policies.eviction.returns_alongside(request):
+        return None
+    allocation = policies.admission.reserve(request, target, kv)
+    return allocation.spare if isinstance(allocation, Allocation) else 0
 
 
 def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
@@ -66,10 +81,13 @@ class _Space:
     Attributes:
         donors: Least important best-effort requests, whose blocks real-time candidates take. Best-effort candidates do
             not get their surplus, because an eviction may leave it in place.
+        is_awaited: Whether a swapped-out request waits for blocks, which newcomers must leave to it.
     """
 
-    def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
+    def __init__(self, policies: Policies, kv: KVAccounts, evictor: Evictor) -> None:
         self.donors: set[Request] = set()
+        self.is_awaited = False
+        self._policies = policies
         self._kv = kv
         self._evictor = evictor
         self._free = kv.available
@@ -89,6 +107,19 @@ class _Space:
         self._free -= taken
         self._given -= blocks - taken
         return True
+
+    def admit(self, request: Request, allocation: Allocation | Deferral | None, found: int) -> bool:
+        """Take blocks for a request without KV, except the `found` ones of its prefix-cache hit."""
+        if self.is_awaited or not isinstance(allocation, Allocation):
+            return False
+        return self.take(request, max(allocation.now, allocation.blocks) - found, allocation.spare)
+
+    def take_back(self, request: Request, target: int) -> bool:
+        """Take blocks for a swapped-out request."""
+        spare = spare_of_return(self._policies, self._kv, request, target)
+        is_taken = self.take(request, self._evictor.blocks_away(request), spare or 0)
+        self.is_awaited = self.is_awaited or (spare is not None and not is_taken)
+        return is_taken
 
     def _collect(self, request: Request, blocks: int) -> None:
         while self._given < blocks:

@@ -24,7 +24,7 @@ class StepContext:
         candidates: Requests that could run, in rank order, with the number of tokens to compute. Requests without KV
             are included only if they find blocks. Best-effort requests are left out if real-time ones take their
             blocks. The lazy iterator may be read once, before the first offer.
-        blocks_away: Returns how many KV blocks of a request must be swapped in before it runs.
+        blocks_away: Returns how many KV blocks of a request the step must swap in before it computes.
         pausing: Requests that skip this step, so that they can be evicted once no plan in flight contains them.
     """
 

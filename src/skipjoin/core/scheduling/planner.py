@@ -73,7 +73,11 @@ class StepPlanner:
 
     def _with_candidates(self, context: StepContext) -> StepContext:
         found = find_candidates(self._policies, self._kv, self._evictor, context)
-        return replace(context, candidates=found, blocks_away=self._evictor.blocks_away)
+        return replace(context, candidates=found, blocks_away=self._blocks_awaited)
+
+    def _blocks_awaited(self, request: Request) -> int:
+        """Return how many KV blocks a step would wait for if it ran the request."""
+        return 0 if self._policies.eviction.returns_alongside(request) else self._evictor.blocks_away(request)
 
     def _move_ahead(self, tiers: Tiered) -> list[Move]:
         kv, context, ordering = self._kv, self._context, self._policies.ordering
@@ -119,7 +123,7 @@ class StepPlanner:
                 start = request.planned
                 target = start + verdict
                 if held is None or target > held.room:
-                    held = self._secure(request, held, target)
+                    held = self._secure(request, held, target, builder)
                 if held is not None:
                     take(request, verdict)
                     samples = verdict == tokens  # the slice ends at the last known or awaited token
@@ -194,10 +198,14 @@ class StepPlanner:
             if self._slices:
                 return
 
-    def _secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | None:
+    def _secure(
+        self, request: Request, held: HeldBlocks | None, target: int, builder: BatchBuilder
+    ) -> HeldBlocks | None:
         found = self._residency.secure(request, held, target)
         if isinstance(found, WaitReason):
             self._wait(request, found, self._residency.short)
+            if request is self._residency.coming:
+                builder.take(request, target - request.planned)
             return None
         return found
 

@@ -8,10 +8,11 @@ from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
 from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.candidates import spare_of_return
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.scheduling.evictor import Evictor
 from skipjoin.core.scheduling.waits import WaitReason
-from skipjoin.core.step import Move, Slice
+from skipjoin.core.step import LINK, Move, Slice
 
 
 class Residency:
@@ -23,7 +24,8 @@ class Residency:
         first: The most important request, or None where nothing depends on it.
         waiting_for_kv: Requests that would run if all their KV were on the device.
         reserved: Requests that got reservations. Policies are notified after the iteration over the ordering.
-        overlapped: Swap-ins of prefix-cache hits on the CPU tier, whose requests wait for them.
+        overlapped: Swap-ins that the step starts, whose requests wait for them.
+        coming: The last request that waits for its swap-in instead of running in this step.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Residency:
         self.waiting_for_kv: list[Request] = []
         self.reserved: list[Request] = []
         self.overlapped: list[Move] = []
+        self.coming: Request | None = None
         self._is_forced = False
         self._drawn = 0  # blocks that an account cedes to the current reservation
         self._policies = policies
@@ -211,9 +214,7 @@ class Residency:
         if not held.is_settled:
             self._miss(request, self._kv.blocks_for(request.computed))
             return WaitReason.KV_IN_TRANSIT
-        # The first request does not wait for overlapped moves, because they may never find enough spare blocks.
-        is_hasty = self._is_forced or request is self.first
-        if held.cpu and not is_hasty and self._policies.eviction.returns_overlapped(request):
+        if held.cpu and not self._is_hasty(request) and self._policies.eviction.returns_overlapped(request):
             self._owed += len(held.cpu)
             self._miss(request, len(held.device))
             return WaitReason.KV_ON_CPU
@@ -232,7 +233,7 @@ class Residency:
             if waits is not None:
                 return waits
         found = (self._return if held.away else self._grow)(request, target, newcomer=newcomer)
-        if isinstance(found, WaitReason):
+        if isinstance(found, WaitReason) and found is not WaitReason.KV_IN_TRANSIT:
             # Otherwise newcomers ranked after it would take the space that it waits for.
             self.closed = self.closed or WaitReason.BEHIND_MEMORY
         return found
@@ -252,13 +253,26 @@ class Residency:
 
     def _return(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
         kv, tiers = self._kv, self._kv.tiers
-        reason = self._make_room_within(request, target, newcomer=newcomer)
+        may_wait = bool(self._slices) and not self._is_hasty(request)
+        spare = spare_of_return(self._policies, kv, request, target) if may_wait else None
+        reason = self._make_room_within(request, target + (spare or 0) * kv.block_size, newcomer=newcomer)
         if reason is not None:
             return reason
-        if tiers is not None:
-            self._evictor.blocking += tiers.restore(request, target)
+        moves = tiers.restore(request, target) if tiers is not None else ()
         request.is_newly_resident = True
-        return kv.grow(request, target)
+        held = kv.grow(request, target)
+        if spare is None:
+            self._evictor.blocking += moves
+            return held
+        self._evictor.blocking += [move for move in moves if move.direction not in LINK]
+        self.overlapped += [move for move in moves if move.direction in LINK]
+        self.waiting_for_kv.append(request)
+        self.coming = request
+        return WaitReason.KV_IN_TRANSIT
+
+    def _is_hasty(self, request: Request) -> bool:
+        # The first request does not wait for overlapped moves, because they may never find enough spare blocks.
+        return self._is_forced or request is self.first
 
     def _miss(self, request: Request, blocks: int) -> None:
         if request.in_flight:  # a plan in flight swaps its KV in before its slices

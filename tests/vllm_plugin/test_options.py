@@ -22,9 +22,11 @@ def config(additional: Any = None, **changes: Any) -> Any:
         additional_config=additional or {},
         speculative_config=None,
         kv_transfer_config=None,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1, data_parallel_size=2),
         scheduler_config=SimpleNamespace(scheduler_cls="skipjoin.vllm.Scheduler", watermark=0.0),
-        model_config=SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False, runner_type="generate"),
+        model_config=SimpleNamespace(
+            is_multimodal_model=False, is_encoder_decoder=False, is_moe=False, runner_type="generate"
+        ),
     )
     for path, value in changes.items():
         *owners, name = path.split("__")
@@ -79,6 +81,7 @@ def test_forecasts_are_made_for_recipes_that_read_them() -> None:
         {"model_config__is_encoder_decoder": True},
         {"model_config__runner_type": "pooling"},
         {"model_config__is_diffusion": True},
+        {"model_config__is_moe": True},
         {"scheduler_config__watermark": 0.1},
         {"scheduler_config__prefill_schedule_interval": 2},
     ],

@@ -81,6 +81,13 @@ REFUSED = (
         ),
     ),
     Feature(
+        "data-parallel engines of a mixture of experts",
+        "--data-parallel-size",
+        "use --tensor-parallel-size",
+        # Such engines run their steps together, which vLLM's CPU backend cannot.
+        lambda config: config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
+    ),
+    Feature(
         "other KV connectors",
         "--kv-transfer-config or --kv-offloading-size",
         "leave them out, or use CpuTier of skipjoin.vllm",

@@ -127,6 +127,7 @@ class Lane:
     steps: int = 0
     live: dict[str, tuple[Job, list[float]]] = field(default_factory=dict)  # times of tokens, by name
     rows: list[tuple[Job, list[float]]] = field(default_factory=list)
+    first_steps: list[float] = field(default_factory=list)  # seconds of the step with each first token
 
     def turn(self) -> None:
         """Run one step."""
@@ -146,6 +147,8 @@ class Lane:
         for output in outputs:
             if (found := self.live.get(output.request_id)) is None:
                 continue
+            if not found[1]:
+                self.first_steps.append(self.now - base)
             found[1].append(self.now)
             if output.finished:
                 self.rows.append(self.live.pop(output.request_id))
@@ -160,6 +163,8 @@ class Lane:
             "normalized_latency_s": round(statistics.mean(normalized), 4),
             "ttft_p50_s": round(quantile(first, 0.5), 3),
             "ttft_p95_s": round(quantile(first, 0.95), 3),
+            "first_step_p50_s": round(quantile(sorted(self.first_steps), 0.5), 3),
+            "first_step_p95_s": round(quantile(sorted(self.first_steps), 0.95), 3),
             "long_jct_mean_s": round(statistics.mean(longs), 2) if longs else 0.0,
             "long_jct_max_s": round(max(longs, default=0.0), 2),
             "longest_gap_s": round(max(gaps), 2),

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -391,6 +392,8 @@ def imports_of(file: Path) -> Iterator[Import]:
 
     def walk(node: ast.AST, at_top: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):  # contains no imports
+                continue
             names: list[str] = []
             if isinstance(child, ast.Import):
                 names = [alias.name for alias in child.names]
@@ -419,6 +422,7 @@ def module_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def part_of(file: Path) -> str:
     """Return the most specific key of `ALLOWED` that covers a file."""
     return rule_of(list(file.relative_to(PACKAGE).with_suffix("").parts))
@@ -440,7 +444,11 @@ def is_allowed(module: str, names: set[str]) -> bool:
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-IMPORTS = [found for file in FILES for found in imports_of(file)]
+
+
+@cache
+def imports() -> list[Import]:
+    return [found for file in FILES for found in imports_of(file)]
 
 
 def broken(rule: str, found: list[Import]) -> str:
@@ -459,7 +467,7 @@ def test_imports_are_found() -> None:
         "exec.simulated",
         "config",
     } <= set(map(part_of, FILES))
-    assert len(IMPORTS) > 50
+    assert len(imports()) > 50
 
 
 def test_every_package_has_a_rule() -> None:
@@ -470,7 +478,7 @@ def test_every_package_has_a_rule() -> None:
 def test_package_imports_only_what_its_rule_allows(part: str) -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in imports()
         if part_of(found.file) == part
         and found.module.split(".")[0] == "skipjoin"
         and not is_allowed(found.module, ALLOWED[part])
@@ -482,7 +490,7 @@ def test_package_imports_only_what_its_rule_allows(part: str) -> None:
 def test_scheduling_packages_import_no_clocks_or_third_party_code(part: str) -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in imports()
         if part_of(found.file) == part and found.module.split(".")[0] not in PURE_STDLIB | {"skipjoin"}
     ]
     assert not wrong, broken(f"{part} imports the standard library without {sorted(IMPURE)}", wrong)
@@ -492,7 +500,7 @@ def test_scheduling_packages_import_no_clocks_or_third_party_code(part: str) -> 
 def test_light_packages_import_only_the_standard_library(part: str) -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in imports()
         if part_of(found.file) == part and found.module.split(".")[0] not in sys.stdlib_module_names | {"skipjoin"}
     ]
     assert not wrong, broken(f"{part} imports the standard library only", wrong)
@@ -501,7 +509,7 @@ def test_light_packages_import_only_the_standard_library(part: str) -> None:
 def test_core_depends_on_the_ledger_interface_only() -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in imports()
         if part_of(found.file).split(".")[0] == "core"
         and module_of(found.file) not in LEDGER
         and found.module in LEDGER
@@ -510,7 +518,7 @@ def test_core_depends_on_the_ledger_interface_only() -> None:
 
 
 def test_lower_packages_do_not_import_the_server() -> None:
-    wrong = [found for found in IMPORTS if part_of(found.file) in BELOW_SERVER and is_within(found.module, "server")]
+    wrong = [found for found in imports() if part_of(found.file) in BELOW_SERVER and is_within(found.module, "server")]
     assert not wrong, broken("only the command line imports the server", wrong)
 
 
@@ -518,7 +526,7 @@ def test_generation_modules_do_not_import_http_frameworks() -> None:
     modules = {f"skipjoin.server.api.{name}" for name in WITHOUT_HTTP}
     wrong = [
         found
-        for found in IMPORTS
+        for found in imports()
         if module_of(found.file) in modules and found.module.split(".")[0] in {"starlette", "fastapi", "uvicorn"}
     ]
     assert not wrong, broken("generation does not depend on HTTP", wrong)
@@ -527,7 +535,7 @@ def test_generation_modules_do_not_import_http_frameworks() -> None:
 def test_imports_have_no_cycles() -> None:
     """Imports for type checkers count, but imports inside functions do not."""
     modules = {module_of(file): set[str]() for file in FILES}
-    for found in IMPORTS:
+    for found in imports():
         if found.at_top and found.module in modules:
             modules[module_of(found.file)].add(found.module)
     tuple(TopologicalSorter(modules).static_order())  # raises CycleError
@@ -536,7 +544,7 @@ def test_imports_have_no_cycles() -> None:
 def test_imports_are_at_the_top_of_the_file() -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in imports()
         if not found.at_top and not (found.marked and str(found.file.relative_to(PACKAGE)).startswith(LAZY))
     ]
     assert not wrong, broken(f"only marked imports in {LAZY} may be inside functions", wrong)

@@ -48,7 +48,7 @@ def mean_time(done: Run) -> float:
     )
 
 
-@pytest.mark.parametrize("recipe", sorted(set(BANDED) - set(PACKING)))
+@pytest.mark.parametrize("recipe", each_recipe("static", "round-robin", *PACKING))
 def test_a_best_effort_flood_delays_real_time_requests_little(recipe: str) -> None:
     """Steps become longer, and that is all. Without classes, the flood costs far more under FCFS."""
     floods = flood_of(0), flood_of(40), flood_of(40, best_effort=False)

@@ -74,8 +74,10 @@ def test_int8_on_both_tiers_adds_blocks_in_proportion_to_their_size() -> None:
     int8 = module_of("int8")
     whole, host, both = (int8.system(setting.NEAR_TRUE, kv) for kv in int8.KV)
     assert host.kv_blocks == whole.kv_blocks
-    assert both.kv_blocks == pytest.approx(1.6 * whole.kv_blocks, rel=0.01)
-    assert both.cpu_blocks == host.cpu_blocks == pytest.approx(1.6 * whole.cpu_blocks, rel=0.01)
+    assert host.cpu_blocks == pytest.approx(1.6 * whole.cpu_blocks, rel=0.01)
+    # A row of 128 numbers takes 132 bytes instead of 256.
+    assert both.kv_blocks == pytest.approx(1.94 * whole.kv_blocks, rel=0.01)
+    assert both.cpu_blocks == pytest.approx(1.94 * whole.cpu_blocks, rel=0.01)
     assert both.describe()["kv_gib"] == pytest.approx(whole.describe()["kv_gib"], rel=0.01)
 
 

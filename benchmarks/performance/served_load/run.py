@@ -1,15 +1,15 @@
 """Measure the largest arrival rate under one latency bound, for Skipjoin's recipes and vLLM over HTTP.
 
     python benchmarks/performance/served_load/run.py [--peers vllm] [--recipes fcfs,fastserve[eviction=defer],fastserve]
-        [--seeds 0,1,2] [--duration 120] [--bound SECONDS] [--out FILE]
+        [--seeds 0,1,2] [--duration 120] [--first 1] [--bound SECONDS] [--out FILE]
 
 The model is a random-weight Llama of 97.5M parameters in bfloat16. Requests have a quarter of ShareGPT's lengths,
 arrive as a Poisson process, and stream. The bound on the mean normalized latency (seconds from arrival to end per
 output token) is ten decode iterations of a single request at the first server (FastServe section 6.1), or `--bound`.
 All servers have the same KV, batch size and cores, and cut prompts into chunks of the same token budget. They run at
-the same time and are loaded in turn: the rate of each rises from about its capacity while the bound holds, or falls
-until it holds. The figure is the rate at which the mean over seeds reaches the bound, interpolated between measured
-rates. The record is written after every run.
+the same time and are loaded in turn: the rate of each rises from `--first` times its capacity, measured by a burst,
+while the bound holds, or falls until it holds. The figure is the rate at which the mean over seeds reaches the bound,
+interpolated between measured rates. The record is written after every run.
 
 The record splits the ratio of `fastserve` to vLLM into factors: the engine (`fcfs` to vLLM, which schedules like it),
 the order of requests while new ones wait for memory (`fastserve[eviction=defer]` to `fcfs`), and preemption of their KV
@@ -57,9 +57,9 @@ FIELDS = ("normalized_latency_s", "ttft_s", "tpot_s")
 class Search:
     """Search for the largest rate of one server."""
 
-    def __init__(self, server: Server, capacity: float, bound: Bound) -> None:
+    def __init__(self, server: Server, capacity: float, bound: Bound, first: float) -> None:
         self.server, self.capacity = server, capacity
-        self.rate: float | None = round(capacity, 3)
+        self.rate: float | None = round(first * capacity, 3)
         self.rows: list[dict[str, Any]] = []
         self._bound = bound
         self._points: dict[float, list[Record]] = {}
@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--recipes", type=harness.words, default=["fcfs", DEFER, "fastserve"])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals in a run")
+    parser.add_argument("--first", type=float, default=1.0, help="first rate in multiples of a server's capacity")
     parser.add_argument("--bound", type=float, help="seconds per output token")
     args = parser.parse_args()
     record = harness.new_record(settings=settings(args))
@@ -159,7 +160,7 @@ def main() -> None:
         alone_s = record["alone_s"] = {name: alone(server) for name, server in found.items()}
         bound_s = record["bound_s"] = args.bound or round(BOUND_FACTOR * alone_s[args.recipes[0]], 4)
         bound = Bound("normalized_latency_s.mean", "<=", bound_s)
-        searches = {name: Search(server, capacity(server), bound) for name, server in found.items()}
+        searches = {name: Search(server, capacity(server), bound, args.first) for name, server in found.items()}
         record["capacity_rps"] = {name: round(one.capacity, 3) for name, one in searches.items()}
         turn = 0
         while unfinished := [name for name, search in searches.items() if search.rate is not None]:

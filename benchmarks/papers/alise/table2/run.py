@@ -1,12 +1,12 @@
 """ALISE table 2: accuracy and cost of predicting output lengths from prompts.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/alise/table2/run.py [--only sharegpt_text]
+    OMP_NUM_THREADS=1 SKIPJOIN_TRACES=FOLDER python benchmarks/papers/alise/table2/run.py [--only sharegpt_text]
 
 The script runs `skipjoin predict evaluate` on three sets of texts, which are not in the repository. Each forecaster
 learns from one part of a set and is measured on the other. "trained" are those of `skipjoin predict train`, with hashed
 tokens and with the sentence encoder. For Vicuna-7B's answers the oracle is a second run of the same prompts. Of
-`alpaca_text` the first 12,000 rows are used. The proxy is a fine-tuned BERT, on prompts of its own. It takes about
-fifteen minutes on two cores.
+`alpaca_text` the first 12,000 rows are used. The proxy is a fine-tuned BERT, on prompts of its own; its time is that of
+a BERT of the same size with random weights. It takes about fifteen minutes on two cores.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from __future__ import annotations
 import csv
 import sys
 from dataclasses import asdict
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
+from time import process_time
 from typing import Any
+
+import torch
+from transformers import BertConfig, BertModel
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 import harness
@@ -36,6 +42,8 @@ SETS = {
 ROWS = {"alpaca_text": 12_000}
 # Classes that SSJF's BERT predicted for prompts of LMSYS-Chat-1M, with the lengths of Vicuna-13B's answers.
 PROXY = "ssjf_lmsys_vicuna13b_predictions.csv"
+# Prompts on which BERT is timed.
+TIMED = 200
 COLUMNS = ("r", "r_log", "mae", "within_25", "accuracy", "pairwise", "coverage", "milliseconds")
 
 
@@ -72,8 +80,23 @@ def proxy() -> dict[str, Any]:
     means = {one: fmean(tokens for found, tokens in first if found == one) for one, _ in first}
     train, test = ([Sample((), tokens) for _, tokens in part] for part in (first, rest))
     evaluation = Evaluation(train, test, HashedTokens(), 1, 2048)
-    found = evaluation.figures("proxy, fine-tuned BERT", [Forecast(means[one], "proxy") for one, _ in rest])
+    forecasts = [Forecast(means[one], "proxy") for one, _ in rest]
+    found = evaluation.figures("proxy, fine-tuned BERT", forecasts, milliseconds=bert_milliseconds())
     return {"trace": PROXY, "train": len(first), "test": len(rest), "forecasters": [asdict(found)]}
+
+
+def bert_milliseconds() -> float:
+    """Return the median CPU time of BERT's forward pass, for prompts of LMSYS-Chat-1M one at a time.
+
+    The weights are random, which does not change the time.
+    """
+    with (parts.folder() / "lmsys_chat_1m_first_turn.csv").open(encoding="utf-8") as file:
+        lengths = [int(row["prompt_tokens"]) for row in islice(csv.DictReader(file), TIMED)]
+    model = BertModel(BertConfig()).eval()
+    prompts = [torch.randint(model.config.vocab_size, (1, min(length, 512))) for length in lengths]
+    with torch.inference_mode():
+        model(prompts[0])
+        return 1e3 * median(harness.seconds_of(partial(model, one), process_time) for one in prompts)
 
 
 def main() -> None:

@@ -51,7 +51,6 @@ def measure(options: Options) -> Result:
             [variant.on(V100[model]) for model in MODELS for variant in VARIANTS],
             [poisson(dataset) for dataset in LASTING],
             options,
-            seeds=1,
             note=f"Alpaca's requests arrive for {LASTING['alpaca'] * options.duration_s:g} s.",
         ),
         "tables": [
@@ -80,7 +79,7 @@ def at_the_papers_rates(options: Options) -> list[tuple[str, Kept]]:
         for model in MODELS
         for variant in VARIANTS
         for extent in [lasting(options, LASTING[dataset])]
-        for found in [cells(variant.on(V100[model]), poisson(dataset), [rate], extent, seeds=options.seeds(1))]
+        for found in [cells(variant.on(V100[model]), poisson(dataset), [rate], extent)]
     ]
 
 
@@ -91,9 +90,7 @@ def curves_of(options: Options) -> list[tuple[str, Kept]]:
         (
             name,
             Rising(
-                cells(
-                    by_name[name].on(V100[model]), poisson(dataset), options.some(rates), extent, seeds=options.seeds(1)
-                ),
+                cells(by_name[name].on(V100[model]), poisson(dataset), options.some(rates), extent),
                 BOUND,
             ),
         )

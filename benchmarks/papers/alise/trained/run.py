@@ -6,7 +6,8 @@ The forecasters are those of `table2`. That of ALISE is trained on one part of `
 with the sentence encoder, and the other part is replayed. The proxy is the fine-tuned BERT of SSJF, which published
 its classes for prompts of LMSYS-Chat-1M without their lengths; prompts have the lengths of `lmsys_chat_1m_first_turn`.
 Its forecast is the mean length of the class in the first half of the file, and the other half is replayed. OPT-2.7B,
-6.7B and 13B on a V100 with 32 GB. No run uses a row twice. Rates are read off the curves at a mean of 0.2 s per token.
+6.7B and 13B on a V100 with 32 GB, the last with three seeds. No run uses a row twice. Rates are read off the curves at
+a mean of 0.2 s per token.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import harness
 from papers.alise import parts
 from papers.alise.setting import BOUND, V100
 from papers.figures.panels import Panels
-from papers.figures.report import latencies, main, settings_of
-from papers.figures.runs import Kept, Options, Result, cells, grid, pick, run_plans
+from papers.figures.report import latencies, main, settings_of, table
+from papers.figures.runs import Kept, Options, Result, by_rate, cells, grid, mean, pick, run_plans
 from papers.figures.variants import Variant, lasting, named, plain
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.traces import read_trace
@@ -49,6 +50,7 @@ RATES = {
 }
 # Durations in multiples of 300 s, so that the rows suffice.
 LASTING = {"opt-2.7b": 0.22, "opt-6.7b": 0.7, "opt-13b": 2.0}
+SEEDS = {"opt-2.7b": 1, "opt-6.7b": 1, "opt-13b": 3}
 RATIOS = {
     TEXTS: [*((name, "fcfs") for name in TRAINED), (TRAINED[1], "fastserve"), ("alise-oracle", "fcfs")],
     PROXY: [(BERT, "fcfs"), (BERT, "fastserve"), ("alise-oracle", "fcfs")],
@@ -92,14 +94,21 @@ def measure(options: Options) -> Result:
         plans = [pair for (model, trace) in RATES for pair in curves_of(model, trace, into, options)]
         run_plans("trained", [plan for _, plan in plans], options)
         records = [_without_folder(record) for record in named(plans)]
-    durations = "; ".join(f"{model} {lasting(options, times).duration_s:g} s" for model, times in LASTING.items())
+    extents = "; ".join(
+        f"{model} {lasting(options, times).duration_s:g} s, {len(options.seeds(SEEDS[model]))} seeds"
+        for model, times in LASTING.items()
+    )
     systems = [variant.on(V100[model]) for model in MODELS for variant in plain(*BASES)]
-    settings = settings_of(systems, [], options, seeds=1, note=f"Durations: {durations}.")
+    settings = settings_of(systems, [], options, note=f"Durations: {extents}.")
     return {
         "settings": settings | {"lengths": [_file(trace) for trace in NAMES], "arrivals": ["poisson"]},
         "trained": found,
         "tables": [
-            *(panels(trace).read_off(records, BOUND, RATIOS[trace]) for trace in NAMES),
+            *(
+                panels(trace).read_off(records, BOUND, RATIOS[trace]) | {"title": f"Largest rates: {trace}"}
+                for trace in NAMES
+            ),
+            figure_9(records),
             *(
                 latencies(f"Latencies: {model}, {trace}", mine, NAMES[trace], by="variant")
                 for model, trace in RATES
@@ -110,6 +119,14 @@ def measure(options: Options) -> Result:
     }
 
 
+def figure_9(records: list[Result]) -> Result:
+    """Return the mean latencies of OPT-13B on ShareGPT at the last rate, relative to `fcfs`."""
+    rate, found = max(by_rate(pick(records, model="opt-13b", lengths=f"trace:{_file(TEXTS)}")).items())
+    seconds = {name: mean(pick(found, variant=name), "jct_s.mean") for name in NAMES[TEXTS]}
+    rows = [(name, value, value / seconds["fcfs"]) for name, value in seconds.items()]
+    return table(f"Mean latency at {rate:g} req/s", ("variant", "s", "to fcfs"), rows)
+
+
 def curves_of(model: str, trace: str, into: Path, options: Options) -> list[tuple[str, Kept]]:
     """Return the plans of a panel with the names of their variants."""
     of = Replay(read_trace(into / _file(trace)), arrivals=parse_arrivals("poisson"))
@@ -117,7 +134,7 @@ def curves_of(model: str, trace: str, into: Path, options: Options) -> list[tupl
     if max(rates) * extent.duration_s > len(of.trace.rows):
         sys.exit(f"trained: {trace} has {len(of.trace.rows)} rows, too few for {max(rates) * extent.duration_s:.0f}")
     return [
-        (variant.name, grid(cells(variant.on(V100[model]), of, rates, extent, seeds=options.seeds(1))))
+        (variant.name, grid(cells(variant.on(V100[model]), of, rates, extent, seeds=options.seeds(SEEDS[model]))))
         for variant in variants(trace, into)
     ]
 

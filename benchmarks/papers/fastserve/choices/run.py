@@ -3,8 +3,9 @@
     python benchmarks/papers/fastserve/choices/run.py [--quick]
 
 OPT-13B on one A100-40GB with 11 GiB of KV. Promotion: what a promotion is, after how long, and for which share of the
-time (FastServe section 4.1). Hysteresis: from which difference of estimated scheduled times KV moves (section 4.2).
-Order: which request of a queue comes first. CPU memory: whether room for swapped KV limits the rate.
+time (FastServe section 4.1), at the capacity and at an overload. Hysteresis: from which difference of estimated
+scheduled times KV moves (section 4.2). Order: which request of a queue comes first. CPU memory: whether room for
+swapped KV limits the rate.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ MACHINE = MACHINES["opt-13b"]
 STEP_S = shortest_step(system("fcfs").cost)
 # About the capacity, and the largest rate of `fastserve` in figure 11.
 RATE_RPS, LARGEST_RPS = 2.9, 5.5
+# Promotions that are compared at the overload that figure 11 found for `fastserve`, with its duration.
+OVERLOAD_RPS = 5.55
+OVERLOADED = {
+    ("first-queue",): "fastserve[promotion=first-queue]",
+    ("one-quantum",): "fastserve",
+    ("none",): "fastserve[starvation_s=1e9]",
+    ("fcfs",): "fcfs",
+}
 # Thresholds as multiples of the default, and shares of the time. Unpaced, short ones take hours to simulate.
 THRESHOLDS, SHARES, UNPACED = (0.125, 1.0, 4.0), (0.05, 0.2), (1.0,)
 HYSTERESES = (1, 8, 128)
@@ -75,9 +84,13 @@ def promotions() -> dict[tuple[str, str, str], System]:
 
 
 def measure(options: Options) -> Result:
+    workload, whole = poisson("sharegpt"), options
+    overloaded = {
+        name: grid(cells(of_recipe(recipe), workload, [OVERLOAD_RPS], whole)) for name, recipe in OVERLOADED.items()
+    }
     # Half of the usual duration, because there are many cells, and less where hundreds of requests arrive.
     options = lasting(options, 0.5)
-    workload, short = poisson("sharegpt"), lasting(options, 0.4)
+    short = lasting(options, 0.4)
     promoted = {name: grid(cells(of, workload, [RATE_RPS], options)) for name, of in promotions().items()}
     moved = {
         (f"{steps:g}",): grid(
@@ -96,12 +109,13 @@ def measure(options: Options) -> Result:
         (f"{gib:g}",): grid(cells(of_recipe("fastserve", swap_gib=gib), workload, [LARGEST_RPS], options))
         for gib in CPU_GIB
     }
-    everything = [promoted, moved, ordered, memory]
+    everything = [overloaded, promoted, moved, ordered, memory]
     run_plans("choices", [plan for plans in everything for plan in plans.values()], options)
     return {
         "settings": settings_of([system("fastserve")], [poisson(lengths) for lengths in ORDERED], options),
         "tables": [
             _table(f"Promotion, {RATE_RPS:g} req/s", ("promotion", "threshold", "share of time"), promoted),
+            _table(f"Promotion, {OVERLOAD_RPS:g} req/s, {whole.duration_s:g} s", ("promotion",), overloaded),
             _table(f"Hysteresis, {RATE_RPS:g} req/s", ("shortest steps",), moved),
             _table(f"Order in a queue, {short.duration_s:g} s", ("lengths", "req/s", "order"), ordered),
             _table(f"CPU memory, {LARGEST_RPS:g} req/s", ("GiB",), memory),

@@ -1,6 +1,7 @@
 """Measure FastServe's claim on a real engine over HTTP: the largest rate of each recipe under one latency bound.
 
     python benchmarks/papers/fastserve/engine/run.py [--out FILE] [--quick | --predict] [--profile FILE]
+        [--loads fcfs=1.1:1.5,fastserve=2.2:2.8 --duration 30 --repeats 3]
 
 Each recipe in turn runs as `skipjoin serve` under the load of `skipjoin bench`, and then all recipes again in reverse
 with the next seed, so that a drift of the machine affects all. The bound is ten times the decode iteration of a single
@@ -8,8 +9,8 @@ request, measured over HTTP at the start (FastServe section 6.1). The figure is 
 normalized latency keeps the bound, interpolated between measured rates.
 
 Rates are multiples of the capacity of `fcfs` in the simulator with the profile of this run, so they suit a machine of
-any speed. The record has the simulator's prediction for each run and is written after every run. `--predict` only
-profiles and simulates; `--quick` runs `fcfs` and `fastserve` once.
+any speed; `--loads` changes them. The record has the simulator's prediction for each run, and is written after each.
+`--predict` only profiles and simulates; `--quick` runs `fcfs` and `fastserve` once.
 """
 
 from __future__ import annotations
@@ -272,14 +273,23 @@ def prepare(folder: Path, args: argparse.Namespace, duration_s: float) -> Setup:
         return replace(setup, light_s=light_load(server))
 
 
+def parse_loads(text: str) -> dict[str, tuple[float, ...]]:
+    """Parse loads such as `fcfs=1.1:1.5,fastserve=2.2`."""
+    parts = [part.partition("=") for part in harness.words(text)]
+    if unknown := [name for name, _, _ in parts if name not in SPELLED]:
+        raise argparse.ArgumentTypeError(f"loads must name recipes of papers.recipes, got {', '.join(unknown)}")
+    return {name: tuple(map(float, shares.split(":"))) for name, _, shares in parts}
+
+
 def main() -> None:
     parser = harness.parser(__doc__, repeats=REPEATS)
     parser.add_argument("--quick", action="store_true", help="run two recipes at one rate, in two minutes")
     parser.add_argument("--predict", action="store_true", help="only profile and simulate")
     parser.add_argument("--profile", type=Path, help="existing profile of this model with one thread")
     parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds of arrivals in a run")
+    parser.add_argument("--loads", type=parse_loads, default=LOADS, help="multiples of the capacity of fcfs by recipe")
     args = parser.parse_args()
-    loads = QUICK_LOADS if args.quick else LOADS
+    loads = QUICK_LOADS if args.quick else args.loads
     repeats, duration_s = (1, QUICK_S) if args.quick else (args.repeats, args.duration)
     header = harness.new_record()
     with harness.scratch() as folder:

@@ -1,6 +1,7 @@
 """FastServe section 4.2 on a real engine over HTTP: ways to free memory where copies are as dear as on a GPU.
 
     python benchmarks/papers/fastserve/link/run.py [--out FILE] [--quick | --predict] [--profile FILE]
+        [--loads 1.4 --duration 30]
 
 The engine of `engine` has a link to CPU memory (`--swap-bandwidth-gbps`) on which the KV of a mean request takes 0.6
 decode steps, as OPT-175B's does on the paper's GPUs (36 ms of 60 ms). KV is swapped proactively (`fastserve`), swapped
@@ -84,8 +85,9 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="only profile and simulate")
     parser.add_argument("--profile", type=Path, help="existing profile of this model with one thread")
     parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds of arrivals in a run")
+    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="multiples of the capacity of fcfs")
     args = parser.parse_args()
-    loads = dict.fromkeys(RECIPES, QUICK_LOADS if args.quick else LOADS)
+    loads = dict.fromkeys(RECIPES, QUICK_LOADS if args.quick else tuple(args.loads))
     repeats, duration_s = (1, QUICK_S) if args.quick else (args.repeats, args.duration)
     header = harness.new_record()
     with harness.scratch() as folder:

@@ -51,10 +51,7 @@ RATES = {
 # Durations in multiples of 300 s, so that the rows suffice.
 LASTING = {"opt-2.7b": 0.22, "opt-6.7b": 0.7, "opt-13b": 2.0}
 SEEDS = {"opt-2.7b": 1, "opt-6.7b": 1, "opt-13b": 3}
-RATIOS = {
-    TEXTS: [*((name, "fcfs") for name in TRAINED), (TRAINED[1], "fastserve"), ("alise-oracle", "fcfs")],
-    PROXY: [(BERT, "fcfs"), (BERT, "fastserve"), ("alise-oracle", "fcfs")],
-}
+RATIOS = {TEXTS: [(name, "fcfs") for name in TRAINED], PROXY: [(BERT, "fcfs")]}
 
 
 def panels(trace: str) -> Panels:

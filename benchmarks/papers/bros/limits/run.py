@@ -1,10 +1,10 @@
-"""How much overlapped swapping, and best effort in the empty slots of real-time blocks, could gain at most.
+"""What overlapped swap-ins gain, and what overlapped checkpoints and empty slots of real-time blocks could gain.
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/limits/run.py [--quick]
 
-Both are parts of the paper that `bros` lacks. With free transfers, no step waits for a move: overlapping cannot gain
-more. With blocks of one slot, no slot of a block stays empty, so that best effort can have all that real-time requests
-leave (FindBlock, section 5.2). OPT-13B on two A100s and OPT-30B on four, ShareGPT.
+The last two are parts of the paper that `bros` lacks. With free transfers, no step waits for a move: overlapping cannot
+gain more. With blocks of one slot, no slot of a block stays empty, so that best effort can have all that real-time
+requests leave (FindBlock, section 5.2). OPT-13B on two A100s and OPT-30B on four, ShareGPT.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from skipjoin.report.plots import style
 from skipjoin.sim.experiments.system import System
 
 POINTS = {"opt-13b": (8.0, 12.0), "opt-30b": (10.0,)}
-SEEDS = 1
-PLAIN, FREE, SLOTS = "bros", "free transfers", "blocks of one slot"
+SEEDS = 3
+PLAIN, BLOCKING, FREE, SLOTS = "bros", "blocking swap-ins", "free transfers", "blocks of one slot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ class FreeTransfers:
 def systems(model: str) -> dict[str, System]:
     plain = BROS.on(MACHINES[model])
     free = replace(plain, cost=FreeTransfers(plain.cost))
-    return {PLAIN: plain, FREE: free, SLOTS: BROS.on(replace(MACHINES[model], block_size=1))}
+    blocking = replace(plain, recipe=f"{Path(__file__).with_name('blocking.py')}:bros-blocking")
+    return {PLAIN: plain, BLOCKING: blocking, FREE: free, SLOTS: BROS.on(replace(MACHINES[model], block_size=1))}
 
 
 def measure(options: Options) -> Result:
@@ -78,7 +79,7 @@ def measure(options: Options) -> Result:
     run_plans("limits", list(plans.values()), options)
     records = records_of(plans, "model", "limit")
     return {
-        "settings": said(list(found.values()), [SHAREGPT], options, seeds=SEEDS),
+        "settings": said([of for of in found.values() if of.recipe == "bros"], [SHAREGPT], options, seeds=SEEDS),
         "tables": [compared("Limits", records, ("model", "rate_rps", "limit"), FIELDS)],
         "records": records,
     }
@@ -86,7 +87,8 @@ def measure(options: Options) -> Result:
 
 def draw(result: Result) -> Mapping[str, Figure]:
     shown = {"s/token": LATENCY, "TTFT kept": TTFT_KEPT, "best effort (req/s)": BATCHED}
-    colors = dict(zip((PLAIN, FREE, SLOTS), (look(name).color for name in ("bros", "bros-swap", "fcfs")), strict=True))
+    shades = (look(name).color for name in ("bros", "bros-unshared", "bros-swap", "fcfs"))
+    colors = dict(zip((PLAIN, BLOCKING, FREE, SLOTS), shades, strict=True))
     figure = style.new_figure(style.WIDE_IN, 2.4)
     cases = [(model, rate) for model, rates in POINTS.items() for rate in rates]
     for axes, (label, field) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):

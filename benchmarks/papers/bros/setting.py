@@ -66,6 +66,8 @@ RECOMPUTE, SWAP, UNSHARED, BROS = (
     for variant in plain("bros-recompute", "bros-swap", "bros-unshared", "bros")
 )
 VARIANTS = (BLIND, FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, BROS)
+# With the variant that shows what shared blocks gain.
+COMPARED = (*VARIANTS, UNSHARED)
 
 
 @dataclass(frozen=True, slots=True)

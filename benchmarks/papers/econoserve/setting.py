@@ -86,7 +86,8 @@ def known(variant: Variant) -> Variant:
 
 
 MULTIRES = ("multires", "synccoupled")
-BASELINES = variants("orca", "srpt", "fastserve", "fcfs", "sarathi", *MULTIRES)
+# The paper's SRTF, FastServe and vLLM have maximum allocation, and vLLM swaps.
+BASELINES = variants("orca", "srpt", "srtf", "fastserve", "fastserve-max", "fcfs", "fcfs-swap", "sarathi", *MULTIRES)
 ABLATIONS = variants("econoserve-d", "econoserve-sd", "econoserve-sdo", "econoserve")
 SYNCED, ECONOSERVE = ABLATIONS[1], ABLATIONS[-1]
 # This project's parameters instead of the paper's: three quarters of a forecast are reserved at first.

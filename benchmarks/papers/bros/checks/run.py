@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from papers.bros.setting import (
     BATCHED,
     BROS,
+    COMPARED,
     FIELDS,
     KEPT,
     LATENCY,
@@ -26,8 +27,6 @@ from papers.bros.setting import (
     SHAREGPT,
     SWAP,
     TTFT_KEPT,
-    UNSHARED,
-    VARIANTS,
     changes,
     compared,
     records_of,
@@ -44,7 +43,6 @@ from skipjoin.report.plots import style
 
 MODEL, RATE, SEEDS = "opt-13b", 8.0, 5
 MIN_TTFT_KEPT = 0.95
-COMPARED = (*VARIANTS, UNSHARED)
 MOVED = {
     "GB to CPU memory": lambda record: record["kv"]["swapped_out_bytes"] / 1e9,
     "slots saved": "kv.checkpointed_slots",

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from papers.bros.setting import (
     BATCHED,
     BLIND,
+    COMPARED,
     DATASETS,
     KEPT,
     LATENCY,
@@ -27,7 +28,6 @@ from papers.bros.setting import (
     ROUND_ROBIN,
     TPOT_KEPT,
     TTFT_KEPT,
-    VARIANTS,
     Load,
     against_rate,
     changes,
@@ -41,20 +41,20 @@ from papers.figures.report import main, table
 from papers.figures.runs import Options, Result, grid, pick, run_plans
 from skipjoin.observe.record import Record
 
-NAMES = [variant.name for variant in VARIANTS]
+NAMES = [variant.name for variant in COMPARED]
 
 
 def measure(options: Options) -> Result:
     options = window(options)
     loads = {name: Load(name) for name in DATASETS}
-    systems = {(model, variant.name): system(variant, model) for model in MACHINES for variant in VARIANTS}
+    systems = {(model, variant.name): system(variant, model) for model in MACHINES for variant in COMPARED}
     plans = {
         (model, name, variant.name): grid(
             load.cells(variant, systems[model, variant.name], options.some(RATES[model]), options, seeds=1)
         )
         for name, load in loads.items()
         for model in MACHINES
-        for variant in VARIANTS
+        for variant in COMPARED
     }
     run_plans("figure10", list(plans.values()), options)
     records = records_of(plans, "model", "lengths", "variant")

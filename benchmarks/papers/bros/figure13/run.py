@@ -2,8 +2,9 @@
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure13/run.py [--quick]
 
-OPT-30B on four A100s at 10 real-time requests per second, 128 best-effort requests in flight. Without KV management,
-preempted requests are recomputed (`bros-recompute`, section 7.4.1). `bros-swap` moves all KV of a request.
+OPT-30B on four A100s at 10 real-time requests per second, 128 best-effort requests in flight, for ten minutes, three
+seeds. Without KV management, preempted requests are recomputed (`bros-recompute`, section 7.4.1). `bros-swap` moves all
+KV of a request, and `bros-unshared` a part.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from papers.bros.setting import (
     DATASETS,
     FIELDS,
     KEPT,
+    PAPER_TIMES,
     RECOMPUTE,
     SWAP,
     TPOT_KEPT,
     TTFT_KEPT,
+    UNSHARED,
     Load,
     compared,
     records_of,
@@ -37,12 +40,12 @@ from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.report.plots import style
 
 MODEL, RATE, SEEDS = "opt-30b", 10.0, 3
-VARIANTS = (RECOMPUTE, SWAP, BROS)
+VARIANTS = (RECOMPUTE, SWAP, BROS, UNSHARED)
 COLUMNS = {**FIELDS, "P99 TTFT s": "real_time.ttft_s.p99", "P99 TPOT s": "real_time.tpot_s.p99"}
 
 
 def measure(options: Options) -> Result:
-    options = window(options)
+    options = window(options, PAPER_TIMES)
     systems = {variant.name: system(variant, MODEL) for variant in VARIANTS}
     loads = [Load(name) for name in DATASETS]
     plans = {

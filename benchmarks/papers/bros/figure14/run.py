@@ -2,7 +2,7 @@
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure14/run.py [--quick]
 
-OPT-13B on two A100s and OPT-30B on four, ShareGPT, 128 best-effort requests in flight. Decision times are wall-clock
+OPT-13B on two A100s and OPT-30B on four, ShareGPT, 128 best-effort requests in flight. Decision times are CPU
 times on one core of this machine, one run at a time, the faster of two seeds; everything else is simulated.
 """
 

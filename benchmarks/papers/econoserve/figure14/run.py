@@ -3,8 +3,8 @@
     python benchmarks/papers/econoserve/figure14/run.py [--quick]
 
 OPT-13B on one A100, three traces at 1.2 times the capacity of `fcfs`, and 3,000 requests of ShareGPT at once. Decision
-times are wall-clock times on one core of this machine, one run at a time; everything else is simulated. The loads are
-then repeated with each step delayed by the variant's mean decision time.
+times are CPU times on this machine, one run at a time; everything else is simulated. The loads are then repeated with
+each step delayed by the variant's mean decision time, or by that of `--decision-ms`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from papers.econoserve.setting import (
 )
 from papers.figures.pictures import bars
 from papers.figures.report import main
-from papers.figures.runs import Options, Result, grid, pick, poisson, run_plans
+from papers.figures.runs import Options, Result, charged, grid, pick, poisson, probing, run_plans
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style
 from skipjoin.sim.experiments.cell import Cell, Extent
@@ -61,18 +61,20 @@ FIELDS = {
 
 def measure(options: Options) -> Result:
     systems = {(name, variant.name): system(variant, trace) for name, trace in TRACES.items() for variant in VARIANTS}
-    plans = {key: grid(loaded(of, TRACES[key[0]], [LOAD], options)) for key, of in systems.items()}
+    plans = {key: grid(loaded(probing(of), TRACES[key[0]], [LOAD], options)) for key, of in systems.items()}
     for variant in VARIANTS:
-        cell = Cell(system(variant, SHAREGPT), poisson("sharegpt"), Extent(1e5, None, 0, QUEUED, _WATCHED_S), SLO)
+        cell = Cell(
+            probing(system(variant, SHAREGPT)), poisson("sharegpt"), Extent(1e5, None, 0, QUEUED, _WATCHED_S), SLO
+        )
         plans[f"sharegpt, {QUEUED} at once", variant.name] = grid([cell])
-    run_plans("figure14", list(plans.values()), replace(options, jobs=1))
+    run_plans("figure14", list(plans.values()), replace(options, jobs=1, decisions=None))
     records = records_of(plans, "case", "variant")
-    charged = _charged(systems, records, options)
+    with_costs = _charged(systems, records, options)
     return {
         "settings": said(list(systems.values()), options),
         "tables": [
             compared("Decision time", records, ("case", "variant"), FIELDS),
-            compared("With decisions charged", charged, ("lengths", "variant", "decisions"), LATENCY | UTILIZATION),
+            compared("With decisions charged", with_costs, ("lengths", "variant", "decisions"), LATENCY | UTILIZATION),
         ],
         "records": records,
     }
@@ -82,13 +84,21 @@ def _charged(
     systems: Mapping[tuple[str, str], System], records: Sequence[Record], options: Options
 ) -> Sequence[Record]:
     """Return the records of all loads, without and with a cost of decisions."""
-    times = {(one["case"], one["variant"]): one["decision_ms"]["mean"] / 1000 for one in records}
-    plans = {
-        (*key, name): grid(loaded(replace(of, decision_s=decision_s), TRACES[key[0]], [LOAD], options))
-        for key, of in systems.items()
-        for name, decision_s in (("free", 0.0), ("charged", times[key]))
+    measured = {
+        (one["case"], one["variant"]): charged(systems[one["case"], one["variant"]], one)
+        for one in records
+        if one["case"] in TRACES
     }
-    run_plans("figure14, charged", list(plans.values()), options)
+    given = options.decisions
+    plans = {
+        (*key, name): grid(loaded(one, TRACES[key[0]], [LOAD], options))
+        for key, of in systems.items()
+        for name, one in (
+            ("free", of),
+            ("charged", replace(of, decision_s=given) if isinstance(given, float) else measured[key]),
+        )
+    }
+    run_plans("figure14, charged", list(plans.values()), replace(options, decisions=None))
     return records_of(plans, "lengths", "variant", "decisions")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from skipjoin import LLM, SamplingParams
 from workload import FILL_UP, KV_GIB, SLOTS, WARM_UP, Job
 
 HERE = Path(__file__).parent
+# More bytes than a response has.
+_NEVER = 1 << 20
 LIMITS = ("--max-num-seqs", SLOTS, "--kv-cache-gib", KV_GIB)
 
 
@@ -108,8 +111,9 @@ class OverHttp:
                 "stream_options": {"include_usage": True},
             }
         ).encode()
-        # A client library would take processor time from the server, so this is a bare socket.
+        # A client takes processor time from the server. So this is a bare socket, whose reader wakes at the end only.
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _NEVER)
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json"
         writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         tail = b""

@@ -100,7 +100,9 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
     on_record = partial(on_progress, "recording decode steps")
     loading.join()
     graphs = record_graphs(model, store.device, sizes, max_len, on_record) if sizes else None
-    return LocalExecutor(model, store, threads=threads, graphs=graphs, grammars=grammars)
+    # On a CPU, nothing runs well beside the model, which computes on all cores.
+    is_deferred = model.device.type == "cpu" and config.plans_in_flight("cpu") == 1
+    return LocalExecutor(model, store, threads=threads, graphs=graphs, grammars=grammars, is_deferred=is_deferred)
 
 
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -10,6 +10,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, StepPlan, StepResult
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.model_threads import CallerThread, ModelThread, OwnThread
 from skipjoin.exec.rank_spec import measure_transfers, rank_spec_of, touch
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.transfer import Copier
@@ -37,15 +38,13 @@ class LocalHandle:
         return self._result
 
 
-def _begin_thread(model: CausalLM, threads: int) -> None:
-    use_device(model.device)
-    model.ops.use_threads(threads)
-
-
 class LocalExecutor:
     """Runs plans sequentially on a dedicated thread, so that the engine schedules while the model runs.
 
     On a GPU the thread only queues work.
+
+    Args:
+        is_deferred: Run a plan on the thread that asks for its result, and not earlier.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class LocalExecutor:
         copier: Copier | None = None,
         graphs: DecodeGraphs | None = None,
         grammars: Grammars | None = None,
+        is_deferred: bool = False,
     ) -> None:
         self.model = model
         self.store = store
@@ -64,12 +64,7 @@ class LocalExecutor:
         self.grammars = grammars
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="skipjoin-grammar")
         threads = threads or torch.get_num_threads()
-        self._thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="skipjoin-model",
-            initializer=_begin_thread,
-            initargs=(model, threads),
-        )
+        self._thread: ModelThread = (CallerThread if is_deferred else OwnThread)(model, threads)
         self.rank_specs = (rank_spec_of(model, store.device.block_size, threads, store.swap_dtype),)
 
     @property
@@ -85,11 +80,10 @@ class LocalExecutor:
         return measure_transfers(self.model, self.store.device.block_size, seconds, self.store.swap_dtype)
 
     def submit(self, plan: StepPlan, now: float) -> LocalHandle:
-        return LocalHandle(self._worker, self._thread.submit(self._worker.begin, plan))
+        return LocalHandle(self._worker, self._thread.submit(partial(self._worker.begin, plan)))
 
     def on_finished(self, request: Request) -> None:
-        with suppress(RuntimeError):  # closed
-            self._thread.submit(self._worker.on_finished, request)
+        self._thread.after_these(partial(self._worker.on_finished, request))
 
     def compile_grammar(self, request: Request) -> Future[object] | None:
         sampling: Sampling = request.sampling  # type: ignore[assignment]
@@ -105,5 +99,5 @@ class LocalExecutor:
 
     def close(self) -> None:
         self._compiler.shutdown(cancel_futures=True)
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
         self._worker.close()

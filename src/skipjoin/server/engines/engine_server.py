@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import math
 import os
@@ -34,6 +35,7 @@ from skipjoin.server import logs
 from skipjoin.server.engines.block_count import recover_blocks
 from skipjoin.server.engines.engine_observer import EngineObserver
 from skipjoin.server.engines.engine_program import ORPHANED, describe_error
+from skipjoin.server.engines.event_buffer import EventBuffer
 from skipjoin.server.engines.heartbeat import Heartbeat, print_stacks
 from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
@@ -214,6 +216,7 @@ class EngineServer:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._builder = StepOutputsBuilder()
         self._observer = EngineObserver()
+        self._events = EventBuffer()
         self._sent: Stats | None = None
         self._sent_at = 0.0
         self._stopping = False
@@ -234,34 +237,41 @@ class EngineServer:
         return self._is_cut or not self._is_linked()
 
     def run(self, loop: Loop, metrics: EngineMetrics, recorders: Sequence[Recorder] = ()) -> None:
-        builder = self._builder
         loop.on_plan = self._begin
-        while not self._stopping and os.getppid() == self._parent and not self.is_alone:
-            # After an abort of the last request the engine is idle, but has events to send first.
-            self._read_inbox(loop, wait=loop.idle and not loop.core.scheduler.events)
-            self.heartbeat.turned()
-            begin = time.monotonic()
-            events = loop.step()
-            done = not loop.core.requests
-            # Read messages first, so that the next step includes new requests. It runs while this result is sent.
-            self._read_inbox(loop, wait=False)
-            loop.submit()
-            self._stalls.check(loop.core)
-            step = builder.fold(events)
-            if step is not None and not done:
-                self._send_step(step)
-            metrics.observe(events)
-            self._observer.observe(events)
+        observe = (metrics.observe, self._observer.observe, *(recorder.observe for recorder in recorders))
+        self._events = EventBuffer(observe)
+        try:
+            while not self._stopping and os.getppid() == self._parent and not self.is_alone:
+                # After an abort of the last request the engine is idle, but has events to send first.
+                self._read_inbox(loop, wait=loop.idle and not loop.core.scheduler.events)
+                self._turn(loop, metrics, recorders)
+        finally:
+            self._events.flush()
+
+    def _turn(self, loop: Loop, metrics: EngineMetrics, recorders: Sequence[Recorder]) -> None:
+        self.heartbeat.turned()
+        begin = time.monotonic()
+        events = loop.step()
+        done = not loop.core.requests
+        step = self._builder.fold(events)
+        if step is not None and not done:
+            # First, so that the API process works while the engine is between two steps and leaves cores idle.
+            self._send_step(step)
+        self._events.add(events)
+        # Read messages before planning, so that the next step includes new requests.
+        self._read_inbox(loop, wait=False)
+        loop.submit()
+        self._stalls.check(loop.core)
+        self._send_stats(loop, metrics, at_once=done)
+        if step is not None and done:
+            # After the metrics, so that they are complete once all requests have been answered.
+            self._send_step(step)
+        if loop.idle:
+            self._events.flush()
             for recorder in recorders:
-                recorder.observe(events)
-                if loop.idle:
-                    recorder.flush()
-            self._send_stats(loop, metrics, at_once=done)
-            if step is not None and done:
-                # After the metrics, so that they are complete once all requests have been answered.
-                self._send_step(step)
-            if not events and not loop.idle and time.monotonic() - begin < SPIN_S:
-                self._socket.poll(1)  # nothing can run until a deadline or a message, so do not spin
+                recorder.flush()
+        if not events and not loop.idle and time.monotonic() - begin < SPIN_S:
+            self._socket.poll(1)  # nothing can run until a deadline or a message, so do not spin
 
     def _send_step(self, step: StepOutputs) -> None:
         for position, (chosen, prompt) in list(step.details.items()):
@@ -295,8 +305,10 @@ class EngineServer:
         elif isinstance(message, Reforecast):
             loop.reforecast(message.id, message.forecast)
         elif isinstance(message, DescribeRequests):
+            self._events.flush()
             self.send(self._observer.describe(message, loop.core, time.monotonic(), loop.cost, loop.between_steps_s))
         elif isinstance(message, FindLives):
+            self._events.flush()
             self.send(self._observer.find(message, loop.core, time.monotonic()))
 
     def _add(self, loop: Loop, message: Add) -> None:
@@ -320,6 +332,7 @@ class EngineServer:
         now = time.monotonic()
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
+        self._events.flush()
         kv, cache = loop.core.kv, loop.core.kv.cache
         metrics.recovered(recover_blocks(loop.core.scheduler.kv, is_idle=loop.idle))
         metrics.shares(
@@ -396,6 +409,9 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
         from skipjoin.server.engines.tracing import TraceWriter  # noqa: PLC0415 (needs an extra)
 
         recorders.append(TraceWriter(setup.config.otlp_traces_endpoint, ready.model))
+    # Existing objects are permanent, so the garbage collector need not visit them between steps.
+    gc.collect()
+    gc.freeze()
     server.send(ready)
     server.heartbeat.start()
     metrics = EngineMetrics(

@@ -8,14 +8,14 @@ bfloat16, prompts of 64 tokens. Linux only.
 `llm` has the milliseconds of a step by part, in wall time:
 
 - `decide` and `settle`: the engine core.
-- `there` and `back`: the ways to the model's thread and back.
-- `pack`, `forward`, `sample`, and `begin` for the rest of `Worker.begin`: the model's thread.
+- `pack`, `forward`, `sample`, and `begin` for the rest of `Worker.begin`.
 - `finish`: reading the tokens.
-- `text`: detokenization, which overlaps with the next step.
-- `rest`: the remainder, less what ran at the same time.
+- `text`: detokenization.
+- `rest`: the remainder.
 
-`http` has the processor time per step of the API process, of the engine process without the model's threads, and of the
-client. `http_over_llm` is the median ratio of their rates.
+`http` has the processor time per step of the API process, of the engine's threads for messages, and of the client.
+`over_forward` is the step over HTTP relative to `forward`, and `http_over_llm` the ratio of the rates, both as medians
+of turns. The client reads at the end of a response only, so that it takes next to no processor time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import harness
 from random_model import scratch_model
 from servers import Server, Skipjoin
 from skipjoin.engine.text import Choice
-from workload import WorkloadSet
+from workload import FILL_UP, WorkloadSet
 
 # Steps of a run by batch size, so that each run takes a few seconds.
 STEPS = {1: 256, 16: 128, 64: 64}
@@ -69,11 +69,6 @@ class Stopwatch:
         """Return the total seconds of a part."""
         return sum(end - begin for begin, end in self.spans[part])
 
-    def between(self, first: str, at: int, then: str) -> float:
-        """Return the seconds from the starts (`at` 0) or ends (1) of one part to the starts of another."""
-        pairs = zip(self.spans[first], self.spans[then], strict=True)
-        return sum(later[0] - earlier[at] for earlier, later in pairs)
-
 
 def watched(ours: Ours) -> Stopwatch:
     """Return a stopwatch on the parts of this engine's steps."""
@@ -83,7 +78,6 @@ def watched(ours: Ours) -> Stopwatch:
     worker = executor._worker
     watch.watch(engine.core, "start_step", "decide")
     watch.watch(engine.core, "finish_step", "settle")
-    watch.watch(executor, "submit", "submit")
     watch.watch(worker, "begin", "begin")
     watch.watch(worker, "_packed", "pack")
     watch.watch(worker.model, "forward", "forward")
@@ -98,8 +92,6 @@ def parts(watch: Stopwatch, seconds: float) -> dict[str, float]:
     steps = len(watch.spans["begin"])
     found = {name: watch.total(name) for name in ("decide", "pack", "forward", "sample", "finish", "settle", "text")}
     found["begin"] = watch.total("begin") - found["pack"] - found["forward"] - found["sample"]
-    found["there"] = watch.between("submit", 0, "begin")
-    found["back"] = watch.between("begin", 1, "finish")
     found["rest"] = seconds - sum(found.values())
     return {name: 1e3 * total / steps for name, total in found.items()} | {"step": 1e3 * seconds / steps}
 
@@ -112,12 +104,11 @@ class Clocks:
         (self._engine,) = server.engines()
 
     def read(self) -> dict[str, float]:
-        """Return the seconds so far. Of the engine, only the main thread and the message threads count."""
-        threads = self._threads(self._engine)
-        host = [thread for thread, name in threads if thread == self._engine.pid or name.startswith("ZMQ")]
+        """Return the seconds so far."""
+        messages = [thread for thread, name in self._threads(self._engine) if name.startswith("ZMQ")]
         return {
             "api": sum(self._seconds(self._api, thread) for thread, _ in self._threads(self._api)),
-            "engine": sum(self._seconds(self._engine, thread) for thread in host),
+            "messages": sum(self._seconds(self._engine, thread) for thread in messages),
             "client": time.process_time(),
         }
 
@@ -147,12 +138,13 @@ def measure(ours: Ours, http: OverHttp, batch: int, repeats: int) -> Figures:
         after = clocks.read()
         outside.append({name: 1e3 * (after[name] - before[name]) / steps for name in after})
         outside[-1]["step"] = 1e3 * over_http / steps
-        ratios.append(seconds / over_http)
+        ratios.append({"http_over_llm": seconds / over_http})
+        ratios[-1]["over_forward"] = outside[-1]["step"] / inside[-1]["forward"]
     return {
         "batch": batch,
         "llm": harness.medians(inside[1:]),
         "http": harness.medians(outside[1:]),
-        "http_over_llm": harness.median_ratio(ratios[1:], [1.0] * repeats),
+        **harness.medians(ratios[1:]),
     }
 
 
@@ -162,8 +154,10 @@ def main() -> None:
     args = parser.parse_args()
     record = harness.new_record(results=[])
     with scratch_model(torch.bfloat16) as folder, Skipjoin(folder, *LIMITS) as server:
+        OverHttp(server).run(FILL_UP(-1))
         for batch in args.batches:
             ours = Ours(folder)  # the stopwatch changes an engine, so each batch size gets its own
+            ours.run(FILL_UP(-1))
             try:
                 record["results"].append(measure(ours, OverHttp(server), batch, args.repeats))
             finally:

@@ -16,6 +16,8 @@ struct Linear {
   int64_t gated, add, activation;
   void *scratch;
   int64_t threads, way; // see `Way` in layer_ops.cpp
+  const void *then;     // weights of the next product, or null; thread i prefetches their panel i at the end
+  int64_t then_bytes;   // per panel
 };
 
 struct AttentionCall {

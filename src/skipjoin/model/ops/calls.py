@@ -16,7 +16,7 @@ class LinearCall(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("scales", _P), ("n", _I), ("k", _I),
         ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P), ("threads", _I),
-        ("way", _I),
+        ("way", _I), ("then", _P), ("then_bytes", _I),
     )  # fmt: skip
 
 

@@ -130,6 +130,8 @@ template <typename T, typename In, typename W> void linear(const Linear &c) {
       for (int64_t t = 0; t < tiles.count; t++) pack(t, packed);
     }
     auto weights_of = [&](int64_t task) { return (const W *)c.weights + task % panels * panel_size; };
+    // Another product may follow this one's last tasks.
+    auto *then = c.then ? (const char *)c.then + thread * c.then_bytes : (const char *)c.weights;
     // Tasks are taken one by one, so that a thread that loses its core does not delay the others. Each thread knows its
     // next task: later products of a panel find its weights cached, which gives memory time for those of the next
     // panel.
@@ -137,7 +139,10 @@ template <typename T, typename In, typename W> void linear(const Linear &c) {
       next = take();
       int64_t panel = task % panels, begin = task / panels * per_block, end = std::min(tiles.count, begin + per_block);
       const W *weights = weights_of(task);
+      bool is_last = next >= panels * blocks;
+      const char *later = is_last ? then : (const char *)weights_of(next);
       int64_t bytes_each = (kStep<In, W> * sizeof(W) + end - begin - 1) / (end - begin);
+      if (is_last) bytes_each = std::min(bytes_each, c.then_bytes / (units * (end - begin)));
       for (int64_t t = begin; t < end; t++) {
         Floats sums[kMaxRows][kVectors];
         auto sum_up = [&](auto soon) {
@@ -146,9 +151,9 @@ template <typename T, typename In, typename W> void linear(const Linear &c) {
           });
         };
         if (end - begin == 1)
-          sum_up(OwnSoon());
+          sum_up(OwnSoon{later});
         else
-          sum_up(OthersSoon{(const char *)weights_of(next) + (t - begin) * units * bytes_each, bytes_each});
+          sum_up(OthersSoon{later + (t - begin) * units * bytes_each, bytes_each});
         finish<T>(c, panel, t * tiles.rows, std::min<int64_t>(tiles.rows, c.rows - t * tiles.rows), sums);
       }
     }
@@ -425,6 +430,16 @@ void skipjoin_pack_weights(int64_t type, const void *weights, int64_t n, int64_t
 }
 
 int64_t skipjoin_linear_bytes() { return sizeof(Linear); }
+
+// Returns the bytes of a panel of weights.
+int64_t skipjoin_panel_bytes(int64_t type, const Linear *call) {
+  int64_t bytes = 0;
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    bytes = kPanel * packed_units<T>(call->k) * kInputs<T> * (call->scales ? 1 : sizeof(T));
+  });
+  return bytes;
+}
 
 void skipjoin_linear(int64_t type, const Linear *call) {
   skipjoin::Timed timed(skipjoin::kProducts);

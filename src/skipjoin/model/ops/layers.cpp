@@ -35,6 +35,7 @@ struct Step {
 extern "C" {
 
 void skipjoin_linear(int64_t type, const Linear *call);
+int64_t skipjoin_panel_bytes(int64_t type, const Linear *call);
 void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,
                        int64_t inner_stride, int64_t width, const void *weight, float eps, void *out, int64_t threads);
 void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
@@ -44,9 +45,11 @@ void skipjoin_paged_attention(int64_t type, const AttentionCall *call, int64_t t
 
 namespace {
 
-void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out, bool add) {
+// then: next product, whose weights may be fetched early, or null.
+void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out, bool add, const Linear *then) {
   call.x = x, call.x_stride = call.k, call.rows = s.rows;
   call.out = out, call.add = add, call.scratch = s.scratch, call.threads = s.threads;
+  if (then) call.then = then->weights, call.then_bytes = skipjoin_panel_bytes(type, then);
   skipjoin_linear(type, &call);
 }
 
@@ -95,12 +98,12 @@ void skipjoin_layers(int64_t type, const Step *step) {
   for (int64_t i = 0; i < s.count; i++) {
     const Layer &layer = s.layers[i];
     normalize(type, s, layer.norm, layer, s.normed);
-    multiply(type, s, layer.qkv, s.normed, s.qkv, false);
+    multiply(type, s, layer.qkv, s.normed, s.qkv, false, nullptr); // attention would evict weights
     attend(type, s, layer, i);
-    multiply(type, s, layer.output, s.attended, s.x, true);
+    multiply(type, s, layer.output, s.attended, s.x, true, &layer.up);
     normalize(type, s, layer.mlp_norm, layer, s.normed);
-    multiply(type, s, layer.up, s.normed, s.inner, false);
-    multiply(type, s, layer.down, s.inner, s.x, true);
+    multiply(type, s, layer.up, s.normed, s.inner, false, &layer.down);
+    multiply(type, s, layer.down, s.inner, s.x, true, i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr);
   }
   if (s.final_norm) normalize(type, s, s.final_norm, s.layers[s.count - 1], s.x);
 }

@@ -100,10 +100,12 @@ constexpr int kStep = std::is_same_v<In, Pair> && std::is_same_v<W, int8_t> ? 2 
 
 constexpr int kAhead = 4096; // prefetch distance of weights in bytes: about one memory latency
 
-// What a product prefetches: nothing, its own weights kAhead bytes ahead of use, or weights of a later product, this
-// many bytes per unit.
+// What a product prefetches: nothing, its own weights kAhead bytes ahead of use and then the first ones of the next
+// product, or weights of a later product, this many bytes per unit.
 struct NothingSoon {};
-struct OwnSoon {};
+struct OwnSoon {
+  const void *next;
+};
 struct OthersSoon {
   const void *from;
   int64_t bytes;
@@ -122,9 +124,12 @@ SKIPJOIN_INLINE void multiply(const In *inputs, int64_t row_step, int64_t unit_s
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) acc[r][v] = sums[r][v];
   for (int64_t u = 0; u < units; u++, weights += step) {
-    if constexpr (std::is_same_v<Soon, OwnSoon>)
+    if constexpr (std::is_same_v<Soon, OwnSoon>) {
+      int64_t beyond = u + kAhead / bytes - units;
+      const char *ahead = beyond < 0 ? (const char *)weights + kAhead : (const char *)soon.next + beyond * bytes;
 #pragma GCC unroll 4
-      for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)weights + kAhead + at, 0, 3);
+      for (int at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + at, 0, 3);
+    }
     if constexpr (std::is_same_v<Soon, OthersSoon>) __builtin_prefetch((const char *)soon.from + u * soon.bytes, 0, 2);
 #pragma GCC unroll 2
     for (int part = 0; part < parts; part++) {

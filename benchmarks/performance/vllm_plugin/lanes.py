@@ -181,10 +181,12 @@ def measure_load(given: Mapping[str, Any]) -> dict[str, Any]:
     schedulers, rate_of = given["schedulers"], given["load"]
     engines = {which: engine_of(given["model"], which, slots=8, blocks=given["blocks"]) for which in schedulers}
     pool = jobs_of(given, 400)
+    # Other prompts, because the prefix cache of stock would keep those of the burst.
+    first = jobs_of({**given, "seed": given["seed"] + 100}, 60)
     for engine in engines.values():
-        burst(engine, pool[:12])
-    capacity = len(pool[:48]) * burst(engines["stock"], pool[:48])["tokens_per_s"]
-    capacity /= sum(job.output for job in pool[:48])
+        burst(engine, first[:12])
+    capacity = len(first[12:]) * burst(engines["stock"], first[12:])["tokens_per_s"]
+    capacity /= sum(job.output for job in first[12:])
     rate = rate_of * capacity
     draw, at = random.Random(given["seed"]), 0.0
     jobs: list[Job] = []

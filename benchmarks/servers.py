@@ -228,6 +228,13 @@ def bench_requests(server: Server, *options: object) -> tuple[Record, list[Recor
         return record, [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
 
 
+def full_rate(requests: Iterable[Record]) -> float:
+    """Return the requests per second that finish in the middle of a burst, while many wait."""
+    ends = sorted(one["ended_s"] for one in requests)
+    first, last = len(ends) // 5, len(ends) * 4 // 5
+    return float((last - first) / (ends[last] - ends[first]))
+
+
 def llamacpp(python: Path, model: Path, *, seqs: int) -> Server:
     """Start llama.cpp's server with weights of the model's type."""
     port = free_port()

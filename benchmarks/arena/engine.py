@@ -4,10 +4,10 @@
         [--duration 60] [--cells TEXT] [--out FILE]
 
 The model is a random-weight Llama of 97.5M parameters in bfloat16. In the first cells, requests arrive at 1.2 times the
-capacity of the first recipe, which a burst measures. In the cell `ample` six background generations run all the time,
-and short chats arrive at a quarter of the capacity, with the default number of slots. The servers of a cell run at the
-same time and are loaded in turn, in reverse order in every second turn. The record is written after every run. The
-machine must be quiet.
+capacity of the first recipe, which the middle of a burst measures. In the cell `ample` six background generations run
+all the time, and short chats arrive at a quarter of the capacity, with the default number of slots. The servers of a
+cell run at the same time and are loaded in turn, in reverse order in every second turn. The record is written after
+every run. The machine must be quiet.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import harness
 from peer_venvs import names_of
 from random_model import scratch_model
-from servers import NO_REFUSALS, Server, Skipjoin, bench, start_vllm
+from servers import NO_REFUSALS, Server, Skipjoin, bench, bench_requests, full_rate, start_vllm
 
 LOAD, CHAT_LOAD = 1.2, 0.25
-BURST, TIMEOUT_S = 96, 900.0
+BURST, TIMEOUT_S = 160, 900.0
 BACKGROUND, BACKGROUND_TOKENS = 6, 800
 FIELDS = {
     "mean": ("normalized_latency_s", "mean"),
@@ -130,7 +130,7 @@ def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.
         found |= peers
         first = found[args.recipes[0]]
         burst = ("--rates", 1000, "--requests", BURST, "--seeds", 100, "--warmup", 2)
-        capacity = bench(first, *cell.workload, *burst)["throughput_rps"]
+        capacity = full_rate(bench_requests(first, *cell.workload, *burst)[1])
         kept = record["cells"][name] = {"capacity_rps": round(capacity, 3), "missing": missing, "rows": {}}
         for seed, server in harness.turns(found, args.seeds):
             one = measure(found[server], cell, cell.load * capacity, args.duration, seed)

@@ -28,7 +28,7 @@ from harness import Record
 from papers.figures.report import fill_readme, shown_table, table
 from papers.recipes import SPELLED
 from random_model import scratch_model
-from servers import NO_REFUSALS, Server, Skipjoin, bench_requests, start_vllm
+from servers import NO_REFUSALS, Server, Skipjoin, bench_requests, full_rate, start_vllm
 from skipjoin.config.profile import read_profile
 from skipjoin.core.request import NO_TARGET, Target
 from skipjoin.core.step import StepShape
@@ -141,10 +141,7 @@ def sent(server: Server, trace: Path, *options: object) -> tuple[Record, list[Re
 
 def capacity(server: Server, folder: Path) -> float:
     """Return the requests per second that a server finishes while many wait."""
-    _, requests = sent(server, burst_of(folder, BURST_SEED, BURST))
-    ends = sorted(one["ended_s"] for one in requests)
-    first, last = len(ends) // 5, len(ends) * 4 // 5
-    return float((last - first) / (ends[last] - ends[first]))
+    return full_rate(sent(server, burst_of(folder, BURST_SEED, BURST))[1])
 
 
 # -- one run ----------------------------------------------------------------------------------------------

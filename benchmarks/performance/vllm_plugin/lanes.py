@@ -34,6 +34,7 @@ from skipjoin.vllm.scheduler import Scheduler
 from support.vllm_shadow import Setup, engine_config, make_request, make_scheduler, write_model
 
 STOCK = ("stock", "stock-priority")
+_SLOTS = 8
 _names = count()
 
 
@@ -93,7 +94,7 @@ def burst(engine: LLMEngine, jobs: Sequence[Job]) -> dict[str, Any]:
 
 def measure_burst(given: Mapping[str, Any]) -> dict[str, Any]:
     """Compare stock and `fcfs`: throughput, number of steps and order of ends."""
-    engines = {which: engine_of(given["model"], which, slots=8, blocks=None) for which in ("stock", "fcfs")}
+    engines = {which: engine_of(given["model"], which, slots=_SLOTS, blocks=None) for which in ("stock", "fcfs")}
     found: dict[str, list[dict[str, Any]]] = {which: [] for which in engines}
     for engine in engines.values():
         burst(engine, mixed(given["seed"], 8))
@@ -176,17 +177,29 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def capacity_of(engine: LLMEngine, jobs: Sequence[Job], slots: int) -> float:
+    """Return the requests per second of a full batch, from a burst without its end."""
+    tokens: dict[str, int] = {}
+    for job in jobs:
+        add(engine, job)
+    begin, rate = time.process_time(), 0.0
+    while engine.has_unfinished_requests():
+        tokens |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
+        if engine.get_num_unfinished_requests() >= slots:
+            rate = sum(tokens.values()) / (time.process_time() - begin)
+    return rate * len(jobs) / sum(job.output for job in jobs)
+
+
 def measure_load(given: Mapping[str, Any]) -> dict[str, Any]:
     """Serve the same arrivals with each scheduler, in turn."""
     schedulers, rate_of = given["schedulers"], given["load"]
-    engines = {which: engine_of(given["model"], which, slots=8, blocks=given["blocks"]) for which in schedulers}
+    engines = {which: engine_of(given["model"], which, slots=_SLOTS, blocks=given["blocks"]) for which in schedulers}
     pool = jobs_of(given, 400)
     # Other prompts, because the prefix cache of stock would keep those of the burst.
     first = jobs_of({**given, "seed": given["seed"] + 100}, 60)
     for engine in engines.values():
         burst(engine, first[:12])
-    capacity = len(first[12:]) * burst(engines["stock"], first[12:])["tokens_per_s"]
-    capacity /= sum(job.output for job in first[12:])
+    capacity = capacity_of(engines["stock"], first[12:], _SLOTS)
     rate = rate_of * capacity
     draw, at = random.Random(given["seed"]), 0.0
     jobs: list[Job] = []

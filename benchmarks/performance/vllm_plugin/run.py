@@ -10,7 +10,7 @@ clock of each is the CPU time of its own steps.
 - `burst`: requests that arrive together; throughput, number of steps and order of ends of `fcfs` against stock.
 - `cost`: `schedule` and `update_from_output` with 128 running requests and 1,000 or 100,000 waiting ones, no model.
   The schedulers' clock advances by the time that a step would take.
-- `load`: 8 slots, 80 % short and 20 % long outputs, at 1.5 times the rate that a burst is served with.
+- `load`: 8 slots, 80 % short and 20 % long outputs, at 1.5 times the rate that a full batch serves.
 - `sharegpt`: ShareGPT lengths at a quarter, at 0.8, 1.0 and 1.2 times that rate; also stock with `priority`, by whether
   an output is short, and `sarathi`.
 """

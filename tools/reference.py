@@ -16,7 +16,8 @@ import typer
 from skipjoin.cli import app
 from skipjoin.cli.options import flags_of
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.observe.metric_table import API_METRICS, ENGINE_METRICS, Metric
+from skipjoin.observe.metric_definition import Metric
+from skipjoin.observe.metric_table import API_METRICS, ENGINE_METRICS
 from skipjoin.options import Setting, settings_of
 from skipjoin.recipes import DEFAULT, RECIPES, Forecasts
 

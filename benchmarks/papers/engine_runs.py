@@ -33,7 +33,8 @@ from skipjoin.config.profile import read_profile
 from skipjoin.core.request import NO_TARGET, Target
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
-from skipjoin.workload.workload import DEFAULT, WorkloadRequest, synthetic
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.workload import DEFAULT, synthetic
 
 # An eighth of ShareGPT's prompts and a quarter of its outputs: on a CPU, a token of a prompt takes a larger part of a
 # decode step than on a GPU.

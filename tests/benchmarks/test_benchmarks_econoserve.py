@@ -21,8 +21,8 @@ from papers.engine_runs import count_other_texts, tabulated, write_trace
 from papers.figures.report import fill_readme, thin
 from papers.figures.runs import MEASURED, Options, grid, run_plans
 from skipjoin.core.request import Target
+from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.traces import read_trace
-from skipjoin.workload.workload import WorkloadRequest
 
 FOLDER = BENCHMARKS / "papers" / "econoserve"
 run, module_of = partial(run_figure, "econoserve"), partial(figure_module, "econoserve")

@@ -18,7 +18,7 @@ from skipjoin.demo.outcome import EngineCounts, Outcome, verdict
 from skipjoin.demo.page import Cells, page
 from skipjoin.loadtest.client import Exchange, exchange_of
 from skipjoin.report.results import load_results
-from skipjoin.workload.workload import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
 from support.openai_stub import OpenAiStub
 
 METRICS = """\

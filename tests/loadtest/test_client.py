@@ -26,7 +26,7 @@ from skipjoin.loadtest.runs import figures
 from skipjoin.loadtest.targets import Target, parse_extra, parse_prompt_ids
 from skipjoin.observe.record import Slo
 from skipjoin.workload.prefixes import PromptParts
-from skipjoin.workload.workload import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
 from support.openai_stub import DONE, OpenAiStub, complete, event, stream, token, usage, whole
 
 

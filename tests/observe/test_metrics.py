@@ -21,7 +21,8 @@ from skipjoin.core.events import Admitted, Arrived, Computed, Finished, Preempte
 from skipjoin.core.kv.prefixes import NamedPrefix
 from skipjoin.core.request import FinishReason, Request, ServiceClass, Target
 from skipjoin.core.step import Direction
-from skipjoin.observe.metric_table import ENGINE_METRICS, Snapshot
+from skipjoin.observe.metric_snapshot import Snapshot
+from skipjoin.observe.metric_table import ENGINE_METRICS
 from skipjoin.observe.metrics import EngineMetrics, Histogram
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.stages import StageUse

@@ -28,7 +28,8 @@ from skipjoin.policies.exact_reservations import PROMPTS
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.workload import Workload, WorkloadRequest, synthetic
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.workload import Workload, synthetic
 from support.load import load, make
 from support.policies import EVICTIONS
 from support.recipes import SPELLED

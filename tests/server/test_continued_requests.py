@@ -12,7 +12,7 @@ from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.request import Request
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
-from skipjoin.observe.metric_table import Snapshot, merged
+from skipjoin.observe.metric_snapshot import Snapshot, merged
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams, TokenDetail
 from skipjoin.structured_output import StructuredOutput

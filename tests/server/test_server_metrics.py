@@ -22,7 +22,7 @@ from simulated_engine import SimulatedLoop
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.core.events import Event
 from skipjoin.core.kv.ledger import KVLedger, LedgerError
-from skipjoin.observe.metric_table import Snapshot
+from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.app import build_metrics_app

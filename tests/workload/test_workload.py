@@ -15,18 +15,10 @@ from skipjoin.config import ConfigError
 from skipjoin.core.request import ServiceClass
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.lengths import parse_lengths
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.streams import Stream, parse_stream
 from skipjoin.workload.traces import Trace, TraceRow
-from skipjoin.workload.workload import (
-    DEFAULT,
-    Replay,
-    Stream,
-    Synthetic,
-    Workload,
-    WorkloadRequest,
-    parse_stream,
-    synthetic,
-    with_best_effort,
-)
+from skipjoin.workload.workload import DEFAULT, Replay, Synthetic, Workload, synthetic, with_best_effort
 
 BATCH = "name=batch,lengths=uniform:512-1024,32-128,arrivals=gamma:2,share=0.5,priority=10"
 REAL_TIME, BEST_EFFORT = ServiceClass

@@ -27,7 +27,8 @@ from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.lengths import Lengths, parse_lengths
-from skipjoin.workload.workload import DEFAULT, Closed, ClosedMode, Stream, Synthetic
+from skipjoin.workload.streams import Closed, ClosedMode, Stream
+from skipjoin.workload.workload import DEFAULT, Synthetic
 
 # Section 7.1: objectives of real-time requests, groups of GPUs, blocks of 16 tokens.
 SLO = Slo(ttft_s=0.4, tpot_s=0.2)

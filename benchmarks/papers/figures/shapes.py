@@ -10,7 +10,8 @@ from statistics import NormalDist
 
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.lengths import Lengths, parse_lengths
-from skipjoin.workload.workload import DEFAULT, Stream, Synthetic
+from skipjoin.workload.streams import Stream
+from skipjoin.workload.workload import DEFAULT, Synthetic
 
 # Quantiles that represent a distribution during the search for its parameters, and the bisection steps.
 _QUANTILES, _HALVINGS = 1000, 30

@@ -31,7 +31,7 @@ from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.models import ModelShape, model_shape
-from skipjoin.workload.workload import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]

@@ -30,7 +30,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from skipjoin.config import EngineConfig
 from skipjoin.engine.build import engine_around
 from skipjoin.engine.load import Loaded
-from skipjoin.workload.workload import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
 
 MODEL, DTYPE = "llama-3-8b", "bfloat16"
 # Target: multiple of the peer's tokens per second.

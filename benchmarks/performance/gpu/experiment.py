@@ -57,7 +57,8 @@ from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import run as simulate
 from skipjoin.sim.experiments.sweep import RateSearch, sweep
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.workload import Workload, WorkloadRequest, synthetic
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.workload import Workload, synthetic
 
 MODEL, DTYPE = "opt-13b", "float16"
 # In the order of measurement: the paper's comparison, then the ablations.

@@ -39,7 +39,8 @@ from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.workload import WorkloadRequest, synthetic
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.workload import synthetic
 
 RECIPES, LOADS = ("fcfs", "fastserve"), (0.5, 0.8)
 KV_GIB, MAX_NUM_SEQS, MAX_TOKENS = 0.5, 32, 512

@@ -13,17 +13,9 @@ from skipjoin.report.results import Existing
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.fields import number
 from skipjoin.workload.prefixes import HASH_TOKENS
+from skipjoin.workload.streams import parse_closed
 from skipjoin.workload.traces import read_trace
-from skipjoin.workload.workload import (
-    Classed,
-    Replay,
-    Synthetic,
-    Workload,
-    parse_closed,
-    synthetic,
-    with_best_effort,
-    with_closed,
-)
+from skipjoin.workload.workload import Classed, Replay, Synthetic, Workload, synthetic, with_best_effort, with_closed
 
 _WORKLOAD, _OBJECTIVES, _RESULTS = "Workload", "Objectives", "Results"
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from skipjoin.config.batches import NOWHERE
 from skipjoin.config.engine import EngineConfig
 from skipjoin.config.forecast import ForecastConfig
-from skipjoin.config.server import HANG_LIMITS, MAX_DEADLINE_MS, NOWHERE, HangLimits, ServerConfig
+from skipjoin.config.server import HANG_LIMITS, MAX_DEADLINE_MS, HangLimits, ServerConfig
 from skipjoin.config.shared import (
     MAX_NUM_SEQS,
     BestEffortWait,

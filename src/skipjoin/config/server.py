@@ -3,11 +3,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from skipjoin.config.access import AccessConfig
+from skipjoin.config.batches import BatchConfig
 from skipjoin.config.key_files import ANY_LATER, AS_ALL, PRIORITY_TIERS, KeyRights, priority_bounds
 from skipjoin.config.shared import (
     ASKED,
-    BATCHES,
     FORECASTS,
     LIMITS,
     MEASUREMENT,
@@ -27,8 +26,6 @@ MAX_DEADLINE_MS = 7 * 86_400_000
 # Share of the default objectives for requests of service_tier priority, which wait only for each other, while default
 # objectives allow for waiting.
 PRIORITY_SHARE = 0.5
-# Value of `batch_dir` that disables batches.
-NOWHERE = "none"
 LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 
 
@@ -54,7 +51,7 @@ def _objective(what: str, default: str = "none", group: str = OBJECTIVES, *, is_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig(AccessConfig):
+class ServerConfig(BatchConfig):
     host: Annotated[str, Option("Address to listen on.", group=SERVER, is_common=True)] = "127.0.0.1"
     port: Annotated[
         int, Option("Port to listen on; 0 picks a free one.", low=0, high=65535, group=SERVER, is_common=True)
@@ -300,73 +297,6 @@ class ServerConfig(AccessConfig):
             group=SERVER,
         ),
     ] = True
-    batch_dir: Annotated[
-        str | None,
-        Option(
-            "Folder of uploaded files and batches; none disables batches (default: in the user's cache folder).",
-            metavar="DIR",
-            group=BATCHES,
-        ),
-    ] = None
-    batch_db: Annotated[
-        str | None,
-        Option(
-            "PostgreSQL database of the batches, which servers may share if they also share the folder (default: "
-            "SQLite in the folder).",
-            metavar="postgresql://...",
-            group=BATCHES,
-        ),
-    ] = None
-    batch_inflight: Annotated[
-        int | None,
-        Option(
-            "Maximum number of batch sequences in the engines, waiting and running (default: twice --max-num-seqs for "
-            "each replica).",
-            low=1,
-            high=1 << 20,
-            metavar="SEQUENCES",
-            group=BATCHES,
-        ),
-    ] = None
-    batch_max_lines: Annotated[
-        int, Option("Maximum number of lines of a batch.", low=1, high=10_000_000, metavar="LINES", group=BATCHES)
-    ] = 50_000
-    batch_max_file_bytes: Annotated[
-        int, Option("Maximum size of an uploaded file.", low=1, high=1 << 40, metavar="BYTES", group=BATCHES)
-    ] = 200_000_000
-    batch_max_line_bytes: Annotated[
-        int, Option("Maximum size of a batch's line.", low=1, high=1 << 30, metavar="BYTES", group=BATCHES)
-    ] = 4 << 20
-    batch_max_bytes_per_key: Annotated[
-        int,
-        Option(
-            "Maximum total size of one key's files; uploads, batches and lines beyond it are refused with 429.",
-            low=1,
-            high=1 << 50,
-            metavar="BYTES",
-            group=BATCHES,
-        ),
-    ] = 10_000_000_000
-    batch_max_files_per_key: Annotated[
-        int,
-        Option(
-            "Maximum number of one key's files; uploads beyond it are refused with 429.",
-            low=1,
-            high=1 << 40,
-            metavar="FILES",
-            group=BATCHES,
-        ),
-    ] = 10_000
-    batch_max_active_per_key: Annotated[
-        int,
-        Option(
-            "Maximum number of one key's unfinished batches; more are refused with 429.",
-            low=1,
-            high=1 << 30,
-            metavar="BATCHES",
-            group=BATCHES,
-        ),
-    ] = 100
 
     def __post_init__(self) -> None:
         check(self)
@@ -386,7 +316,7 @@ class ServerConfig(AccessConfig):
             base_url("forecast_url", self.forecast_url)
         else:
             self._check_unasked("forecast_model", "forecast_timeout_s")
-        self._check_batches()
+        self.check_batches()
 
     @property
     def _may_have_priority_tier(self) -> bool:
@@ -433,20 +363,3 @@ class ServerConfig(AccessConfig):
         for name in names:
             if getattr(self, name) != settings_of(type(self))[name].default:
                 raise ConfigError(f"{name} is for another server that forecasts: set forecast_url")
-
-    @property
-    def has_batches(self) -> bool:
-        return self.batch_dir != NOWHERE
-
-    def _check_batches(self) -> None:
-        if self.batch_dir == "":
-            raise ConfigError("batch_dir must not be empty")
-        if self.batch_db is None:
-            return
-        if not self.batch_db.startswith(("postgresql://", "postgres://")):
-            # Only the scheme is shown, as the rest may contain a password.
-            scheme, separator, _ = self.batch_db.partition("://")
-            got = repr(scheme + separator) if separator else "a text without ://"
-            raise ConfigError(f"batch_db must be like postgresql://user@host/name, got {got}")
-        if not self.has_batches:
-            raise ConfigError("batch_db must not be set where batch_dir is none: the files need a folder")

@@ -9,7 +9,8 @@ from typing import Any
 
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.lengths import parse_lengths
-from skipjoin.workload.workload import Closed, Stream, WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.streams import Closed, Stream
 
 BACKGROUND, CHAT = "background", "chat"
 # Aimed at duration of a background job in a full batch; a run takes about twice as long.

@@ -21,7 +21,8 @@ from skipjoin.loadtest.http_answer import Answer, Failure, failure
 from skipjoin.loadtest.http_request import Bodies
 from skipjoin.loadtest.targets import Target
 from skipjoin.observe.requests import RequestFacts
-from skipjoin.workload.workload import Closed, ClosedMode, WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.streams import Closed, ClosedMode
 
 # A run is aborted after this time and number of failures without any data from the server.
 MAX_FAILING_S, MIN_FAILURES = 3.0, 3

@@ -9,7 +9,7 @@ import msgspec
 
 from skipjoin.core.request import ServiceClass
 from skipjoin.loadtest.targets import Target
-from skipjoin.workload.workload import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
 
 # Ordinary words that are one token in most vocabularies.
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")

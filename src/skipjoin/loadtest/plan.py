@@ -6,7 +6,8 @@ from typing import Annotated
 
 from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.options import ConfigError, Option, check
-from skipjoin.workload.workload import Workload, WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.workload import Workload
 
 _GROUP = "Runs"
 

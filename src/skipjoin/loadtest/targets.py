@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from skipjoin.config import base_url
 from skipjoin.options import ConfigError, Option, unknown
-from skipjoin.workload.workload import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 

@@ -2,61 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
-
 from skipjoin.core.events import Preemption
-from skipjoin.core.request import FinishReason, ServiceClass
+from skipjoin.core.request import FinishReason
+from skipjoin.observe.metric_definition import Metric
 from skipjoin.observe.waits import REASONS
-
-
-class Metric(NamedTuple):
-    """Definition of one metric.
-
-    Attributes:
-        buckets: Ascending upper bounds of a histogram.
-        in_vllm: True if vLLM has a metric of this name and meaning.
-        vllm_sum: Label values whose sum is vLLM's metric, which has no such label.
-        is_share: Engines are aggregated by mean instead of sum.
-        by_class: The metric has an additional label `class` with the values `CLASSES`; vLLM has the sum over classes.
-    """
-
-    name: str
-    kind: Literal["gauge", "counter", "histogram"]
-    help: str
-    label: str = ""
-    values: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    in_vllm: bool = False
-    vllm_sum: tuple[str, ...] = ()
-    is_share: bool = False
-    by_class: bool = False
-
-    @property
-    def width(self) -> int:
-        return len(self.buckets) + 2 if self.kind == "histogram" else max(1, len(self.values))
-
-    def zero(self) -> list[float]:
-        """Return the initial row.
-
-        A row has one number per label value. A histogram has the count of each bucket, the count above the last bucket,
-        and the sum. With classes, the rows are concatenated in the order of `CLASSES`.
-        """
-        return [0] * (self.width * (len(CLASSES) if self.by_class else 1))
-
-    def per_class(self, row: Sequence[float]) -> list[Sequence[float]]:
-        return [row[start : start + self.width] for start in range(0, len(row), self.width)]
-
-    def summed(self, row: Sequence[float]) -> list[float]:
-        return [sum(numbers) for numbers in zip(*self.per_class(row), strict=True)]
-
-    def as_in_vllm(self, row: Sequence[float]) -> tuple[Metric, Sequence[float]]:
-        row, plain = self.summed(row), self._replace(by_class=False)
-        if not self.vllm_sum:
-            return plain, row
-        total = sum(row[self.values.index(value)] for value in self.vllm_sum)
-        return plain._replace(label="", values=()), [total]
-
 
 # Spans one token on a fast device to a request that waits for minutes.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -71,8 +20,6 @@ FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 PREEMPTIONS = tuple(how.name.lower() for how in Preemption)
 _PROACTIVE = ("false", "true")
 _TIERS = ("device", "cpu")
-# The index is `is_best_effort`.
-CLASSES = (ServiceClass.REAL_TIME.value, ServiceClass.BEST_EFFORT.value)
 # Values of `Forecast.source`.
 FORECAST_SOURCES = ("prior", "learned", "alise-similar", "alise-mlp", "url")
 # States of batch lines and of batches, as in the API.
@@ -423,35 +370,9 @@ API_METRICS = (
 _INDEX = {metric.name: index for index, metric in enumerate(ENGINE_METRICS)}
 
 
+def engine_metric_index(name: str) -> int:
+    return _INDEX[name]
+
+
 def engine_metric(name: str) -> Metric:
     return ENGINE_METRICS[_INDEX[name]]
-
-
-class Snapshot(NamedTuple):
-    """An engine's metrics at one time: one row per entry of `ENGINE_METRICS`, as in `Metric.zero`."""
-
-    rows: list[list[float]]
-
-    @classmethod
-    def zero(cls) -> Snapshot:
-        return cls([metric.zero() for metric in ENGINE_METRICS])
-
-    def row(self, name: str) -> list[float]:
-        return self.rows[_INDEX[name]]
-
-    def summed(self, name: str) -> list[float]:
-        return engine_metric(name).summed(self.row(name))
-
-    def at_rest(self) -> Snapshot:
-        """Return a copy for an engine that is gone: gauges are zero, counters stay."""
-        pairs = zip(ENGINE_METRICS, self.rows, strict=True)
-        return Snapshot([metric.zero() if metric.kind == "gauge" else row for metric, row in pairs])
-
-
-def merged(live: Sequence[Snapshot], *, gone: Snapshot | None = None) -> Snapshot:
-    engines = [*live, *([gone] if gone is not None else [])]
-    rows = []
-    for index, metric in enumerate(ENGINE_METRICS):
-        row = [sum(numbers) for numbers in zip(*(snapshot.rows[index] for snapshot in engines), strict=True)]
-        rows.append([number / max(1, len(live)) for number in row] if metric.is_share else row)
-    return Snapshot(rows)

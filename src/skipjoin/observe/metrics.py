@@ -22,16 +22,9 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction
-from skipjoin.observe.metric_table import (
-    CLASSES,
-    ENGINE_METRICS,
-    FINISH_REASONS,
-    OBJECTIVES,
-    PREEMPTIONS,
-    Metric,
-    Snapshot,
-    engine_metric,
-)
+from skipjoin.observe.metric_definition import CLASSES, Metric
+from skipjoin.observe.metric_snapshot import Snapshot
+from skipjoin.observe.metric_table import ENGINE_METRICS, FINISH_REASONS, OBJECTIVES, PREEMPTIONS, engine_metric
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.stages import StageUse
 from skipjoin.observe.usage import EngineUsage

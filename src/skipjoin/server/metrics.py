@@ -15,12 +15,13 @@ from prometheus_client.utils import floatToGoString
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.engine.forecasting import Predicted
+from skipjoin.observe.metric_definition import CLASSES, Metric
+from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.metric_table import (
     API_METRICS,
     BATCH_ENDS,
     BATCH_OPEN,
     BATCH_STATUSES,
-    CLASSES,
     CONNECTION_REFUSALS,
     ENGINE_METRICS,
     FORECAST_OUTCOMES,
@@ -28,8 +29,6 @@ from skipjoin.observe.metric_table import (
     HTTP_STATUSES,
     LOSSES,
     OTHER_STATUS,
-    Metric,
-    Snapshot,
 )
 from skipjoin.observe.metrics import Histogram
 from skipjoin.server.engines.messages import Ready

@@ -4,112 +4,22 @@ from __future__ import annotations
 
 import heapq
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import islice, repeat, takewhile
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from skipjoin.config import ConfigError
-from skipjoin.core.request import NO_TARGET, ServiceClass, Target
-from skipjoin.observe.requests import Kind
+from skipjoin.core.request import ServiceClass
 from skipjoin.workload.arrivals import Arrivals, parse_arrivals
-from skipjoin.workload.fields import FieldTexts, in_bounds
-from skipjoin.workload.lengths import Lengths, parse_lengths
-from skipjoin.workload.prefixes import PromptParts, SharedPrefix, parse_shared_prefix
+from skipjoin.workload.fields import in_bounds
+from skipjoin.workload.lengths import parse_lengths
+from skipjoin.workload.prefixes import parse_shared_prefix
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.streams import Closed, Stream, generator, parse_stream
 from skipjoin.workload.traces import Trace
 
 DEFAULT = "default"
-STREAM_FIELDS = ("name", "lengths", "arrivals", "share", "priority", "class", "key", "prefix")
-CLOSED_FIELDS = ("name", "lengths", "size", "mode", "priority", "class", "key", "prefix")
-MAX_IN_FLIGHT = 1_000_000
-
-
-class ClosedMode(StrEnum):
-    """Submission rule of a closed-loop stream."""
-
-    BATCH = "batch"  # `size` jobs, once all earlier ones have finished (BROS section 7.1)
-    REFILL = "refill"  # one job for each that finishes
-
-
-class WorkloadRequest(NamedTuple):
-    """Request to send.
-
-    Attributes:
-        at: Arrival in seconds from the start.
-        deadline_s: Deadline relative to the arrival.
-    """
-
-    at: float
-    prompt_tokens: int
-    output_tokens: int
-    stream: str
-    priority: int
-    row: int | None = None
-    prompt: str | None = None
-    service: ServiceClass = ServiceClass.REAL_TIME
-    deadline_s: float | None = None
-    target: Target = NO_TARGET
-    key: str = ""
-    parts: PromptParts | None = None
-
-    def after(self, prefix: SharedPrefix | None, chance: random.Random) -> WorkloadRequest:
-        if prefix is None:
-            return self
-        return self._replace(prompt_tokens=prefix.tokens + self.prompt_tokens, parts=prefix.draw(chance, self.stream))
-
-    @property
-    def kind(self) -> Kind:
-        return Kind(self.stream, self.service)
-
-
-@dataclass(frozen=True)
-class Closed:
-    """Closed-loop stream with at most `size` requests in flight.
-
-    Its first jobs are submitted at 0, and none after the workload's duration.
-    """
-
-    name: str
-    lengths: Lengths
-    size: int
-    mode: ClosedMode = ClosedMode.BATCH
-    priority: int = 0
-    service: ServiceClass = ServiceClass.REAL_TIME
-    key: str = ""
-    prefix: SharedPrefix | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.size <= MAX_IN_FLIGHT:
-            raise ConfigError(f"closed: size must be an integer in [1, {MAX_IN_FLIGHT}], got {self.size}")
-
-    @property
-    def kind(self) -> Kind:
-        return Kind(self.name, self.service)
-
-    def jobs(self, seed: int, index: int) -> Iterator[WorkloadRequest]:
-        """Yield jobs of the stream indefinitely, all with arrival 0.
-
-        The k-th job has the same lengths regardless of the system; `index` among the closed streams is for the seed.
-        """
-        chance, groups = _generator(seed, index, "closed"), _generator(seed, index, "closed prefix")
-        while True:
-            prompt, output = self.lengths.draw(chance)
-            job = WorkloadRequest(0.0, prompt, output, self.name, self.priority, service=self.service, key=self.key)
-            yield job.after(self.prefix, groups)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "lengths": self.lengths.name,
-            "size": self.size,
-            "mode": self.mode.value,
-            "priority": self.priority,
-            "service": self.service.value,
-            **({"key": self.key} if self.key else {}),
-            **_described(self.prefix),
-        }
 
 
 class Workload(Protocol):
@@ -139,47 +49,6 @@ class Workload(Protocol):
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Open-loop stream of jobs."""
-
-    name: str
-    lengths: Lengths
-    arrivals: Arrivals
-    share: float = 1.0
-    priority: int = 0
-    service: ServiceClass = ServiceClass.REAL_TIME
-    key: str = ""
-    prefix: SharedPrefix | None = None
-
-    def __post_init__(self) -> None:
-        in_bounds(f"share of stream {self.name!r}", self.share, most=1)
-
-    def jobs(self, rate_rps: float, seed: int, index: int) -> Iterator[WorkloadRequest]:
-        """Yield jobs of the stream indefinitely, at its share of `rate_rps`.
-
-        The k-th job has the same lengths at every rate; `index` among the streams is for the seed.
-        """
-        lengths, groups = _generator(seed, index, "lengths"), _generator(seed, index, "prefix")
-        for time in self.arrivals.times(_generator(seed, index, "arrivals")):
-            prompt, output = self.lengths.draw(lengths)
-            at = time / rate_rps / self.share
-            job = WorkloadRequest(at, prompt, output, self.name, self.priority, service=self.service, key=self.key)
-            yield job.after(self.prefix, groups)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "lengths": self.lengths.name,
-            "arrivals": self.arrivals.name,
-            "share": self.share,
-            "priority": self.priority,
-            "service": self.service.value,
-            **({"key": self.key} if self.key else {}),
-            **_described(self.prefix),
-        }
 
 
 @dataclass(frozen=True)
@@ -276,8 +145,8 @@ class Replay:
     def _at_rate(self, rate_rps: float, seed: int) -> Iterator[WorkloadRequest]:
         assert self.arrivals is not None
         rows = len(self.trace.rows)
-        row = int(_generator(seed, 0, "offset").random() * rows)
-        for time in self.arrivals.times(_generator(seed, 0, "arrivals")):
+        row = int(generator(seed, 0, "offset").random() * rows)
+        for time in self.arrivals.times(generator(seed, 0, "arrivals")):
             yield self._job(row, time / rate_rps)
             row = (row + 1) % rows
 
@@ -331,51 +200,6 @@ def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = (), prefix: 
     return Synthetic((main, *others))
 
 
-def parse_stream(text: str) -> Stream:
-    """Parse a stream such as `name=batch,lengths=uniform:512-1024,32-128,arrivals=poisson,share=0.5,class=best-effort`.
-
-    name, lengths and share are required. Defaults are arrivals=poisson, priority=0 and class=real-time. Streams without
-    key= belong to one client. prefix=1000:20 is as in `parse_shared_prefix`.
-    """
-    fields = FieldTexts("stream", text, known=STREAM_FIELDS, needed=("name", "lengths", "share"))
-    return Stream(
-        fields["name"],
-        parse_lengths(fields["lengths"]),
-        parse_arrivals(fields.get("arrivals", "poisson")),
-        fields.number("share", most=1),
-        fields.integer("priority", 0),
-        fields.choice("class", ServiceClass.REAL_TIME),
-        fields.get("key", ""),
-        _prefix_of(fields),
-    )
-
-
-def parse_closed(text: str) -> Closed:
-    """Parse a stream such as `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
-
-    name, lengths and size are required. Defaults are mode=batch, priority=0 and class=real-time.
-    """
-    fields = FieldTexts("closed", text, known=CLOSED_FIELDS, needed=("name", "lengths", "size"))
-    return Closed(
-        fields["name"],
-        parse_lengths(fields["lengths"]),
-        fields.integer("size", 1),
-        fields.choice("mode", ClosedMode.BATCH),
-        fields.integer("priority", 0),
-        fields.choice("class", ServiceClass.REAL_TIME),
-        fields.get("key", ""),
-        _prefix_of(fields),
-    )
-
-
-def _prefix_of(fields: FieldTexts) -> SharedPrefix | None:
-    return parse_shared_prefix(fields["prefix"]) if "prefix" in fields else None
-
-
-def _described(prefix: SharedPrefix | None) -> dict[str, Any]:
-    return {} if prefix is None else {"prefix": str(prefix)}
-
-
 def with_best_effort(workload: Classed, share: float) -> Classed:
     """Return the same jobs in two streams named after their service classes, with a share of best-effort jobs.
 
@@ -393,17 +217,12 @@ def keys_of(workload: Synthetic | Replay) -> set[str]:
     return streams | {closed.key for closed in workload.closed}
 
 
-def _generator(seed: int, stream: int, purpose: str) -> random.Random:
-    # A text seed is hashed, equally in every process, so that adjacent seeds give unrelated numbers.
-    return random.Random(f"{seed}/{stream}/{purpose}")
-
-
 def _with_classes(
     jobs: Iterator[WorkloadRequest], best_effort: float | None, seed: int, index: int
 ) -> Iterator[WorkloadRequest]:
     if best_effort is None:
         return jobs
-    chance = _generator(seed, index, "class")
+    chance = generator(seed, index, "class")
     classes = (
         ServiceClass.BEST_EFFORT if chance.random() < best_effort else ServiceClass.REAL_TIME for _ in repeat(None)
     )

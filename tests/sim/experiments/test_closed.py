@@ -20,7 +20,8 @@ from skipjoin.observe.record import Slo
 from skipjoin.observe.requests import RequestFacts
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import Run, run
-from skipjoin.workload.workload import ClosedMode, parse_closed, with_closed
+from skipjoin.workload.streams import ClosedMode, parse_closed
+from skipjoin.workload.workload import with_closed
 from support.recipes import SPELLED
 from support.simulated import SYSTEM, WORKLOAD, repeatable
 

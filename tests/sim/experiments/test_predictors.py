@@ -21,8 +21,9 @@ from skipjoin.core.request import Request
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.predictors import parse_predictor
 from skipjoin.sim.experiments.simulation import run
+from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.traces import Column, Trace, TraceRow
-from skipjoin.workload.workload import Replay, Workload, WorkloadRequest, synthetic
+from skipjoin.workload.workload import Replay, Workload, synthetic
 from support.simulated import CELL, SYSTEM
 
 SHAREGPT = synthetic("sharegpt", "poisson")

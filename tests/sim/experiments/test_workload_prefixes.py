@@ -13,8 +13,9 @@ from skipjoin.config import ConfigError
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.prefixes import PromptParts
+from skipjoin.workload.streams import parse_closed
 from skipjoin.workload.traces import Trace, TraceRow, read_trace
-from skipjoin.workload.workload import Replay, parse_closed, synthetic, with_closed
+from skipjoin.workload.workload import Replay, synthetic, with_closed
 from support.simulated import CELL, SYSTEM, repeatable
 
 LARGE = replace(SYSTEM, recipe="fcfs", kv_blocks=100_000, max_num_batched_tokens=4096)

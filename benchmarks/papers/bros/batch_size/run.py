@@ -38,7 +38,7 @@ from papers.figures.report import main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.report.plots import style
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.workload import ClosedMode
+from skipjoin.workload.streams import ClosedMode
 
 RATE, SEEDS = 8.0, 2
 LOADS = {str(size): Load(in_flight=size) for size in (32, 128, 512)}

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from papers.engine_runs import BLIND, PRIORITY, Alone, Comparison, Entry, compare
 from skipjoin.core.request import Target
-from skipjoin.workload.workload import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
 
 DURATION_S = 20.0
 TTFT_STEPS, TPOT_STEPS = 16, 8

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from papers.econoserve.setting import SHAREGPT
 from papers.engine_runs import BLIND, Alone, Comparison, Entry, compare
 from skipjoin.core.request import Target
-from skipjoin.workload.workload import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
 
 DURATION_S, JCT_SCALE = 20.0, 3.0
 PAPER = tuple(part for name, value in SHAREGPT.params.items() for part in ("--set", f"{name}={value}"))

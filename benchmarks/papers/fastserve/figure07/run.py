@@ -28,7 +28,9 @@ from skipjoin.report.plots import style
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.workload import DEFAULT, Closed, WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.streams import Closed
+from skipjoin.workload.workload import DEFAULT
 
 UNIT_S = 0.5
 # Prompt and output tokens. A token takes one unit, and the first output token comes with the prompt.

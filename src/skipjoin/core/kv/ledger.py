@@ -6,10 +6,11 @@ from math import inf
 
 from skipjoin.core.kv.block_pool import BlockPool, LedgerError
 from skipjoin.core.kv.interface import Hit
+from skipjoin.core.kv.moves import Copy, joined
 from skipjoin.core.kv.prefix_cache import PrefixCache
 from skipjoin.core.kv.request_blocks import Holders, RequestBlocks
 from skipjoin.core.kv.reservations import Owner, Reservations
-from skipjoin.core.kv.shared_blocks import Copy, SharedBlocks, move_of
+from skipjoin.core.kv.shared_blocks import SharedBlocks
 from skipjoin.core.kv.transfers import Transfers
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.step import Direction, Move, Span
@@ -276,11 +277,11 @@ class KVLedger:
         if not self.can_move_out(request, keep=keep):
             raise LedgerError(f"request {request.id} cannot be moved out")
         self.trim(request)
-        move = self._out_of_shared(held, keep) if held.sharing.lends else self._out_of(held, keep)
+        move = self._shared.move_out(held, keep) if held.sharing.lends else self._out_of(held, keep)
         if blocking:
             self._cut(held, keep)
         if move is not None and before is not None:
-            move = self._joined(move, before)
+            move = joined(move, before, self.block_size)
         move = move or before
         return self._transfers.begin(held, move) if move is not None else None
 
@@ -290,38 +291,6 @@ class KVLedger:
         tokens = self.tokens_in(request, len(held.device)) - self.tokens_in(request, keep)
         held.cpu[:0] = target
         return Move(Direction.OUT, request, tuple(source), tuple(target), tokens)
-
-    def _out_of_shared(self, held: RequestBlocks, keep: int) -> Move | None:
-        copies, target, size = list[Copy](), list[int](), self.block_size
-        for index in range(keep, len(held.device)):
-            shared, saved, copy = held.sharing.lends.get(index), 0, None
-            if shared is not None:
-                saved, copy, shared.copy = shared.saved, shared.copy, None
-            if copy is None:
-                (copy,) = self._cpu.take(1)
-            target.append(copy)
-            if rest := self._shared.filled_slots(held, index) - saved:
-                copies.append((held.device[index], copy, Span(size - rest, rest)))
-        held.cpu[:0] = target
-        return move_of(Direction.OUT, held.request, copies) if copies else None
-
-    def _joined(self, first: Move, second: Move) -> Move:
-        if first.spans or second.spans:
-            first, second = self._spanned(first), self._spanned(second)
-        return first._replace(
-            source=first.source + second.source,
-            target=first.target + second.target,
-            tokens=first.tokens + second.tokens,
-            spans=first.spans + second.spans,
-        )
-
-    def _spanned(self, move: Move) -> Move:
-        if move.spans:
-            return move
-        assert move.request is not None
-        size, reverse = self.block_size, move.request.reverse
-        counts = [min(size, move.tokens - index * size) for index in range(len(move.source))]
-        return move._replace(spans=tuple(Span(size - count if reverse else 0, count) for count in counts))
 
     def recall(self, move: Move) -> None:
         self.land(move)

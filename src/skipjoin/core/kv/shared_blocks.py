@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from skipjoin.core.kv.block_pool import BlockPool, LedgerError
+from skipjoin.core.kv.moves import Copy, move_of
 from skipjoin.core.kv.request_blocks import Holders, RequestBlocks, SharedBlock
 from skipjoin.core.kv.transfers import Transfers
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Span
-
-# Source block, target block and the slots to copy, at least one.
-Copy = tuple[int, int, Span]
-
-
-def move_of(direction: Direction, request: Request, copies: Sequence[Copy]) -> Move:
-    source, target, spans = zip(*copies, strict=True)
-    return Move(direction, request, source, target, sum(span.slots for span in spans), spans)
 
 
 class SharedBlocks:
@@ -144,6 +137,21 @@ class SharedBlocks:
         owner.sharing.overwritten += not shared.saved
         shared.saved += count
         return self._transfers.begin_saving(owner, move, shared.index)
+
+    def move_out(self, held: RequestBlocks, keep: int) -> Move | None:
+        """Swap out the blocks from index `keep`. Blocks with saved slots go to the CPU-tier blocks that have them."""
+        copies, target, size = list[Copy](), list[int](), self._size
+        for index in range(keep, len(held.device)):
+            shared, saved, copy = held.sharing.lends.get(index), 0, None
+            if shared is not None:
+                saved, copy, shared.copy = shared.saved, shared.copy, None
+            if copy is None:
+                (copy,) = self._cpu.take(1)
+            target.append(copy)
+            if rest := self.filled_slots(held, index) - saved:
+                copies.append((held.device[index], copy, Span(size - rest, rest)))
+        held.cpu[:0] = target
+        return move_of(Direction.OUT, held.request, copies) if copies else None
 
     def take_back(self, request: Request, tokens: int, more: Sequence[Copy] = ()) -> list[Move]:
         # Slots that a borrower has taken are replaced in other blocks.

@@ -64,6 +64,15 @@ class ApiError(Exception):
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")
 
+    def last_response(self) -> bytes:
+        """Return the response as HTTP/1.1 that closes the connection."""
+        body = self.body()
+        head = (
+            f"HTTP/1.1 {self.status} Refused\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
 
 def _is_clean(error: Mapping[str, str | None]) -> bool:
     return all(value is None or value.isascii() for value in error.values())

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from skipjoin.observe.metric_table import Snapshot
+from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.server.engines.messages import (
     DescribeRequests,
     FindLives,

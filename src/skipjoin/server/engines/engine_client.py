@@ -13,7 +13,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.engine.text import Output
-from skipjoin.observe.metric_table import Snapshot, merged
+from skipjoin.observe.metric_snapshot import Snapshot, merged
 from skipjoin.policies.dispatch import prefix_aware
 from skipjoin.sampling import SamplingParams, TokenDetail
 from skipjoin.server.engines.connected_engine import ConnectedEngine, Question, Replies

@@ -12,8 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -21,13 +19,12 @@ import zmq
 
 from skipjoin.config import ConfigError
 from skipjoin.core.engine import EngineCore, RequestTooLargeError
-from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from skipjoin.core.step import StepPlan
 from skipjoin.model.config import ModelError
 from skipjoin.observe.metrics import EngineMetrics
-from skipjoin.observe.timeline import Timeline
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import located_errors
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
@@ -58,7 +55,8 @@ from skipjoin.server.engines.messages import (
     ToEngine,
 )
 from skipjoin.server.engines.stall import StallWatch
-from skipjoin.system.disk import why_not_written
+from skipjoin.server.engines.step_outputs import StepOutputsBuilder
+from skipjoin.server.engines.timeline_writer import TimelineWriter
 from skipjoin.system.machine import resident_bytes
 
 logger = logging.getLogger(__name__)
@@ -108,91 +106,12 @@ OnProgress = Callable[[str, float], None]
 LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
-class StepOutputsBuilder:
-    """Builder of the `StepOutputs` messages of engine steps.
-
-    Before a step that starts requests, it sends their ids, which are the suspects if the engine crashes.
-    """
-
-    def __init__(self) -> None:
-        self._new: set[int] = set()  # requests that have not run yet
-
-    def arrived(self, request_id: int) -> None:
-        self._new.add(request_id)
-
-    def begin(self, plan: StepPlan) -> StepOutputs | None:
-        new = [slice_ for slice_ in plan.slices if slice_.request.id in self._new] if self._new else []
-        started = [slice_.request.id for slice_ in new]
-        self._new.difference_update(started)
-        # The first slice of a request begins after its prefix-cache hits.
-        cached = {slice_.request.id: slice_.start for slice_ in new if slice_.start}
-        return StepOutputs(started=started, cached=cached) if started else None
-
-    def fold(self, events: Iterable[Event]) -> StepOutputs | None:
-        ids: list[int] = []
-        tokens: list[int] = []
-        details: dict[int, TokenDetail] = {}
-        ended: list[tuple[int, str]] = []
-        errors: dict[int, str] = {}
-        for event in events:
-            if isinstance(event, Token):
-                if event.detail is not None:
-                    details[len(ids)] = event.detail  # type: ignore[assignment]
-                ids.append(event.request.id)
-                tokens.append(event.token)
-            elif isinstance(event, Finished):
-                self._new.discard(event.request.id)
-                ended.append((event.request.id, event.reason.value))
-                if event.detail:
-                    errors[event.request.id] = event.detail
-        if ids or ended:
-            return StepOutputs(ids=ids, tokens=tokens, details=details, ended=ended, errors=errors)
-        return None
-
-
 class Recorder(Protocol):
     """Sink of an engine's events, such as a timeline. `flush` is called when the engine becomes idle."""
 
     def observe(self, events: Iterable[Event]) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
-
-
-class TimelineWriter:
-    """Writer of a timeline. A failed write is logged once and ends the timeline, not the engine."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by `_end`)
-        except OSError as error:
-            raise ConfigError(f"timeline {path} cannot be written: {error.strerror}") from error
-        self._timeline: Timeline | None = Timeline(self._file)
-
-    def observe(self, events: Iterable[Event]) -> None:
-        self._write(lambda timeline: timeline.observe(events))
-
-    def flush(self) -> None:
-        self._write(Timeline.flush)
-
-    def close(self) -> None:
-        self._write(Timeline.close)
-        self._end()
-
-    def _write(self, act: Callable[[Timeline], None]) -> None:
-        if self._timeline is None:
-            return
-        try:
-            act(self._timeline)
-        except OSError as error:
-            logger.error(
-                "the timeline %s ends here: %s", self._file.name, why_not_written(error, Path(self._file.name))
-            )
-            self._end()
-
-    def _end(self) -> None:
-        self._timeline = None
-        with suppress(OSError):  # closing flushes, which fails after a failed write
-            self._file.close()
 
 
 class EngineServer:

@@ -12,7 +12,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
-from skipjoin.observe.metric_table import Snapshot
+from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.steps import StepSummary
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost

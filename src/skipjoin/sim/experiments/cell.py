@@ -8,7 +8,9 @@ from skipjoin.config import ConfigError
 from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.sim.experiments.predictors import Predictor, parse_predictor
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.workload import ClosedMode, Workload, WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.streams import ClosedMode
+from skipjoin.workload.workload import Workload
 
 # Maximum number of replicas per shard. Shards are simulated independently.
 REPLICAS_PER_SHARD = 64

@@ -20,7 +20,8 @@ from skipjoin.forecast.trained import Trained
 from skipjoin.observe.forecasts import ForecastLog
 from skipjoin.policies.dispatch import Dispatch
 from skipjoin.workload.fields import number
-from skipjoin.workload.workload import Replay, Workload, WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.workload import Replay, Workload
 
 Jobs = Sequence[WorkloadRequest]
 # Forecaster that does not read prompts.

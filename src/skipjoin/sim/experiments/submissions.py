@@ -13,7 +13,8 @@ from skipjoin.sim.closed import ClosedArrivals, ClosedStream
 from skipjoin.sim.driver import Arrivals
 from skipjoin.sim.experiments.predictors import Predictor
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.workload import Closed, ClosedMode, WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.streams import Closed, ClosedMode
 
 # Stop token that ends a request at its true length. Only the number of tokens matters.
 END = 1

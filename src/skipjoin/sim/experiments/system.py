@@ -37,7 +37,8 @@ from skipjoin.recipes import (
 )
 from skipjoin.sim.experiments.predictors import default_predictor, parse_predictor
 from skipjoin.sim.hardware import SPLIT_NETWORK_GBPS
-from skipjoin.workload.workload import Workload, WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.workload import Workload
 
 # Fields that require prefill replicas, and their options.
 _SPLIT_OPTIONS = {"network_gbps": "network_gbps", "prefill": "prefill_hardware"}

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from skipjoin.config.access import AccessConfig
+from skipjoin.config.shared import BATCHES
+from skipjoin.options import ConfigError, Option
+
+# Value of `batch_dir` that disables batches.
+NOWHERE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig(AccessConfig):
+    """Settings of a server's access, files and batches."""
+
+    batch_dir: Annotated[
+        str | None,
+        Option(
+            "Folder of uploaded files and batches; none disables batches (default: in the user's cache folder).",
+            metavar="DIR",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_db: Annotated[
+        str | None,
+        Option(
+            "PostgreSQL database of the batches, which servers may share if they also share the folder (default: "
+            "SQLite in the folder).",
+            metavar="postgresql://...",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_inflight: Annotated[
+        int | None,
+        Option(
+            "Maximum number of batch sequences in the engines, waiting and running (default: twice --max-num-seqs for "
+            "each replica).",
+            low=1,
+            high=1 << 20,
+            metavar="SEQUENCES",
+            group=BATCHES,
+        ),
+    ] = None
+    batch_max_lines: Annotated[
+        int, Option("Maximum number of lines of a batch.", low=1, high=10_000_000, metavar="LINES", group=BATCHES)
+    ] = 50_000
+    batch_max_file_bytes: Annotated[
+        int, Option("Maximum size of an uploaded file.", low=1, high=1 << 40, metavar="BYTES", group=BATCHES)
+    ] = 200_000_000
+    batch_max_line_bytes: Annotated[
+        int, Option("Maximum size of a batch's line.", low=1, high=1 << 30, metavar="BYTES", group=BATCHES)
+    ] = 4 << 20
+    batch_max_bytes_per_key: Annotated[
+        int,
+        Option(
+            "Maximum total size of one key's files; uploads, batches and lines beyond it are refused with 429.",
+            low=1,
+            high=1 << 50,
+            metavar="BYTES",
+            group=BATCHES,
+        ),
+    ] = 10_000_000_000
+    batch_max_files_per_key: Annotated[
+        int,
+        Option(
+            "Maximum number of one key's files; uploads beyond it are refused with 429.",
+            low=1,
+            high=1 << 40,
+            metavar="FILES",
+            group=BATCHES,
+        ),
+    ] = 10_000
+    batch_max_active_per_key: Annotated[
+        int,
+        Option(
+            "Maximum number of one key's unfinished batches; more are refused with 429.",
+            low=1,
+            high=1 << 30,
+            metavar="BATCHES",
+            group=BATCHES,
+        ),
+    ] = 100
+
+    @property
+    def has_batches(self) -> bool:
+        return self.batch_dir != NOWHERE
+
+    def check_batches(self) -> None:
+        if self.batch_dir == "":
+            raise ConfigError("batch_dir must not be empty")
+        if self.batch_db is None:
+            return
+        if not self.batch_db.startswith(("postgresql://", "postgres://")):
+            # Only the scheme is shown, as the rest may contain a password.
+            scheme, separator, _ = self.batch_db.partition("://")
+            got = repr(scheme + separator) if separator else "a text without ://"
+            raise ConfigError(f"batch_db must be like postgresql://user@host/name, got {got}")
+        if not self.has_batches:
+            raise ConfigError("batch_db must not be set where batch_dir is none: the files need a folder")

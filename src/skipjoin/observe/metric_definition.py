@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from skipjoin.core.request import ServiceClass
+
+# The index is `is_best_effort`.
+CLASSES = (ServiceClass.REAL_TIME.value, ServiceClass.BEST_EFFORT.value)
+
+
+class Metric(NamedTuple):
+    """Definition of one metric.
+
+    Attributes:
+        buckets: Ascending upper bounds of a histogram.
+        in_vllm: True if vLLM has a metric of this name and meaning.
+        vllm_sum: Label values whose sum is vLLM's metric, which has no such label.
+        is_share: Engines are aggregated by mean instead of sum.
+        by_class: The metric has an additional label `class` with the values `CLASSES`; vLLM has the sum over classes.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    in_vllm: bool = False
+    vllm_sum: tuple[str, ...] = ()
+    is_share: bool = False
+    by_class: bool = False
+
+    @property
+    def width(self) -> int:
+        return len(self.buckets) + 2 if self.kind == "histogram" else max(1, len(self.values))
+
+    def zero(self) -> list[float]:
+        """Return the initial row.
+
+        A row has one number per label value. A histogram has the count of each bucket, the count above the last bucket,
+        and the sum. With classes, the rows are concatenated in the order of `CLASSES`.
+        """
+        return [0] * (self.width * (len(CLASSES) if self.by_class else 1))
+
+    def per_class(self, row: Sequence[float]) -> list[Sequence[float]]:
+        return [row[start : start + self.width] for start in range(0, len(row), self.width)]
+
+    def summed(self, row: Sequence[float]) -> list[float]:
+        return [sum(numbers) for numbers in zip(*self.per_class(row), strict=True)]
+
+    def as_in_vllm(self, row: Sequence[float]) -> tuple[Metric, Sequence[float]]:
+        row, plain = self.summed(row), self._replace(by_class=False)
+        if not self.vllm_sum:
+            return plain, row
+        total = sum(row[self.values.index(value)] for value in self.vllm_sum)
+        return plain._replace(label="", values=()), [total]

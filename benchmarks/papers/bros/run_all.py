@@ -15,7 +15,18 @@ from papers.figures.run_all import run_all
 HOME = Path(__file__).resolve().parent
 
 # Figures of the paper, then further ones. Figure 11 reads the result of figure 10.
-NAMES = ("figure10", "figure11", "figure12", "figure13", "figure14", "batch_size", "checks", "replacing", "limits")
+NAMES = (
+    "figure03",
+    "figure10",
+    "figure11",
+    "figure12",
+    "figure13",
+    "figure14",
+    "batch_size",
+    "checks",
+    "replacing",
+    "limits",
+)
 
 if __name__ == "__main__":
     run_all(HOME, __doc__, NAMES)

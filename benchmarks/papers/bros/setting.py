@@ -128,7 +128,7 @@ def window(options: Options, times: float = TIMES) -> Options:
 def records_of(plans: Mapping[tuple[Any, ...], Kept], *labels: str) -> list[Record]:
     """Return the records of plans whose keys are the values of the labels, with a part per class."""
     return [
-        {**dict(zip(labels, key, strict=True)), **_by_class(record)}
+        {**dict(zip(labels, key, strict=True)), **with_classes(record)}
         for key, plan in plans.items()
         for record in plan.records
     ]
@@ -137,7 +137,7 @@ def records_of(plans: Mapping[tuple[Any, ...], Kept], *labels: str) -> list[Reco
 _CLASSES = {"real_time": DEFAULT, "best_effort": "best-effort"}
 
 
-def _by_class(record: Record) -> Record:
+def with_classes(record: Record) -> Record:
     """Return a record with the figures of both classes, even if the scheduler ignores classes."""
     streams = record.get("classes", {DEFAULT: record})
     parts = {name: streams[stream] for name, stream in _CLASSES.items() if stream in streams}

@@ -57,6 +57,7 @@ _INDEX = {
     # BROS and its baselines.
     "fcfs, class-blind": 13,
     "round-robin": 3,
+    "longest-wait": 3,
     "bros-recompute": 5,
     "bros-swap": 4,
     "bros-unshared": 6,

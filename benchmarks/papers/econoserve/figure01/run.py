@@ -102,7 +102,8 @@ def draw(result: Result) -> Mapping[str, Figure]:
         axes.set_ylabel(label)
         if field in ("throughput_tps", "jct_s"):
             axes.set_yscale("log")
-    axes.tick_params(axis="x", rotation=30)
+    for label in axes.get_xticklabels():
+        label.set(rotation=30, ha="right")
     style.legend(figure, *figure.axes[0].get_legend_handles_labels())
     return {"schedulers.png": figure}
 

@@ -111,7 +111,8 @@ def draw(result: Result) -> Mapping[str, Figure]:
     series = {case: [one["decision_ms"]["mean"] for one in pick(records, case=case)] for case in cases}
     bars(axes, names, series, dict(zip(cases, style.COLORS, strict=False)))
     axes.set(ylabel="ms for a decision", yscale="log")
-    axes.tick_params(axis="x", rotation=30)
+    for label in axes.get_xticklabels():
+        label.set(rotation=30, ha="right")
     style.legend(figure, *axes.get_legend_handles_labels())
     return {"decisions.png": figure}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
+import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +53,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log) if config.getoption("dist") == "load" else None
 
 
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """After an installation, let one process import everything first, because otherwise each would compile it."""
+    with Path(__file__).open() as this:
+        fcntl.flock(this, fcntl.LOCK_SH if has_bytecode() else fcntl.LOCK_EX)
+        if has_bytecode():  # or another process has compiled it meanwhile
+            fcntl.flock(this, fcntl.LOCK_UN)
+        yield
+
+
+def has_bytecode() -> bool:
+    """Return whether bytecode of the largest package exists, or will never exist."""
+    torch = importlib.util.find_spec("torch")
+    return sys.dont_write_bytecode or torch is None or torch.cached is None or Path(torch.cached).exists()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exclude modules and test items from garbage collections, each of which would visit all of them."""
     gc.disable()
-    done = yield
+    with compiled_once():
+        done = yield
     gc.freeze()
     gc.enable()
     return done

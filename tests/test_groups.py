@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from support.groups import Groups, order
 
 CONFTEST = """
 from support.groups import Groups
@@ -40,3 +44,37 @@ def test_run_ends_and_reports_each_crash_once(tmp_path: Path) -> None:
     assert "2 failed, 38 passed" in done.stdout, done.stdout + done.stderr
     for number in (10, 30):
         assert f"crashed while running 'core/test_core.py::test_one[{number}]'" in done.stdout
+
+
+class Process:
+    """Stands in for a process of pytest-xdist that runs the first test of what it is sent and never finishes."""
+
+    def __init__(self) -> None:
+        self.shutting_down, self.gateway = False, SimpleNamespace(id="gw")
+        self.sent: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.sent += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_processes_divide_tests_that_wait_and_tests_that_compute() -> None:
+    files = ("core/test_a", "exec/test_ray_nodes", "exec/test_b", "model/test_ops_amx", "server/test_c", "sim/test_d")
+    tests = sorted((f"tests/{file}.py::test_{number}" for number in range(3) for file in files), key=order)
+    config: Any = SimpleNamespace(option=SimpleNamespace(), getvalue=lambda name: ["3*popen"])
+    groups, processes = Groups(config), [Process() for _ in range(3)]
+    for process in processes:
+        groups.add_node(process)
+        groups.add_node_collection(process, tests)
+    groups.schedule()
+    begun = [{tests[index].split("/", 1)[1].split(".")[0] for index in process.sent} for process in processes]
+    assert begun == [{"model/test_ops_amx"}, {"exec/test_ray_nodes"}, {"server/test_c"}]
+    assert tests[-1].startswith("tests/core/")
+    finished = [0] * len(processes)
+    while groups.workqueue:
+        for number, process in enumerate(processes):
+            groups.mark_test_complete(process, process.sent[finished[number]])
+            finished[number] += 1
+    assert sorted(index for process in processes for index in process.sent) == list(range(len(tests)))

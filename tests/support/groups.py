@@ -1,4 +1,4 @@
-"""Groups of tests that one process of pytest-xdist runs in sequence."""
+"""Groups of tests that one process of pytest-xdist runs in sequence, and which process runs which groups."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ from xdist.scheduler import LoadScopeScheduling
 RAY = {"test_ranks_on_ray", "test_ray_nodes", "test_replicas_ray", "test_server_orphans"}
 # Test files that use the same compiled operations. Otherwise one process would wait while another compiles them.
 COMPILED = {"test_ops_amx", "test_ops_invariance"}
-# Folders of tests that start no process and have no slow fixture, except the files in SHARING.
-PURE = {"core", "kv", "scheduling", "core_fuzz", "model", "observe", "policies", "recipes", "sim"}
+# Folders whose tests mostly wait for other programs and for time limits.
+WAITING = {"chaos", "demo", "fuzz", "loadtest", "server"}
+# Folders of tests that start no process and have no slow fixture, except the files in SHARING. The longest tests come
+# first, so that all processes finish at about the same time.
+PURE = ("sim", "recipes", "core_fuzz", "model", "policies", "observe", "core", "kv", "scheduling")
 SHARING = {
     "test_econoserve",
     "test_installed_family",
     "test_recipe_properties",
     "test_recorded_plans",
     "test_timeline",
+}
+# Files that take many times as long as others. They begin first, so that none of them runs alone at the end.
+LONG = {
+    "test_batches_killed",
+    "test_recipe_properties",
+    "test_server_processes",
+    "test_simulation",
+    "test_sweep",
+    "test_worker_sharded",
+    *COMPILED,
 }
 
 
@@ -36,14 +49,24 @@ def group(nodeid: str) -> str:
     return nodeid if file.parent.name in PURE and file.stem not in SHARING else path
 
 
-def order(nodeid: str) -> int:
-    """Return the sort key of a test. Long groups begin first, and tests outside groups fill the remaining time."""
-    found = group(nodeid)
-    return 0 if found == "ray" else 2 if found == nodeid else 1
+def waits(name: str) -> bool:
+    """Return whether the tests of a group mostly wait."""
+    return name == "ray" or not WAITING.isdisjoint(PurePosixPath(name.partition("::")[0]).parts)
+
+
+def order(nodeid: str) -> tuple[bool, int, bool]:
+    """Return the sort key of a test. Groups that wait come first, and tests outside groups last."""
+    name = group(nodeid)
+    file = PurePosixPath(nodeid.partition("::")[0])
+    place = 1 + PURE.index(file.parent.name) if name == nodeid else 0
+    return not waits(name), place, name != "ray" and file.stem not in LONG
 
 
 class Groups(LoadScopeScheduling):
-    """Assigns whole groups to processes, in the order of collection."""
+    """Assigns whole groups to processes, in the order of collection.
+
+    Half of the processes prefer groups that compute, so that the processor is busy while tests of the others wait.
+    """
 
     def __init__(self, config, log=None) -> None:
         config.option.loadscopereorder = False
@@ -51,6 +74,13 @@ class Groups(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid)
+
+    def _assign_work_unit(self, node) -> None:
+        if self.nodes.index(node) < len(self.nodes) // 2:
+            computing = next((name for name in self.workqueue if not waits(name)), None)
+            if computing is not None:
+                self.workqueue.move_to_end(computing, last=False)
+        super()._assign_work_unit(node)
 
     def schedule(self) -> None:
         """Give all processes work. One that replaces another needs two groups: it begins a test if it has the next."""

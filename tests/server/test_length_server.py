@@ -147,7 +147,7 @@ async def test_prior_is_used_when_length_server_fails(
 ) -> None:
     """A warning is logged once until the server answers again."""
     with Predictor(reply, reply, says("7"), reply, says("7")) as predictor:
-        async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=0.3) as api:
+        async with make_api(prior(), forecast_url=predictor.url, forecast_timeout_s=1.0) as api:
             api.engine.paused = True
             tasks = []
             for number in range(5):

@@ -15,6 +15,7 @@ HOME = Path(__file__).resolve().parent
 
 # Figures and tables of the paper, then further ones.
 NAMES = (
+    "figure02",
     "figure05",
     "figure06",
     "figure07",

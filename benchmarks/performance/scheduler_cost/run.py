@@ -1,6 +1,7 @@
 """Measure the cost of a scheduling decision with 128 decoding requests and a queue of up to 100,000.
 
-    python benchmarks/performance/scheduler_cost/run.py [--recipes NAME ...] [--repeats 5] [--out FILE]
+    python benchmarks/performance/scheduler_cost/run.py [--recipes NAME ...] [--limits LIMIT ...] [--repeats 5]
+        [--out FILE]
 
 No model runs: every plan is answered immediately with fixed tokens. `decide` is the time of `Scheduler.schedule` and
 `Scheduler.commit`. `engine` is the time of `EngineCore.start_step`, `finish_step` and `take_events`, which adds tokens,
@@ -49,6 +50,7 @@ from papers.econoserve.setting import SHAREGPT, SLO, variants
 from papers.econoserve.setting import system as of_evaluation
 from papers.recipes import SPELLED
 
+LIMITS = ("slots", "memory", "prefix", "swapping", "overload")
 RUNNING = 128
 WAITING = (0, 100, 1_000, 10_000, 100_000)
 BLOCK_SIZE = 16
@@ -181,13 +183,16 @@ def measure_overload(recipe: str, waiting: int) -> dict[str, float]:
 def main() -> None:
     parser = harness.parser(__doc__, repeats=5)
     parser.add_argument("--recipes", nargs="*", default=sorted(SPELLED))
+    parser.add_argument(
+        "--limits", nargs="*", default=LIMITS, choices=LIMITS, help="what limits the steps (default: all)"
+    )
     args = parser.parse_args()
     gc.freeze()
     record = harness.new_record(steps=STEPS, rows=[])
     # There is no steady state under mlfq: queued prompts enter the first queue and displace running requests.
     steady = [recipe for recipe in args.recipes if recipe != "mlfq"]
     queues = [*itertools.product(("slots", "memory"), WAITING), ("prefix", 1)]
-    for limit, waiting in queues:
+    for limit, waiting in (queue for queue in queues if queue[0] in args.limits):
         runs: dict[str, list[dict[str, float]]] = {recipe: [] for recipe in steady}
         for turn in range(args.repeats if waiting < 50_000 else 2):
             for recipe in harness.in_turn(runs, turn):
@@ -196,11 +201,11 @@ def main() -> None:
             row = {"recipe": recipe, "limit": limit, "running": RUNNING, "waiting": waiting}
             record["rows"].append(row | harness.spreads(found, 2))
             harness.show(record["rows"][-1])
-    for recipe in (recipe for recipe in args.recipes if recipe in SWAPPING):
+    for recipe in (recipe for recipe in args.recipes if recipe in SWAPPING and "swapping" in args.limits):
         swapping = [measure_swapping(recipe) for _ in range(args.repeats)]
         record["rows"].append({"recipe": recipe, "limit": "swapping"} | harness.spreads(swapping, 2))
         harness.show(record["rows"][-1])
-    for waiting in OVERLOAD:
+    for waiting in OVERLOAD if "overload" in args.limits else ():
         mine = [recipe for recipe in args.recipes if recipe in OVERLOADED]
         # In turn, so that a drift of the machine affects all recipes.
         turns = [(recipe, measure_overload(recipe, waiting)) for _ in range(args.repeats) for recipe in mine]

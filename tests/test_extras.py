@@ -89,7 +89,7 @@ from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.metrics import Metrics
 metrics = Metrics()
-service = Service(ServerConfig(), EngineClient(metrics), metrics)
+service = Service(ServerConfig(batch_dir="batches"), EngineClient(metrics), metrics)
 batches = lifecycle._batches(service, 8)
 client = TestClient(build_app(service, batches.add_routes, batches.body_limits), base_url="http://127.0.0.1")
 print(client.get("/live").status_code)

@@ -44,7 +44,7 @@ class Files:
 
     def __init__(self, folder: Path, store: Store, config: ServerConfig) -> None:
         self.folder, self.store, self.blobs = folder, store, Blobs(folder)
-        self.context = contexts.BatchContext(config, folder)
+        self.context = contexts.BatchContext(config)
         self.context.open(store, self.blobs)
         app = FastAPI()
         errors.install(app)

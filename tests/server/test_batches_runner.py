@@ -16,6 +16,7 @@ from batch_worlds import LoopWatch
 from server_worlds import Api, MakeApi
 
 from skipjoin.core.request import FinishReason, ServiceClass
+from skipjoin.server import lifecycle
 from skipjoin.server.api.service import Phase
 from skipjoin.server.batches import input_validator, periodic, runner, service
 from skipjoin.server.batches.line_check import Rules
@@ -301,11 +302,11 @@ async def test_running_a_batch_does_not_block_event_loop(open_world: Callable[..
 
 async def test_batches_can_be_disabled(make_api: MakeApi) -> None:
     async with make_api(batch_dir="none") as api:
-        world = World(api)
-        await world.batches.open()
+        lifecycle._batches(api.service, INFLIGHT).add_routes(api.app.app)  # type: ignore[arg-type]
         answers: list[httpx.Response] = [await api.http.get(path) for path in ("/v1/files", "/v1/batches")]
         assert [answer.status_code for answer in answers] == [404, 404]
-        assert "batch_dir none" in answers[0].json()["error"]["message"]
+        message = "this server has no files and batches: it was started with batch_dir none"
+        assert [answer.json()["error"]["message"] for answer in answers] == [message] * 2
 
 
 async def test_unwritten_outputs_count_against_quota(open_world: Callable[..., Any]) -> None:

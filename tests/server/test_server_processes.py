@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from server_worlds import BLOCKS, HERE, ServerProcess, StartServer, simulated_server
+from server_worlds import HERE, ServerProcess, StartServer, simulated_server
 from simulated_engine import HOPELESS, OUT_OF_MEMORY, STUCK
 
 JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
@@ -72,15 +72,12 @@ def health(server: ServerProcess) -> int:
     return httpx.get(f"{server.url}/health").status_code
 
 
-@pytest.fixture(scope="module", params=[BLOCKS])
-def slow_server(request: pytest.FixtureRequest, tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    """A server with steps of 20 ms and `param` blocks. Each test must leave it idle."""
-    shared = simulated_server(tokenizer_folder, 0.02, request.param, priority_range="-1:0")
+@pytest.fixture(scope="module")
+def slow_server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    """A server with steps of 20 ms and room for one request of the maximum length. Each test must leave it idle."""
+    shared = simulated_server(tokenizer_folder, 0.02, 33, priority_range=f"-1:{HOPELESS}")
     yield shared
     shared.stop()
-
-
-room_for_one_long = pytest.mark.parametrize("slow_server", [33], indirect=True)
 
 
 # -- disconnects ------------------------------------------------------------------------------------------------
@@ -141,7 +138,6 @@ def test_disconnect_within_a_body_only_logs_the_request(server: ServerProcess) -
     assert [line for line in server.errors[logged:] if "request_log: POST" not in line] == []
 
 
-@room_for_one_long
 def test_waiting_request_is_dropped_after_disconnect(slow_server: ServerProcess) -> None:
     server = slow_server
     generated = server.metric("generation_tokens_total")
@@ -216,7 +212,6 @@ def slo_counts(server: ServerProcess, objective: str) -> tuple[float, float]:
     return count("attained"), count("missed")
 
 
-@room_for_one_long
 def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
     server = slow_server
     running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
@@ -237,9 +232,18 @@ def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-def test_failed_request_gets_an_error_and_the_others_finish(start_server: StartServer) -> None:
-    server = start_server(step_s=0.005, priority_range=f"0:{HOPELESS}")
-    other = Stream(server, max_tokens=100)
+def finished(server: ServerProcess, reason: str) -> float:
+    """Return the number of real-time requests that finished for a reason."""
+    text = httpx.get(f"{server.url}/metrics").text
+    name = f'skipjoin:request_success_total{{class="real-time",finished_reason="{reason}"}} '
+    (found,) = (line.removeprefix(name) for line in text.splitlines() if line.startswith(name))
+    return float(found)
+
+
+def test_failed_request_gets_an_error_and_the_others_finish(slow_server: ServerProcess) -> None:
+    server = slow_server
+    before = [finished(server, reason) for reason in ("error", "length")]
+    other = Stream(server, max_tokens=40)
     assert other.begun.wait(30)
     body = {"prompt": "abc", "max_tokens": 50, "priority": HOPELESS}
     response = httpx.post(f"{server.url}/v1/completions", json=body)
@@ -255,9 +259,8 @@ def test_failed_request_gets_an_error_and_the_others_finish(start_server: StartS
     assert len(streamed.lines) == 4  # three tokens and the error
     assert other.last() == "[DONE]"
     server.wait_idle()
-    text = httpx.get(f"{server.url}/metrics").text
-    assert 'skipjoin:request_success_total{class="real-time",finished_reason="error"} 2.0' in text
-    assert 'skipjoin:request_success_total{class="real-time",finished_reason="length"} 1.0' in text
+    after = [finished(server, reason) for reason in ("error", "length")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [2, 1]
 
 
 # -- shutdown and failures --------------------------------------------------------------------------------------
@@ -438,6 +441,15 @@ def test_engine_socket_is_private_and_its_folder_is_removed(server: ServerProces
     assert not server.engine.net_connections("tcp")
 
 
-def test_the_api_process_never_imports_torch() -> None:
-    code = "import sys, skipjoin.server.lifecycle; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_the_api_process_imports_no_torch_and_without_batches_no_database() -> None:
+    code = """
+import sys
+from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.server.lifecycle import Server, one_engine
+from skipjoin.server.settings import check_settings
+settings = check_settings(EngineConfig(), ServerConfig(batch_dir="none"), ForecastConfig())
+Server(settings, ("engine",), one_engine)
+print(*{"torch", "sqlalchemy"}.intersection(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "\n"), done

@@ -42,7 +42,7 @@ from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
 from skipjoin.server.batches.disabled import NoBatches
-from skipjoin.server.batches.folder import is_named
+from skipjoin.server.batches.folder import batch_folder, is_named
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
@@ -330,9 +330,11 @@ class Server:
 
 
 def _batches(service: Service, most: int) -> Batches | NoBatches:
+    if batch_folder(service.config) is None:
+        return NoBatches("it was started with batch_dir none")
     if (why := why_missing("batches", "batch_dir")) is not None:
         return NoBatches(why)
-    # Imported only when needed, because it imports an optional package.
+    # Imported only when needed, because it imports an optional package, which takes a third of the start.
     from skipjoin.server.batches.service import Batches  # noqa: PLC0415
 
     return Batches(service, most=most)

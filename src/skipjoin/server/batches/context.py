@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 
@@ -19,11 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class BatchContext:
-    """Store and files of a server while they are open. `folder` is None without batches."""
+    """Store and files of a server while they are open."""
 
-    def __init__(self, config: ServerConfig, folder: Path | None) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.folder = folder
         self.on_change: Callable[[], None] = lambda: None
         self._trouble = unavailable("files and batches are being opened", _CODE, _RETRY_S)
         self._store: Store | None = None
@@ -38,24 +36,19 @@ class BatchContext:
 
     @property
     def store(self) -> Store:
-        """Return the store. Raise 404 if this server has no batches, and 503 while it is unavailable."""
+        """Return the store. Raise 503 while it is unavailable."""
         if self._store is None:
-            raise self._closed()
+            raise self._trouble
         return self._store
 
     @property
     def blobs(self) -> Blobs:
         if self._blobs is None:
-            raise self._closed()
+            raise self._trouble
         return self._blobs
 
     def wake(self) -> None:
         self.on_change()
-
-    def _closed(self) -> ApiError:
-        if self.folder is None:
-            return ApiError(404, "this server has no files and batches: it was started with batch_dir none")
-        return self._trouble
 
 
 def owner_of(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""Server without files and batches, because their packages are not installed."""
+"""Server without files and batches, because they are disabled or their packages are not installed."""
 
 from __future__ import annotations
 

@@ -39,28 +39,27 @@ _log = logging.getLogger(__name__)
 
 
 class Batches:
-    """Files and batches of one server. At most `most` of their sequences are in the engine."""
+    """Files and batches of a server that has a folder for them. At most `most` of their sequences are in the engine."""
+
+    is_enabled = True
 
     def __init__(self, service: Service, *, most: int) -> None:
-        self.context = BatchContext(service.config, batch_folder(service.config))
+        folder = batch_folder(service.config)
+        assert folder is not None, "`NoBatches` is for servers without one"
+        self.context = BatchContext(service.config)
+        self._folder = folder
         self._service = service
         self._most = most
         self._work: _Work | None = None
         self._opening: asyncio.Task[None] | None = None
 
     @property
-    def is_enabled(self) -> bool:
-        return self.context.folder is not None
-
-    @property
     def live_requests(self) -> int:
-        if self.context.folder is None:
-            return 0
         return self._most + max_sequences_per_line(self._service.config.max_queued_requests)
 
     @property
     def body_limits(self) -> dict[tuple[str, str], int]:
-        return {} if self.context.folder is None else files.body_limits(self._service.config.batch_max_file_bytes)
+        return files.body_limits(self._service.config.batch_max_file_bytes)
 
     def add_routes(self, app: FastAPI) -> Mapping[str, type[BaseModel]]:
         install(app)
@@ -73,9 +72,7 @@ class Batches:
         Raises:
             ConfigError: If the configured folder or database cannot be used.
         """
-        folder = self.context.folder
-        if folder is None:
-            return
+        folder = self._folder
         try:
             await self._open(folder)
         except (StoreError, OSError) as error:

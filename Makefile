@@ -68,7 +68,7 @@ test: $(VENV)/.dev
 	$(PYTEST)
 
 test-all: $(VENV)/.dev
-	$(PYTEST) -m "not artifacts"
+	$(PYTEST) -m "not artifacts" --hypothesis-profile exhaustive
 
 test-vllm:
 	$(PYTHON) tools/vllm_versions.py $(VENV)-vllm

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from harness import scratch
 
@@ -41,7 +40,7 @@ def make_model(
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.WordPiece(cleanup=False)  # words with spaces between
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    _write_tokenizer(folder, words)
 
 
 def make_byte_model(folder: Path, dtype: torch.dtype, *, vocab: int, layers: int, hidden: int) -> None:
@@ -63,7 +62,7 @@ def make_byte_model(folder: Path, dtype: torch.dtype, *, vocab: int, layers: int
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([EOS])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS).save_pretrained(folder)
+    _write_tokenizer(folder, backend, eos_token=EOS)
 
 
 def byte_vocabulary(size: int) -> list[str]:
@@ -76,8 +75,16 @@ def byte_vocabulary(size: int) -> list[str]:
     return list(found)
 
 
+def _write_tokenizer(folder: Path, backend: Tokenizer, **special: str) -> None:
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - takes two seconds
+
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+
+
 def _write_weights(folder: Path, dtype: torch.dtype, *, hidden_size: int, **shape: int | None) -> None:
     """Write random weights with heads of 64 elements. Arguments are those of `LlamaConfig`."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - takes two seconds
+
     torch.manual_seed(0)
     heads = {"num_attention_heads": hidden_size // 64, "num_key_value_heads": hidden_size // 64}
     config = LlamaConfig(hidden_size=hidden_size, **heads, **shape)

@@ -38,7 +38,8 @@ except ImportError:  # A machine that only runs the GPU tests may lack pytest-xd
     Groups = None
 
 if settings is not None:
-    settings.register_profile("stable", derandomize=True, deadline=None)
+    settings.register_profile("stable", max_examples=50, derandomize=True, deadline=None)
+    settings.register_profile("exhaustive", settings.get_profile("stable"), max_examples=200)
     settings.load_profile("stable")
 
 
@@ -76,6 +77,8 @@ def pytest_collection() -> Generator[None, object, object]:
     with compiled_once():
         done = yield
     gc.freeze()
+    # The default of 700 new objects takes a twentieth of the time of tests.
+    gc.set_threshold(10_000)
     gc.enable()
     return done
 

@@ -7,13 +7,15 @@ import random
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from skipjoin.builtin import MODEL_NAME, builtin_model_path
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 TO_TWELVE = "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
@@ -32,11 +34,15 @@ def tasks() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes two seconds
+
     return AutoTokenizer.from_pretrained(builtin_model_path())
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
+    from transformers import LlamaForCausalLM  # noqa: PLC0415 - takes two seconds
+
     return LlamaForCausalLM.from_pretrained(builtin_model_path(), dtype=torch.float32).eval()
 
 

@@ -5,8 +5,9 @@ States with KV in transit are tried with moves that land and that fail, immediat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 
@@ -357,32 +358,44 @@ STATES = [
     satisfied,
 ]
 every_state = pytest.mark.parametrize("reach", STATES)
-# Whether later moves fail.
-fails_or_not = pytest.mark.parametrize("fails", [never, always])
 
 
-@every_state
-@fails_or_not
-@pytest.mark.parametrize("late", [0, 3])
-def test_blocks_are_freed_after_abort_and_others_are_unaffected(
-    reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int
-) -> None:
-    undisturbed = reach()
-    undisturbed.stepper.drain()
+def scenes(reach: Callable[[], Scene]) -> Iterator[Scene]:
+    """Yield the scene with later moves that land or fail, at once or three plans later."""
+    for fails in (never, always):
+        for late in (0, 3):
+            scene = reach()
+            scene.stepper.fails, scene.stepper.late = fails, late
+            yield scene
+
+
+def others_of(scene: Scene) -> dict[int, list[int]]:
+    """Return the tokens of the other requests."""
+    return {number: tokens for number, tokens in scene.stepper.tokens.items() if number != VICTIM}
+
+
+@cache
+def undisturbed(reach: Callable[[], Scene]) -> dict[int, list[int]]:
+    """Return the tokens of the other requests if none is aborted or fails."""
     scene = reach()
-    scene.stepper.fails, scene.stepper.late = fails, late
-    before = list(scene.stepper.tokens.get(VICTIM, []))
-    assert scene.stepper.core.abort(VICTIM, scene.stepper.now)
     scene.stepper.drain()
-    others = {number: tokens for number, tokens in undisturbed.stepper.tokens.items() if number != VICTIM}
-    assert {number: tokens for number, tokens in scene.stepper.tokens.items() if number != VICTIM} == others
-    assert scene.stepper.tokens.get(VICTIM, []) == before, "a token after the request finished"
-    ends = [e.reason for e in scene.stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
-    assert ends == [FinishReason.ABORT]
+    return others_of(scene)
 
 
 @every_state
-@fails_or_not
+def test_blocks_are_freed_after_abort_and_others_are_unaffected(reach: Callable[[], Scene]) -> None:
+    for scene in scenes(reach):
+        before = list(scene.stepper.tokens.get(VICTIM, []))
+        assert scene.stepper.core.abort(VICTIM, scene.stepper.now)
+        scene.stepper.drain()
+        assert others_of(scene) == undisturbed(reach)
+        assert scene.stepper.tokens.get(VICTIM, []) == before, "a token after the request finished"
+        ends = [e.reason for e in scene.stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
+        assert ends == [FinishReason.ABORT]
+
+
+@every_state
+@pytest.mark.parametrize("fails", [never, always])
 def test_blocks_are_freed_once_no_plan_in_flight_holds_them(
     reach: Callable[[], Scene], fails: Callable[[Move], bool]
 ) -> None:
@@ -407,44 +420,33 @@ def test_blocks_are_freed_once_no_plan_in_flight_holds_them(
 
 
 @every_state
-@fails_or_not
-@pytest.mark.parametrize("late", [0, 3])
-def test_all_requests_can_be_aborted_at_once(
-    reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int
-) -> None:
-    scene = reach()
-    scene.stepper.fails, scene.stepper.late = fails, late
-    for number in list(scene.stepper.core.requests):
-        scene.stepper.core.abort(number, scene.stepper.now)
-    while scene.stepper.core.plans:
-        assert scene.stepper.start() is None
-        scene.stepper.finish()
-    # Moves in transit land with plans without slices.
-    while scene.stepper.core.kv.is_moving:
-        assert not scene.stepper.step().slices
-    scene.stepper.core.assert_all_free()
+def test_all_requests_can_be_aborted_at_once(reach: Callable[[], Scene]) -> None:
+    for scene in scenes(reach):
+        for number in list(scene.stepper.core.requests):
+            scene.stepper.core.abort(number, scene.stepper.now)
+        while scene.stepper.core.plans:
+            assert scene.stepper.start() is None
+            scene.stepper.finish()
+        # Moves in transit land with plans without slices.
+        while scene.stepper.core.kv.is_moving:
+            assert not scene.stepper.step().slices
+        scene.stepper.core.assert_all_free()
 
 
 @every_state
-@fails_or_not
-@pytest.mark.parametrize("late", [0, 3])
 def test_a_request_that_the_executor_fails_ends_with_an_error_and_others_are_unaffected(
-    reach: Callable[[], Scene], fails: Callable[[Move], bool], late: int
+    reach: Callable[[], Scene],
 ) -> None:
     """The executor fails it from its first unfinished plan on; later plans in flight may have it too."""
-    undisturbed = reach()
-    undisturbed.stepper.drain()
-    scene = reach()
-    stepper = scene.stepper
-    stepper.fails, stepper.late = fails, late
-    stepper.fails_slice = lambda piece: piece.request is scene.victim
-    before = list(stepper.tokens.get(VICTIM, []))
-    stepper.drain()
-    others = {number: tokens for number, tokens in undisturbed.stepper.tokens.items() if number != VICTIM}
-    assert {number: tokens for number, tokens in stepper.tokens.items() if number != VICTIM} == others
-    assert stepper.tokens.get(VICTIM, []) == before, "tokens of a slice that was not computed"
-    ends = [(e.reason, e.detail) for e in stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
-    assert ends == [(FinishReason.ERROR, SLICE_ERROR)]
+    for scene in scenes(reach):
+        stepper, victim = scene.stepper, scene.victim
+        stepper.fails_slice = lambda piece, victim=victim: piece.request is victim
+        before = list(stepper.tokens.get(VICTIM, []))
+        stepper.drain()
+        assert others_of(scene) == undisturbed(reach)
+        assert stepper.tokens.get(VICTIM, []) == before, "tokens of a slice that was not computed"
+        ends = [(e.reason, e.detail) for e in stepper.events if isinstance(e, Finished) and e.request.id == VICTIM]
+        assert ends == [(FinishReason.ERROR, SLICE_ERROR)]
 
 
 @every_state

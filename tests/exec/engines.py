@@ -311,6 +311,14 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
     return events
 
 
+def shortened(requests: list[Request], tokens: int) -> list[Request]:
+    """Limit the outputs of new requests, for executors that interpret kernels."""
+    for request in requests:
+        request.max_tokens = min(request.max_tokens, tokens)
+        request.max_total_tokens = len(request.prompt) + request.max_tokens
+    return requests
+
+
 # Number of steps between real-time requests.
 _APART = 4
 # Two full blocks and one partial block.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from engines import (
@@ -214,6 +215,14 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
+def halved(cases: Iterable[str], begin: int) -> list[Any]:
+    """Return test parameters, every second of which is marked `exhaustive`."""
+    return [
+        pytest.param(case, marks=pytest.mark.exhaustive if (number + begin) % 2 else ())
+        for number, case in enumerate(cases)
+    ]
+
+
 @pytest.mark.parametrize("turn", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", FORCED)
 def test_preemption_changes_no_tokens(turn: int, case: str) -> None:
@@ -263,7 +272,8 @@ def test_preemption_changes_no_tokens_with_prefix_caching(case: str) -> None:
     assert all(found[what] for what in EXPECTED.get(case, set()) - rare), found
 
 
-@pytest.mark.parametrize("case", FORCED)
+# Half of the cases stop at EOS, and the other half are aborted.
+@pytest.mark.parametrize("case", halved(FORCED, 0))
 def test_preemption_changes_no_outputs_that_stop_at_eos(case: str) -> None:
     # A token that occurs in the middle of outputs; with overlap it is found one step late.
     alone = outputs_alone("llama")
@@ -275,7 +285,7 @@ def test_preemption_changes_no_outputs_that_stop_at_eos(case: str) -> None:
     assert outputs(requests) == expected
 
 
-@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize("case", halved(FORCED, 1))
 def test_aborts_change_no_tokens_of_other_requests(case: str) -> None:
     alone = outputs_alone("opt")
     victims = {1: (1, 3), 4: (6,), 9: (4,)}  # by the number of plans made before the abort

@@ -282,11 +282,11 @@ REFUSED = [
     ({"tensor_parallel_size": 2, "ray_address": "nowhere"}, ConfigError, "ray_address must be host:port"),
     ({"tensor_parallel_size": 2, "ray_address": "127.0.0.1:1"}, ConfigError, "this process already uses Ray at 127"),
     (
-        {"tensor_parallel_size": 2, "swap_space_gib": 1e5},
+        {"distributed_executor_backend": "ray", "swap_space_gib": 1e5},
         ConfigError,
-        r"swap_space_gib must be at most .* \(a rank can have",
+        r"swap_space_gib must be at most .* \(the machine has",
     ),
-    ({"tensor_parallel_size": 2, "kv_cache_gib": 1e-4}, ConfigError, "set kv_cache_gib to at least"),
+    ({"distributed_executor_backend": "ray", "kv_cache_gib": 1e-4}, ConfigError, "set kv_cache_gib to at least"),
 ]
 
 

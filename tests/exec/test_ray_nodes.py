@@ -173,7 +173,7 @@ def test_a_node_that_becomes_unreachable_fails_the_start_promptly(
     answers = iter([[]])  # no node is unreachable at first
     monkeypatch.setattr(ranks, "silent", lambda nodes: next(answers, nodes[:1]))
     with pytest.raises(ConfigError, match=r"a rank was lost: node 127\.0\.0\.\d+ cannot be reached"):
-        start(cluster, 1, 2)
+        start(cluster, 1, 1, distributed_executor_backend="ray")
 
 
 def test_nodes_that_refuse_connections_are_silent() -> None:
@@ -199,7 +199,7 @@ def test_nodes_must_have_the_same_versions(cluster: Nodes, monkeypatch: pytest.M
     assert set(ours) == {"Skipjoin", "Python", "torch", "Ray"}
     monkeypatch.setattr(ranks, "versions", lambda: {**ours, "torch": "1.0"})
     with pytest.raises(ConfigError, match=r"node 127\.0\.0\.\d+ has torch .*, this node has 1\.0; they must"):
-        start(cluster, 1, 2)
+        start(cluster, 1, 1, distributed_executor_backend="ray")
 
 
 def test_a_pool_beyond_the_memory_of_a_rank_is_rejected(cluster: Nodes) -> None:

@@ -13,7 +13,19 @@ from typing import ClassVar
 import msgspec
 import pytest
 import torch
-from engines import BLOCK_SIZE, COMMON, CONFIGS, Restless, SwapAll, engine, findable, make_core, mixed_requests, run
+from engines import (
+    BLOCK_SIZE,
+    COMMON,
+    CONFIGS,
+    Restless,
+    SwapAll,
+    engine,
+    findable,
+    make_core,
+    mixed_requests,
+    run,
+    shortened,
+)
 from rank_links import LAYERS, thread_executor
 from test_invisible_preemption import happened
 
@@ -86,8 +98,15 @@ def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, 
     return core, thread_executor(tp, pp, family, keeps=findable(core), **store)
 
 
-@pytest.mark.parametrize("case", FORCED)
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+# Every case has two ranks of either kind, and one of the larger layouts. `exhaustive` has the others.
+@pytest.mark.parametrize(
+    ("case", "tp", "pp"),
+    [
+        pytest.param(case, tp, pp, marks=pytest.mark.exhaustive if at == 2 + number % 2 else ())
+        for number, case in enumerate(FORCED)
+        for at, (tp, pp) in enumerate(LAYOUTS)
+    ],
+)
 def test_ranks_produce_the_tokens_of_one_rank(case: str, tp: int, pp: int) -> None:
     family = list(CONFIGS)[(list(FORCED).index(case) + tp + 3 * pp) % len(CONFIGS)]
     requests = mixed_requests()
@@ -125,10 +144,10 @@ class Replays:
 def test_ranks_replay_decode_graphs() -> None:
     """Graphs of three rows replay two requests, so that stages also exchange padding."""
     pytest.importorskip("triton")
-    requests, recorder = mixed_requests()[:2], Replays()
+    requests, recorder = shortened(mixed_requests()[:2], 6), Replays()
     core = make_core(Recompute(), device_blocks=16, slots=2, depth=2)
     run(core, thread_executor(2, 2, "llama", device_blocks=16, recorder=recorder), requests)
-    assert outputs(requests) == outputs_alone("llama")[:2]
+    assert outputs(requests) == [output[:6] for output in outputs_alone("llama")[:2]]
     assert recorder.count >= 4 * 4
 
 
@@ -139,9 +158,10 @@ def test_ranks_produce_the_tokens_of_one_rank_with_overlapped_steps(case: str) -
     assert outputs(requests) == outputs_alone("qwen3")
 
 
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", FORCED)
-@pytest.mark.parametrize("pp", [2, 3])
-def test_ranks_produce_the_tokens_of_one_rank_with_busy_stages(case: str, pp: int) -> None:
+def test_ranks_produce_the_tokens_of_one_rank_with_busy_stages(case: str, turn: int) -> None:
+    pp = 2 + (list(FORCED).index(case) + turn) % 2
     requests = mixed_requests()
     events = run(*sharded(case, "qwen2", 1, pp, stages=pp), requests)
     assert outputs(requests) == outputs_alone("qwen2")

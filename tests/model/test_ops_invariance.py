@@ -31,6 +31,7 @@ from skipjoin.model.ops import build, choice
 from skipjoin.model.ops.check import check_ops, rows_are_independent
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
+from support.worlds import combinations
 
 # Flags and required processor features by the path that the library must name. For AMX, plain arithmetic replaces the
 # instructions with the same bits, as test_ops_amx.py shows.
@@ -231,9 +232,13 @@ CUTS = {
 }
 
 
-@dtypes
-@pytest.mark.parametrize(("window", "int8"), [(0, False), (37, False), (37, True)])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window", "int8", "heads"),
+    [
+        pytest.param(dtype, *kind, heads, id=f"{dtype}-{kind}-{heads}", marks=marks)
+        for (dtype, kind, heads), marks in combinations(CPP_DTYPES, [(0, False), (37, False), (37, True)], HEADS)
+    ],
+)
 def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window, int8):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")

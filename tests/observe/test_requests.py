@@ -73,7 +73,7 @@ def test_the_current_gap_between_tokens_counts() -> None:
 @given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), eviction=st.sampled_from([None, *sorted(EVICTIONS)]))
 def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, eviction: str | None) -> None:
     world = World(recipe, depth, overlap=depth > 1, eviction=EVICTIONS[eviction] if eviction else None)
-    done = run(world, load(seed, 16))
+    done = run(world, load(seed, 12))
     facts = facts_of(done)
     assert sorted(facts) == [request.id for request in done.requests]
     execution: dict[int, float] = defaultdict(float)

@@ -35,7 +35,7 @@ def seconds(spans: list[Span], name: str) -> float | None:
 @given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), eviction=st.sampled_from([None, *sorted(EVICTIONS)]))
 def test_spans_agree_with_the_record(recipe: str, seed: int, depth: int, eviction: str | None) -> None:
     world = World(recipe, depth, overlap=depth > 1, eviction=EVICTIONS[eviction] if eviction else None)
-    done = run(world, traced(load(seed, 16)))
+    done = run(world, traced(load(seed, 12)))
     facts: dict[int, RequestFacts] = {}
     spans: dict[int, list[Span]] = {}
     records = RequestLog(lambda one: facts.update({one.id: one}))

@@ -48,6 +48,11 @@ def trace_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     return entries
 
 
+@cache
+def trace_of_run(world: World) -> list[dict[str, Any]]:
+    return trace_of(run_of(world).events)
+
+
 def spans(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["ph"] == "X"]
 
@@ -82,7 +87,7 @@ def microseconds(done: Run, now: float) -> float:
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_timeline_has_every_token_step_copy_and_end_once(world: World) -> None:
     done = run_of(world)
-    entries = trace_of(done.events)
+    entries = trace_of_run(world)
     results = [event.result for event in done.events if isinstance(event, Computed)]
     by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for span in spans(entries):
@@ -125,7 +130,7 @@ def test_the_timeline_has_every_token_step_copy_and_end_once(world: World) -> No
 @pytest.mark.parametrize("world", WORLDS)
 def test_spans_of_a_lane_never_overlap_and_lanes_are_few(world: World) -> None:
     done = run_of(world)
-    found = lanes(trace_of(done.events))
+    found = lanes(trace_of_run(world))
     for times in found.values():
         assert all(begin <= end for begin, end in times)
         assert all(one[1] <= other[0] for one, other in pairwise(times))
@@ -137,7 +142,7 @@ def test_spans_of_a_lane_never_overlap_and_lanes_are_few(world: World) -> None:
 def test_spans_of_a_request_are_bounded_by_its_steps(world: World) -> None:
     """Every span begins and ends with a step that has a slice of its request."""
     done = run_of(world)
-    entries = trace_of(done.events)
+    entries = trace_of_run(world)
     steps = {span["args"]["plan"]: span for span in spans(entries) if span["name"] == "step"}
     begins: dict[int, set[Decimal]] = defaultdict(set)
     ends: dict[int, set[Decimal]] = defaultdict(set)

@@ -95,7 +95,7 @@ def test_pacing_saves_work_and_time_above_capacity_with_a_full_cpu_tier(recipe: 
     for paced in (True, False):
         world = World(recipe, device_blocks=60, cpu_blocks=30, depth=depth)
         policies = build(recipe, Settings(world.cost, world.max_seqs, world.max_tokens), {"paced": paced})
-        requests = load(300, 200, rate=200.0, prompts=(4, 40), outputs=(1, 60))
+        requests = load(300, 120, rate=200.0, prompts=(4, 40), outputs=(1, 60))
         done = run(world, requests, core=world.core(policies))
         assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
         drops[paced] = sum(event.how is Preemption.DROP for event in done.events if isinstance(event, Preempted))

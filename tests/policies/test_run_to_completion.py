@@ -297,7 +297,7 @@ def assert_static(events: list[Event], max_seqs: int) -> None:
     max_seqs=st.integers(1, 10),
     max_tokens=st.integers(1, 80),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_any_load_is_served_in_static_batches(
     *,
     ordering: str,

@@ -56,7 +56,7 @@ def service(done: Run, until: float) -> Counter[str]:
 
 def two_floods() -> list[Request]:
     """Return many long requests of a client, and some short ones of another a little later."""
-    return [*flood("noisy", 60, 0, output=30), *flood("quiet", 60, 1000, output=10, at=0.05)]
+    return [*flood("noisy", 46, 0, output=30), *flood("quiet", 48, 1000, output=10, at=0.05)]
 
 
 def while_both_wait(recipe: str, weight: float | None) -> Counter[str]:
@@ -90,7 +90,7 @@ def test_clients_do_not_evict_each_other_in_turn(recipe: str) -> None:
 # With fairness, `adaptive` limits the recomputation that first tokens cause.
 @pytest.mark.parametrize("recipe", sorted(set(SYSTEMS) - {"adaptive"}))
 def test_fairness_changes_no_plan_of_a_single_client(recipe: str) -> None:
-    assert run(world(recipe, WEIGHT), load(5)).trace == run(world(recipe, None), load(5)).trace
+    assert run(world(recipe, WEIGHT), load(5, 16)).trace == run(world(recipe, None), load(5, 16)).trace
 
 
 @pytest.mark.parametrize("recipe", SOME_SYSTEMS)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 
@@ -170,35 +171,39 @@ def duels(deep: set[tuple[str, int]]) -> pytest.MarkDecorator:
     """Run a test for every mode, number of plans in flight and number of stages.
 
     Args:
-        deep: Modes and stages for which `make test` has two plans in flight as well.
+        deep: Modes and stages for which `make test` has two plans in flight as well, with half of the adversaries.
     """
-    return pytest.mark.parametrize(
-        ("mode", "depth", "stages"),
-        [
-            pytest.param(
-                *(mode, depth, stages), marks=() if depth == 1 or (mode, stages) in deep else pytest.mark.exhaustive
+    cases = []
+    for number, mode in enumerate(MODES):
+        cases.append(pytest.param(mode, 1, 1, range(len(ADVERSARIES)), id=mode))
+        for stages, half in product((1, 2), (0, 1)):
+            is_usual = (mode, stages) in deep and half == (number + stages) % 2
+            seeds, name = range(half, len(ADVERSARIES), 2), f"{mode}-2-{stages}-{half}"
+            cases.append(
+                pytest.param(mode, 2, stages, seeds, id=name, marks=() if is_usual else pytest.mark.exhaustive)
             )
-            for mode in MODES
-            for depth, stages in ((1, 1), (2, 1), (2, 2))
-        ],
-    )
+    return pytest.mark.parametrize(("mode", "depth", "stages", "seeds"), cases)
 
 
 @duels({("reactive", 1), ("proactive", 1), ("proactive, slow link", 1), ("proactive", 2)})
-def test_no_wait_exceeds_the_minimum_bound(mode: str, depth: int, stages: int) -> None:
+def test_no_wait_exceeds_the_minimum_bound(mode: str, depth: int, stages: int, seeds: Sequence[int]) -> None:
     recipe, limits = extremes(mode, depth, 4, 2, stages)
     bound = min_bound(limits)
-    for seed, adversary in enumerate(ADVERSARIES):
+    for seed in seeds:
+        adversary = ADVERSARIES[seed]
         duel = Duel(recipe, limits, adversary, starvation_within(bound, limits), seed)
         longest = duel.run(1.3 * bound)
         assert longest <= bound, f"{adversary.__name__}: a wait takes {longest / bound:.0%} of the bound"
 
 
 @duels({("proactive", 1)})
-def test_a_promoted_request_runs_within_the_time_that_the_bound_allows_for(mode: str, depth: int, stages: int) -> None:
+def test_a_promoted_request_runs_within_the_time_that_the_bound_allows_for(
+    mode: str, depth: int, stages: int, seeds: Sequence[int]
+) -> None:
     """A threshold below the one that keeps the bound causes many more promotions in a short time."""
     recipe, limits = extremes(mode, depth, 6, 1, stages)
-    for seed, adversary in enumerate(ADVERSARIES):
+    for seed in seeds:
+        adversary = ADVERSARIES[seed]
         alpha = 0.15 * limits.stay_s
         longest = Duel(recipe, limits, adversary, alpha, seed).run(1.5 * limits.stay_s)
         allowed = alpha + limits.stay_s + limits.around_s

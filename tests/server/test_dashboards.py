@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from server_worlds import StartServer
+from server_worlds import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -44,8 +44,7 @@ def test_dashboard_is_up_to_date() -> None:
     assert tool.OUT.read_text() == tool.text(), "run python tools/dashboard.py"
 
 
-def test_every_query_finds_its_metrics_and_labels_in_a_loaded_server(start_server: StartServer) -> None:
-    server = start_server()
+def test_every_query_finds_its_metrics_and_labels_in_a_loaded_server(server: ServerProcess) -> None:
     for _ in range(3):
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5, "ignore_eos": True})
     server.wait_idle()

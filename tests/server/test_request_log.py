@@ -9,12 +9,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
-from server_worlds import HERE, Api, MakeApi, StartServer
+from server_worlds import BLOCKS, HERE, Api, MakeApi, ServerProcess, simulated_server
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.request import FinishReason
@@ -147,12 +148,33 @@ raise OSError("over")
     assert errors == ["ZeroDivisionError: division by zero", "KeyError: 'left'", "OSError: over"]
 
 
-def test_every_server_log_line_has_a_timestamp(start_server: StartServer) -> None:
-    """Engine processes get their log settings through the environment."""
-    server = start_server(log_format="json", timeline="/dev/full")
-    httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+@pytest.fixture(scope="module")
+def on_full_disk(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    """A server that logs JSON and cannot write its timeline."""
+    server = simulated_server(tokenizer_folder, 0.001, BLOCKS, log_format="json", timeline="/dev/full")
+    yield server
     server.stop()
-    found = [json.loads(line) for line in server.errors]
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@needs_full
+def test_a_full_disk_ends_the_timeline_and_not_the_server(on_full_disk: ServerProcess) -> None:
+    for _ in range(2):
+        response = httpx.post(f"{on_full_disk.url}/v1/completions", json=BODY, timeout=60)
+        assert response.status_code == 200
+    on_full_disk.wait_idle()
+    assert httpx.get(f"{on_full_disk.url}/health").status_code == 200
+    assert sum("the timeline /dev/full ends here" in line for line in on_full_disk.errors) == 1
+
+
+@needs_full
+def test_every_server_log_line_has_a_timestamp(on_full_disk: ServerProcess) -> None:
+    """Engine processes get their log settings through the environment."""
+    httpx.post(f"{on_full_disk.url}/v1/completions", json=BODY, timeout=60)
+    on_full_disk.stop()
+    found = [json.loads(line) for line in on_full_disk.errors]
     assert all(line["time"] and line["level"] for line in found)
     messages = [line["message"] for line in found]
     assert "POST /v1/completions" in messages

@@ -12,7 +12,6 @@ import pytest
 import tiny_model as tiny
 import torch
 from server_worlds import ServerProcess
-from transformers import LlamaForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +38,8 @@ def complete(server: ServerProcess, **body: object) -> httpx.Response:
 
 
 def test_greedy_tokens_and_logprobs_match_transformers(server: ServerProcess, folder: Path) -> None:
+    from transformers import LlamaForCausalLM  # noqa: PLC0415 - takes two seconds
+
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt in PROMPTS:
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "echo": True, "logprobs": 1, "ignore_eos": True}

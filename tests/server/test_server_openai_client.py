@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from server_worlds import BLOCKS, ServerProcess, StartServer, simulated_server
+from server_worlds import BLOCKS, ServerProcess, simulated_server
 
 
 @pytest.fixture(scope="module")
@@ -142,23 +142,29 @@ def test_errors_become_the_right_exceptions(client: openai.OpenAI, keyed: Server
     assert late.value.code == "deadline_exceeded"
 
 
-def test_overload_is_a_rate_limit_error(start_server: StartServer) -> None:
-    server = start_server(step_s=0.02, max_queued_requests=1)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+@pytest.fixture(scope="module")
+def small(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    """A server of one request at a time, whose engine the last test kills."""
+    server = simulated_server(tokenizer_folder, 0.02, BLOCKS, max_queued_requests=1)
+    yield server
+    server.stop()
+
+
+def test_overload_is_a_rate_limit_error(small: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=400, stream=True)
         next(iter(stream))
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model="tiny", prompt="x")
         assert int(refused.value.response.headers["retry-after"]) >= 1
         stream.close()
-        server.wait_idle()
+        small.wait_idle()
 
 
-def test_engine_death_is_an_api_error_in_a_stream(start_server: StartServer) -> None:
-    server = start_server(step_s=0.02)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+def test_engine_death_is_an_api_error_in_a_stream(small: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=400, stream=True)
-        threading.Timer(0.3, server.engine.kill).start()
+        threading.Timer(0.3, small.engine.kill).start()
         with pytest.raises(openai.APIError, match="the engine has stopped"):
             list(stream)
         with pytest.raises(openai.InternalServerError):

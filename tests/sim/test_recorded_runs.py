@@ -7,11 +7,14 @@ import json
 import pytest
 from recorded_runs import HASHES, RESERVING, RUNS, record_hashes
 
+from support.recipes import SPELLED
+
 STORED = json.loads(HASHES.read_text()) if HASHES.exists() else {}
 
 
-# `test_only_reservations_depend_on_max_tokens` compares the hashes of this run as well.
+# `test_only_reservations_depend_on_max_tokens` compares hashes of this run as well.
 AGAIN = "a100-40gb:pp2, swap 1"
+AGAIN_RECIPES = ("fastserve", "fcfs", "mlfq", "orca", "sarathi", "static")
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -24,5 +27,7 @@ def test_records_equal_the_stored_ones(run: str, seed: int) -> None:
 
 
 def test_only_reservations_depend_on_max_tokens() -> None:
-    changed = record_hashes(AGAIN, "--max-tokens", "room", "--seeds", "0")
+    recipes = ",".join(SPELLED[label] for label in AGAIN_RECIPES)
+    changed = record_hashes(AGAIN, "--max-tokens", "room", "--seeds", "0", "--recipes", recipes)
+    assert len(changed) == len(AGAIN_RECIPES)
     assert {name.split(",")[0] for name, found in changed.items() if found != STORED[AGAIN][name]} == set(RESERVING)

@@ -10,14 +10,28 @@ from xdist.scheduler import LoadScopeScheduling
 RAY = {"test_ranks_on_ray", "test_ray_nodes", "test_replicas_ray", "test_server_orphans"}
 # Test files that use the same compiled operations. Otherwise one process would wait while another compiles them.
 COMPILED = {"test_ops_amx", "test_ops_invariance"}
+# Test files that use models of transformers, whose import takes two seconds.
+REFERENCES = {
+    "test_attention_triton",
+    "test_batch_invariant",
+    "test_installed_family",
+    "test_model_families",
+    "test_model_loader",
+    "test_model_ops",
+    "test_parallel_families",
+    "test_parallel_shards",
+    "test_triton_ops",
+}
 # Folders whose tests mostly wait for other programs and for time limits.
 WAITING = {"chaos", "demo", "fuzz", "loadtest", "server"}
 # Folders of tests that start no process and have no slow fixture, except the files in SHARING. The longest tests come
 # first, so that all processes finish at about the same time.
 PURE = ("sim", "recipes", "core_fuzz", "model", "policies", "observe", "core", "kv", "scheduling")
 SHARING = {
+    "test_abort_everywhere",
+    "test_chat_template",
     "test_econoserve",
-    "test_installed_family",
+    "test_event_stream",
     "test_recipe_properties",
     "test_recorded_plans",
     "test_timeline",
@@ -31,6 +45,7 @@ LONG = {
     "test_sweep",
     "test_worker_sharded",
     *COMPILED,
+    *REFERENCES,
 }
 
 
@@ -46,6 +61,8 @@ def group(nodeid: str) -> str:
         return "ray"
     if file.stem in COMPILED:
         return "compiled"
+    if file.stem in REFERENCES:
+        return "references"
     return nodeid if file.parent.name in PURE and file.stem not in SHARING else path
 
 

@@ -20,7 +20,7 @@ SYSTEM = System(
     max_num_seqs=16,
 )
 WORKLOAD = synthetic("uniform:8-200,4-64", "poisson")
-CELL = Cell(SYSTEM, WORKLOAD, Extent(8.0, 12.0, 3))
+CELL = Cell(SYSTEM, WORKLOAD, Extent(8.0, 8.0, 3))
 
 
 def repeatable(record: Record) -> Record:

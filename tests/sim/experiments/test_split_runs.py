@@ -47,10 +47,10 @@ def test_each_prompt_is_computed_once_and_sent_over_the_link(recipe: str) -> Non
 
 def test_a_split_run_that_ends_early_counts_every_request() -> None:
     # This link is so slow that few requests get through.
-    cell = replace(CELL, system=replace(SPLIT, network_gbps=1e-5), extent=replace(CELL.extent, until_s=10.0))
+    cell = replace(CELL, system=replace(SPLIT, network_gbps=1e-5), extent=replace(CELL.extent, until_s=7.0))
     record = run(cell)
     counts = record["requests"]
-    assert counts["submitted"] == sum(job.at <= 10.0 for job in cell.jobs())
+    assert counts["submitted"] == sum(job.at <= 7.0 for job in cell.jobs())
     assert counts["finished"] < counts["submitted"] / 2
     assert sum(record["breakdown_s"].values()) == pytest.approx(record["jct_s"]["mean"], rel=1e-4)
     waits = sum(record["wait_s"].values())
@@ -60,7 +60,7 @@ def test_a_split_run_that_ends_early_counts_every_request() -> None:
 def test_batched_simulation_of_decode_steps_changes_no_figure() -> None:
     # Decode replicas are short of KV, so requests wait for it and are swapped.
     system = replace(SPLIT, recipe="fcfs", kv_blocks=40, prefill=replace(SYSTEM, kv_blocks=100))
-    cell = Cell(system, WORKLOAD, Extent(16.0, 20.0, 3))
+    cell = Cell(system, WORKLOAD, Extent(16.0, 12.0, 3))
     batched, single = run(cell), run(cell, on_events=lambda events: None)
     assert batched["roles"]["decode"]["kv"]["preemptions"]["swap"] > 0
     for name in ("requests", "transfer", "wait_s", "jct_s", "ttft_s", "tpot_s", "steps", "batch_mean"):

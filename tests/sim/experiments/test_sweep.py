@@ -51,14 +51,14 @@ class Collector:
 
 
 def test_parallel_processes_give_the_same_records() -> None:
-    cells = [replace(CELL, extent=replace(CELL.extent, seed=seed)) for seed in range(5)]
+    cells = [replace(CELL, extent=replace(CELL.extent, seed=seed)) for seed in range(3)]
     collected = Collector()
     sweep([Grid(cells)], 2, collected)
-    assert [repeatable(collected.records[number]) for number in range(5)] == [repeatable(run(cell)) for cell in cells]
+    assert [repeatable(collected.records[number]) for number in range(3)] == [repeatable(run(cell)) for cell in cells]
 
 
 def test_shards_in_processes_give_the_same_records() -> None:
-    cell = Cell(replace(SYSTEM, replicas=130, recipe="alise"), WORKLOAD, Extent(300.0, 1.5, 0))
+    cell = Cell(replace(SYSTEM, replicas=130, recipe="alise"), WORKLOAD, Extent(150.0, 1.5, 0))
     assert cell.shards == 3
     collected = Collector()
     sweep([Grid([cell, CELL])], 2, collected)
@@ -70,7 +70,7 @@ def test_shards_in_processes_give_the_same_records() -> None:
 
 def test_a_search_brackets_the_bound() -> None:
     bound = parse_bound("ttft_s.mean<=0.5")
-    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 10.0, seed)) for seed in (0, 1)], bound)
+    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 5.0, seed)) for seed in (0, 1)], bound)
     cells, means = list(search.first()), {}
     while cells:
         rate = cells[0].extent.rate_rps
@@ -168,7 +168,7 @@ def test_the_command_gives_the_same_records_with_any_number_of_processes(tmp_pat
 
 def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    options = ["--duration", "8", "--find-max-rate", "normalized_latency_s.mean<=0.1"]
+    options = ["--duration", "4", "--find-max-rate", "normalized_latency_s.mean<=0.1"]
     done = simulate("--recipes", "fcfs", *options, "--out", str(out))
     assert "largest req/s with normalized_latency_s.mean<=0.1" in done.stdout
     assert len(load_results([out])) > 5

@@ -21,7 +21,7 @@ help:
 	@echo "make serve          start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make demo           show what scheduling does on this machine (two minutes after installation), in build/demo"
 	@echo "make test           run all tests, with pairwise combinations of parameters where there are many"
-	@echo "make test-all       run all tests with all combinations of parameters"
+	@echo "make test-all       run all tests with all combinations of parameters and more examples"
 	@echo "make test-vllm      run the tests of the vLLM plugin against each supported release (installs 4 GB)"
 	@echo "make mutations      inject ten faults, and check that tests detect each"
 	@echo "make test-cluster   disconnect a machine during streams (two minutes; needs Linux, root and iproute2)"

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 import torch
-import transformers
 import typer
 from typer.testing import CliRunner, Result
 
@@ -57,6 +56,8 @@ def test_generate_prints_one_json_object_per_prompt() -> None:
 
 
 def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> None:
+    import transformers  # noqa: PLC0415 - takes a second
+
     torch.manual_seed(1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_model_path())
     common = dict(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
+
+if TYPE_CHECKING:
+    import transformers
 
 VOCAB = 101
 _SHAPE = {
@@ -36,41 +40,43 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
-CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
-    "llama": lambda: transformers.LlamaConfig(**_GATED),
-    "llama-tied-mha": lambda: transformers.LlamaConfig(
-        **{**_GATED, "num_key_value_heads": 4}, tie_word_embeddings=True
+
+def _config(name: str, **fields: Any) -> Callable[[], transformers.PreTrainedConfig]:
+    """Return a function that makes a configuration, and imports transformers, which takes seconds."""
+    return lambda: getattr(import_module("transformers"), name)(**fields)
+
+
+CONFIGS = {
+    "llama": _config("LlamaConfig", **_GATED),
+    "llama-tied-mha": _config("LlamaConfig", **{**_GATED, "num_key_value_heads": 4}, tie_word_embeddings=True),
+    "llama-biases": _config("LlamaConfig", **_GATED, attention_bias=True, mlp_bias=True),
+    "llama-llama3": _config("LlamaConfig", **_GATED, rope_parameters=_LLAMA3),
+    "llama-yarn": _config("LlamaConfig", **_GATED, rope_parameters=_YARN),
+    "llama-linear": _config("LlamaConfig", **_GATED, rope_parameters=_LINEAR),
+    "mistral": _config("MistralConfig", **_GATED, sliding_window=None),
+    "mistral-window": _config("MistralConfig", **_GATED, sliding_window=9),
+    "qwen2": _config("Qwen2Config", **_GATED),
+    "qwen2-window": _config("Qwen2Config", **_GATED, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3": _config("Qwen3Config", **_GATED, head_dim=32),
+    "gpt-neox": _config("GPTNeoXConfig", **_SHAPE, intermediate_size=96),
+    "gpt-neox-serial": _config(
+        "GPTNeoXConfig", **_SHAPE, intermediate_size=96, use_parallel_residual=False, rotary_pct=0.5
     ),
-    "llama-biases": lambda: transformers.LlamaConfig(**_GATED, attention_bias=True, mlp_bias=True),
-    "llama-llama3": lambda: transformers.LlamaConfig(**_GATED, rope_parameters=_LLAMA3),
-    "llama-yarn": lambda: transformers.LlamaConfig(**_GATED, rope_parameters=_YARN),
-    "llama-linear": lambda: transformers.LlamaConfig(**_GATED, rope_parameters=_LINEAR),
-    "mistral": lambda: transformers.MistralConfig(**_GATED, sliding_window=None),
-    "mistral-window": lambda: transformers.MistralConfig(**_GATED, sliding_window=9),
-    "qwen2": lambda: transformers.Qwen2Config(**_GATED),
-    "qwen2-window": lambda: transformers.Qwen2Config(
-        **_GATED, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    "starcoder2": _config("Starcoder2Config", **_GATED),
+    "starcoder2-window": _config(
+        "Starcoder2Config", **_GATED, sliding_window=7, use_bias=False, tie_word_embeddings=False
     ),
-    "qwen3": lambda: transformers.Qwen3Config(**_GATED, head_dim=32),
-    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SHAPE, intermediate_size=96),
-    "gpt-neox-serial": lambda: transformers.GPTNeoXConfig(
-        **_SHAPE, intermediate_size=96, use_parallel_residual=False, rotary_pct=0.5
-    ),
-    "starcoder2": lambda: transformers.Starcoder2Config(**_GATED),
-    "starcoder2-window": lambda: transformers.Starcoder2Config(
-        **_GATED, sliding_window=7, use_bias=False, tie_word_embeddings=False
-    ),
-    "opt": lambda: transformers.OPTConfig(**_SHAPE, ffn_dim=96),
-    "opt-after": lambda: transformers.OPTConfig(
-        **_SHAPE, ffn_dim=96, do_layer_norm_before=False, word_embed_proj_dim=32
-    ),
+    "opt": _config("OPTConfig", **_SHAPE, ffn_dim=96),
+    "opt-after": _config("OPTConfig", **_SHAPE, ffn_dim=96, do_layer_norm_before=False, word_embed_proj_dim=32),
 }
 
 
 def make_reference(name: str) -> transformers.PreTrainedModel:
     """Return a model with random parameters, biases and norms included, so that swapped tensors are detected."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes two seconds
+
     torch.manual_seed(sum(name.encode()))
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
     for label, parameter in model.named_parameters():
         spread = 0.12 if parameter.dim() > 1 else 0.3
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in label and "weight" in label else 0.0, std=spread)

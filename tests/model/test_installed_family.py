@@ -6,10 +6,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
 from model_zoo import PagedRunner
 
 from skipjoin.builtin import builtin_model_path
@@ -59,9 +59,11 @@ def guide_package(guide_site: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, transformers.PreTrainedModel]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Return a StableLM with random parameters, saved with the built-in model's tokenizer."""
     torch.manual_seed(3)
+    import transformers  # noqa: PLC0415 - takes a second
+
     config = transformers.StableLmConfig(**SHAPE, use_qkv_bias=True)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for label, parameter in model.named_parameters():

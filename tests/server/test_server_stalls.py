@@ -97,24 +97,27 @@ CHAT = '{"messages":[{"role":"user","content":'
 TOOLS = CHAT + '"x"}],"tools":[{"type":"function","function":{"name":"f","parameters":{"a":['
 CALL = '{"id":"1","type":"function","function":{"name":"f","arguments":"{}"}}'
 CALLS = '{"messages":[{"role":"assistant","tool_calls":['
-BODIES = {
-    "text": ("/v1/completions", filled('{"prompt":"', "ab ", '"}'), 400),
-    "conversation": ("/v1/chat/completions", filled(CHAT + '"', "😀", '"}]}'), 400),
-    "wrong metadata": ("/v1/completions", ('{"prompt":"a","metadata":{' + fields() + "}}").encode(), 400),
-    "unknown fields": ("/v1/completions", ('{"prompt":"a",' + fields() + "}").encode(), 400),
-    "unknown within": ("/v1/chat/completions", (CHAT + '"x",' + fields() + "}]}").encode(), 400),
-    "parts": ("/v1/chat/completions", filled(CHAT + "[", '{"type":"text","text":""},', "{}]}]}"), 400),
-    "tools": ("/v1/chat/completions", filled(TOOLS, "[],", "0]}}}]}", 1 << 19), 400),
-    "calls": ("/v1/chat/completions", filled(CALLS, CALL + ",", CALL + "]}]}"), 400),
-    "hidden": ("/v1/completions", filled('{"prompt":"a","n":[', "[],", '0],"n":1}'), 200),
-    "names": ("/tokenize", json.dumps({"return_token_strs": True, "prompt": "ab " * 100_000}).encode(), 200),
-    "ids": ("/detokenize", json.dumps({"tokens": [65] * 500_000}).encode(), 200),
-    "digits": ("/detokenize", filled('{"tokens":[', "9", "]}"), 400),
+# The path, a function that makes the body, and the status.
+BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
+    "text": ("/v1/completions", lambda: filled('{"prompt":"', "ab ", '"}'), 400),
+    "conversation": ("/v1/chat/completions", lambda: filled(CHAT + '"', "😀", '"}]}'), 400),
+    "wrong metadata": ("/v1/completions", lambda: bytes('{"prompt":"a","metadata":{' + fields() + "}}", "utf-8"), 400),
+    "unknown fields": ("/v1/completions", lambda: bytes('{"prompt":"a",' + fields() + "}", "utf-8"), 400),
+    "unknown within": ("/v1/chat/completions", lambda: bytes(CHAT + '"x",' + fields() + "}]}", "utf-8"), 400),
+    "parts": ("/v1/chat/completions", lambda: filled(CHAT + "[", '{"type":"text","text":""},', "{}]}]}"), 400),
+    "tools": ("/v1/chat/completions", lambda: filled(TOOLS, "[],", "0]}}}]}", 1 << 19), 400),
+    "calls": ("/v1/chat/completions", lambda: filled(CALLS, CALL + ",", CALL + "]}]}"), 400),
+    "hidden": ("/v1/completions", lambda: filled('{"prompt":"a","n":[', "[],", '0],"n":1}'), 200),
+    "names": ("/tokenize", lambda: json.dumps({"return_token_strs": True, "prompt": "ab " * 100_000}).encode(), 200),
+    "ids": ("/detokenize", lambda: json.dumps({"tokens": [65] * 500_000}).encode(), 200),
+    "digits": ("/detokenize", lambda: filled('{"tokens":[', "9", "]}"), 400),
 }
 
 
-@pytest.mark.parametrize(("path", "body", "status"), BODIES.values(), ids=BODIES)
-async def test_no_body_stalls_other_requests(api: Api, path: str, body: bytes, status: int) -> None:
+@pytest.mark.parametrize(("path", "make_body", "status"), BODIES.values(), ids=BODIES)
+async def test_no_body_stalls_other_requests(api: Api, path: str, make_body: Callable[[], bytes], status: int) -> None:
+    body = make_body()
+
     async def post() -> None:
         assert (await api.http.post(path, content=body, headers=JSON)).status_code == status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import PurePosixPath
 
 from xdist.scheduler import LoadScopeScheduling
@@ -56,7 +57,7 @@ def group(nodeid: str) -> str:
         nodeid: `tests/FOLDER/FILE.py::NAME`.
     """
     path, _, _ = nodeid.partition("::")
-    file = PurePosixPath(path)
+    file = file_of(path)
     if file.stem in RAY:
         return "ray"
     if file.stem in COMPILED:
@@ -66,15 +67,18 @@ def group(nodeid: str) -> str:
     return nodeid if file.parent.name in PURE and file.stem not in SHARING else path
 
 
+file_of = cache(PurePosixPath)
+
+
 def waits(name: str) -> bool:
     """Return whether the tests of a group mostly wait."""
-    return name == "ray" or not WAITING.isdisjoint(PurePosixPath(name.partition("::")[0]).parts)
+    return name == "ray" or not WAITING.isdisjoint(file_of(name.partition("::")[0]).parts)
 
 
 def order(nodeid: str) -> tuple[bool, int, bool]:
     """Return the sort key of a test. Groups that wait come first, and tests outside groups last."""
     name = group(nodeid)
-    file = PurePosixPath(nodeid.partition("::")[0])
+    file = file_of(nodeid.partition("::")[0])
     place = 1 + PURE.index(file.parent.name) if name == nodeid else 0
     return not waits(name), place, name != "ray" and file.stem not in LONG
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -223,37 +218,6 @@ def test_logits_equal_those_of_torch_attention(name, tmp_path):
         with torch.no_grad():
             expected = reference(torch.tensor([tokens])).logits[0]
         torch.testing.assert_close(ours.cpu(), expected, atol=1e-4 if DEVICE == "cpu" else 1e-3, rtol=0)
-
-
-def compiled(tmp_path, *cases: str) -> tuple[list[str], list[str]]:
-    """Return the kernels that compile_kernels.py compiled, and its lines about them.
-
-    The script asserts that decode kernels have copies in flight and that no kernel spills.
-    """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    return [line.split()[1].rstrip(":") for line in lines], lines
-
-
-def test_kernels_compile_without_a_gpu(tmp_path):
-    names, lines = compiled(tmp_path, "90:bfloat16:llama-8b")
-    assert all(" stack 0 " in line for line in lines)
-    assert all("share_out" in line or re.search(r"LDG(STS)?\.128", line) for line in lines)
-    assert names == ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
-    assert "HMMA" in lines[2]
-    assert "HGMMA" in lines[4]
-
-
-@pytest.mark.exhaustive
-def test_every_config_of_the_kernels_compiles_without_a_gpu(tmp_path):
-    others = ("80:float32:neox", "80:float16:wide:reduce")
-    names, _ = compiled(tmp_path, *others, "--every", "90:bfloat16:opt-13b:decode", "80:bfloat16:llama-8b:prefill")
-    first = ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
-    assert compiled(tmp_path, "80:bfloat16+int8:neox", "90:bfloat16+int8:llama-8b")[0] == 2 * first
-    assert names == [*first, "reduce", *["decode"] * 6, *["prefill"] * 3]
 
 
 @pytest.mark.gpu

@@ -5,11 +5,6 @@ The interpreter truncates bfloat16 results instead of rounding them, so its tole
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -202,28 +197,6 @@ def test_models_with_triton_ops_equal_torch(name, tmp_path, monkeypatch):
         with torch.no_grad():
             expected = reference(torch.tensor([tokens], device=DEVICE)).logits[0]
         torch.testing.assert_close(ours, expected, atol=1e-3 if ON_CARD else 1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("case", ["90-bf16", pytest.param("80-fp32", marks=pytest.mark.exhaustive)])
-def test_kernels_compile_for_gpus(tmp_path, case):
-    """No GPU is needed, because Triton's wheel contains the compiler and its tools."""
-    program, cases = Path(__file__).with_name("compile_ops.py"), [case, "90-thresholds"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, str(program), *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    *lines, thresholds = done.stdout.splitlines()
-    # Each thread adds up a row's values alone, and threads exchange their sums once per pass. Row offsets need 64 bits,
-    # because rows times vocabulary may exceed 2**31.
-    assert thresholds == "90 thresholds in 4 loops: 0 0 True"
-    assert len(lines) == 9
-    for line in lines:
-        label, _, facts = line.partition(": ")
-        spilled, narrow = (int(part) for part in facts.split())
-        assert spilled == 0, f"{label} keeps values on the stack"
-        # The few weights of short rows are read one by one.
-        assert narrow <= (1 if "heads" in label else 0), f"{label} moves less than 16 bytes at a time"
 
 
 @pytest.mark.parametrize("case", [pytest.param(dtype, marks=gpu, id=str(dtype)) for dtype in LIMIT])

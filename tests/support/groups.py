@@ -33,6 +33,7 @@ SHARING = {
     "test_chat_template",
     "test_econoserve",
     "test_event_stream",
+    "test_kernels_compile",
     "test_recipe_properties",
     "test_recorded_plans",
     "test_timeline",

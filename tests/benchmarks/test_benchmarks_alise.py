@@ -59,8 +59,8 @@ def test_regression_reports_its_fit(tmp_path: Path) -> None:
 
 
 def test_short_runs_contain_every_variant_and_its_settings(tmp_path: Path) -> None:
-    result = run("correlation", tmp_path, "--quick", "--duration", "10", "--jobs", "1")
-    assert result["settings"]["duration_s"] == 4
+    result = run("correlation", tmp_path, "--quick", "--duration", "5", "--jobs", "1")
+    assert result["settings"]["duration_s"] == 2
     (system,) = result["settings"]["systems"].values()
     assert system["max_tokens"] == "room"
     assert system["kv_gib"] == pytest.approx(11, abs=0.02)

@@ -56,9 +56,9 @@ def test_only_the_first_iteration_grows_with_the_prompt() -> None:
 
 
 def test_short_runs_of_figure_15_contain_settings_records_and_ratios(tmp_path: Path) -> None:
-    result = run("figure15", tmp_path, "--quick", "--duration", "8", "--jobs", "1")
+    result = run("figure15", tmp_path, "--quick", "--duration", "4", "--jobs", "1")
     assert result["quick"] is True
-    assert result["settings"]["duration_s"] == 8
+    assert result["settings"]["duration_s"] == 4
     assert result["settings"]["seeds"] == [0]
     (system,) = result["settings"]["systems"].values()
     wanted = {"max_num_seqs": 256, "block_size": 16, "max_tokens": "exact"}

@@ -171,7 +171,21 @@ def expected() -> Outputs:
         engine.executor.close()
 
 
-@pytest.mark.parametrize(("tp", "pp", "recipe"), [(2, 1, "fastserve"), (2, 2, SPELLED["mlfq"])])
+def test_stages_of_several_ranks_change_no_tokens(expected: Outputs) -> None:
+    engine = assemble(config(2, 2, recipe=SPELLED["mlfq"], recipe_params={"starvation_s": 0.2}))
+    try:
+        session = Session(engine)
+        assert session.run() == expected
+        assert session.count(Preempted) > 12
+    finally:
+        engine.executor.close()
+    wait_until_gone()
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "recipe"),
+    [(2, 1, "fastserve"), pytest.param(2, 2, SPELLED["mlfq"], marks=pytest.mark.exhaustive)],
+)
 def test_killed_ranks_change_no_tokens(tp: int, pp: int, recipe: str, expected: Outputs) -> None:
     """Memory holds a third of the requests, so that they are also swapped and dropped.
 

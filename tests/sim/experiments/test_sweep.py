@@ -58,7 +58,7 @@ def test_parallel_processes_give_the_same_records() -> None:
 
 
 def test_shards_in_processes_give_the_same_records() -> None:
-    cell = Cell(replace(SYSTEM, replicas=130, recipe="alise"), WORKLOAD, Extent(150.0, 1.5, 0))
+    cell = Cell(replace(SYSTEM, replicas=130, recipe="fcfs"), WORKLOAD, Extent(150.0, 1.5, 0))
     assert cell.shards == 3
     collected = Collector()
     sweep([Grid([cell, CELL])], 2, collected)

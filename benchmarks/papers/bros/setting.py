@@ -69,6 +69,9 @@ RECOMPUTE, SWAP, UNSHARED, BROS = (
 VARIANTS = (BLIND, FCFS, ROUND_ROBIN, RECOMPUTE, SWAP, BROS)
 # With the variant that shows what shared blocks gain.
 COMPARED = (*VARIANTS, UNSHARED)
+# Standard deviation of the logarithm of step times around the modeled ones. The recipe learns a margin from them.
+NOISE = 0.1
+NOISY = replace(BROS, name=f"bros, noise {NOISE:g}", settings={"step_noise": NOISE})
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,17 +97,14 @@ ORACLE, PRIOR = (Variant(f"econoserve, {name}", "econoserve", name) for name in 
 
 
 # As DistServe: a prefill and a decode replica on two machines with 100 Gb/s between them (section 2.4).
-SPLIT = Variant("split", "fcfs")
-_SPLIT_SETTINGS = {"replicas": 2, "prefill_replicas": 1, "network_gbps": 100.0}
+SPLIT = Variant("split", "fcfs", settings={"replicas": 2, "prefill_replicas": 1, "network_gbps": 100.0})
 
 
 def system(variant: Variant, trace: Trace, machine: Machine = OPT_13B, **params: Value) -> System:
     """Return the variant with the trace's parameters, some of them replaced by `params`."""
     predictor = f"noise:{trace.noise}" if variant.predictor == NOISE else variant.predictor
     given = {**trace.params, **variant.params, **params}
-    found = replace(variant, predictor=predictor, params=given).on(
-        machine, **(_SPLIT_SETTINGS if variant is SPLIT else {})
-    )
+    found = replace(variant, predictor=predictor, params=given).on(machine)
     return replace(found, max_model_len=_BOOKS_CONTEXT) if trace.lengths == "bookcorpus" else found
 
 

@@ -62,6 +62,7 @@ _INDEX = {
     "bros-swap": 4,
     "bros-unshared": 6,
     "bros": 9,
+    "bros, noise 0.1": 8,
 }
 
 

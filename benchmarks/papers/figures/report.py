@@ -97,6 +97,7 @@ def settings_of(
         name = f"{of.model} on {of.hardware}, cap {of.max_num_seqs}, {of.kv_blocks} blocks"
         name += "" if of.swap_dtype == "auto" else f", {of.swap_dtype} in CPU memory"
         name += f", {of.max_tokens} tokens asked for" if isinstance(of.max_tokens, int) else ""
+        name += f", step noise {of.step_noise:g}" if of.step_noise else ""
         recipes = groups.setdefault(name, {"recipes": [], **of.describe()})["recipes"]
         label = label_of(of.recipe)
         recipe = label if of.predictor is None else f"{label} {of.predictor}"

@@ -25,16 +25,19 @@ class Variant:
         recipe: Label in `papers.recipes`.
         predictor: Forecaster, or None if the recipe reads no forecasts or true lengths.
         params: Parameters of the recipe; unknown ones are ignored.
+        settings: Further fields of `System`.
     """
 
     name: str
     recipe: str
     predictor: str | None = None
     params: Mapping[str, Value] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def on(self, machine: Machine, *, batch_cap: int = BATCH_CAP, **settings: object) -> System:
-        """Return the variant on a machine; `settings` are further fields of `System`."""
-        (found,) = machine.systems(SPELLED[self.recipe], predictor=self.predictor, max_num_seqs=batch_cap, **settings)
+        """Return the variant on a machine; `settings` replace some of its own."""
+        given = {"max_num_seqs": batch_cap, **self.settings, **settings}
+        (found,) = machine.systems(SPELLED[self.recipe], predictor=self.predictor, **given)
         return replace(found, recipe_params=self.params) if self.params else found
 
 

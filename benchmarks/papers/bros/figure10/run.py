@@ -3,7 +3,7 @@
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure10/run.py [--quick]
 
 OPT-13B on two A100s, OPT-30B on four, Llama-3-70B on eight, real-time lengths of ShareGPT and LMSYS, 128 best-effort
-requests in flight.
+requests in flight. `bros` also runs with steps whose times vary by 10 % around the modeled ones.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from papers.bros.setting import (
     KEPT,
     LATENCY,
     MACHINES,
+    NOISY,
     RATES,
     ROUND_ROBIN,
     TPOT_KEPT,
@@ -41,20 +42,21 @@ from papers.figures.report import main, table
 from papers.figures.runs import Options, Result, grid, pick, run_plans
 from skipjoin.observe.record import Record
 
-NAMES = [variant.name for variant in COMPARED]
+VARIANTS = (*COMPARED, NOISY)
+NAMES = [variant.name for variant in VARIANTS]
 
 
 def measure(options: Options) -> Result:
     options = window(options)
     loads = {name: Load(name) for name in DATASETS}
-    systems = {(model, variant.name): system(variant, model) for model in MACHINES for variant in COMPARED}
+    systems = {(model, variant.name): system(variant, model) for model in MACHINES for variant in VARIANTS}
     plans = {
         (model, name, variant.name): grid(
             load.cells(variant, systems[model, variant.name], options.some(RATES[model]), options, seeds=1)
         )
         for name, load in loads.items()
         for model in MACHINES
-        for variant in COMPARED
+        for variant in VARIANTS
     }
     run_plans("figure10", list(plans.values()), options)
     records = records_of(plans, "model", "lengths", "variant")

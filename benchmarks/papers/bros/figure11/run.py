@@ -16,12 +16,12 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.bros.setting import COMPARED, DATASETS, TPOT_KEPT, TTFT_KEPT, against_rate, side_by_side, value_of
+from papers.bros.setting import COMPARED, DATASETS, NOISY, TPOT_KEPT, TTFT_KEPT, against_rate, side_by_side, value_of
 from papers.figures.report import main, table
 from papers.figures.runs import Options, Result, pick
 from skipjoin.observe.record import Record
 
-NAMES = [variant.name for variant in COMPARED]
+NAMES = [variant.name for variant in (*COMPARED, NOISY)]
 
 
 def measure(options: Options) -> Result:

@@ -22,6 +22,7 @@ from papers.bros.setting import (
     BROS,
     FIELDS,
     KEPT,
+    NOISE,
     SHAREGPT,
     TTFT_KEPT,
     compared,
@@ -37,7 +38,7 @@ from skipjoin.report.plots import style
 
 MODEL, RATES, SEEDS = "llama-3-70b", (8.0, 12.0), 3
 RULES = ("all", "decodes", "none")
-NOISES = (0.0, 0.1)
+NOISES = (0.0, NOISE)
 TTFT, TPOT = "real_time.ttft_s.p50", "real_time.tpot_s.mean"
 
 

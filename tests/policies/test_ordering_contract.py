@@ -28,6 +28,7 @@ from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.fairness import Fair
 from skipjoin.policies.gittins import GittinsIndex
 from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.predictors import ForecastQuantile, forecast_tokens, longest_output
 from skipjoin.policies.remaining import RemainingTime
@@ -106,7 +107,7 @@ def needs(request: Request, kv: KVAccounts) -> tuple[int, int]:
 
 
 def two_queues(order: QueueOrder) -> Ordering:
-    return TwoQueues(Tasks(order), needs)
+    return TwoQueues(Tasks(order), NeedIndex(needs))
 
 
 ORDERINGS: dict[str, Callable[[], Ordering]] = {

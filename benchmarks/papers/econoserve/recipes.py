@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Ordering, Policies
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.selective import Limits
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholePrompts, WholeReservations
 from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths, Phase
 from skipjoin.policies.eviction import KeepKv, Recompute, Swap
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.ordering import Fcfs
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.policies.valued import Valued
 from skipjoin.recipes import Forecasts, Params, Settings, recipe
 from skipjoin.recipes.baselines import OracleParams
-from skipjoin.recipes.econoserve import GroupParams, ReservationParams, decoupled
+from skipjoin.recipes.econoserve import GroupParams, OrderParams, ReservationParams, by_objectives, decoupled
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, greedy, staged, true_lengths
 
 
@@ -45,6 +48,31 @@ def fastserve_max(s: Settings) -> Policies:
 def _reserving_all(s: Settings, ordering: Callable[[], Ordering]) -> Policies:
     """Return policies that reserve KV for prompt and max_tokens at admission, which are never evicted for others."""
     return classed(s, ordering, greedy(s, s.max_tokens, chunked=True), WholeMaximum(), Recompute())
+
+
+class _LargestNested(NeedIndex):
+    """Index that first offers the largest prompts that a hosting request can hold."""
+
+    def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
+        self._place_new(kv)
+        nested: set[Request] = set()
+        while (request := self._largest(limits(), nested)) is not None:
+            nested.add(request)
+            yield request
+        for request in super().fitting(limits, kv):
+            if request not in nested:
+                yield request
+
+    def _largest(self, limits: Sequence[int], seen: set[Request]) -> Request | None:
+        # The last need is that in a hosting request.
+        queues = self._kinds[-1].up_to(limits[-1]) if self._kinds else []
+        return next((one for queue in reversed(queues) for _, one in queue if one not in seen), None)
+
+
+@recipe(forecasts=Forecasts.LEARNED)
+def econoserve_largest(s: Settings, p: OrderParams) -> Policies:
+    """EconoServe that nests the largest request that fits, not the first in order (EconoServe section 3.2)."""
+    return by_objectives(s, p, _LargestNested)
 
 
 @recipe(forecasts=Forecasts.LEARNED)

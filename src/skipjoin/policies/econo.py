@@ -13,7 +13,7 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.scheduling.selective import Limits
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.needs import NeedIndex, Needs
+from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.predictors import forecast_tokens
 from skipjoin.policies.valued import Valued
 
@@ -279,15 +279,15 @@ class TwoQueues(Valued):
     """Ordering by `Tasks`, which finds the prompts that fit by binary search (EconoServe section 3.4).
 
     Args:
-        needs: Needs of prompts without KV.
+        index: Index of prompts without KV.
     """
 
     is_decode_invariant = True
 
-    def __init__(self, tasks: Tasks, needs: Needs) -> None:
+    def __init__(self, tasks: Tasks, index: NeedIndex) -> None:
         super().__init__(tasks)
         self._tasks = tasks
-        self._index = NeedIndex(needs)
+        self._index = index
 
     def on_reserved(self, request: Request, now: float) -> None:
         self._tasks.on_reserved(request)

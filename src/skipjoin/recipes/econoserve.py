@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from skipjoin.policies.econo import ByObjective, PaddedLengths, QueueOrder, Task
 from skipjoin.policies.eviction import Vacate
 from skipjoin.policies.exact_reservations import ExactReservations, GroupGate, Hosts
 from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.needs import NeedIndex, Needs
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
@@ -101,11 +103,13 @@ def decoupled(
     groups: bool,
     hosts: Hosts | None = None,
     gated: bool = False,
+    index: Callable[[Needs], NeedIndex] = NeedIndex,
 ) -> Policies:
     """Return policies with separate queues for prompts and decodes and with exact reservations.
 
     Args:
         groups: Whether decodes that are equal in `order` start together.
+        index: Returns the index that offers prompts by their needs.
     """
 
     def group(request: Request, now: float) -> tuple[object, ...]:
@@ -123,7 +127,7 @@ def decoupled(
     )
     return classed(
         s,
-        lambda: TwoQueues(tasks, reservations.needs),
+        lambda: TwoQueues(tasks, index(reservations.needs)),
         staged(s, batcher, batcher.target, cuts=True),
         reservations,
         Vacate(s.cost),
@@ -133,6 +137,11 @@ def decoupled(
 @recipe(forecasts=Forecasts.LEARNED)
 def econoserve(s: Settings, p: OrderParams) -> Policies:
     """EconoServe: prompts fill the compute, decodes the KV, by exact reservations that share their unused blocks."""
+    return by_objectives(s, p)
+
+
+def by_objectives(s: Settings, p: OrderParams, index: Callable[[Needs], NeedIndex] = NeedIndex) -> Policies:
+    """Return the policies of `econoserve`, with the index of `decoupled`."""
     lengths = PaddedLengths(p.padding)
     order = ByObjective(
         ExecutionTime(s.cost),
@@ -143,6 +152,5 @@ def econoserve(s: Settings, p: OrderParams) -> Policies:
         longest_first=p.order == "longest",
         overdue_s=p.overdue_s,
     )
-    return decoupled(
-        s, p, lengths, order, groups=True, hosts=Hosts(p.buffer) if p.sharing else None, gated=p.admission == "gated"
-    )
+    hosts = Hosts(p.buffer) if p.sharing else None
+    return decoupled(s, p, lengths, order, groups=True, hosts=hosts, gated=p.admission == "gated", index=index)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.econoserve.setting import SHAREGPT, SLO, said, system
+from papers.econoserve.setting import OPT_13B, SHAREGPT, SLO, said, system
 from papers.econoserve.watch import watched
 from papers.figures.pictures import bars
 from papers.figures.report import main, table
@@ -25,6 +26,7 @@ from skipjoin.observe.record import Record
 from skipjoin.options import Value
 from skipjoin.report.plots import style
 from skipjoin.sim.experiments.cell import Cell, Extent
+from skipjoin.sim.experiments.machines import Machine
 from skipjoin.workload.workload import Synthetic, synthetic
 
 # Half long and half short outputs; rates exceed the capacity.
@@ -56,10 +58,15 @@ CASES: dict[str, tuple[str, str | None, dict[str, Value], Synthetic, float]] = {
     "econoserve, longest first": ("econoserve", "oracle", {"order": "longest"}, poisson("sharegpt"), 5.0),
     "econoserve-sdo, longest first": ("econoserve-sdo", "oracle", {"order": "longest"}, poisson("sharegpt"), 5.0),
 }
+# A case without padding, and the same with blocks that waste no slots.
+UNPADDED, EXACT = "no padding, econoserve", "no padding, blocks of one token"
+# Share of the KV that generations reserve which nested halves can use at most (section 3.2).
+IDEAL_USE = 0.75
 
 
 def measure(options: Options) -> Result:
     asked = [({"variant": name}, _cell(*case)) for name, case in CASES.items()]
+    asked.append(({"variant": EXACT}, _cell(*CASES[UNPADDED], machine=replace(OPT_13B, block_size=1))))
     records = watched(asked, options)
     found = {record["variant"]: record for record in records}
     rows = [(name, _shown(value), target, "yes" if holds else "no") for name, value, target, holds in checks(found)]
@@ -70,8 +77,17 @@ def measure(options: Options) -> Result:
     }
 
 
-def _cell(recipe: str, predictor: str | None, params: dict[str, Value], workload: Synthetic, rate: float) -> Cell:
-    return Cell(system(Variant(recipe, recipe, predictor), SHAREGPT, **params), workload, Extent(rate, _S, 0), SLO)
+def _cell(
+    recipe: str,
+    predictor: str | None,
+    params: dict[str, Value],
+    workload: Synthetic,
+    rate: float,
+    *,
+    machine: Machine = OPT_13B,
+) -> Cell:
+    of = system(Variant(recipe, recipe, predictor), SHAREGPT, machine, **params)
+    return Cell(of, workload, Extent(rate, _S, 0), SLO)
 
 
 def _shown(value: object) -> str:
@@ -156,12 +172,15 @@ def objectives(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool
     """Check attainment, KV and throughput in overload."""
     met = {name: record["slo"]["jct_attained"] for name, record in found.items()}
     kv = found["econoserve"]["kv"]
+    use = found[EXACT]["kv"]["used_mean"] / found[EXACT]["kv"]["allocated_mean"]
     ratio = found["econoserve"]["throughput_tps"] / found["fcfs"]["throughput_tps"]
     rise = met["econoserve-sdo"] - met["econoserve-sd"]
     rows: list[tuple[str, object, str, bool]] = [
         ("6 attainment, econoserve-sdo less econoserve-sd", rise, "above 0", rise > 0),
         ("6 KV allocated", kv["allocated_mean"], "at least 0.9", kv["allocated_mean"] >= 0.9),
         ("6 KV used", kv["used_mean"], "at most 0.65", kv["used_mean"] <= 0.65),
+        ("6 the same without padding", found[UNPADDED]["kv"]["used_mean"], "printed", True),
+        ("6 the same in blocks of one token, to the allocated KV", use, f"at most {IDEAL_USE:g}", use <= IDEAL_USE),
         ("6 tokens/s to fcfs, until the last request ends", ratio, "below 1: fcfs is ahead", ratio < 1),
     ]
     for name in ("fcfs", "econoserve-sd", "econoserve-sdo", "econoserve"):

@@ -102,10 +102,10 @@ def _same(goals: Mapping[tuple[str, float], float], same: Mapping[tuple[str, flo
     for (name, rate), goal in goals.items():
         gpus = SPLITS[name].replicas
         found = [same[name, rate, other].replicas for other in OTHERS]
-        less = [None if few is None else f"{100 * (1 - few / gpus):.0f} % fewer" for few in found]
+        less = [None if few is None else f"{100 * (1 - few / gpus):.0f}" for few in found]
         rows.append((name, rate, goal, gpus, *(value for pair in zip(found, less, strict=True) for value in pair)))
-    columns = ("split", "req/s", "its goodput", "its GPUs", *(text for name in OTHERS for text in (name, "")))
-    return table("GPUs for the goodput of a split (paper: 73 % and 61 % fewer)", columns, rows)
+    columns = ("split", "req/s", "its goodput", "its GPUs", *(text for name in OTHERS for text in (name, "% fewer")))
+    return table("GPUs for the goodput of a split (paper: 73 and 61 % fewer)", columns, rows)
 
 
 def _attaining(found: Mapping[tuple[str, float], Fewest], rates: list[float]) -> Result:

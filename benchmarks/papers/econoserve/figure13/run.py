@@ -3,7 +3,8 @@
     python benchmarks/papers/econoserve/figure13/run.py [--quick]
 
 Separate queues (`-d`), groups (`-sd`), order by objectives (`-sdo`), nested reservations (`econoserve`), and the last
-with other forecasts; OPT-13B on three traces, the larger models on ShareGPT, at 1.2 times the capacity of `fcfs`.
+with another choice of nested requests and with other forecasts; OPT-13B on three traces, the larger models on ShareGPT,
+at 1.2 times the capacity of `fcfs`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from papers.econoserve.setting import (
     records_of,
     said,
     system,
+    variants,
 )
 from papers.figures.pictures import bars, look
 from papers.figures.report import main
@@ -37,7 +39,7 @@ from skipjoin.report.plots import style
 
 LOAD, SEEDS = 1.2, 2
 REGRESSED = Variant("econoserve, regress:0.6", "econoserve", "regress:0.6")
-VARIANTS = (*ABLATIONS, DEFAULTS, ORACLE, REGRESSED, PRIOR, *plain("fcfs"))
+VARIANTS = (*ABLATIONS, *variants("econoserve-largest"), DEFAULTS, ORACLE, REGRESSED, PRIOR, *plain("fcfs"))
 CASES = [("opt-13b", trace) for trace in TRACES.values()]
 CASES += [(model, SHAREGPT) for model in MACHINES if model != "opt-13b"]
 FIELDS = {

@@ -71,6 +71,24 @@ def test_a_token_resets_a_late_request() -> None:
     assert ids(ordering, 5.5) == [0, 1]  # both are late: the fewest tokens to compute first
 
 
+def test_first_tokens_preempt_the_requests_furthest_ahead_of_their_schedule_if_leads_count() -> None:
+    for counts_lead in (False, True):
+        ordering = ByDeadline(NextTokens(DEFAULT, counts_lead=counts_lead), overdue_s=5.0)
+        quick, slow, fresh = make(0, arrival=0.0), make(1, arrival=0.0), make(2, arrival=1.0)
+        for request, steps in ((quick, 10), (slow, 2)):
+            ordering.on_arrived(request, 0.0)
+            for step in range(1, steps + 1):
+                ordering.on_scheduled([sample(request)], step / steps)
+                request.output.append(0)
+        ordering.on_arrived(fresh, 1.0)
+        # One token is due at 1.2. With leads, the schedules are 1.2, and 2.1 after ten tokens within 0.9 s.
+        assert ids(ordering, 1.0) == ([1, 2, 0] if counts_lead else [0, 1, 2])
+        assert ordering.outranks(fresh, quick) == counts_lead
+        assert not ordering.outranks(fresh, slow)
+        assert not ordering.outranks(slow, quick)  # it has a token
+        assert ids(ordering, 1.3) == [2, 0, 1]  # 1 is late in any case
+
+
 def test_started_best_effort_requests_come_first_unless_preempted() -> None:
     ordering = StartedFirst()
     requests = [make(number, arrival=number, deadline=deadline) for number, deadline in enumerate([None, 50, 60, 40])]

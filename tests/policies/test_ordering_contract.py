@@ -56,8 +56,8 @@ def adaptive(overtaking_s: float = 100.0) -> Ordering:
     return Adaptive(GittinsIndex(COST, 4), overtaking_s=overtaking_s, first_share=0.01)
 
 
-def by_deadline() -> Ordering:
-    return ByDeadline(NextTokens(Target(ttft_s=0.3, tpot_s=0.1)), overdue_s=0.5)
+def by_deadline(*, counts_lead: bool = False) -> Ordering:
+    return ByDeadline(NextTokens(Target(ttft_s=0.3, tpot_s=0.1), counts_lead=counts_lead), overdue_s=0.5)
 
 
 def closest() -> Ordering:
@@ -134,6 +134,7 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "prioritized closest": lambda: Prioritized(closest),
     "prioritized skip-join": lambda: Prioritized(mlfq, best_effort_wait_s=0.5),
     "by deadline": by_deadline,
+    "by schedule": lambda: by_deadline(counts_lead=True),
     "prioritized by deadline": lambda: Prioritized(by_deadline, best_effort=StartedFirst, best_effort_wait_s=0.5),
     "started first": StartedFirst,
     "fair fcfs": lambda: fair(Fcfs),

@@ -70,6 +70,21 @@ def test_packing_keeps_first_tokens_in_time_during_a_flood(recipe: str) -> None:
     assert len(late) <= 0.05 * len(first)
 
 
+def test_more_first_tokens_are_in_time_if_requests_ahead_of_their_schedule_are_evicted() -> None:
+    """Real-time requests alone fill the KV pool here, and their tokens come faster than they must."""
+    shares = []
+    for evicts in ("late", "ahead"):
+        params = (("evicts", evicts), ("ttft_s", 0.3), ("tpot_s", 0.15))
+        world = World("bros", device_blocks=150, cpu_blocks=300, max_seqs=40, max_tokens=256, params=params)
+        requests, first = load(3, 120, rate=20, outputs=(10, 60)), dict[Request, float]()
+        for event in run(world, requests).events:
+            if isinstance(event, Token):
+                first.setdefault(event.request, event.now)
+        assert all(len(request.output) == request.max_tokens for request in requests)
+        shares.append(fmean(when <= request.arrival + 0.3 for request, when in first.items()))
+    assert shares[1] > shares[0] + 0.15
+
+
 # The latencies of llm-d-batch-gateway#491 without batches: 82 ms to the first token at P99, then 13 ms a token.
 BURST = LinearCost(floor=0.011, prefill_token=2e-5, decode=2e-5)
 OBJECTIVES = Target(ttft_s=0.15, tpot_s=0.03)

@@ -18,11 +18,17 @@ class NextTokens:
     """Deadlines of the next token of each real-time request.
 
     The first token is due a TTFT after the arrival, each further one a TPOT after the last token (BROS section 4.1).
+
+    Args:
+        counts_lead: Whether a request's schedule, until which it may be without KV, includes the time by which its
+            tokens came faster than its TPOT. Otherwise the schedule is the deadline of its next token, as in the paper.
     """
 
-    def __init__(self, default: Target) -> None:
+    def __init__(self, default: Target, *, counts_lead: bool = False) -> None:
         self.default = default
+        self.counts_lead = counts_lead
         self._due: dict[Request, float] = {}
+        self._schedule: dict[Request, float] = {} if counts_lead else self._due
 
     def __contains__(self, request: Request) -> bool:
         return request in self._due
@@ -30,27 +36,37 @@ class NextTokens:
     def due(self, request: Request) -> float:
         return self._due[request]
 
+    def schedule(self, request: Request) -> float:
+        return self._schedule[request]
+
     def begin(self, request: Request, now: float) -> None:
         if request.output:
             self.sampled(request, now)
             return
         since = now if request.is_best_effort else request.arrival
-        self._due[request] = since + request.options.target.with_default(self.default).ttft_s
+        due = since + request.options.target.with_default(self.default).ttft_s
+        self._due[request] = self._schedule[request] = due
 
     def sampled(self, request: Request, now: float) -> None:
         own = request.options.target.tpot_s
-        self._due[request] = now + (own if own != inf else self.default.tpot_s)
+        tpot_s = own if own != inf else self.default.tpot_s
+        # The lead of a first token, and delays, do not count.
+        since = max(now, self._schedule.get(request, now)) if self.counts_lead and request.output else now
+        self._due[request] = now + tpot_s
+        self._schedule[request] = since + tpot_s
 
     def end(self, request: Request) -> None:
         self._due.pop(request, None)
+        self._schedule.pop(request, None)
 
 
 class ByDeadline(Callbacks):
-    """Earliest deadline of the next token first (BROS section 4.2).
+    """Earliest deadline of the next token first (BROS section 4.2), or earliest schedule if leads count.
 
     A request that missed its deadline ranks behind those that can still meet theirs, fewest remaining tokens first.
     After another `overdue_s` it ranks first, by deadline, so no request starves. It can then preempt late requests, but
-    not those that can still meet their deadlines.
+    not those that can still meet their deadlines. Requests without a first token also preempt those with a later
+    schedule, if leads count.
     """
 
     def __init__(self, next_tokens: NextTokens, overdue_s: float) -> None:
@@ -98,27 +114,31 @@ class ByDeadline(Callbacks):
         return (tier, *self._tiers[tier].key(request))
 
     def outranks(self, one: Request, other: Request) -> bool:
-        # Only late requests can be preempted. A waiting request always has an earlier deadline than a running one, so
-        # with preemption by deadline two requests would preempt each other at every token. In an overload, overdue
-        # requests would make those in time miss their deadlines, too.
-        return self._tier[one] < self._tier[other] == _LATE
+        # A waiting request always has an earlier deadline than a running one, so with preemption by deadline two
+        # requests would preempt each other at every token. In an overload, overdue requests would make those in time
+        # miss their deadlines, too.
+        mine, theirs = self._tier[one], self._tier[other]
+        if mine < theirs == _LATE:
+            return True
+        is_first = self._next.counts_lead and not one.output  # at most once per request
+        return is_first and mine == theirs == _WINNABLE and self._next.schedule(one) < self._next.schedule(other)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self._tier[request], request) for request in sorted(requests, key=self.rank)]
 
     def _follow_time(self, now: float) -> None:
-        due = self._next.due
+        schedule = self._next.schedule
         passed = []
         for request in self._winnable:
-            if due(request) >= now:
+            if schedule(request) >= now:
                 break
             passed.append(request)
         for request in passed:
             self._put(request, _LATE)
-            self._missed.append((due(request), request))
+            self._missed.append((schedule(request), request))
         while self._missed and self._missed[0][0] + self._overdue_s <= now:
             when, request = self._missed.popleft()
-            if self._tier.get(request) == _LATE and due(request) == when:
+            if self._tier.get(request) == _LATE and schedule(request) == when:
                 self._put(request, _OVERDUE)
 
     def _put(self, request: Request, tier: int) -> None:
@@ -131,7 +151,7 @@ class ByDeadline(Callbacks):
             self._tiers[tier].discard(request)
 
     def _key(self, request: Request, tier: int) -> tuple[float, float, int]:
-        due = self._next.due(request)
+        due = self._next.schedule(request)
         return (request.known - request.reached if tier == _LATE else due, due, request.id)
 
 

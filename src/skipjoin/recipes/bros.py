@@ -59,6 +59,14 @@ class PackingParams(Params):
             choices=tuple(one.value for one in Replacing),
         ),
     ] = Replacing.DECODES.value
+    evicts: Annotated[
+        str,
+        Option(
+            "Real-time requests that are evicted for those without a first token: late ones, as in the paper, or also "
+            "those ahead of their time per token, furthest ahead first, where moving KV takes little time",
+            choices=("late", "ahead"),
+        ),
+    ] = "late"
     eviction: Annotated[
         str,
         Option(
@@ -73,7 +81,7 @@ class PackingParams(Params):
 def bros(s: Settings, p: PackingParams) -> Policies:
     """BROS: deadline-aware packing, bidirectional blocks of both service classes, lazy checkpoints of slots."""
     target = Target(ttft_s=p.ttft_s, tpot_s=p.tpot_s)
-    tokens = NextTokens(target)
+    tokens = NextTokens(target, counts_lead=p.evicts == "ahead")
     batcher = Packing(s.max_seqs, s.max_tokens, s.cost, tokens, base=p.base_batch, replacing=Replacing(p.replacing))
     steps = staged(s, batcher, s.max_tokens, cuts=True)
     eviction = _EVICTIONS[p.eviction](s.cost)

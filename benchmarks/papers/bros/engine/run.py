@@ -26,13 +26,17 @@ def target(alone: Alone, job: WorkloadRequest) -> Target:
 
 
 COMPARISON = Comparison(
-    recipes={name: (name, ()) for name in ("fcfs", "sarathi", "fastserve", "bros", "bros-unshared")},
+    recipes={
+        **{name: (name, ()) for name in ("fcfs", "sarathi", "fastserve", "bros", "bros-unshared")},
+        "bros, ahead": ("bros", ("--set", "evicts=ahead")),
+    },
     entries={
         "fcfs, class-blind": Entry("fcfs", BLIND),
         "fcfs": Entry("fcfs"),
         "sarathi": Entry("sarathi"),
         "fastserve": Entry("fastserve"),
         "bros": Entry("bros"),
+        "bros, ahead": Entry("bros, ahead"),
         "bros-unshared": Entry("bros-unshared"),
         "vllm, class-blind": Entry("vllm", BLIND),
         "vllm, priorities": Entry("vllm-priority", PRIORITY),

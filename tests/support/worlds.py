@@ -17,13 +17,16 @@ Pipeline = tuple[int, bool, int]
 PIPELINES: list[Pipeline] = [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2), (3, False, 3)]
 
 
-def combinations(*axes: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], tuple[pytest.MarkDecorator, ...]]]:
+def combinations(
+    *axes: Sequence[Any], parts: int = 1
+) -> Iterator[tuple[tuple[Any, ...], tuple[pytest.MarkDecorator, ...]]]:
     """Yield every combination of the axes' values, and the marks of its test.
 
     Unmarked combinations are a pairwise set: any two values of two axes occur together in at least one of them. The
-    others are marked `exhaustive`.
+    others are marked `exhaustive`. With `parts`, only one in `parts` combinations of the pairwise set is unmarked. Then
+    all pairs with a value of the shortest axis still occur, if the other axes are longer by this factor.
     """
-    residues = min(map(len, axes)) if len(axes) > 2 else 1
+    residues = min(map(len, axes)) * parts if len(axes) > 2 else 1
     for places in product(*(range(len(axis)) for axis in axes)):
         marks = () if sum(places) % residues == 0 else (pytest.mark.exhaustive,)
         yield tuple(axis[place] for axis, place in zip(axes, places, strict=True)), marks
@@ -46,11 +49,17 @@ def world_of(recipe: str, pipeline: Pipeline, eviction: str | None, **settings: 
     return World(recipe, depth, overlap, EVICTIONS[eviction] if eviction else None, stages=stages, **settings)
 
 
-def worlds(recipes: Sequence[str], pipelines: Sequence[Pipeline], evictions: Sequence[str] = sorted(EVICTIONS)) -> Any:
-    """Return a test parameter `world` for each combination."""
+def worlds(
+    recipes: Sequence[str],
+    pipelines: Sequence[Pipeline],
+    evictions: Sequence[str] = sorted(EVICTIONS),
+    *,
+    parts: int = 1,
+) -> Any:
+    """Return a test parameter `world` for each combination; `parts` as in `combinations`."""
     return [
         pytest.param(
             world_of(recipe, pipeline, name), id=f"{recipe}-{'-'.join(map(str, pipeline))}-{name}", marks=marks
         )
-        for (recipe, pipeline, name), marks in combinations(recipes, pipelines, evictions)
+        for (recipe, pipeline, name), marks in combinations(recipes, pipelines, evictions, parts=parts)
     ]

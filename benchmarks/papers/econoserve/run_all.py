@@ -28,6 +28,7 @@ NAMES = (
     "figure14",
     "figure15",
     "saturated",
+    "headline",
     "checks",
 )
 

@@ -2,7 +2,8 @@
 
     SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure12/run.py [--quick]
 
-OPT-13B on two A100s and OPT-30B on four, ShareGPT. `fcfs` stands for vLLM; TGI is not compared.
+OPT-13B on two A100s and OPT-30B on four, ShareGPT. `fcfs` stands for vLLM; TGI is not compared. One rate also runs for
+the paper's ten minutes, with three seeds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from papers.bros.setting import (
     FCFS,
     KEPT,
     LATENCY,
+    PAPER_TIMES,
     TPOT_KEPT,
     TTFT_KEPT,
     Load,
@@ -30,12 +32,14 @@ from papers.bros.setting import (
     window,
 )
 from papers.figures.report import main
-from papers.figures.runs import Options, Result, grid, run_plans
+from papers.figures.runs import Options, Result, grid, pick, run_plans
 from papers.figures.variants import plain
 
 VARIANTS = (FCFS, *plain("fastserve"), BROS)
 RATES = (4.0, 8.0, 10.0, 12.0, 14.0, 16.0)
 MODELS, SEEDS, ALONE = ("opt-13b", "opt-30b"), 2, Load(in_flight=0)
+# The cell at full length, above the capacity.
+LONG_MODEL, LONG_RATE, LONG_SEEDS = "opt-13b", 14.0, 3
 COLUMNS = {
     "s/token": LATENCY,
     "TTFT kept": TTFT_KEPT,
@@ -47,7 +51,7 @@ COLUMNS = {
 
 
 def measure(options: Options) -> Result:
-    options = window(options)
+    options, long = window(options), window(options, PAPER_TIMES)
     systems = {(model, variant.name): system(variant, model) for model in MODELS for variant in VARIANTS}
     plans = {
         (model, "sharegpt", variant.name): grid(
@@ -56,19 +60,30 @@ def measure(options: Options) -> Result:
         for model in MODELS
         for variant in VARIANTS
     }
-    run_plans("figure12", list(plans.values()), options)
-    records = records_of(plans, "model", "lengths", "variant")
+    long_plans = {
+        (LONG_MODEL, "sharegpt", variant.name): grid(
+            ALONE.cells(variant, systems[LONG_MODEL, variant.name], [LONG_RATE], long, seeds=LONG_SEEDS)
+        )
+        for variant in VARIANTS
+    }
+    run_plans("figure12", [*plans.values(), *long_plans.values()], options)
+    records, long_records = (records_of(some, "model", "lengths", "variant") for some in (plans, long_plans))
+    keys = ("model", "rate_rps", "variant")
     return {
         "settings": said(list(systems.values()), [ALONE], options, seeds=SEEDS),
-        "tables": [compared("Real-time requests alone", records, ("model", "rate_rps", "variant"), COLUMNS)],
-        "records": records,
+        "tables": [
+            compared("Real-time requests alone", records, keys, COLUMNS),
+            compared(f"For {long.duration_s:g} s, {LONG_SEEDS} seeds", long_records, keys, COLUMNS),
+        ],
+        "records": records + long_records,
     }
 
 
 def draw(result: Result) -> Mapping[str, Figure]:
     fields = {"latency (s/token)": LATENCY, "throughput (req/s)": "real_time.window.throughput_rps"}
     names = [variant.name for variant in VARIANTS]
-    return {"alone.png": against_rate(result["records"], fields, names)}
+    records = pick(result["records"], duration_s=result["settings"]["duration_s"])
+    return {"alone.png": against_rate(records, fields, names)}
 
 
 if __name__ == "__main__":

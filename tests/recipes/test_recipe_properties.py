@@ -45,7 +45,7 @@ OTHERS: dict[str | None, Callable[[int], EvictionPolicy]] = {"patchwork": Patchw
 
 
 def drawn() -> list[Request]:
-    return load(1, 16, priorities=(-1, 0, 7))
+    return load(1, 20, priorities=(-1, 0, 7))
 
 
 @cache

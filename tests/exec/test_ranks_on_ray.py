@@ -176,7 +176,7 @@ def test_stages_of_several_ranks_change_no_tokens(expected: Outputs) -> None:
     try:
         session = Session(engine)
         assert session.run() == expected
-        assert session.count(Preempted) > 12
+        assert session.count(Preempted)  # how often depends on how long steps take
     finally:
         engine.executor.close()
     wait_until_gone()

@@ -177,7 +177,7 @@ def test_equal_turns_do_not_replace_each_other() -> None:
 )
 def test_swaps_follow_the_order_of_turns(holders: list[Holder], spare: int, device: int) -> None:
     """A swap-out is for blocks to keep free or for a strictly sooner turn, and takes the latest turns. Swap-ins take
-    the soonest turns of the CPU tier."""
+    the soonest turns of the CPU tier, and pass those only that fit when the swap-outs end."""
     if sum(holder.blocks for holder in holders) > device:
         return
     setup = Setup(*holders, device=device, host=100)
@@ -193,9 +193,10 @@ def test_swaps_follow_the_order_of_turns(holders: list[Holder], spare: int, devi
     assert back == sorted(back)
     if out and left:
         assert turns[left[-1]] <= out[-1]
-    if back and waiting:
-        assert back[-1] <= turns[waiting[0]]
     leaving = [move for move in setup.moves if move.direction is OUT]
+    passed = [setup.requests[number] for number in waiting if back and turns[number] < back[-1]]
+    soon = setup.kv.available + sum(len(move.source) for move in leaving)
+    assert sum(map(setup.kv.cpu_footprint, passed)) <= soon
     for turn, move in zip(out, leaving, strict=True):
         is_for_spare = short > 0
         short -= len(move.source)

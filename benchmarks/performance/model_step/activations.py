@@ -42,8 +42,8 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh")
 ROWS = (1, 4, 16, 64, 512)
 # More weights than the caches of a device hold, where the model has that many.
 _WEIGHT_BYTES = 256 << 20
-# Seconds of a case on a CPU, and bounds on its rounds.
-_SPAN_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.5, 5, 200
+# Seconds of a case on a CPU and of a tiny one, and bounds on its rounds.
+_SPAN_S, _TINY_SPAN_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.5, 0.02, 5, 200
 
 Calls = dict[str, Callable[[], object]]
 
@@ -51,10 +51,12 @@ Calls = dict[str, Callable[[], object]]
 def measure(device: str, *, tiny: bool = False) -> list[dict[str, Any]]:
     """Return a record for each type, model, activation and number of rows; `tiny` uses small shapes for a rehearsal."""
     with torch.inference_mode():
-        return list(_records(device, ("tiny",) if tiny else MEASURED[device], ROWS[:2] if tiny else ROWS))
+        if tiny:
+            return list(_records(device, ("tiny",), ROWS[:2], _TINY_SPAN_S))
+        return list(_records(device, MEASURED[device], ROWS, _SPAN_S))
 
 
-def _records(device: str, models: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def _records(device: str, models: tuple[str, ...], rows: tuple[int, ...], span_s: float) -> Iterator[dict[str, Any]]:
     for dtype in DTYPES[device]:
         ops = implementations("auto", dtype, torch.device(device))[0]
         for model in models:
@@ -63,7 +65,7 @@ def _records(device: str, models: tuple[str, ...], rows: tuple[int, ...]) -> Ite
                 for count in rows:
                     x = torch.randn(count, MODELS[model][0], device=device).to(dtype)
                     calls = {name: _over_layers(layers, x) for name, layers in products.items()}
-                    times = _cuda_times(calls) if device == "cuda" else _cpu_times(calls)
+                    times = _cuda_times(calls) if device == "cuda" else _cpu_times(calls, span_s)
                     layers = len(products["torch"])
                     yield {
                         "dtype": str(dtype).removeprefix("torch."),
@@ -104,16 +106,16 @@ def _over_layers(layers: list[Any], x: torch.Tensor) -> Callable[[], object]:
     return call
 
 
-def _cpu_times(calls: Calls) -> dict[str, list[float]]:
-    """Return the milliseconds of the calls, without the warm-up round."""
+def _cpu_times(calls: Calls, span_s: float) -> dict[str, list[float]]:
+    """Return the milliseconds of the calls in `span_s` seconds, without the warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     draw = random.Random(0)
-    end = time.perf_counter() + _SPAN_S
+    end = time.perf_counter() + span_s
     for turn in range(1 + _MAX_ROUNDS):
         for name in draw.sample(list(calls), len(calls)):
             times[name].append(harness.seconds_of(calls[name]) * 1e3)
         if turn == 0:
-            end = time.perf_counter() + _SPAN_S
+            end = time.perf_counter() + span_s
         elif turn >= _MIN_ROUNDS and time.perf_counter() >= end:
             break
     return {name: found[1:] for name, found in times.items()}

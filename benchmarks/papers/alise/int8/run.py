@@ -3,7 +3,7 @@
     python benchmarks/papers/alise/int8/run.py [--quick]
 
 ALISE keeps its KV in int8 and compares itself with 16 bits (section 4.1). OPT-13B on one A100 with 40 GB and 11 GiB of
-KV, ShareGPT for 300 s and Alpaca for 60 s, one seed, `fcfs` and `alise` with near-true forecasts. KV has 16 bits,
+KV, ShareGPT for 300 s and Alpaca for 60 s, three seeds, `fcfs` and `alise` with near-true forecasts. KV has 16 bits,
 int8 on the CPU tier (`--swap-dtype int8`; `fcfs` does not use that tier), or int8 on both tiers (`--kv-cache-dtype
 int8`), where attention reads half the bytes as well.
 """
@@ -47,7 +47,7 @@ def system(variant: Variant, kv: str) -> System:
 def measure(options: Options) -> Result:
     found = {
         (dataset, variant.name, kv): cells(
-            system(variant, kv), poisson(dataset), [start], lasting(options, LASTING[dataset]), seeds=options.seeds(1)
+            system(variant, kv), poisson(dataset), [start], lasting(options, LASTING[dataset])
         )
         for dataset, starts in STARTS.items()
         for (variant, kv), start in zip(CELLS, starts, strict=True)
@@ -76,7 +76,6 @@ def measure(options: Options) -> Result:
             [system(variant, kv) for variant, kv in CELLS],
             [poisson(dataset) for dataset in STARTS],
             options,
-            seeds=1,
             note=f"Alpaca's requests arrive for {LASTING['alpaca'] * options.duration_s:g} s.",
         ),
         "tables": [

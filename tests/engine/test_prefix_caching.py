@@ -86,14 +86,15 @@ def test_blocks_evicted_from_the_device_are_found_in_the_cpu_tier(pair: Pair) ->
 def test_computed_blocks_of_an_aborted_prompt_are_cached(pair: Pair) -> None:
     caching, plain = pair
     prompt, loop = prompt_of(20, 600), caching._loop
-    for steps in (1, 3):
-        prompt = [steps, *prompt]
-        loop.add(1_000_000 + steps, prompt, GREEDY)
-        for _ in range(steps):
+    for chunks in (1, 3):
+        prompt = [chunks, *prompt]
+        loop.add(1_000_000 + chunks, prompt, GREEDY)
+        request = loop.core.requests[1_000_000 + chunks]
+        while request.computed < 128 * chunks:  # steps wait for blocks that move to the CPU tier
             loop.step()
-        loop.abort(1_000_000 + steps)
+        loop.abort(1_000_000 + chunks)
         (found,) = caching.generate(prompt, GREEDY)
-        assert found.cached_tokens == 128 * steps
+        assert found.cached_tokens == 128 * chunks
         assert found.token_ids == plain.generate(prompt, GREEDY)[0].token_ids
 
 

@@ -194,6 +194,8 @@ def test_swaps_follow_the_order_of_turns(holders: list[Holder], spare: int, devi
     if out and left:
         assert turns[left[-1]] <= out[-1]
     leaving = [move for move in setup.moves if move.direction is OUT]
+    if back and waiting and not out:
+        assert back[-1] <= turns[waiting[0]]
     passed = [setup.requests[number] for number in waiting if back and turns[number] < back[-1]]
     soon = setup.kv.available + sum(len(move.source) for move in leaving)
     assert sum(map(setup.kv.cpu_footprint, passed)) <= soon

@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -52,6 +53,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Distribute tests by groups with `-n 2`, unless another `--dist` is chosen."""
     return Groups(config, log) if config.getoption("dist") == "load" else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Build compiled operations while one process imports everything and the others wait for it."""
+    if not has_bytecode():
+        build = subprocess.Popen([sys.executable, str(Path(__file__).with_name("model") / "build_ops.py")])
+        config.add_cleanup(build.kill)
 
 
 @contextlib.contextmanager

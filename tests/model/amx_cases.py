@@ -25,6 +25,28 @@ TILES_NEEDS = {"amx_tile", "amx_bf16"}
 INSTRUCTIONS = (*BF16, *TILES)
 # Plain arithmetic instead of the instructions.
 PLAIN = (*BF16, "-DSKIPJOIN_PLAIN_TILES")
+# Flags and required processor features by the path that a library must name. For AMX, plain arithmetic replaces the
+# instructions with the same bits, as test_ops_amx.py shows.
+TARGETS = {
+    "amx": (PLAIN, BF16_NEEDS),
+    "avx512-bf16": (BF16, BF16_NEEDS),
+    "avx512": (AVX512, AVX512_NEEDS),
+    "avx2": (build.AVX2, build.AVX2_NEEDS),
+    "generic": ((), set()),
+}
+
+
+def compiled(path: str) -> Path:
+    """Return the library for a path of `TARGETS`, building it if it is missing.
+
+    Raises:
+        OSError: There is no compiler.
+        subprocess.SubprocessError: It does not know the flags.
+    """
+    flags, _ = TARGETS[path]
+    if path == "avx512-bf16" and not build.cpu_features() >= TILES_NEEDS:
+        flags = INSTRUCTIONS  # without tiles, code for AMX takes this path, and test_ops_amx.py needs it
+    return build.compiled_library(flags)
 
 
 def emulated_library(folder: Path) -> ctypes.CDLL:

@@ -17,6 +17,7 @@ from pathlib import Path
 import amx_cases
 import pytest
 import torch
+from amx_cases import TARGETS
 from model_zoo import CONFIGS
 
 from skipjoin.model import backends
@@ -33,30 +34,19 @@ from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
 from support.worlds import combinations
 
-# Flags and required processor features by the path that the library must name. For AMX, plain arithmetic replaces the
-# instructions with the same bits, as test_ops_amx.py shows.
-TARGETS = {
-    "amx": (amx_cases.PLAIN, amx_cases.BF16_NEEDS),
-    "avx512-bf16": (amx_cases.BF16, amx_cases.BF16_NEEDS),
-    "avx512": (amx_cases.AVX512, amx_cases.AVX512_NEEDS),
-    "avx2": (build.AVX2, build.AVX2_NEEDS),
-    "generic": ((), set()),
-}
 # Fewer rows than a tile, one more than a tile, several tiles and blocks of tiles, and enough for several threads.
 ROWS = (1, 2, 17, 33, 600, 2048)
 dtypes = pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
 
 
 def compiled(path: str) -> ctypes.CDLL:
-    flags, needs = TARGETS[path]
+    needs = TARGETS[path][1]
     if path == "generic" and platform.machine() == "aarch64":
         pytest.skip("every processor of this kind has NEON")
     if not build.cpu_features() >= needs:
         pytest.skip(f"this CPU lacks {', '.join(sorted(needs - build.cpu_features()))}")
-    if path == "avx512-bf16" and not build.cpu_features() >= amx_cases.TILES_NEEDS:
-        flags = amx_cases.INSTRUCTIONS  # without tiles, code for AMX takes this path, and test_ops_amx.py needs it
     try:
-        made = ctypes.CDLL(str(build.compiled_library(flags)))
+        made = ctypes.CDLL(str(amx_cases.compiled(path)))
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no compiler for {path}: {error}")
     assert build.path_of(made) == path

@@ -7,8 +7,8 @@ MODEL ?= tally
 RECIPE ?= adaptive
 HOST ?= 127.0.0.1
 PORT ?= 8000
-# More than two cores, because many tests wait for other programs.
-JOBS ?= 5
+# One more than two cores, because many tests wait for other programs. More would only slow each other.
+JOBS ?= 3
 # Tests start hundreds of programs. Without bytecode each of them compiles torch again, which triples the time of its
 # import.
 unexport PYTHONDONTWRITEBYTECODE

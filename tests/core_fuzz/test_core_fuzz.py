@@ -18,7 +18,7 @@ from support.recipes import RECIPES
 from support.worlds import each_recipe
 
 SEED = 32
-WORLDS = 100
+WORLDS = 60
 # Shared blocks have the largest number of states.
 MORE_WORLDS = {"bros": 250}
 SHRINK_S = 60.0

@@ -183,7 +183,7 @@ def failing(seed: int, share: float) -> Callable[[Move], bool]:
     block_s=st.sampled_from([0.0, 1e-4, 2e-3, 0.02]),  # of the link; a step takes 0.02 s and more
     fails=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_all_requests_finish_in_any_world(
     *,
     recipe: str,

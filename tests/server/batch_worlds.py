@@ -87,7 +87,6 @@ class LoopWatch:
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
-        gc.unfreeze()
 
     async def _watch(self) -> None:
         while True:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,10 @@ class Loop:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
+def _frozen() -> None:
     """Exclude existing objects from garbage collection, as a server does."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 async def stall_of(work: Callable[[], Awaitable[Any]], tries: int = 5) -> float:

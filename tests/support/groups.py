@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from pathlib import PurePosixPath
 
@@ -102,7 +103,8 @@ class Groups(LoadScopeScheduling):
             computing = next((name for name in self.workqueue if not waits(name)), None)
             if computing is not None:
                 self.workqueue.move_to_end(computing, last=False)
-        super()._assign_work_unit(node)
+        with suppress(OSError):  # the process has crashed, which xdist reports next
+            super()._assign_work_unit(node)
 
     def schedule(self) -> None:
         """Give all processes work. One that replaces another needs two groups: it begins a test if it has the next."""

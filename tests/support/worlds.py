@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.policies import EVICTIONS, SYSTEMS
+from support.policies import EVICTIONS
 from support.recipes import RECIPES
 from support.watch import World
 
@@ -35,12 +35,17 @@ def combinations(
 def each_recipe(*but: str) -> list[Any]:
     """Return a test parameter for each recipe except `but`.
 
-    Variants with another eviction policy are marked `exhaustive`, because `worlds` combines systems with all of them.
+    Variants of a recipe are marked `exhaustive`, because `worlds` has the systems and the eviction policies of all.
     """
     return [
-        pytest.param(name, marks=() if name in SYSTEMS else pytest.mark.exhaustive)
+        pytest.param(name, marks=pytest.mark.exhaustive if is_variant(name) else ())
         for name in sorted(set(RECIPES).difference(but))
     ]
+
+
+def is_variant(label: str) -> bool:
+    base, dash, _ = label.partition("-")
+    return bool(dash) and base in RECIPES
 
 
 def world_of(recipe: str, pipeline: Pipeline, eviction: str | None, **settings: Any) -> World:

@@ -109,7 +109,7 @@ async def _unreachable(client: Client) -> str | None:
 @contextmanager
 def _quiet_memory() -> Iterator[None]:
     """Disable most garbage collection: a full collection would pause all streams for tens of milliseconds."""
-    before = gc.get_threshold()
+    before, has_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 1000)
@@ -117,7 +117,8 @@ def _quiet_memory() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not has_frozen:  # objects that the caller froze stay frozen
+            gc.unfreeze()
 
 
 # -- the record -------------------------------------------------------------------------------------------

@@ -184,14 +184,14 @@ def test_replicas_share_the_load() -> None:
         assert four["settings"]["dispatch"] == rule
 
 
-@pytest.mark.parametrize("until_s", [math.inf, 6.0])
+@pytest.mark.parametrize("until_s", [math.inf, 4.0])
 @pytest.mark.parametrize("recipe", ["fcfs", "alise"])
 def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, recipe: str, until_s: float) -> None:
     """The number of shards does not divide that of the replicas, and some requests are rejected."""
     system = replace(
         SYSTEM, recipe=SPELLED[recipe], replicas=7, max_num_seqs=3, max_model_len=230, predictor="noise:0.5"
     )
-    cell = Cell(system, with_best_effort(WORKLOAD, 0.5), Extent(40.0, 8.0, 0, until_s=until_s), slo_scale=3.0)
+    cell = Cell(system, with_best_effort(WORKLOAD, 0.5), Extent(40.0, 5.0, 0, until_s=until_s), slo_scale=3.0)
     whole = run(cell)
     assert cell.shards == 1
     assert whole["requests"]["rejected"]

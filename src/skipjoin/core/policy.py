@@ -256,12 +256,15 @@ class Eviction(NamedTuple):
             request then waits until all of its KV fits on the device again. None evicts the whole request.
         lent: Whether to share these blocks bidirectionally with the request that needs them. `how` applies where
             sharing is impossible.
+        displaces: Whether requests that rank after this one lose their KV on the CPU tier, if it is too full for the
+            swapped-out KV. If even that does not suffice, the KV of this request is dropped.
     """
 
     request: Request
     how: Preemption
     blocks: int | None = None
     lent: bool = False
+    displaces: bool = False
 
 
 class EvictionPolicy(Protocol):

@@ -82,16 +82,25 @@ class Swap(Recompute):
             requests of a better band than their victim are exempt.
         exempts_first: Whether real-time requests without output are exempt, too. Their ordering must then limit the
             share of time for first tokens and recomputation.
+        displaces: Whether KV on the CPU tier of lower-ranked requests is dropped in place of a victim's KV.
     """
 
     is_decode_invariant = True
 
-    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        *,
+        drop_share: float = DROP_SHARE,
+        exempts_first: bool = False,
+        displaces: bool = False,
+    ) -> None:
         if not drop_share > 0:
             raise ValueError(f"drop_share must be above 0, got {drop_share}")
         self._cost = cost
         self._drop_share = drop_share
         self._exempts_first = exempts_first
+        self._displaces = displaces
         self._next_drop = -math.inf  # earliest time of the next drop for a new request
 
     def victims(
@@ -107,7 +116,10 @@ class Swap(Recompute):
                 room -= filled - keep
                 found.append(Eviction(victim, Preemption.SWAP if part is None else Preemption.SPILL, part))
             elif is_free or (newcomer is not None and newcomer.band < victim.band):
-                found.append(Eviction(victim, Preemption.DROP, part))
+                displaces = self._displaces and part is None and self.is_worth_moving(victim, kv)
+                found.append(
+                    Eviction(victim, Preemption.SWAP if displaces else Preemption.DROP, part, displaces=displaces)
+                )
             else:
                 return ()
         return found
@@ -222,8 +234,15 @@ class ProactiveSwap(Swap):
     Overlapped moves are for every request with a computed prompt. Blocking ones must beat recomputation, as in `Swap`.
     """
 
-    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
-        super().__init__(cost, drop_share=drop_share, exempts_first=exempts_first)
+    def __init__(
+        self,
+        cost: CostModel,
+        *,
+        drop_share: float = DROP_SHARE,
+        exempts_first: bool = False,
+        displaces: bool = False,
+    ) -> None:
+        super().__init__(cost, drop_share=drop_share, exempts_first=exempts_first, displaces=displaces)
         self._is_cheap = False  # whether transfers are cheap
         self._arrivals = ArrivalHistory()
         self._new: list[Request] = []  # arrivals since the last step

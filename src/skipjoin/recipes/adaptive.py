@@ -46,7 +46,7 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
         return Adaptive(index, overtaking_s=p.overtaking_s, first_share=first_share)
 
     # Between clients that take turns, first tokens would make them recompute KV for each other.
-    eviction = ProactiveSwap(s.cost, exempts_first=s.fair_output_weight is None)
+    eviction = ProactiveSwap(s.cost, exempts_first=s.fair_output_weight is None, displaces=True)
     # No client waits for the first token of a best-effort request.
     policies = classed(
         s,

@@ -6,13 +6,13 @@ plan, and a newcomer evicts neither its equals nor running requests that have no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Allocation, EvictionPolicy, Policies
+from skipjoin.core.policy import Allocation, Eviction, EvictionPolicy, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.policies.admission import OnDemand
@@ -32,6 +32,13 @@ def scene(
     policies = Policies(ordering, Greedy(slots, chunk, chunked=True), OnDemand(0.0), eviction)
     core = WatchedCore(Scheduler(policies, KVLedger(blocks, cpu, 4)))
     return Stepper(core), ordering
+
+
+class DisplaceAll(SwapAll):
+    def victims(
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+    ) -> Sequence[Eviction]:
+        return [one._replace(displaces=True) for one in super().victims(short, candidates, kv, now, newcomer)]
 
 
 def ran(stepper: Stepper) -> set[int]:
@@ -69,6 +76,28 @@ def test_an_eviction_examines_only_the_holders_that_it_needs(monkeypatch: pytest
     assert 50 not in ran(stepper)
     assert set(examined) <= {49, 50}
     monkeypatch.undo()
+    stepper.drain()
+
+
+@pytest.mark.parametrize(
+    ("tokens_away", "cpu", "ways"),
+    [(9, 3, {0: Preemption.DROP, 1: Preemption.SWAP}), (5, 2, {1: Preemption.DROP})],
+    ids=["enough", "too-few"],
+)
+def test_a_victim_takes_the_cpu_blocks_of_a_lower_ranked_request_if_they_suffice(
+    tokens_away: int, cpu: int, ways: dict[int, Preemption]
+) -> None:
+    ordering, kv = Ranks({0: 9, 1: 5, 2: 1}), KVLedger(4, cpu, 4)
+    policies = Policies(ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), DisplaceAll())
+    stepper = Stepper(WatchedCore(Scheduler(policies, kv)))
+    stepper.add(make(0, tokens_away))
+    ran(stepper)
+    stepper.add(make(1, 12))
+    ran(stepper)
+    stepper.events.clear()
+    stepper.add(make(2, 12))
+    assert ran(stepper) == {2}
+    assert {event.request.id: event.how for event in stepper.events if isinstance(event, Preempted)} == ways
     stepper.drain()
 
 

@@ -275,12 +275,45 @@ class Evictor:
         computed = victim.computed
         keep = 0 if eviction.blocks is None or self.takes_all else kv.filled_after(victim, eviction.blocks)
         kept = kv.tokens_in(victim, keep)
+        displaced = self._displace(victim) if eviction.displaces and not keep else 0
         how = self._take(victim, eviction.how, keep)
         if how is Preemption.DROP:
             victim.computed = victim.planned = kept
         victim.is_newly_resident = victim.is_newly_resident or keep > 0  # the kept part is not swapped in again
         self._note(victim, how, kept)
-        return computed - victim.computed
+        return displaced + computed - victim.computed
+
+    def _displace(self, victim: Request) -> int:
+        """Drop KV on the CPU tier for that of the victim, and return the number of its tokens.
+
+        It is that of the requests ranked last, all of which rank after the victim. Nothing is dropped if that does not
+        suffice.
+        """
+        kv, tiers, rank = self._kv, self._tiers, self._rank
+        short = kv.filled(victim) - tiers.cpu_free if tiers is not None else 0
+        if short <= 0:
+            return 0
+        own, chosen = rank(victim), list[Request]()
+        after = [(theirs, one) for one in kv.holders() if self._is_parked(one) and (theirs := rank(one)) > own]
+        for _, one in sorted(after, key=itemgetter(0), reverse=True):
+            chosen.append(one)
+            held = kv.blocks_of(one)
+            short -= len(held.cpu) if held is not None else 0
+            if short <= 0:
+                break
+        else:
+            return 0
+        tokens = sum(one.computed for one in chosen)
+        for one in chosen:
+            kv.drop(one)
+            one.computed = one.planned = 0
+            self._note(one, Preemption.DROP, 0)
+        return tokens
+
+    def _is_parked(self, request: Request) -> bool:
+        held = self._kv.blocks_of(request)
+        is_away = held is not None and held.is_settled and bool(held.cpu) and not held.device
+        return is_away and request.finish_reason is None
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
         kv, tiers = self._kv, self._tiers

@@ -6,21 +6,26 @@ plan, and a newcomer evicts neither its equals nor running requests that have no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.reservations import Reservations
 from skipjoin.core.policy import Allocation, Eviction, EvictionPolicy, Policies
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.evictor import Evictor
 from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Defer, Recompute
-from support.load import make
+from support.load import load, make
 from support.policies import DropTails, Ranks, SpillAll, SwapAll
-from support.watch import Stepper, WatchedCore, World
+from support.watch import Stepper, WatchedCore, World, run
 
 
 def scene(
@@ -99,6 +104,25 @@ def test_a_victim_takes_the_cpu_blocks_of_a_lower_ranked_request_if_they_suffice
     assert ran(stepper) == {2}
     assert {event.request.id: event.how for event in stepper.events if isinstance(event, Preempted)} == ways
     stepper.drain()
+
+
+@pytest.mark.parametrize("recipe", ["adaptive", "srpt", "round-robin", "mlfq", "fixed-priority"])
+def test_skipping_returns_that_must_fail_changes_no_plan(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    examined = Counter[bool]()
+    make_room = Evictor.make_room
+
+    def counted(self: Evictor, *args: Any, **options: Any) -> WaitReason | None:
+        examined[skips] += 1
+        return make_room(self, *args, **options)
+
+    monkeypatch.setattr(Evictor, "make_room", counted)
+    traces = []
+    for skips in (True, False):
+        monkeypatch.setattr(Reservations, "is_flat", skips)
+        requests = load(7, 150, rate=120, priorities=(0, 1), texts=2)
+        traces.append(run(World(recipe, cpu_blocks=400, eviction=SwapAll, max_seqs=12), requests).trace)
+    assert traces[0] == traces[1]
+    assert examined[True] < examined[False]
 
 
 def test_no_request_is_evicted_for_a_newcomer_that_would_still_not_fit() -> None:

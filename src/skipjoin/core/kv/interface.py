@@ -211,6 +211,11 @@ class Shared(Protocol):
 class Reserving(Protocol):
     """Nested reservations: a request or an account lends blocks that it reserves and does not use."""
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether no reservation is nested."""
+        ...
+
     def parent_of(self, request: Request) -> Owner:
         """Return the parent reservation; None for the shared pool or without a reservation."""
 

@@ -117,6 +117,10 @@ class Reservations:
     def available(self) -> int:
         return self.total - self.root.lent
 
+    @property
+    def is_flat(self) -> bool:
+        return len(self.root.nested) == len(self._of)
+
     def open(self, owner: Request | Account, held: Sized = ()) -> Reservation:
         """Add an empty reservation, taken from the shared pool."""
         reservation = self._of[owner] = Reservation(owner, held)

@@ -23,12 +23,14 @@ class Evictor:
         blocking: Blocking moves of the step; swap-outs are added.
         evicted: Requests that lost device blocks. Policies are notified after the iteration over the ordering.
         takes_all: Whether victims are always evicted whole, whatever the policy decides.
+        is_stuck: Whether the last call of `make_room` failed although it could evict and pause all lower-ranked
+            requests.
     """
 
     def __init__(self, policies: Policies, kv: BlockLedger, events: list[Event], context: StepContext) -> None:
         self.blocking: list[Move] = []
         self.evicted: list[Request] = []
-        self.takes_all = False
+        self.takes_all = self.is_stuck = False
         self._policies = policies
         self._rank = policies.ordering.rank
         self._kv = kv
@@ -38,6 +40,7 @@ class Evictor:
         self._leaving: dict[Request, Move | None] = {}  # requests with partial swap-outs in `blocking`
         self._floor: Any = None  # best rank of an evicted request; none ranked after it gets new blocks
         self._holders: list[tuple[Any, Request]] | None = None  # with ranks, best first; sorted on first use
+        self._on_device: list[tuple[Any, Request]] | None = None  # those with device blocks
 
     def is_below_floor(self, request: Request) -> bool:
         """Return whether a request of at most this importance was evicted in this step."""
@@ -62,6 +65,7 @@ class Evictor:
             missing: Returns how many blocks are missing now; positive at the time of the call.
             newcomer: Whether some of the request's KV is not on the device; otherwise the request is running and grows.
         """
+        self.is_stuck = False
         if self.takes_all:
             return self._force_room(request, missing, tokens)
         short = missing()
@@ -84,6 +88,8 @@ class Evictor:
             self._context.pausing.update(one.request for one in evictions)
         elif self._freed_by_all(candidates, request, tokens) >= short:
             self._context.pausing.update(candidates)
+        else:
+            self.is_stuck = True
         return WaitReason.NO_KV
 
     def refusal(self, request: Request, short: int, *, parent: Owner) -> WaitReason | None:
@@ -202,6 +208,13 @@ class Evictor:
             self._holders = sorted(able, key=itemgetter(0))
         return self._holders
 
+    def _device_holders_ranked(self) -> list[tuple[Any, Request]]:
+        if self._on_device is None:
+            blocks_of = self._kv.blocks_of
+            ranked = self._holders_ranked()
+            self._on_device = [one for one in ranked if (held := blocks_of(one[1])) is not None and held.device]
+        return self._on_device
+
     def _candidates(
         self, request: Request, parent: Owner, *, newcomer: bool
     ) -> tuple[Sequence[Request], Sequence[Request]]:
@@ -231,11 +244,11 @@ class Evictor:
             yield victim
 
     def _ranked_below(self, request: Request, *, newcomer: bool) -> Iterator[Request]:
-        """Iterate over the holders ranked after `request`, worst first; for a newcomer, only those that it outranks.
+        """Iterate over device holders ranked after `request`, worst first; for a newcomer, only those that it outranks.
 
         They are the last holders. Most evictions need few, so their start is searched in chunks of doubling size.
         """
-        holders, own, outranks = self._holders_ranked(), self._rank(request), self._policies.ordering.outranks
+        holders, own, outranks = self._device_holders_ranked(), self._rank(request), self._policies.ordering.outranks
 
         def is_below(ranked: tuple[Any, Request]) -> bool:
             return bool(own < ranked[0]) and (not newcomer or outranks(request, ranked[1]))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from skipjoin.core.events import Admitted, Event, Reserved
 from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
@@ -58,6 +59,8 @@ class Residency:
         self._taken = self._counted = 0  # device blocks of the counted slices, and their number
         self._owed = 0  # blocks that skipped, swapped-out requests need
         self._first_waits = False  # whether `first` waits for space with depth > 1
+        # Of the last return for which all that it outranks would not suffice: missing blocks, rank, evictions before.
+        self._stuck: tuple[int, Any, int] | None = None
 
     def secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | WaitReason:
         self.short = 0
@@ -192,9 +195,22 @@ class Residency:
         return self._evictor.make_room(request, missing, tokens=target, parent=parent, newcomer=newcomer)
 
     def _make_room_within(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
-        kv, reservations = self._kv, self._reservations
+        kv, reservations, evictor = self._kv, self._reservations, self._evictor
         parent = reservations.parent_of(request) if reservations is not None else None
-        return self._make_room(request, lambda: kv.shortfall(request, target), target, parent=parent, newcomer=newcomer)
+        is_flat = not (kv.sharing and kv.sharing.lent_blocks) and (reservations is None or reservations.is_flat)
+        rank = self._policies.ordering.rank
+        if newcomer and is_flat and self._stuck is not None:
+            # Whatever a lower-ranked request could evict would not have sufficed for fewer blocks.
+            short, best, evictions = self._stuck
+            self.short = kv.shortfall(request, target)
+            if self.short >= short and len(evictor.evicted) == evictions and best < rank(request):
+                return WaitReason.NO_KV
+        reason = self._make_room(
+            request, lambda: kv.shortfall(request, target), target, parent=parent, newcomer=newcomer
+        )
+        if reason is not None and evictor.is_stuck and is_flat:
+            self._stuck = (self.short, rank(request), len(evictor.evicted))
+        return reason
 
     def _drawable(self, account: Account, request: Request, blocks: int) -> int:
         unused = self._reservations.unused_without(account, request) if self._reservations is not None else 0

@@ -1,11 +1,14 @@
-"""Bound the throughput of orders that serve new requests first, above the capacity.
+"""Show what bounds two figures of the arena: throughput above the capacity, and latency where first tokens cost most.
 
     python benchmarks/arena/bounds.py [--out FILE]
 
-Where the chance to end falls with the tokens generated, blind orders by expected latency approach one that serves each
-request up to the same number of tokens, and none beyond. At `load` times the capacity of `fcfs`, it serves x tokens of
-each request, with E[min(X, x)] = E[X] / load, and finishes those of at most x tokens: load x P(X <= x) times as many as
-`fcfs` finishes. Work on the others is lost to the throughput, as long as the load lasts.
+Throughput: Where the chance to end falls with the tokens generated, blind orders by expected latency approach one that
+serves each request up to the same number of tokens, and none beyond. At `load` times the capacity of `fcfs`, it serves
+x tokens of each request, with E[min(X, x)] = E[X] / load, and finishes those of at most x tokens: load x P(X <= x)
+times as many as `fcfs` finishes. Work on the others is lost to the throughput, as long as the load lasts.
+
+First tokens: `adaptive` runs in the held-out cell with its worst mean, with other values of `first_share`. Each takes
+half a minute of a core.
 """
 
 from __future__ import annotations
@@ -13,13 +16,17 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import harness
-from arena.grid import FIRST, LENGTHS, LOADS, ArenaCell
+from arena.grid import FIRST, LENGTHS, LOADS, ArenaCell, full
+from arena.run import capacity, simulate
 
 _DRAWN = 5000
+_WORST, _SHARES = "near, 8b, 4 GiB, 128 slots, load 2, ", (0.1, 0.2)
 
 
 def relative_throughput(lengths: Sequence[int], load: float) -> float:
@@ -49,6 +56,16 @@ def main() -> None:
             f"{load:g}": round(relative_throughput(lengths, load), 3) for load in sorted(LOADS) if load > 1
         }
         harness.show(name, record["rows"][name])
+    worst = next(cell for cell in full(final=True) if cell.name.startswith(_WORST))
+    rate = round(round(capacity(worst.saturated()), 4) * worst.load, 4)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        found = {share: pool.submit(simulate, worst, f"adaptive[first_share={share:g}]", rate) for share in _SHARES}
+        rows = {
+            f"{share:g}": {name: float(f"{x:.4g}") for name, x in one.result().items()} for share, one in found.items()
+        }
+    record["first_share"] = {"cell": worst.name, "rows": rows}
+    for share, figures in rows.items():
+        harness.show(f"first_share {share}", figures)
     harness.write_record(record, args.out)
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from arena import run as arena
 from arena.figures import GOALS, OURS, PAPERS, RIVALS, ratios, summary, with_rivals
-from arena.grid import FIRST, HELD_OUT, SYSTEMS, ArenaCell, covering, full, quick
+from arena.grid import FIRST, HELD_OUT, PROFILED, SYSTEMS, TEXTS, ArenaCell, covering, full, quick
 from arena.picture import draw
 from skipjoin.report.plots import style
 
@@ -85,4 +85,6 @@ def test_the_record_agrees_with_its_cells() -> None:
     record = json.loads((BENCHMARKS / "arena" / "result.json").read_text())
     assert record["summary"] == summary(record["cells"])
     known = {cell.name for cell in full(final=False)}
-    assert set(record["cells"]) <= known
+    # The others depend on files that are not in the repository.
+    others = set(record["cells"]) - known
+    assert all(name.startswith(TEXTS) or PROFILED in name for name in others)

@@ -14,11 +14,15 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.scheduling.lazy import LazySequence
-from skipjoin.policies.eviction import Defer, Lend, ProactiveSwap, Recompute, Spill, Swap, Vacate
+from skipjoin.policies.eviction import Defer, DisplacingSwap, Lend, ProactiveSwap, Recompute, Spill, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {**EVICTIONS, "vacate": lambda: Vacate(COST)}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    **EVICTIONS,
+    "vacate": lambda: Vacate(COST),
+    "displacing": lambda: DisplacingSwap(COST),
+}
 every_policy = pytest.mark.parametrize("build", POLICIES.values(), ids=POLICIES.keys())
 
 

@@ -82,25 +82,20 @@ class Swap(Recompute):
             requests of a better band than their victim are exempt.
         exempts_first: Whether real-time requests without output are exempt, too. Their ordering must then limit the
             share of time for first tokens and recomputation.
-        displaces: Whether KV on the CPU tier of lower-ranked requests is dropped in place of a victim's KV.
+
+    Attributes:
+        displaces: Whether lower-ranked requests lose their KV on the CPU tier in place of a victim.
     """
 
     is_decode_invariant = True
+    displaces = False
 
-    def __init__(
-        self,
-        cost: CostModel,
-        *,
-        drop_share: float = DROP_SHARE,
-        exempts_first: bool = False,
-        displaces: bool = False,
-    ) -> None:
+    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
         if not drop_share > 0:
             raise ValueError(f"drop_share must be above 0, got {drop_share}")
         self._cost = cost
         self._drop_share = drop_share
         self._exempts_first = exempts_first
-        self._displaces = displaces
         self._next_drop = -math.inf  # earliest time of the next drop for a new request
 
     def victims(
@@ -116,7 +111,7 @@ class Swap(Recompute):
                 room -= filled - keep
                 found.append(Eviction(victim, Preemption.SWAP if part is None else Preemption.SPILL, part))
             elif is_free or (newcomer is not None and newcomer.band < victim.band):
-                displaces = self._displaces and part is None and self.is_worth_moving(victim, kv)
+                displaces = self.displaces and part is None and self.is_worth_moving(victim, kv)
                 found.append(
                     Eviction(victim, Preemption.SWAP if displaces else Preemption.DROP, part, displaces=displaces)
                 )
@@ -234,15 +229,8 @@ class ProactiveSwap(Swap):
     Overlapped moves are for every request with a computed prompt. Blocking ones must beat recomputation, as in `Swap`.
     """
 
-    def __init__(
-        self,
-        cost: CostModel,
-        *,
-        drop_share: float = DROP_SHARE,
-        exempts_first: bool = False,
-        displaces: bool = False,
-    ) -> None:
-        super().__init__(cost, drop_share=drop_share, exempts_first=exempts_first, displaces=displaces)
+    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
+        super().__init__(cost, drop_share=drop_share, exempts_first=exempts_first)
         self._is_cheap = False  # whether transfers are cheap
         self._arrivals = ArrivalHistory()
         self._new: list[Request] = []  # arrivals since the last step
@@ -329,6 +317,12 @@ class ProactiveSwap(Swap):
                 break
             needed += kv.blocks_for(request.known)
         return needed
+
+
+class DisplacingSwap(ProactiveSwap):
+    """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full."""
+
+    displaces = True
 
 
 class _Exchange:

@@ -9,7 +9,7 @@ from skipjoin.core.policy import Policies
 from skipjoin.options import Option
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.admission import OnDemand
-from skipjoin.policies.eviction import ProactiveSwap
+from skipjoin.policies.eviction import DisplacingSwap
 from skipjoin.policies.gittins import GittinsIndex
 from skipjoin.recipes.parts import classed, greedy
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
@@ -46,7 +46,7 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
         return Adaptive(index, overtaking_s=p.overtaking_s, first_share=first_share)
 
     # Between clients that take turns, first tokens would make them recompute KV for each other.
-    eviction = ProactiveSwap(s.cost, exempts_first=s.fair_output_weight is None, displaces=True)
+    eviction = DisplacingSwap(s.cost, exempts_first=s.fair_output_weight is None)
     # No client waits for the first token of a best-effort request.
     policies = classed(
         s,

@@ -40,7 +40,6 @@ class Evictor:
         self._leaving: dict[Request, Move | None] = {}  # requests with partial swap-outs in `blocking`
         self._floor: Any = None  # best rank of an evicted request; none ranked after it gets new blocks
         self._holders: list[tuple[Any, Request]] | None = None  # with ranks, best first; sorted on first use
-        self._on_device: list[tuple[Any, Request]] | None = None  # those with device blocks
 
     def is_below_floor(self, request: Request) -> bool:
         """Return whether a request of at most this importance was evicted in this step."""
@@ -208,13 +207,6 @@ class Evictor:
             self._holders = sorted(able, key=itemgetter(0))
         return self._holders
 
-    def _device_holders_ranked(self) -> list[tuple[Any, Request]]:
-        if self._on_device is None:
-            blocks_of = self._kv.blocks_of
-            ranked = self._holders_ranked()
-            self._on_device = [one for one in ranked if (held := blocks_of(one[1])) is not None and held.device]
-        return self._on_device
-
     def _candidates(
         self, request: Request, parent: Owner, *, newcomer: bool
     ) -> tuple[Sequence[Request], Sequence[Request]]:
@@ -244,11 +236,11 @@ class Evictor:
             yield victim
 
     def _ranked_below(self, request: Request, *, newcomer: bool) -> Iterator[Request]:
-        """Iterate over device holders ranked after `request`, worst first; for a newcomer, only those that it outranks.
+        """Iterate over the holders ranked after `request`, worst first; for a newcomer, only those that it outranks.
 
         They are the last holders. Most evictions need few, so their start is searched in chunks of doubling size.
         """
-        holders, own, outranks = self._device_holders_ranked(), self._rank(request), self._policies.ordering.outranks
+        holders, own, outranks = self._holders_ranked(), self._rank(request), self._policies.ordering.outranks
 
         def is_below(ranked: tuple[Any, Request]) -> bool:
             return bool(own < ranked[0]) and (not newcomer or outranks(request, ranked[1]))
@@ -297,10 +289,9 @@ class Evictor:
         return displaced + computed - victim.computed
 
     def _displace(self, victim: Request) -> int:
-        """Drop KV on the CPU tier for that of the victim, and return the number of its tokens.
+        """Make room on the CPU tier by dropping the KV of the requests ranked last, and return how many tokens it had.
 
-        It is that of the requests ranked last, all of which rank after the victim. Nothing is dropped if that does not
-        suffice.
+        Only requests ranked after the victim lose KV, and none if that would not suffice.
         """
         kv, tiers, rank = self._kv, self._tiers, self._rank
         short = kv.filled(victim) - tiers.cpu_free if tiers is not None else 0

@@ -30,7 +30,7 @@ QUANT_TYPES = {
 
 
 def ptx_of(
-    capability: int, kernel: Any, types: dict[str, str], constants: dict[str, int], *, unaligned: set[str], warps: int
+    capability: int, kernel: Any, types: dict[str, str], constants: dict[str, int], *, unaligned: set[str], options: Any
 ) -> str:
     """Return the PTX for arguments that are multiples of 16, except `unaligned` ones."""
     kinds = types | dict.fromkeys(constants, "constexpr")
@@ -39,18 +39,18 @@ def ptx_of(
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, {name: kinds[name] for name in names}, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"])
+    return str(triton.compile(source, target=target, options=options).asm["ptx"])
 
 
 def main() -> None:
     capability = int(sys.argv[1])
     chunk = {"CHUNK": block_copy._CHUNK}
-    kernel, warps = block_copy._copy, block_copy._WARPS
-    print(ptx_of(capability, kernel, COPY_TYPES, chunk, unaligned={"blocks"}, warps=warps))
-    sizes, warps = {"TOKENS": 16, "DIM": 128, "ROWS": 16, "WIDTH": 128}, block_quant._WARPS
+    kernel, options = block_copy._copy, {"num_warps": block_copy._WARPS}
+    print(ptx_of(capability, kernel, COPY_TYPES, chunk, unaligned={"blocks"}, options=options))
+    sizes, options = {"TOKENS": 16, "DIM": 128, "ROWS": 16, "WIDTH": 128}, block_quant._OPTIONS
     numbers = {"blocks", "last", "heads", "most"}
     for kernel in (block_quant._quantize, block_quant._dequantize):
-        print(ptx_of(capability, kernel, QUANT_TYPES, sizes, unaligned=numbers, warps=warps))
+        print(ptx_of(capability, kernel, QUANT_TYPES, sizes, unaligned=numbers, options=options))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from skipjoin.model.transfer import send
 # the link.
 _PROGRAMS = 64
 # Numbers of a head that a program converts at a time.
-_TILE, _WARPS = 4096, 4
+_TILE = 4096
+# Fused operations would round the products of codes differently from torch's.
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _INFINITE = tl.constexpr(2.0**126)
 _MIN_SCALE = tl.constexpr(2.0**-126)
 # Adding and subtracting it rounds numbers from 0 to 255 to the nearest integer, ties to even.
@@ -158,4 +160,4 @@ def _tile(host: QuantizedKV) -> dict[str, int]:
     _, tokens, dim = host.shape
     width = triton.next_power_of_2(dim)
     rows = min(triton.next_power_of_2(tokens), max(1, _TILE // width))
-    return {"TOKENS": tokens, "DIM": dim, "ROWS": rows, "WIDTH": width, "num_warps": _WARPS}
+    return {"TOKENS": tokens, "DIM": dim, "ROWS": rows, "WIDTH": width, **_OPTIONS}

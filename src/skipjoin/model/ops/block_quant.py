@@ -121,7 +121,8 @@ def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
     low, high = x.masked_fill(is_out, torch.inf).amin(2), x.masked_fill(is_out, -torch.inf).amax(2)
     has_any = low <= high
     low, high = _cut(low.where(has_any, 0.0), up=False), high.where(has_any, 0.0)
-    scale = _cut((high - low) / CODE_LEVELS, up=True).clamp(min=MIN_SCALE)
+    # By a tensor, because on CUDA torch multiplies by the reciprocal of a number, which rounds differently.
+    scale = _cut((high - low) / high.new_full((), CODE_LEVELS), up=True).clamp(min=MIN_SCALE)
     low, high, inverse = (part[:, :, None] for part in (low, high, scale.reciprocal()))
     inside = torch.minimum(x, high).where(x > low, low)  # NaN becomes the minimum
     codes = ((inside - low) * inverse).round().masked_fill(is_stale[..., None], 0).to(torch.uint8)

@@ -47,8 +47,8 @@ def make_store(kind: type[StoreT] = HarshStore, device: str = "cpu", *, cpu_bloc
     return store
 
 
-def move(direction: Direction, source: list[int], target: list[int]) -> Move:
-    return Move(direction, OWNER, tuple(source), tuple(target), len(source) * BLOCK_SIZE)
+def move(direction: Direction, source: list[int], target: list[int], block_size: int = BLOCK_SIZE) -> Move:
+    return Move(direction, OWNER, tuple(source), tuple(target), len(source) * block_size)
 
 
 def pools(store: KVStore) -> dict[Direction, torch.Tensor]:
@@ -143,7 +143,7 @@ def test_moves_that_overlap_compute_equal_plain_indexing(block_size: int) -> Non
         for parity, direction, other in ((0, OUT, IN), (1, IN, OUT)):
             source, target = (draw.sample(range(parity, 64, 2), 24) for _ in range(2))
             expected[other][target] = expected[direction][source]
-            moves += [move(direction, source[at : at + 6], target[at : at + 6]) for at in range(0, 24, 6)]
+            moves += [move(direction, source[at : at + 6], target[at : at + 6], block_size) for at in range(0, 24, 6)]
         draw.shuffle(moves)
         for one in moves:
             busy(device)

@@ -254,11 +254,13 @@ def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Re
     loop, info = EngineLoop(engine), engine.info
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
-    usage = EngineUsage(device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.cpu_block_bytes)
     taken = [(number, job) for number, job in enumerate(jobs) if room(engine, job)]
     prompts = {number: tokens(number, job.prompt_tokens, info.vocab_size) for number, job in taken}
     rejected = [job.kind for job in jobs if not room(engine, job)]
     left, late, begin = deque(taken), 0.0, loop.clock()
+    usage = EngineUsage(
+        device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.cpu_block_bytes, start=begin
+    )
     while (left or not loop.idle) and (now := loop.clock() - begin) < until_s:
         while left and left[0][1].at <= now:
             number, job = left.popleft()

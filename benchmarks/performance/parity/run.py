@@ -70,8 +70,10 @@ def real_run(engine: Engine, jobs: list[WorkloadRequest], cost: LinearCost) -> t
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
     taken_s = expected_s = 0.0
-    usage = EngineUsage(device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.cpu_block_bytes)
     begin = loop.clock()
+    usage = EngineUsage(
+        device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.cpu_block_bytes, start=begin
+    )
     left = deque(enumerate(jobs))
     while left or not loop.idle:
         while left and left[0][1].at <= loop.clock() - begin:

@@ -53,9 +53,10 @@ class EngineUsage:
 
     Args:
         block_bytes: Size of one block in CPU memory, over all layers.
+        start: Time from which the means count.
     """
 
-    def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int) -> None:
+    def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int, start: float = 0.0) -> None:
         self._blocks = device_blocks
         self._block_size = block_size
         self._capacity = device_blocks * block_size
@@ -76,7 +77,7 @@ class EngineUsage:
         self._on_cpu: dict[Request, int] = {}  # tokens on both tiers, of requests with KV in CPU memory
         self._used = 0
         self._dropped: dict[Request, int] = {}  # tokens that must be recomputed
-        self._now = 0.0
+        self._start = self._now = start
         self._used_seconds = 0.0
         self._allocated_seconds = 0.0
         self._reserved = 0
@@ -108,7 +109,7 @@ class EngineUsage:
         return self.slices / max(1, self.steps)
 
     def kv(self) -> dict[str, Any]:
-        seconds = max(self._now, 1e-12)
+        seconds = max(self._now - self._start, 1e-12)
         return {
             "used_mean": self._used_seconds / seconds,
             "allocated_mean": self._allocated_seconds / seconds,

@@ -36,14 +36,14 @@ def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> None:
-    ran = rehearse(tmp_path, "--parts", "prefill,decode,activations", "--minutes", "1")
+    ran = rehearse(tmp_path, "--parts", "prefill,decode,activations,copies,sanitizer", "--minutes", "1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert not (tmp_path / "result.json").exists()
     result = json.loads((tmp_path / "rehearsal.json").read_text())
     assert (result["device"], result["rehearsal"]) == ("cpu", True)
-    assert "--parts machine,decode,prefill,activations --minutes 1 --rehearse" in result["command"]
+    assert "--parts machine,decode,prefill,activations,copies,sanitizer --minutes 1 --rehearse" in result["command"]
     assert result["machine"]["versions"]["torch"]
-    assert list(result["parts"]) == ["machine", "decode", "prefill", "activations"]
+    assert list(result["parts"]) == ["machine", "decode", "prefill", "activations", "copies", "sanitizer"]
     for outcome in result["parts"].values():
         assert outcome["status"] == "ok"
         assert outcome["seconds"] > 0
@@ -62,6 +62,8 @@ def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> 
     assert one["flop"] == 2 * 64 * weights + 2 * head + 4 * 2 * 64 * (64 * 65 // 2)
     assert four["flop"] == 2 * 64 * weights + 2 * 4 * head + 4 * 2 * 64 * 4 * (16 * 17 // 2)
     assert "of the matrix rate" in ran.stdout
+    assert all(move["share"]["median"] > 0 for move in result["parts"]["copies"]["figures"]["moves"])
+    assert result["parts"]["sanitizer"]["figures"]["alone"]["status"] == "exit code 0"
     cases = result["parts"]["activations"]["figures"]["cases"]
     assert {(case["activation"], case["rows"]) for case in cases} == {
         (name, rows) for name in ("relu", "gelu", "gelu_tanh") for rows in (1, 4)

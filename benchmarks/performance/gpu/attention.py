@@ -7,6 +7,7 @@ memory. Prompts are compute-bound: their FLOPs are compared with those of a matr
 from __future__ import annotations
 
 import functools
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,8 @@ def _measure(case: Case, device: str, ceilings: dict[str, float]) -> Iterator[di
             if name.startswith("triton") or (name == "flashinfer" and work.cos_sin is None):
                 record["difference"] = _significant(((out - expected).norm() / expected.norm()).item())
             del out
-            record |= _figures(case, work, _times(call, work.layers, device), ceilings)
+            times = _times(call, work.layers, device)
+            record |= _milliseconds(times) if name == "kv_write" else _figures(case, work, times, ceilings)
         except Exception as error:  # an implementation that fails is a finding
             record["failed"] = f"{type(error).__name__}: {error}"[:300]
         yield record
@@ -130,7 +132,8 @@ def _implementations(work: _Work, device: str) -> Iterator[tuple[str, Callable[[
     yield "triton", functools.partial(_attend, work, _triton)
     yield "triton tuned", functools.partial(_attend, work, functools.partial(_tuned, work))
     yield "kv_write", functools.partial(_write_only, work)
-    yield "flashinfer", functools.partial(_flashinfer, work)
+    if importlib.util.find_spec("flashinfer") is not None:
+        yield "flashinfer", functools.partial(_flashinfer, work)
 
 
 def _attend(work: _Work, make: Callable[[], AttentionBackend]) -> Callable[[int], torch.Tensor]:
@@ -218,12 +221,7 @@ def _do_bench(call: Callable[[], object]) -> list[float]:
 
 def _figures(case: Case, work: _Work, times: list[float], ceilings: dict[str, float]) -> dict[str, Any]:
     median = statistics.median(times)
-    figures: dict[str, Any] = {
-        "ms": {"median": _significant(median * 1e3), "min": _significant(min(times) * 1e3)}
-        | {"max": _significant(max(times) * 1e3), "runs": len(times)},
-        "bytes": work.kv_bytes,
-        "flop": work.flop,
-    }
+    figures: dict[str, Any] = _milliseconds(times) | {"bytes": work.kv_bytes, "flop": work.flop}
     if case.kind == "decode":
         figures["bytes_per_s"] = _significant(work.kv_bytes / median)
         if ceilings:
@@ -233,6 +231,11 @@ def _figures(case: Case, work: _Work, times: list[float], ceilings: dict[str, fl
         if ceilings:
             figures["of_matmul"] = _significant(work.flop / median / ceilings["matmul_flop_per_s"])
     return figures
+
+
+def _milliseconds(times: list[float]) -> dict[str, Any]:
+    found = {"median": statistics.median(times), "min": min(times), "max": max(times)}
+    return {"ms": {name: _significant(value * 1e3) for name, value in found.items()} | {"runs": len(times)}}
 
 
 def _copy_rate(device: str) -> float:

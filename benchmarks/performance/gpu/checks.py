@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -12,10 +14,16 @@ from pathlib import Path
 from common import HERE, ROOT, Figures, Task
 
 _TESTS = ROOT / "tests"
+_PARALLEL = (
+    ("-n", str(min(12, os.cpu_count() or 1)), "--dist", "worksteal") if importlib.util.find_spec("xdist") else ()
+)
+# Largest parts of the remaining time.
+_SHARES = {"gpu": 0.5, "kernels": 0.7, "server": 1.0}
 _MAX_FAILURES = 40
-_TAIL = 1500
-# Lines of pytest: one per test, those of its summary, files that cannot be imported, and the number of tests.
-_OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
+_TAIL = 4000
+# Lines of pytest: one per test, also with pytest-xdist, those of its summary, files that cannot be imported, and the
+# number of tests.
+_OUTCOME = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] |\S+::.+? )(PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
 _SUMMARY = re.compile(r"^(?:FAILED|ERROR) (.{1,300})", re.MULTILINE)
 _ERROR = re.compile(r"^ERROR [^\s:]+\.py$", re.MULTILINE)
 _COLLECTED = re.compile(r"\b(\d+)(?:/\d+)? tests? collected")
@@ -24,15 +32,18 @@ _COLLECTED = re.compile(r"\b(\d+)(?:/\d+)? tests? collected")
 def measure_tests(task: Task) -> Figures:
     """Run the tests with the mark `gpu` and those of the Triton kernels, compiled; in a rehearsal only collect them."""
     figures: Figures = {}
+    # Its test needs the card for itself.
+    server = str(_TESTS / "server" / "test_server_gpu.py")
     runs = {
-        "gpu": ["-m", "gpu", *_files("mark.gpu")],
-        "kernels": ["-m", "not gpu", *_files("triton", _TESTS / "model")],
+        "gpu": ["-m", "gpu", *_PARALLEL, *sorted({*_files("mark.gpu")} - {server})],
+        "kernels": ["-m", "not gpu and not exhaustive", *_PARALLEL, *_files("triton", _TESTS / "model")],
+        "server": ["-m", "gpu", server],
     }
     for name, arguments in runs.items():
         if not any(argument.endswith(".py") for argument in arguments):
             figures[name] = {"passed": 0, "failed": 0, "skipped": 0, "output": "no tests"}
         else:
-            figures[name] = _pytest(task, arguments, max(20.0, task.left_s * (0.7 if name == "gpu" else 1.0)))
+            figures[name] = _pytest(task, arguments, max(20.0, task.left_s * _SHARES[name]))
         task.keep(figures)
     return figures
 
@@ -51,8 +62,8 @@ def _pytest(task: Task, arguments: Sequence[str], limit_s: float) -> Figures:
     command += ["--continue-on-collection-errors", *(["--collect-only", "-q"] if task.is_rehearsal else [])]
     status, output = _outcome(command, limit_s)
     found = _OUTCOME.findall(output)
-    counts = {word: sum(outcome == word.upper() for _, outcome in found) for word in ("passed", "failed", "skipped")}
-    counts["failed"] += sum(outcome == "ERROR" for _, outcome in found) + len(_ERROR.findall(output))
+    counts = {word: found.count(word.upper()) for word in ("passed", "failed", "skipped")}
+    counts["failed"] += found.count("ERROR") + len(_ERROR.findall(output))
     figures: Figures = {"status": status, **counts, "failures": _SUMMARY.findall(output)[:_MAX_FAILURES]}
     if task.is_rehearsal:
         figures["collected"] = sum(map(int, _COLLECTED.findall(output)))
@@ -76,7 +87,7 @@ def _outcome(command: list[str], limit_s: float) -> tuple[str, str]:
         )
     except subprocess.TimeoutExpired as error:
         return f"stopped after {limit_s:.0f} s", str(error.stdout or b"", "utf-8", "replace")
-    return f"exit code {run.returncode}", run.stdout
+    return f"exit code {run.returncode}", run.stdout.replace(str(ROOT), ".").replace(sys.prefix, "python")
 
 
 def measure_sanitizer(task: Task) -> Figures:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.transfer import copier_for
+from skipjoin.exec.throttle import copier_for
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.page_locked import page_locked_bytes
 

@@ -44,14 +44,14 @@ class Part(NamedTuple):
 # The most informative parts first.
 PARTS = (
     Part("machine", 0.3),
-    Part("tests", 2.0),
+    Part("tests", 3.0),
     Part("decode", 1.5),
     Part("prefill", 0.7),
     Part("peers", 1.5),
     Part("attention", 1.2),
     Part("activations", 0.4),
     Part("copies", 0.8),
-    Part("record", 0.8),
+    Part("record", 1.5),
     Part("sanitizer", 1.2),
     Part("experiment", 12.0),
 )
@@ -255,8 +255,11 @@ def _copies_lines(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _record_lines(figures: Mapping[str, Any]) -> list[str]:
-    record = figures["record"]
-    return [f"{record['throughput_tps']:.4g} tokens/s, batch {record['batch_mean']:.3g}"]
+    return [
+        f"{recipe}: {record['throughput_tps']:.4g} tokens/s, batch {record['batch_mean']:.3g}, "
+        f"{record['normalized_latency_s']['mean']:.4g} s per token, first token p95 {record['ttft_s']['p95']:.4g} s"
+        for recipe, record in figures["records"].items()
+    ]
 
 
 def _sanitizer_lines(figures: Mapping[str, Any]) -> list[str]:

@@ -88,7 +88,7 @@ def _swap(loaded: Loaded) -> None:
     request = Request(0, 0.0, [0], 1)
     here, tokens = tuple(range(len(_MOVED))), len(_MOVED) * loaded.executor.store.device.block_size
     ids = count(1 << 20)
-    for when in ("before", "beside"):
+    for when in ("blocking", "overlapped"):
         for move in (
             Move(Direction.OUT, request, here, _MOVED, tokens),
             Move(Direction.IN, request, _MOVED, here, tokens),

@@ -1,8 +1,8 @@
 """AMX code on a processor with tiles or in the emulator, and the emulator itself.
 
 Results are bit-identical to those of a library with plain arithmetic instead of the instructions, which
-test_ops_invariance.py tests further. On a processor with tiles, one test withholds permission from a child process,
-which runs the other tests in the emulator.
+test_ops_invariance.py tests further. On a processor with tiles, one test of `make test-all` withholds permission from a
+child process, which runs the other tests in the emulator.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def test_processor_follows_the_manual(check_amx):
         assert output_of(program, fault).returncode == -expected, fault
 
 
+@pytest.mark.exhaustive  # builds two more libraries
 @pytest.mark.skipif(not has_tiles_here(), reason="the emulator runs in this process")
 def test_emulator_runs_without_permission():
     done = withheld("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__)

@@ -1,13 +1,13 @@
 """Compare recipes and vLLM over HTTP: five cells that overflow, and one in which nothing is short.
 
     python benchmarks/arena/engine.py [--recipes fcfs,sarathi,fastserve,alise,adaptive] [--peers vllm] [--seeds 0,1,2]
-        [--duration 60] [--cells TEXT] [--out FILE]
+        [--load 1.2] [--duration 60] [--cells TEXT] [--out FILE]
 
-The model is a random-weight Llama of 97.5M parameters in bfloat16. In the first cells, requests arrive at 1.2 times the
-capacity of the first recipe, which the middle of a burst measures. In the cell `ample` six background generations run
-all the time, and short chats arrive at a quarter of the capacity, with the default number of slots. The servers of a
-cell run at the same time and are loaded in turn, in reverse order in every second turn. The record is written after
-every run. The machine must be quiet.
+The model is a random-weight Llama of 97.5M parameters in bfloat16. In the first cells, requests arrive at `--load`
+times the capacity of the first recipe, which the middle of a burst measures. In the cell `ample` six background
+generations run all the time, and short chats arrive at a twentieth of the capacity, with the default number of slots.
+The servers of a cell run at the same time and are loaded in turn, in reverse order in every second turn. The record is
+written after every run. The machine must be quiet.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import httpx
 import torch
@@ -32,7 +31,7 @@ from peer_venvs import names_of
 from random_model import scratch_model
 from servers import NO_REFUSALS, Server, Skipjoin, bench, bench_requests, full_rate, start_vllm
 
-LOAD, CHAT_LOAD = 1.2, 0.25
+CHAT_LOAD = 0.05
 BURST, TIMEOUT_S = 160, 900.0
 BACKGROUND, BACKGROUND_TOKENS = 6, 800
 FIELDS = {
@@ -41,6 +40,8 @@ FIELDS = {
     "ttft_p50": ("ttft_s", "p50"),
     "ttft_p95": ("ttft_s", "p95"),
 }
+# Figures of each turn, by server.
+Rows = Mapping[str, list[dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,14 @@ class EngineCell:
     """A cell: options of `skipjoin bench`, and the engine's KV and slots.
 
     Attributes:
+        load: Relative to the capacity; None for `--load`.
         background: Number of generations that run all the time.
     """
 
     workload: tuple[str, ...]
     kv_gib: float
     seqs: int
-    load: float = LOAD
+    load: float | None = None
     background: int = 0
 
 
@@ -112,9 +114,12 @@ def measure(server: Server, cell: EngineCell, rate: float, duration_s: float, se
     return found | {"throughput_rps": record["window"]["throughput_rps"]}
 
 
-def compare(rows: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return each server's median figures over the turns."""
-    return {name: {key: round(median(one[key] for one in some), 5) for key in some[0]} for name, some in rows.items()}
+def over_best(rows: Rows, recipes: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the spread, over the turns, of the last recipe's latencies relative to the best of the others."""
+    *others, ours = recipes
+    turns = list(zip(*(rows.get(name, []) for name in (ours, *others)), strict=False))
+    ratios = [{key: own[key] / min(one[key] for one in rest) for key in FIELDS} for own, *rest in turns]
+    return harness.spreads(ratios) if ratios else {}
 
 
 def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.Record) -> None:
@@ -133,10 +138,11 @@ def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.
         capacity = full_rate(bench_requests(first, *cell.workload, *burst)[1])
         kept = record["cells"][name] = {"capacity_rps": round(capacity, 3), "missing": missing, "rows": {}}
         for seed, server in harness.turns(found, args.seeds):
-            one = measure(found[server], cell, cell.load * capacity, args.duration, seed)
+            one = measure(found[server], cell, (cell.load or args.load) * capacity, args.duration, seed)
             kept["rows"].setdefault(server, []).append(one)
             harness.show(name, server, seed, one)
-            kept["median"] = compare(kept["rows"])
+            kept["median"] = {name: harness.medians(rows, 5) for name, rows in kept["rows"].items()}
+            kept["over_best"] = over_best(kept["rows"], args.recipes)
             harness.write_record(record, args.out)
 
 
@@ -145,15 +151,16 @@ def main() -> None:
     parser.add_argument("--recipes", type=harness.words, default=["fcfs", "sarathi", "fastserve", "alise", "adaptive"])
     parser.add_argument("--peers", type=names_of, default=["vllm"])
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in harness.words(text)], default=[0, 1, 2])
+    parser.add_argument("--load", type=float, default=1.2, help="rate in terms of the capacity, except in `ample`")
     parser.add_argument("--duration", type=float, default=60.0, help="seconds of arrivals in a run")
     parser.add_argument("--cells", default="", help="run only cells whose name contains this text")
     args = parser.parse_args()
-    record = harness.new_record(duration_s=args.duration, load=LOAD, cells={})
+    record = harness.new_record(duration_s=args.duration, load=args.load, cells={})
     with scratch_model(torch.bfloat16) as folder:
         for name in (one for one in CELLS if args.cells in one):
             run_cell(name, args, folder, record)
     for name, one in record["cells"].items():
-        harness.show(name, one["median"])
+        harness.show(name, one["median"], one["over_best"])
 
 
 if __name__ == "__main__":

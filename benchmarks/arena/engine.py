@@ -117,8 +117,8 @@ def measure(server: Server, cell: EngineCell, rate: float, duration_s: float, se
 def over_best(rows: Rows, recipes: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return the spread, over the turns, of the last recipe's latencies relative to the best of the others."""
     *others, ours = recipes
-    turns = list(zip(*(rows.get(name, []) for name in (ours, *others)), strict=False))
-    ratios = [{key: own[key] / min(one[key] for one in rest) for key in FIELDS} for own, *rest in turns]
+    turns = zip(*(rows.get(name, []) for name in (ours, *others)), strict=False)
+    ratios = [{key: own[key] / min(one[key] for one in rest) for key in FIELDS} for own, *rest in turns if rest]
     return harness.spreads(ratios) if ratios else {}
 
 

@@ -30,7 +30,13 @@ QUANT_TYPES = {
 
 
 def ptx_of(
-    capability: int, kernel: Any, types: dict[str, str], constants: dict[str, int], *, unaligned: set[str], options: Any
+    capability: int,
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, int],
+    *,
+    unaligned: set[str],
+    options: dict[str, Any],
 ) -> str:
     """Return the PTX for arguments that are multiples of 16, except `unaligned` ones."""
     kinds = types | dict.fromkeys(constants, "constexpr")

@@ -86,8 +86,10 @@ def _outcome(command: list[str], limit_s: float) -> tuple[str, str]:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        return f"stopped after {limit_s:.0f} s", str(error.stdout or b"", "utf-8", "replace")
-    return f"exit code {run.returncode}", run.stdout.replace(str(ROOT), ".").replace(sys.prefix, "python")
+        status, output = f"stopped after {limit_s:.0f} s", str(error.stdout or b"", "utf-8", "replace")
+    else:
+        status, output = f"exit code {run.returncode}", run.stdout
+    return status, output.replace(str(ROOT), ".").replace(sys.prefix, "python")
 
 
 def measure_sanitizer(task: Task) -> Figures:

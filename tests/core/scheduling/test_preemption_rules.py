@@ -106,7 +106,16 @@ def test_a_victim_takes_the_cpu_blocks_of_a_lower_ranked_request_if_they_suffice
     stepper.drain()
 
 
-@pytest.mark.parametrize("recipe", ["adaptive", "mlfq", "fixed-priority"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "adaptive",
+        "mlfq",
+        "fixed-priority",
+        pytest.param("srpt", marks=pytest.mark.exhaustive),
+        pytest.param("round-robin", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_skipping_returns_that_must_fail_changes_no_plan(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     examined = Counter[bool]()
     make_room = Evictor.make_room

@@ -16,7 +16,7 @@ from skipjoin.model.transfer import send
 _PROGRAMS = 64
 # Numbers of a head that a program converts at a time.
 _TILE = 4096
-# Fused operations would round the products of codes differently from torch's.
+# A fused multiply-add rounds once where other implementations round twice.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _INFINITE = tl.constexpr(2.0**126)
 _MIN_SCALE = tl.constexpr(2.0**-126)

@@ -27,6 +27,7 @@ from support.load import make
 from support.policies import COST
 
 OVERTAKING_S = 20.0
+LAST = BINS - 1
 
 
 def learned(lengths: Sequence[int], forecasts: Sequence[Forecast | None] | None = None) -> LengthModel:
@@ -153,7 +154,7 @@ def test_an_invalid_state_is_refused_and_changes_nothing(change: dict[str, objec
 
 def test_equal_lengths_raise_the_index_and_heavy_tails_lower_it() -> None:
     """So nothing is preempted with equal lengths, and short work goes first otherwise."""
-    kind = Kind(None, 7, None)
+    kind = Kind(None, 7, LAST, None)
     equal, heavy = index_on(learned([256] * 300)), index_on(learned(drawn(2000, heavy_tailed)))
     rising = [equal.log_index(kind, place) for place in range(NOT_BEGUN, bin_of(256))]
     assert all(one < other for one, other in pairwise(rising))
@@ -165,14 +166,25 @@ def test_equal_lengths_raise_the_index_and_heavy_tails_lower_it() -> None:
 def test_good_forecasts_rank_by_remaining_length() -> None:
     lengths = drawn(1000, heavy_tailed)
     index = index_on(learned(lengths, [Forecast(length, "test") for length in lengths]))
-    by_class = [index.log_index(Kind(bin_of(length), 7, None), NOT_BEGUN) for length in (12, 50, 200, 800)]
+    by_class = [index.log_index(Kind(bin_of(length), 7, LAST, None), NOT_BEGUN) for length in (12, 50, 200, 800)]
     assert all(one > other for one, other in pairwise(by_class))
-    assert index.log_index(Kind(bin_of(200), 7, None), bin_of(170)) > index.log_index(Kind(bin_of(200), 7, None), 0)
+    assert index.log_index(Kind(bin_of(200), 7, LAST, None), bin_of(170)) > index.log_index(
+        Kind(bin_of(200), 7, LAST, None), 0
+    )
+
+
+def test_requests_near_their_max_tokens_rank_high() -> None:
+    """However long other requests are: with heavy tails, the index falls otherwise."""
+    index = index_on(learned(drawn(2000, heavy_tailed)))
+    cap = bin_of(256)
+    bounded, unbounded = Kind(None, 7, cap, None), Kind(None, 7, LAST, None)
+    assert index.log_index(bounded, NOT_BEGUN) >= index.log_index(unbounded, NOT_BEGUN)
+    assert index.log_index(bounded, cap) > index.log_index(unbounded, cap) + 1
 
 
 def test_a_looser_completion_objective_lowers_the_index() -> None:
     index = index_on(learned([100] * 100))
-    tight, loose = (index.log_index(Kind(None, 7, steps), 0) for steps in (5, 9))
+    tight, loose = (index.log_index(Kind(None, 7, LAST, steps), 0) for steps in (5, 9))
     assert tight > loose
 
 
@@ -187,7 +199,7 @@ def test_long_prompts_cost_more_only_while_slots_are_free() -> None:
             index.observe(kv, running)
         index.model.notes += 100
         index.refresh()
-        ratios[running] = index.log_index(Kind(None, 5, None), 5) - index.log_index(Kind(None, 10, None), 5)
+        ratios[running] = index.log_index(Kind(None, 5, LAST, None), 5) - index.log_index(Kind(None, 10, LAST, None), 5)
     assert ratios[1] > 1.0
     assert ratios[4] < 0.1
 
@@ -226,6 +238,18 @@ def test_new_requests_overtake_a_queue_of_long_ones() -> None:
     assert aging.per_s * 30 < 0.5 * 4.0
 
 
+@pytest.mark.parametrize(("reason", "ends"), [(FinishReason.STOP, 1.0), (FinishReason.LENGTH, 0.0)])
+def test_only_outputs_that_ended_by_themselves_count_as_ends(reason: FinishReason, ends: float) -> None:
+    ordering = Adaptive(index := GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+    request = make(0, 10, 40)
+    ordering.on_arrived(request, 0.0)
+    ordering.on_scheduled([Slice(request, 0, 10, True, False, ())], 0.0)
+    request.output.extend([0] * 40)
+    request.finish_reason = reason
+    ordering.on_finished(request, 1.0)
+    assert sum(index.model.state()["all"][1]) == ends
+
+
 def run_steps(ordering: Adaptive, live: list[Request], chance: random.Random, now: float) -> None:
     """Compute a step of the three best requests, and end some of them."""
     batch = [request for request, _ in zip(ordering.ranked(now), range(3), strict=False)]
@@ -261,7 +285,7 @@ def test_no_request_overtakes_one_that_arrived_much_earlier(seed: int, rate: flo
 @given(seed=st.integers(0, 10**6))
 def test_requests_of_cells_are_sorted_however_far_they_are_read(seed: int) -> None:
     chance, per_s = random.Random(seed), 0.5
-    cells = [Cell(Kind(None, place, None), place, chance.uniform(0, 9), is_fresh=False) for place in range(3)]
+    cells = [Cell(Kind(None, place, LAST, None), place, chance.uniform(0, 9), is_fresh=False) for place in range(3)]
     order = SortedCells(per_s)
     order.reset(cells, per_s)
     kept: list[tuple[Cell, Entry]] = []

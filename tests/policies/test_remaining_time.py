@@ -39,6 +39,13 @@ def test_an_exceeded_forecast_is_doubled(tokens: float, generated: int) -> None:
     assert RemainingTime(ExecutionTime(COST), forecast_tokens).seconds(request, known) == pytest.approx(expected)
 
 
+def test_an_exceeded_forecast_is_at_most_max_tokens() -> None:
+    request = make(0, 10, 100, forecast=Forecast(60, "test"))
+    known = request.computed = 10 + 90
+    decode = COST.step(StepShape(decodes=1, context=known))
+    assert RemainingTime(ExecutionTime(COST), forecast_tokens).seconds(request, known) == pytest.approx(10 * decode)
+
+
 def test_forecasts_default_to_a_constant_and_are_capped_at_max_tokens() -> None:
     assert forecast_tokens(make(0, max_tokens=100)) == NO_FORECAST_TOKENS
     assert forecast_tokens(make(0, max_tokens=5)) == 5

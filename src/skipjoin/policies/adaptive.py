@@ -25,8 +25,6 @@ from skipjoin.policies.length_model import ForecastClass
 _MARGIN = 0.2
 # Factor by which the counts of arrivals shrink when indices change, and the count below which a kind is forgotten.
 _NEW_KEPT, _MIN_NEW = 0.9, 0.05
-# A request that left by one of these had as many output tokens as it could get. Others were cut off earlier.
-_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class _Job:
@@ -148,7 +146,8 @@ class Adaptive(Callbacks):
         self._forget_edge(request, job)
         self._begun.discard(request)
         self._dropped.discard(request)
-        if request.finish_reason in _ENDS and request.output and job.place != NOT_BEGUN:
+        # Others were cut off: of their lengths it is known only which bins they survived.
+        if request.finish_reason is FinishReason.STOP and request.output and job.place != NOT_BEGUN:
             self._index.model.note(job.cls, bin_of(len(request.output)), ended=True)
         if len(self._missing) > 2 * len(self._jobs) + 256:  # sweep entries of finished requests
             self._missing = [entry for entry in self._missing if entry[2] in self._jobs]
@@ -211,8 +210,8 @@ class Adaptive(Callbacks):
         return {
             "forecast_bin": "none" if job.cls is None else f"{BIN_EDGES[job.cls]} tokens",
             "expert": index.model.believed(job.cls),
-            "end_chance": index.model.hazards(job.cls)[place],
-            "next_edge": BIN_EDGES[min(place + 1, BINS - 1)],
+            "end_chance": index.model.hazards(job.cls)[place] if place < job.kind.cap else 1.0,
+            "next_edge": min(request.max_tokens, BIN_EDGES[min(place + 1, BINS - 1)]),
             "index": 0.0 - cell.base,
             "age_credit": self._aging.per_s * (now - request.arrival),
             "first_token": str(self._is_first(cell)).lower(),

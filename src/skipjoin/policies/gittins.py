@@ -9,7 +9,7 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.hazards import BIN_MIDDLES, BIN_WIDTHS, BINS
+from skipjoin.policies.hazards import BIN_MIDDLES, BIN_WIDTHS, bin_of
 from skipjoin.policies.length_model import ForecastClass, LengthModel
 
 # Bin of a request without output, whose prompt is still to be computed.
@@ -36,11 +36,13 @@ class Kind(NamedTuple):
     Attributes:
         cls: Class of its forecast.
         octave: Octave of its prompt's length.
+        cap: Bin of its `max_tokens`, in which it ends at the latest.
         steps: Octave of its JCT objective in decode steps without other requests; None without an objective.
     """
 
     cls: ForecastClass
     octave: int
+    cap: int
     steps: int | None
 
 
@@ -50,7 +52,7 @@ def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime) -> Kind:
     octave = int(math.log2(max(_SHORT_PROMPT, prompt)))
     jct_s = request.options.target.jct_s
     steps = None if jct_s == math.inf else int(math.log2(max(1.0, jct_s / max(_MIN_STEP_S, time.decode(prompt)))))
-    return Kind(cls, octave, steps)
+    return Kind(cls, octave, bin_of(request.max_tokens), steps)
 
 
 class GittinsIndex:
@@ -121,7 +123,7 @@ class GittinsIndex:
         return max(_MIN_STEP_S, self.time.decode(int(context)))
 
     def _index(self, kind: Kind, place: int) -> float:
-        cls, octave, steps = kind
+        cls, octave, cap, steps = kind
         hazards = self.model.hazards(cls)
         prompt = 1.5 * 2.0**octave
         slot = (1 - self._kv_share) / self._max_seqs
@@ -130,8 +132,8 @@ class GittinsIndex:
         if place == NOT_BEGUN:
             # In decode steps, as the cost of a token below.
             cost = self.time.prefill(int(prompt)) / self._decode(prompt) * (slot + per_kv * prompt)
-        for at in range(max(0, place), BINS):
-            length, hazard = BIN_MIDDLES[at], hazards[at]
+        for at in range(max(0, place), cap + 1):
+            length, hazard = BIN_MIDDLES[at], hazards[at] if at < cap else 1.0
             gain += alive * hazard / (length if steps is None else 2.0**steps)
             cost += alive * BIN_WIDTHS[at] * (1 - 0.5 * hazard) * (slot + per_kv * (prompt + length))
             best = max(best, gain / cost)

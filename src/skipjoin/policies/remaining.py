@@ -11,7 +11,7 @@ class RemainingTime:
     """Value function of the least remaining work in seconds: uncached tokens plus predicted output (ALISE section 3.1).
 
     With true lengths this is SRPT. A request that outgrows its predicted length is predicted to get twice as long,
-    repeatedly.
+    repeatedly, but not longer than its `max_tokens`.
 
     Every `aging_s` seconds since its arrival count like e times less remaining work. As all requests age alike, the key
     is log(remaining time) + arrival / `aging_s` and does not change while the request waits.
@@ -56,6 +56,7 @@ class RemainingTime:
         length = self._lengths(request)
         while length < generated:
             length *= 2
+        length = min(length, request.max_tokens)
         seconds = (length - generated if length > generated else 1) * self._time.decode(known)
         # The step of a just-sampled token is counted above; more uncached tokens are prefill.
         uncached = known - request.reached

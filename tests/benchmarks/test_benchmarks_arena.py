@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack, closing
 from itertools import combinations, product
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from support.figures import BENCHMARKS
 sys.path.insert(0, str(BENCHMARKS))
 
 from arena import run as arena
+from arena.engine import EngineCell
 from arena.figures import GOALS, OURS, PAPERS, RIVALS, ratios, summary, with_rivals
 from arena.grid import FIRST, HELD_OUT, PROFILED, SYSTEMS, TEXTS, ArenaCell, covering, full, quick
+from arena.lockstep import FIELDS, TimedEngine, race
 from arena.picture import draw
 from skipjoin.report.plots import style
+from skipjoin.workload.workload import synthetic
 
 
 def test_cells_are_distinct_and_the_held_out_ones_are_not_tuned_on() -> None:
@@ -88,3 +92,20 @@ def test_the_record_agrees_with_its_cells() -> None:
     # The others depend on files that are not in the repository.
     others = set(record["cells"]) - known
     assert all(name.startswith(TEXTS) or PROFILED in name for name in others)
+
+
+def test_engines_take_turns_by_their_own_clocks() -> None:
+    cell = EngineCell((), kv_gib=0.01, seqs=4)
+    jobs = synthetic("uniform:5-20,3-8", "poisson").draw(200.0, 0.2, 0)
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(closing(TimedEngine(Path("tally"), name, cell))) for name in ("fcfs", "adaptive")
+        ]
+        for engine in engines:
+            engine.start(jobs, background=1)
+        race(engines)
+        for engine in engines:
+            assert len(engine.ends) == len(jobs)
+            assert jobs[-1].at < max(engine.ends) <= engine.now
+            assert list(figures := engine.figures(0.2)) == list(FIELDS)
+            assert all(value > 0 for name, value in figures.items() if name != "throughput_rps")

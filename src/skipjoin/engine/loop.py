@@ -30,14 +30,17 @@ _COMPILE_WAIT_S = 0.001
 class EngineLoop:
     """Accepts requests and returns their events step by step. Not thread-safe: one thread owns it.
 
+    Args:
+        clock: Returns the seconds since an arbitrary start.
+
     Attributes:
         on_plan: Called with every plan before it runs.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = engine
         self.core = engine.core
-        self.clock = time.monotonic
+        self.clock = clock
         self._cost = engine.info.cost
         self._targets = None if engine.jct_scale is None else RelativeTargets(self._cost, engine.jct_scale)
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None

@@ -416,6 +416,8 @@ def test_a_rank_is_explained() -> None:
     assert told["end_chance"] == pytest.approx(index.model.hazards(bin_of(100))[0])
     assert told["age_credit"] == pytest.approx(2 * ordering._aging.per_s)
     assert told["first_token"] == "true"
+    ordering.on_arrived(short := make(1, 8, 2, arrival=1.0), 1.0)
+    assert (ordering.explain(short, 3.0)["next_edge"], ordering.explain(short, 3.0)["end_chance"]) == (3, 1.0)
 
 
 def test_hazards_of_a_distribution_end_with_certainty() -> None:

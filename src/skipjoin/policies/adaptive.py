@@ -211,7 +211,7 @@ class Adaptive(Callbacks):
             "forecast_bin": "none" if job.cls is None else f"{BIN_EDGES[job.cls]} tokens",
             "expert": index.model.believed(job.cls),
             "end_chance": index.model.hazards(job.cls)[place] if place < job.kind.cap else 1.0,
-            "next_edge": min(request.max_tokens, BIN_EDGES[min(place + 1, BINS - 1)]),
+            "next_edge": min(request.max_tokens + 1, BIN_EDGES[min(place + 1, BINS - 1)]),
             "index": 0.0 - cell.base,
             "age_credit": self._aging.per_s * (now - request.arrival),
             "first_token": str(self._is_first(cell)).lower(),

@@ -146,14 +146,20 @@ def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.
             harness.write_record(record, args.out)
 
 
+def options(text: str | None, *, load: float, duration: float) -> argparse.ArgumentParser:
+    """Return a parser of the options that engine.py and lockstep.py share."""
+    made = harness.parser(text)
+    made.add_argument("--recipes", type=harness.words, default=["fcfs", "sarathi", "fastserve", "alise", "adaptive"])
+    made.add_argument("--seeds", type=lambda text: [int(one) for one in harness.words(text)], default=[0, 1, 2])
+    made.add_argument("--load", type=float, default=load, help="rate in terms of the capacity, except in `ample`")
+    made.add_argument("--duration", type=float, default=duration, help="seconds of arrivals in a run")
+    made.add_argument("--cells", default="", help="run only cells whose name contains this text")
+    return made
+
+
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--recipes", type=harness.words, default=["fcfs", "sarathi", "fastserve", "alise", "adaptive"])
+    parser = options(__doc__, load=1.2, duration=60.0)
     parser.add_argument("--peers", type=names_of, default=["vllm"])
-    parser.add_argument("--seeds", type=lambda text: [int(one) for one in harness.words(text)], default=[0, 1, 2])
-    parser.add_argument("--load", type=float, default=1.2, help="rate in terms of the capacity, except in `ample`")
-    parser.add_argument("--duration", type=float, default=60.0, help="seconds of arrivals in a run")
-    parser.add_argument("--cells", default="", help="run only cells whose name contains this text")
     args = parser.parse_args()
     record = harness.new_record(duration_s=args.duration, load=args.load, cells={})
     with scratch_model(torch.bfloat16) as folder:

@@ -37,7 +37,7 @@ from skipjoin.workload.workload import synthetic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import harness
-from arena.engine import BACKGROUND_TOKENS, BURST, CELLS, EngineCell, over_best
+from arena.engine import BACKGROUND_TOKENS, BURST, CELLS, EngineCell, options, over_best
 from random_model import scratch_model
 from servers import full_rate
 
@@ -187,13 +187,7 @@ def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--recipes", type=harness.words, default=["fcfs", "sarathi", "fastserve", "alise", "adaptive"])
-    parser.add_argument("--seeds", type=lambda text: [int(one) for one in harness.words(text)], default=[0, 1, 2])
-    parser.add_argument("--load", type=float, default=1.6, help="rate in terms of the capacity, except in `ample`")
-    parser.add_argument("--duration", type=float, default=20.0, help="seconds of arrivals in a run")
-    parser.add_argument("--cells", default="", help="run only cells whose name contains this text")
-    args = parser.parse_args()
+    args = options(__doc__, load=1.6, duration=20.0).parse_args()
     known = harness.read_record(args.out).get("cells", {})
     record = harness.new_record(duration_s=args.duration, load=args.load, cells=known)
     with scratch_model(torch.bfloat16) as folder:

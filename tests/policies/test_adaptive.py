@@ -168,9 +168,8 @@ def test_good_forecasts_rank_by_remaining_length() -> None:
     index = index_on(learned(lengths, [Forecast(length, "test") for length in lengths]))
     by_class = [index.log_index(Kind(bin_of(length), 7, LAST, None), NOT_BEGUN) for length in (12, 50, 200, 800)]
     assert all(one > other for one, other in pairwise(by_class))
-    assert index.log_index(Kind(bin_of(200), 7, LAST, None), bin_of(170)) > index.log_index(
-        Kind(bin_of(200), 7, LAST, None), 0
-    )
+    kind = Kind(bin_of(200), 7, LAST, None)
+    assert index.log_index(kind, bin_of(170)) > index.log_index(kind, 0)
 
 
 def test_requests_near_their_max_tokens_rank_high() -> None:

@@ -283,7 +283,7 @@ class Kernel:
         target[target_ids] = source[source_ids]
 
 
-def test_kernel_copies_short_runs_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernel_copies_many_short_runs_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     store = KVStore(
         ModelConfig.from_dict(CONFIGS["llama"]),
         torch.float32,
@@ -293,7 +293,8 @@ def test_kernel_copies_short_runs_only(monkeypatch: pytest.MonkeyPatch, caplog: 
         block_size=BLOCK_SIZE,
     )
     assert store.cpu is not None
-    monkeypatch.setattr(kv_store, "_MIN_RUN_BYTES", 2 * store.device.block_bytes + 1)
+    monkeypatch.setattr(kv_store, "MIN_RUN_BYTES", 2 * store.device.block_bytes + 1)
+    monkeypatch.setattr(kv_store, "_MAX_SHORT_RUNS", 2)
     kernel = store._kernel = Kernel()
     draw = torch.Generator().manual_seed(0)
     source = torch.randn(store.device.block_view().shape, generator=draw)
@@ -312,7 +313,8 @@ def test_kernel_copies_short_runs_only(monkeypatch: pytest.MonkeyPatch, caplog: 
 
     assert copied([3, 9, 1, 2], [0, 5, 7, 8])
     assert kernel.calls == [4]  # three runs of four blocks
-    assert copied([4, 5, 6, 10, 11, 12], [1, 2, 3, 9, 10, 11])
+    assert copied([3, 9], [0, 5])
+    assert copied([4, 5, 6, 10, 11, 12, 14, 15, 16], [1, 2, 3, 9, 10, 11, 13, 14, 15])
     assert kernel.calls == [4]
     kernel.error = RuntimeError("no compiler")
     for _ in range(2):

@@ -11,7 +11,7 @@ move with 8-bit values on the CPU tier.
 
 `concurrent` has steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight in
 both directions alternate with rounds without; `slowdown` is the ratio of their median steps, with a target of at most
-1.05.
+1.05. `int8` has 8-bit values on the CPU tier.
 
 On a CPU everything runs at a small scale to test the script.
 """
@@ -41,12 +41,12 @@ Figures = dict[str, Any]
 MIN_SHARE, MAX_SLOWDOWN = 0.8, 1.05
 _KIB, _MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = {"small": 32 * _KIB, "llama-3-8b": 2 * _MIB, "opt-13b": 25 * _MIB // 2}
-# A layer has 256 bytes per token in bfloat16, so the number of layers sets the block size.
-_TOKEN_BYTES, _BLOCK_TOKENS = 256, 16
+# A layer has 512 bytes per token in bfloat16, so the number of layers sets the block size.
+_TOKEN_BYTES, _BLOCK_TOKENS = 512, 16
 _SHAPE = {
     "model_type": "llama",
     "vocab_size": 8,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 8,
     "num_attention_heads": 1,
     "max_position_embeddings": 8,
@@ -65,24 +65,24 @@ _MOVE_BYTES, _ON_WAY_BYTES = {"cuda": 16 * _MIB, "cpu": _MIB // 2}, {"cuda": 512
 _BATCH = 8
 
 
-def measure(device: str = "cuda", step: Callable[[], object] | None = None) -> Figures:
-    """Return all figures; `step` queues a step on the current stream, by default one that resembles a decode."""
-    link = measure_link(device)
-    moves = [
-        figures
-        for name, block_bytes in BLOCK_BYTES.items()
-        for figures in measure_moves(device, name, block_bytes, link)
-    ]
-    step = step or decode_like(device)
-    sizes = {name: BLOCK_BYTES[name] for name in ("llama-3-8b", "small")}
-    overlapped = [measure_concurrent(device, step, name, size, link) for name, size in sizes.items()]
-    return {
+def measure(device: str = "cuda", keep: Callable[[Figures], object] = lambda figures: None) -> Figures:
+    """Return all figures; `keep` gets those so far."""
+    figures: Figures = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "target": {"share": MIN_SHARE, "slowdown": MAX_SLOWDOWN},
-        "link": link,
-        "moves": moves,
-        "concurrent": overlapped,
+        "link": measure_link(device),
+        "moves": [],
+        "concurrent": [],
     }
+    for name, block_bytes in BLOCK_BYTES.items():
+        for move in measure_moves(device, name, block_bytes, figures["link"]):
+            figures["moves"].append(move)
+            keep(figures)
+    step = decode_like(device)
+    for name, swap_dtype in (("llama-3-8b", "auto"), ("llama-3-8b", "int8"), ("small", "auto")):
+        figures["concurrent"].append(measure_concurrent(device, step, name, swap_dtype, figures["link"]))
+        keep(figures)
+    return figures
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
@@ -225,17 +225,18 @@ def decode_like(device: str) -> Callable[[], object]:
 class Traffic:
     """Moves in both directions, with more in flight than a link carries in a step."""
 
-    def __init__(self, device: str, block_bytes: int) -> None:
+    def __init__(self, device: str, block_bytes: int, swap_dtype: str) -> None:
         per_move = max(1, _MOVE_BYTES[device] // block_bytes)
         # Half of the blocks go out, the others come in.
         half = max(1, _POOL_BYTES[device] // block_bytes // 2 // per_move) * per_move
-        store, draw = make_store(device, block_bytes, 2 * half), random.Random(1)
+        store, draw = make_store(device, block_bytes, 2 * half, swap_dtype), random.Random(1)
+        assert store.cpu is not None
         self._copier = copier_for(store)
-        self._move_bytes = per_move * block_bytes
-        self._most = max(2, _ON_WAY_BYTES[device] // self._move_bytes)
+        self._move_bytes = per_move * store.cpu.block_bytes
+        self._most = max(2, _ON_WAY_BYTES[device] // (per_move * block_bytes))
         self._next: dict[Direction, Iterator[Move]] = {}
         self._on_way = dict.fromkeys(LINK, 0)
-        self.moved = 0  # bytes of completed moves
+        self.moved = 0  # bytes of completed moves, on the link
         tokens = per_move * store.device.block_size
         for index, direction in enumerate(LINK):
             here, there = (draw.sample(range(index * half, (index + 1) * half), half) for _ in range(2))
@@ -269,9 +270,10 @@ class Traffic:
             self.moved += self._move_bytes
 
 
-def measure_concurrent(device: str, step: Callable[[], object], name: str, block_bytes: int, link: Figures) -> Figures:
+def measure_concurrent(device: str, step: Callable[[], object], name: str, swap_dtype: str, link: Figures) -> Figures:
     """Measure steps with and without copies of blocks of a size."""
-    traffic = Traffic(device, block_bytes)
+    block_bytes = BLOCK_BYTES[name]
+    traffic = Traffic(device, block_bytes, swap_dtype)
     seconds(device, step, 3)
     slowdowns: list[float] = []
     alone: list[float] = []
@@ -292,6 +294,7 @@ def measure_concurrent(device: str, step: Callable[[], object], name: str, block
     return {
         "blocks_of": name,
         "block_bytes": block_bytes,
+        "swap_dtype": swap_dtype,
         "step_ms": spread([taken * 1e3 for taken in alone]),
         "slowdown": spread(slowdowns),
         "copied_gb_per_s": spread(rates, 2),

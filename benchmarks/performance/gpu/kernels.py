@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import Any
 
+import attention
+import copies
 from common import HERE, Figures, Task
 
 
 def measure_attention(task: Task) -> Figures:
     """Measure attention; see `attention.py`."""
-    return _figures_of("attention", task)
+    return {"cases": attention.measure(task.device)}
 
 
 def measure_activations(task: Task) -> Figures:
@@ -19,18 +19,13 @@ def measure_activations(task: Task) -> Figures:
     sys.path.append(str(HERE.parent / "model_step"))
     from activations import measure  # noqa: PLC0415
 
-    return {"cases": measure(task.device, tiny=task.is_rehearsal)}
+    figures: Figures = {"cases": []}
+    for case in measure(task.device, tiny=task.is_rehearsal):
+        figures["cases"].append(case)
+        task.keep(figures)
+    return figures
 
 
 def measure_copies(task: Task) -> Figures:
     """Measure copies; see `copies.py`."""
-    return _figures_of("copies", task)
-
-
-def _figures_of(module: str, task: Task) -> Figures:
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        return {"missing": str(error)}
-    figures = found.measure(task.device)
-    return figures if isinstance(figures, dict) else {"cases": figures}
+    return copies.measure(task.device, keep=task.keep)

@@ -7,6 +7,7 @@ TASK.json has the fields of `Task`. The figures are written to FILE, including t
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import sys
@@ -35,6 +36,8 @@ PARTS = {
 def main() -> None:
     name, task_file, into = sys.argv[1:]
     task = Task(**json.loads(Path(task_file).read_text()), into=Path(into), began=time.monotonic())
+    # The log of a part that is stopped says what it did.
+    faulthandler.dump_traceback_later(task.seconds)
     module, function = PARTS[name]
     measure: Callable[[Task], Figures] = getattr(importlib.import_module(module), function)
     task.keep(measure(task))

@@ -249,7 +249,8 @@ def _copies_lines(figures: Mapping[str, Any]) -> list[str]:
         what = f"{move['blocks']} blocks of {move['blocks_of']} {move['direction']}"
         lines.append(f"{what}: {move['share']['median']:.2f} of the link")
     return lines + [
-        f"steps during copies of {found['blocks_of']}: {found['slowdown']['median']:.3f} times as long"
+        f"steps during copies of {found['blocks_of']}, {found['swap_dtype']}: "
+        f"{found['slowdown']['median']:.3f} times as long"
         for found in figures["concurrent"]
     ]
 

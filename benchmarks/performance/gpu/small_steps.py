@@ -38,8 +38,8 @@ def main() -> None:
     device = sys.argv[1]
     # A rehearsal's task gives tiny models on any device.
     tiny = Task("cpu", 60.0, {}, {}, Path(), time.monotonic())
-    for name in ("llama-3-8b", "opt-13b"):
-        for dtype in ("bfloat16", "float16", "float32"):
+    for dtype in ("bfloat16", "float16", "float32"):
+        for name in ("llama-3-8b", "opt-13b"):
             shape = shape_of(tiny, name, max_positions=_MAX_LEN)
             with folder_of(shape, dtype) as folder:
                 _run(Task(device, 60.0, {}, {}, Path(), time.monotonic()), folder, dtype, shape)

@@ -48,12 +48,13 @@ _SPAN_S, _TINY_SPAN_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.5, 0.02, 5, 200
 Calls = dict[str, Callable[[], object]]
 
 
-def measure(device: str, *, tiny: bool = False) -> list[dict[str, Any]]:
-    """Return a record for each type, model, activation and number of rows; `tiny` uses small shapes for a rehearsal."""
-    with torch.inference_mode():
-        if tiny:
-            return list(_records(device, ("tiny",), ROWS[:2], _TINY_SPAN_S))
-        return list(_records(device, MEASURED[device], ROWS, _SPAN_S))
+@torch.inference_mode()
+def measure(device: str, *, tiny: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield a record for each type, model, activation and number of rows; `tiny` uses small shapes for a rehearsal."""
+    if tiny:
+        yield from _records(device, ("tiny",), ROWS[:2], _TINY_SPAN_S)
+    else:
+        yield from _records(device, MEASURED[device], ROWS, _SPAN_S)
 
 
 def _records(device: str, models: tuple[str, ...], rows: tuple[int, ...], span_s: float) -> Iterator[dict[str, Any]]:
@@ -154,8 +155,8 @@ def main() -> None:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     record = harness.new_record(threads=torch.get_num_threads(), device=arguments.device)
-    record["results"] = measure(arguments.device, tiny=arguments.tiny)
-    print("\n".join(map(line, record["results"])))
+    record["results"] = results = list(measure(arguments.device, tiny=arguments.tiny))
+    print("\n".join(map(line, results)))
     harness.write_record(record, arguments.out)
 
 

@@ -10,7 +10,7 @@ from skipjoin.exec.quantized_copies import QuantizedCopies
 from skipjoin.exec.span_copies import SpanCopies
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV, QuantizedKV
-from skipjoin.model.ops.block_copy import block_copy, runs_of
+from skipjoin.model.ops.block_copy import MIN_RUN_BYTES, block_copy, runs_of
 from skipjoin.model.parallel import WHOLE, Shard
 from skipjoin.model.transfer import send
 
@@ -18,9 +18,8 @@ _log = logging.getLogger(__name__)
 
 # Arguments: target and source pool as rows, then target and source row numbers. See `model.kernels.block_copy`.
 BlocksKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-# Below this mean run length the kernel copies. Queueing one copy takes about 5 us of CPU time, in which the link
-# transfers 256 KiB.
-_MIN_RUN_BYTES = 256 << 10
+# The kernel copies more short runs than this. Its launch takes as long as queueing this many copies.
+_MAX_SHORT_RUNS = 8
 
 
 class KVStore:
@@ -64,7 +63,7 @@ class KVStore:
                 self._copy_blocks = block_copy()
             elif is_cuda and self.cpu.tensor.is_pinned():
                 self._kernel = _blocks_kernel()
-                if self.device.block_bytes < _MIN_RUN_BYTES:
+                if self.device.block_bytes < MIN_RUN_BYTES:
                     # Compiled here rather than in the first step that needs it. Both blocks are zeros.
                     self._launch(self.cpu.block_view(), self.device.block_view(), (0,), (0,))
 
@@ -104,9 +103,8 @@ class KVStore:
     def _queue(self, to: torch.Tensor, rows: torch.Tensor, move: Move) -> None:
         runs = list(runs_of(move.target, move.source))
         row_bytes = rows.shape[1] * rows.element_size()
-        if row_bytes * len(move.source) < _MIN_RUN_BYTES * len(runs) and self._launch(
-            to, rows, move.target, move.source
-        ):
+        are_short = row_bytes * len(move.source) < MIN_RUN_BYTES * len(runs)
+        if len(runs) > _MAX_SHORT_RUNS and are_short and self._launch(to, rows, move.target, move.source):
             return
         for first_to, first, count in runs:
             to[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)

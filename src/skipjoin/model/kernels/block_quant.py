@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.kv_cache import PagedKV, QuantizedKV
+from skipjoin.model.ops.block_copy import MIN_RUN_BYTES
+from skipjoin.model.ops.block_quant import StagedQuantizer, new_rows
 from skipjoin.model.transfer import send
 
-# As in `block_copy`, but a program requests one head before it waits, about 2.5 KiB when dequantizing. This many fill
-# the link.
-_PROGRAMS = 64
+# Programs that fill the link when a program requests one head before it waits, about 2.5 KiB when dequantizing, and
+# programs that convert on the device.
+_LINK_PROGRAMS, _PROGRAMS = 64, 528
 # Numbers of a head that a program converts at a time.
 _TILE = 4096
 # A fused multiply-add rounds once where other implementations round twice.
@@ -24,6 +26,9 @@ _MIN_SCALE = tl.constexpr(2.0**-126)
 _ROUNDING = tl.constexpr(2.0**23)
 # One version for all moves, so that no step waits for a compilation.
 _IDS = ["target_ids", "source_ids"]
+# Heads, tokens and channels of a block, and the blocks of a move in target and source.
+_Shape = tuple[int, int, int]
+_Ids = tuple[Sequence[int], Sequence[int]]
 
 
 @triton.jit
@@ -134,30 +139,55 @@ def _dequantize(
             tl.store(to + at, x.to(device.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
-class TritonQuantizer:
-    """Triton quantizer on the current stream. The CPU pool must be page-locked, or on the device."""
+class TritonQuantizer(StagedQuantizer):
+    """Triton quantizer on the current stream. The CPU pool must be page-locked, or on the device.
+
+    Large rows are copied by the GPU's copy engines, because kernels that wait for the link slow concurrent steps down.
+    Kernels read and write small rows in CPU memory, since queueing a copy of each would take longer.
+    """
 
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
-        blocks, rows = device.head_view(), host.tensor
-        ids, work = send((target, source), blocks.device, torch.int64), len(source) * host.shape[0]
-        pools = rows, rows.view(torch.int16), blocks
-        _quantize[_grid(work)](*pools, ids[0], ids[1], len(source), last, host.shape[0], **_tile(host))
+        if host.block_bytes < MIN_RUN_BYTES:
+            _launch_quantize(_LINK_PROGRAMS, host.tensor, device, host.shape, (target, source), last)
+        else:
+            super().quantize(host, device, target, source, last)
 
     def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
-        blocks, rows = device.head_view(), host.tensor
-        ids, work = send((target, source), blocks.device, torch.int64), len(source) * host.shape[0]
-        pools, most = (blocks, rows, rows.view(torch.int16)), torch.finfo(blocks.dtype).max
-        _dequantize[_grid(work)](*pools, ids[0], ids[1], len(source), host.shape[0], most, **_tile(host))
+        if host.block_bytes < MIN_RUN_BYTES:
+            _launch_dequantize(_LINK_PROGRAMS, device, host.tensor, host.shape, (target, source))
+        else:
+            super().dequantize(device, host, target, source)
+
+    def to_rows(self, host: QuantizedKV, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor:
+        rows = new_rows(host, device, len(source))
+        _launch_quantize(_PROGRAMS, rows, device, host.shape, (range(len(source)), source), last)
+        return rows
+
+    def from_rows(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], rows: torch.Tensor) -> None:
+        _launch_dequantize(_PROGRAMS, device, rows, host.shape, (target, range(len(target))))
 
 
-def _grid(work: int) -> tuple[int]:
-    return (min(_PROGRAMS, work),)
+def _launch_quantize(programs: int, rows: torch.Tensor, device: PagedKV, shape: _Shape, ids: _Ids, last: int) -> None:
+    blocks, count = device.head_view(), len(ids[0])
+    to, source = send(ids, blocks.device, torch.int64)
+    _quantize[(min(programs, count * shape[0]),)](
+        rows, rows.view(torch.int16), blocks, to, source, count, last, shape[0], **_tile(shape)
+    )
 
 
-def _tile(host: QuantizedKV) -> dict[str, int]:
-    _, tokens, dim = host.shape
+def _launch_dequantize(programs: int, device: PagedKV, rows: torch.Tensor, shape: _Shape, ids: _Ids) -> None:
+    blocks, count = device.head_view(), len(ids[0])
+    to, source = send(ids, blocks.device, torch.int64)
+    most = torch.finfo(blocks.dtype).max
+    _dequantize[(min(programs, count * shape[0]),)](
+        blocks, rows, rows.view(torch.int16), to, source, count, shape[0], most, **_tile(shape)
+    )
+
+
+def _tile(shape: _Shape) -> dict[str, int]:
+    _, tokens, dim = shape
     width = triton.next_power_of_2(dim)
     rows = min(triton.next_power_of_2(tokens), max(1, _TILE // width))
     return {"TOKENS": tokens, "DIM": dim, "ROWS": rows, "WIDTH": width, **_OPTIONS}

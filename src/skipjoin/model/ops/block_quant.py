@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int64, c_void_p
 from typing import Any, Protocol
 
@@ -39,8 +39,8 @@ INFINITE = 2.0**126
 MIN_SCALE = 2.0**-126
 # Type numbers of block_quant.cpp.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Blocks that the torch operations convert at a time: they make several float32 copies.
-_AT_ONCE = 16
+# Bytes of rows that are converted at a time. torch's operations make several float32 copies of them.
+_AT_ONCE_BYTES = 16 << 20
 
 
 class BlockQuantizer(Protocol):
@@ -89,27 +89,52 @@ def _declared(call: Any, *arguments: type) -> Callable[..., None]:
     return declared
 
 
-class TorchQuantizer:
-    """Quantizer in torch operations on the device: the reference and fallback."""
+class StagedQuantizer(Protocol):
+    """Quantizer that converts blocks on their device and copies rows of several blocks to and from the CPU tier."""
 
     def quantize(
         self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
-        blocks, place = device.head_view(), device.tensor.device
-        for at in range(0, len(source), _AT_ONCE):
-            end = min(at + _AT_ONCE, len(source))
-            rows = quantized(blocks[send(source[at:end], place)], last if end == len(source) else host.shape[1])
+        for at, end in _parts(host, len(source)):
+            tokens = last if end == len(source) else host.shape[1]
+            rows = self.to_rows(host, device, source[at:end], tokens)
             for first_to, first, count in runs_of(target[at:end], range(end - at)):
                 host.tensor[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
 
     def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
-        blocks, place = device.head_view(), device.tensor.device
-        for at in range(0, len(source), _AT_ONCE):
-            end = min(at + _AT_ONCE, len(source))
-            rows = torch.empty((end - at, host.block_bytes), dtype=torch.uint8, device=place)
+        for at, end in _parts(host, len(source)):
+            rows = new_rows(host, device, end - at)
             for first, first_from, count in runs_of(range(end - at), source[at:end]):
                 rows[first : first + count].copy_(host.tensor[first_from : first_from + count], non_blocking=True)
-            blocks[send(target[at:end], place)] = dequantized(rows, host.shape, blocks.dtype)
+            self.from_rows(device, host, target[at:end], rows)
+
+    def to_rows(self, host: QuantizedKV, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor:
+        """Return rows of blocks on the device; the last block has `last` tokens."""
+        ...
+
+    def from_rows(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], rows: torch.Tensor) -> None: ...
+
+
+def new_rows(host: QuantizedKV, device: PagedKV, count: int) -> torch.Tensor:
+    """Return memory on the device for rows."""
+    return torch.empty((count, host.block_bytes), dtype=torch.uint8, device=device.tensor.device)
+
+
+def _parts(host: QuantizedKV, blocks: int) -> Iterator[tuple[int, int]]:
+    size = max(1, _AT_ONCE_BYTES // host.block_bytes)
+    for at in range(0, blocks, size):
+        yield at, min(at + size, blocks)
+
+
+class TorchQuantizer(StagedQuantizer):
+    """Quantizer in torch operations: the reference and fallback."""
+
+    def to_rows(self, host: QuantizedKV, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor:
+        return quantized(device.head_view()[send(source, device.tensor.device)], last)
+
+    def from_rows(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], rows: torch.Tensor) -> None:
+        blocks = device.head_view()
+        blocks[send(target, blocks.device)] = dequantized(rows, host.shape, blocks.dtype)
 
 
 def quantized(blocks: torch.Tensor, last: int) -> torch.Tensor:
